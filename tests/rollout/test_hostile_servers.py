@@ -203,7 +203,7 @@ def trajectories_of(
         trajectories = await manager.run([*good, *hostile])
         left = {
             "leases": balancer.num_leases,
-            "waiting": balancer.num_waiting,
+            "waiting": balancer.num_queued,
             "sessions": balancer.num_sessions,
             "tasks": len(asyncio.all_tasks()) - 1,
         }

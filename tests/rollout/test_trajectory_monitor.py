@@ -123,7 +123,7 @@ def test_a_server_that_was_lost_is_reported_with_the_reason(caplog: pytest.LogCa
             group.create_task(harness.worker.run(harness.jobs([{"raw_prompt": user("tool")}])))
             await asyncio.sleep(10)
             harness.server.die("out of memory")
-            harness.server_manager.pool.lose("scripted-0", reason="out of memory")
+            harness.server_manager.pool.mark_lost("scripted-0", reason="out of memory")
 
     with caplog.at_level(logging.WARNING):
         run_virtual(main())

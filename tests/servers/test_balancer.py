@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from agent_loop.errors import ConfigError
 from agent_loop.servers.balancer import BalancerConfig, LoadBalancer, SlotGrant, SlotRequest
-from agent_loop.servers.ranking import Ranking
+from agent_loop.servers.priority_queue import IndexedPriorityQueue
 
 ids = count()
 
@@ -265,7 +265,7 @@ def test_without_any_server_a_request_waits_for_one_to_join() -> None:
 
 
 def test_two_servers_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two servers of the name 's0'"):
+    with pytest.raises(ConfigError, match="two servers with the name 's0'"):
         LoadBalancer(["s0", "s0"])
 
 
@@ -278,7 +278,7 @@ def test_asking_twice_with_one_id_is_asking_once() -> None:
     assert balancer.acquire(request) is balancer.acquire(request)
     assert balancer.acquire(second) is None
     assert balancer.acquire(second) is None
-    assert (balancer.num_leases, balancer.num_waiting) == (1, 1)
+    assert (balancer.num_leases, balancer.num_queued) == (1, 1)
     assert [lease.request.id for lease in balancer.release("r")] == ["q"]
     assert balancer.release("r") == []
     assert balancer.num_leases == 1
@@ -292,7 +292,7 @@ def test_what_a_dead_owner_held_falls() -> None:
     assert balancer.acquire(SlotRequest("x", "m9", owner="worker-1")) is None
     (granted,) = balancer.drop_owner("worker-1")
     assert granted.request is waits
-    assert (balancer.num_leases, balancer.num_waiting) == (1, 0)
+    assert (balancer.num_leases, balancer.num_queued) == (1, 0)
     assert balancer.server_of(mine[0].request.session) is None
 
 
@@ -354,7 +354,7 @@ def test_who_waits_for_a_server_that_leaves_goes_elsewhere() -> None:
     waiting = ask(balancer, "a", num_prompt_tokens=100_100)
     assert waiting is None
     balancer.remove_server(first.server)
-    granted = balancer.fill() or [
+    granted = balancer.grant_free_slots() or [
         lease for running in list(balancer._leases.values()) for lease in balancer.release(running.request.id)
     ]
     assert [lease.request.session for lease in granted] == ["a"]
@@ -406,11 +406,11 @@ class Life(RuleBasedStateMachine):
             return
         self.balancer.remove_server(name)
         self.held = {key: lease for key, lease in self.held.items() if lease.server != name}
-        self.take(self.balancer.fill())
+        self.take(self.balancer.grant_free_slots())
 
     @rule(owner=st.sampled_from(["w0", "w1"]))
     def owner_dies(self, owner: str) -> None:
-        self.lined_up -= {w.request.id for w in self.balancer._waiting.values() if w.request.owner == owner}
+        self.lined_up -= {w.request.id for w in self.balancer._queued.values() if w.request.owner == owner}
         self.held = {key: lease for key, lease in self.held.items() if lease.request.owner != owner}
         granted = self.balancer.drop_owner(owner)
         self.take([lease for lease in granted if lease.request.owner != owner])
@@ -418,7 +418,7 @@ class Life(RuleBasedStateMachine):
     @rule(session=st.integers(0, 9), owner=st.sampled_from(["w0", "w1"]))
     def ends(self, session: int, owner: str) -> None:
         name = f"{owner}-{session}"
-        if not any(w.request.session == name for w in self.balancer._waiting.values()) and not any(
+        if not any(w.request.session == name for w in self.balancer._queued.values()) and not any(
             lease.request.session == name for lease in self.held.values()
         ):
             self.balancer.end_session(name)
@@ -426,7 +426,7 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         assert self.balancer.num_leases == len(self.held)
-        assert self.balancer.num_waiting == len(self.lined_up)
+        assert self.balancer.num_queued == len(self.lined_up)
         for server, number in self.balancer.in_flight.items():
             assert number == sum(lease.server == server for lease in self.held.values())
             work = sum(lease.work for lease in self.held.values() if lease.server == server)
@@ -461,7 +461,7 @@ def test_counts_return_to_zero_whatever_happens(steps: list[tuple[int, bool]]) -
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.none() | st.integers(0, 9)), max_size=60))
 def test_a_ranking_is_the_least_of_its_keys(changes: list[tuple[int, int | None]]) -> None:
-    ranking: Ranking[tuple[int]] = Ranking()
+    ranking: IndexedPriorityQueue[tuple[int]] = IndexedPriorityQueue()
     keys: dict[str, tuple[int]] = {}
     for name, key in changes:
         if key is None:

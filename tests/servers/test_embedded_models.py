@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", SLOWER)
-def test_a_model_that_the_shared_cache_would_get_wrong_runs_exactly_with_a_cache_of_its_own(
+def test_a_model_that_the_shared_cache_does_not_support_is_exact_with_a_cache_per_request(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_config, reason = SLOWER[name]
@@ -131,13 +131,13 @@ def test_a_model_that_the_shared_cache_would_get_wrong_runs_exactly_with_a_cache
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_no_trainer_could_compute_again_is_refused(name: str) -> None:
+def test_a_model_that_a_trainer_could_not_reproduce_is_rejected(name: str) -> None:
     make_config, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         EmbeddedServer(build(make_config()), config=EmbeddedConfig(max_model_len=256))
 
 
-def test_a_cache_of_one_kind_can_be_asked_for() -> None:
+def test_the_kind_of_cache_can_be_configured() -> None:
     async def main() -> None:
         prompt, params = random_prompt(30), SamplingParams(max_tokens=12, seed=3)
         outputs: list[TokenOutput] = []
@@ -173,7 +173,7 @@ def test_a_turn_resumes_the_cache_of_its_session() -> None:
     asyncio.run(main())
 
 
-def test_a_model_whose_tokens_see_later_ones_is_found_out_by_its_logprobs() -> None:
+def test_a_model_whose_tokens_depend_on_later_ones_is_rejected() -> None:
     model = tiny_model()
     model.model.layers[0].mlp.register_forward_hook(
         lambda module, args, output: output + output.roll(-1, dims=1)
@@ -219,7 +219,7 @@ def test_a_model_whose_positions_depend_on_padding_tokens_is_computed_without_a_
     asyncio.run(main())
 
 
-def test_a_model_that_remembers_earlier_sequences_is_refused() -> None:
+def test_a_model_that_depends_on_earlier_sequences_is_rejected() -> None:
     """BigBird goes over to full attention for good at the first short sequence."""
     config = BigBirdConfig(
         **SIZES, is_decoder=True, block_size=4, num_random_blocks=1, attention_type="block_sparse"
@@ -228,7 +228,7 @@ def test_a_model_that_remembers_earlier_sequences_is_refused() -> None:
         EmbeddedServer(build(config), config=EmbeddedConfig(max_model_len=128))
 
 
-def test_lengths_too_short_to_verify_with_are_named() -> None:
+def test_a_context_too_short_for_verification_is_rejected() -> None:
     with pytest.raises(ConfigError, match="is 14 tokens, too short to verify the model; give at least 15"):
         EmbeddedServer(tiny_model(), config=EmbeddedConfig(max_model_len=14))
 
@@ -254,7 +254,7 @@ def test_a_model_belongs_to_one_server_at_a_time() -> None:
     asyncio.run(main())
 
 
-def test_serving_a_copy_leaves_the_original_alone() -> None:
+def test_serving_a_copy_does_not_change_the_original() -> None:
     async def main() -> None:
         model = tiny_model()
         before = copy.deepcopy(model.state_dict())
@@ -283,7 +283,7 @@ def test_a_saved_model_is_loaded_from_its_directory(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_configuration_names_a_server_by_its_keys(tmp_path: Path) -> None:
+def test_a_server_is_created_from_a_server_spec(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "model")
     model = ModelConfig(path=str(tmp_path / "model"), device="cpu")
 
@@ -315,12 +315,12 @@ def test_a_deterministic_rollout_has_deterministic_engines() -> None:
         embedded_config(spec)
 
 
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+def test_a_missing_directory_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no model can be loaded from .*absent"):
         EmbeddedServer.from_pretrained(tmp_path / "absent")
 
 
-def test_bfloat16_runs_and_stays_near_float32() -> None:
+def test_bfloat16_logprobs_are_close_to_float32() -> None:
     async def main() -> None:
         model = tiny_model(initializer_range=0.05)
         params = SamplingParams(temperature=0, max_tokens=1)
@@ -342,12 +342,12 @@ def test_bfloat16_runs_and_stays_near_float32() -> None:
         ({"cache": "paged"}, "cache is 'paged'; give one of auto, shared, per_request, none"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_out_of_range_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EmbeddedConfig(**settings)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_missing_gpu_is_rejected() -> None:
     with pytest.raises(ConfigError, match="torch finds no GPU"):
         EmbeddedServer(tiny_model(), config=EmbeddedConfig(max_model_len=256, device="cuda"))

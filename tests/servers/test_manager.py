@@ -165,13 +165,13 @@ def test_requests_wait_for_a_restart_when_every_server_died(streams: bool) -> No
             await asyncio.sleep(0)
             for server in servers:
                 server.die()
-                pool.lose(server.name, reason="killed")
+                pool.mark_lost(server.name, reason="killed")
             later = group.create_task(complete(manager, "later"))
             await asyncio.sleep(20)
             assert not any(task.done() for task in (*before, later))
             servers[1].revive()
         assert {tuple(task.result().token_ids) for task in (*before, later)} == {tuple(range(101, 111))}
-        assert manager.balancer.num_leases == manager.balancer.num_waiting == 0
+        assert manager.balancer.num_leases == manager.balancer.num_queued == 0
 
     run_virtual(main())
 
@@ -188,7 +188,7 @@ def test_requests_fail_when_no_server_restarts_in_time() -> None:
                 with pytest.raises(ServerDied, match="no server is left"):
                     await complete(manager)
                 assert clock() - began == pytest.approx(60)
-        assert manager.balancer.num_waiting == 0
+        assert manager.balancer.num_queued == 0
 
     run_virtual(main())
 
@@ -314,9 +314,9 @@ def test_requests_beyond_what_servers_compute_at_once_wait_in_line() -> None:
                 group.create_task(complete(manager, f"s{number}"))
             await asyncio.sleep(1)
             assert [server.num_running for server in servers] == [2, 2]
-            assert manager.balancer.num_waiting == 8
+            assert manager.balancer.num_queued == 8
         assert clock() == pytest.approx(30)
-        assert (manager.balancer.num_leases, manager.balancer.num_waiting) == (0, 0)
+        assert (manager.balancer.num_leases, manager.balancer.num_queued) == (0, 0)
 
     run_virtual(main())
 
@@ -342,7 +342,7 @@ def test_a_request_in_line_can_be_aborted_cancelled_or_run_out_of_time() -> None
             late = group.create_task(fails(complete(manager, "late", num_tokens=2)))
         assert isinstance(late.result(), ServerTimeout)
         assert "longer than 30 s" in str(late.result())
-        assert (manager.balancer.num_leases, manager.balancer.num_waiting, server.num_running) == (0, 0, 0)
+        assert (manager.balancer.num_leases, manager.balancer.num_queued, server.num_running) == (0, 0, 0)
 
     run_virtual(main())
 

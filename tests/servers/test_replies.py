@@ -82,7 +82,7 @@ def raised_by(server: ScriptedServer, *, streams: bool) -> BadServerReply:
     async def main() -> BadServerReply:
         with pytest.raises(BadServerReply) as caught:
             await ask(manager, streams=streams)
-        assert (manager.balancer.num_leases, manager.balancer.num_waiting) == (0, 0)
+        assert (manager.balancer.num_leases, manager.balancer.num_queued) == (0, 0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert str(caught.value).startswith("server gpu-1 request s: its reply cannot be used: ")
         assert "docs/how-to.md" in str(caught.value)

@@ -17,19 +17,19 @@ from agent_loop.config import ModelConfig
 from agent_loop.errors import BadServerReply, ConfigError, SamplingParamsError, ServerError, WeightsError
 from agent_loop.servers.base import ServerSpec, refuse_unknown_options
 from agent_loop.servers.vllm.gauges import Gauges
-from agent_loop.servers.vllm.limits import Call, ModelFacts, RequestLimits, RunningCalls
-from agent_loop.servers.vllm.logprobs import LogProbs, tell_apart
+from agent_loop.servers.vllm.limits import VLLMRequest, ModelInfo, VLLMRequestLimits, VLLMRequests
+from agent_loop.servers.vllm.logprobs import LogProbs, identify_logprobs
 from agent_loop.servers.vllm.logs import TAIL_LINES, EngineLog
 from agent_loop.servers.vllm.options import engine_options
 from agent_loop.servers.vllm.outputs import read_part
 from agent_loop.servers.vllm.replies import ReplyReader
 from agent_loop.servers.vllm.stamps import UnstampedChunk, VersionSpan, stamped
-from agent_loop.servers.vllm.worker import BeforeCut, WeightWorker, keep_logits_before_cut
+from agent_loop.servers.vllm.worker import FullLogProbsStage, WeightWorker, return_full_logits
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
 from tests.servers.tiny_embedded import tiny_model
 
-LIMITS = RequestLimits(
-    server="vllm-0", max_model_len=20, model=ModelFacts(vocab_size=50, eos_token_ids=(7, 9))
+LIMITS = VLLMRequestLimits(
+    server="vllm-0", max_model_len=20, model=ModelInfo(vocab_size=50, eos_token_ids=(7, 9))
 )
 
 
@@ -113,14 +113,14 @@ def test_end_tokens_are_read_from_the_models_files(tmp_path: Path) -> None:
     model = tiny_model(eos_token_id=5)
     model.generation_config.eos_token_id = [5, 6]
     model.save_pretrained(tmp_path)
-    facts = ModelFacts.read(ModelConfig(path=str(tmp_path)))
+    facts = ModelInfo.read(ModelConfig(path=str(tmp_path)))
     assert facts.eos_token_ids == (5, 6)
     with pytest.raises(ConfigError, match="no configuration"):
-        ModelFacts.read(ModelConfig(path=str(tmp_path / "nothing")))
+        ModelInfo.read(ModelConfig(path=str(tmp_path / "nothing")))
 
 
 def test_one_call_of_a_session_runs_at_a_time() -> None:
-    calls = RunningCalls("vllm-0")
+    calls = VLLMRequests("vllm-0")
     with calls.enter("a") as call, calls.enter("b"):
         assert len(calls) == 2
         with pytest.raises(ServerError, match="request a: a request of this session is already running"):
@@ -137,7 +137,7 @@ def log_softmax(temperature: float) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("hot_and_cut", "kind"),
+    ("hot_top_1", "kind"),
     [
         (log_softmax(2.0), LogProbs.SCALED),
         (log_softmax(1.0), LogProbs.RAW),
@@ -147,13 +147,13 @@ def log_softmax(temperature: float) -> dict[int, float]:
         ({1: -1.0, 8: -2.0, 9: -3.0}, LogProbs.UNKNOWN),
     ],
 )
-def test_kinds_of_logprobs_are_told_apart(hot_and_cut: dict[int, float], kind: LogProbs) -> None:
-    assert tell_apart(log_softmax(1.0), hot_and_cut) == kind
+def test_kinds_of_logprobs_are_told_apart(hot_top_1: dict[int, float], kind: LogProbs) -> None:
+    assert identify_logprobs(log_softmax(1.0), hot_top_1) == kind
 
 
 def test_a_model_that_is_unsure_of_everything_tells_nothing() -> None:
     flat = {1: -1.0, 2: -1.001}
-    assert tell_apart(flat, flat) == LogProbs.UNKNOWN
+    assert identify_logprobs(flat, flat) == LogProbs.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ class Sampler:
 
 def test_the_exchanged_stage_gives_logprobs_from_before_the_cut() -> None:
     sampler = Sampler()
-    stage = sampler.topk_topp_sampler = BeforeCut.around(sampler)
-    assert BeforeCut.around(sampler) is stage
+    stage = sampler.topk_topp_sampler = FullLogProbsStage.wrap(sampler)
+    assert FullLogProbsStage.wrap(sampler) is stage
     logits = torch.tensor([[0.5, 2.0, -1.0]])
     sampled, logprobs = stage(logits.clone(), {}, None, None)
     assert sampled.tolist() == [1]
@@ -209,8 +209,8 @@ def test_the_second_model_runner_keeps_its_logits_from_before_the_cut() -> None:
     def sample_random(logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return logits.argmax(-1), logits.fill_(-math.inf)
 
-    kept = keep_logits_before_cut(sample_random)
-    assert keep_logits_before_cut(kept) is kept
+    kept = return_full_logits(sample_random)
+    assert return_full_logits(kept) is kept
     logits = torch.tensor([[0.5, 2.0]])
     _, before = kept(logits.clone(), None)
     torch.testing.assert_close(before, logits)
@@ -388,11 +388,11 @@ def test_the_likeliest_tokens_of_an_engine_output_stand_behind_the_sampled_one()
     )
     answer = SimpleNamespace(outputs=[completion], metrics=None, num_cached_tokens=0)
     fields: dict[str, Any] = {"server": "vllm-0", "weight_version": 3, "params": TOP_2}
-    part = read_part(answer, call=Call("r"), **fields)
+    part = read_part(answer, call=VLLMRequest("r"), **fields)
     assert_tokens_with_top_2(TokenOutput.from_chunks([part.chunk]))
     flat.token_ids.append(1)
     with pytest.raises(BadServerReply):
-        read_part(answer, call=Call("r"), **fields)
+        read_part(answer, call=VLLMRequest("r"), **fields)
 
 
 def test_an_engine_is_started_with_as_many_logprobs_as_requests_ask_for() -> None:

@@ -180,10 +180,10 @@ def test_speeds_and_the_cost_of_an_empty_step_are_told_from_completions() -> Non
                 seconds=100 * (0.020 + 0.001 * in_flight) / speed,
             )
     assert estimate.overhead == pytest.approx(20, rel=0.3)
-    assert estimate.of("slow") / estimate.of("a") == pytest.approx(0.5, rel=0.15)
-    assert estimate.of("a") == estimate.of("b") == estimate.of("c")
+    assert estimate.speed_of("slow") / estimate.speed_of("a") == pytest.approx(0.5, rel=0.15)
+    assert estimate.speed_of("a") == estimate.speed_of("b") == estimate.speed_of("c")
     estimate.forget("slow")
-    assert estimate.of("slow") == 1.0
+    assert estimate.speed_of("slow") == 1.0
 
 
 def test_one_server_alone_is_not_timed() -> None:
@@ -195,12 +195,12 @@ def test_one_server_alone_is_not_timed() -> None:
 
     for _ in range(50):
         completes("a", seconds=7.0)
-    assert (estimate.overhead, estimate.of("a")) == (0.0, 1.0)
+    assert (estimate.overhead, estimate.speed_of("a")) == (0.0, 1.0)
     for _ in range(50):
         completes("b", seconds=7.0)
         completes("a", seconds=21.0)
     assert estimate.overhead > 0
-    assert estimate.of("a") < estimate.of("b")
+    assert estimate.speed_of("a") < estimate.speed_of("b")
 
 
 def test_the_forecast_learns_from_sessions_that_end_and_is_not_misled_by_those_that_run() -> None:

@@ -191,7 +191,7 @@ class RolloutMetrics(Collector):
         yield GaugeMetricFamily(
             "agent_loop_waiting_for_place",
             "Requests that wait for a lease on any server.",
-            value=balancer.num_waiting,
+            value=balancer.num_queued,
         )
         yield GaugeMetricFamily(
             "agent_loop_sessions", "Sessions that are assigned to a server.", value=balancer.num_sessions

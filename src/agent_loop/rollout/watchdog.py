@@ -99,8 +99,8 @@ def server_lines(pool: ServerPool, healths: Sequence[ServerHealth]) -> list[str]
             f"{health.num_running} running, {health.num_waiting} waiting, KV cache in use {cache}, "
             f"weights {health.weight_version}"
         )
-    if pool.balancer.num_waiting:
-        lines.append(f"{pool.balancer.num_waiting} requests are queued for any server")
+    if pool.balancer.num_queued:
+        lines.append(f"{pool.balancer.num_queued} requests are queued for any server")
     return lines
 
 

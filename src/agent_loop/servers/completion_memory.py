@@ -75,7 +75,7 @@ class CompletionMemory:
         """
         candidates = self._by_num_context.get(len(context))
         if candidates:
-            context_hash = hash_of(context)
+            context_hash = hash_context(context)
             exact = [c for c in candidates if c.context_hash == context_hash]
             completion, num_tokens = _longest_match(exact, run)
             if completion is not None:
@@ -118,7 +118,7 @@ class RememberingServerManager(AsyncLLMServerManager):
     ) -> TokenOutput:
         """See `AsyncLLMServerManager.generate`."""
         context = as_token_ids(prompt_ids)
-        num_context, context_hash = len(context), hash_of(context)
+        num_context, context_hash = len(context), hash_context(context)
         output = await super().generate(
             request_id, prompt_ids=context, sampling_params=sampling_params, attachments=attachments
         )
@@ -135,7 +135,7 @@ class RememberingServerManager(AsyncLLMServerManager):
     ) -> AsyncGenerator[TokenChunk]:
         """See `AsyncLLMServerManager.stream`."""
         context = as_token_ids(prompt_ids)
-        num_context, context_hash = len(context), hash_of(context)
+        num_context, context_hash = len(context), hash_context(context)
         chunks: list[TokenChunk] = []
         stream = super().stream(
             request_id, prompt_ids=context, sampling_params=sampling_params, attachments=attachments
@@ -150,7 +150,7 @@ class RememberingServerManager(AsyncLLMServerManager):
             self._memory.add(output, num_context=num_context, context_hash=context_hash)
 
 
-def hash_of(token_ids: IntArray) -> int:
+def hash_context(token_ids: IntArray) -> int:
     """Tell contexts apart without keeping them, which would take memory in the square of a conversation's length."""
     return hash(token_ids.tobytes())
 

@@ -32,8 +32,8 @@ def create_servers(model: ModelConfig, *, rollout: RolloutConfig) -> list[AsyncS
     Raises:
         ConfigError: The engine is unknown, or refuses its options.
     """
-    server_class = server_class_of(rollout)
-    return [create_server(server_class, spec) for spec in server_specs(model, rollout=rollout)]
+    server_class = find_server_class(rollout)
+    return [create_server(server_class, spec) for spec in make_server_specs(model, rollout=rollout)]
 
 
 def create_server(server_class: type[AsyncServerBase], spec: ServerSpec) -> AsyncServerBase:
@@ -52,7 +52,7 @@ def create_server(server_class: type[AsyncServerBase], spec: ServerSpec) -> Asyn
     return server
 
 
-def server_specs(model: ModelConfig, *, rollout: RolloutConfig) -> list[ServerSpec]:
+def make_server_specs(model: ModelConfig, *, rollout: RolloutConfig) -> list[ServerSpec]:
     """What `create_servers` makes its servers from."""
     urls = rollout.server_urls or [None] * rollout.num_servers
     return [
@@ -73,7 +73,7 @@ def server_specs(model: ModelConfig, *, rollout: RolloutConfig) -> list[ServerSp
     ]
 
 
-def server_class_of(rollout: RolloutConfig) -> type[AsyncServerBase]:
+def find_server_class(rollout: RolloutConfig) -> type[AsyncServerBase]:
     """The class of a configuration's servers.
 
     Raises:

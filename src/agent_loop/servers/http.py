@@ -105,7 +105,7 @@ class HttpClient:
                     yield self._parsed(value, path=path, request_id=request_id)
 
     @contextmanager
-    def reading(self, path: str) -> Generator[None]:
+    def validating(self, path: str) -> Generator[None]:
         """Read fields of an answer in the body.
 
         Raises:

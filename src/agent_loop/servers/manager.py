@@ -193,7 +193,7 @@ class AsyncLLMServerManager:
 
         Returns None outside of a scope with a seed, and where seeds would cost a server something.
         """
-        if self._seeds is None or not self._pool.has_everywhere(Ability.FREE_SEEDS):
+        if self._seeds is None or not self._pool.all_have(Ability.FREE_SEEDS):
             return None
         return self._seeds.next(context)
 
@@ -264,7 +264,7 @@ class AsyncLLMServerManager:
 class Sessions(set[str]):
     """Ids of the sessions that began in a scope."""
 
-    are_over = False
+    is_closed = False
     """The scope has ended."""
 
     def begin(self, request_id: str) -> None:
@@ -273,7 +273,7 @@ class Sessions(set[str]):
         Raises:
             ServerError: The scope has ended: the loop was abandoned, and still runs.
         """
-        if self.are_over:
+        if self.is_closed:
             raise ServerError(
                 "the trajectory is over; end the loop when CancelledError arrives", request_id=request_id
             )
@@ -287,7 +287,7 @@ class ScopedServerManager(AsyncLLMServerManager):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._sessions.are_over = True
+        self._sessions.is_closed = True
         for request_id in self._sessions:
             self._pool.end_session(request_id)
 

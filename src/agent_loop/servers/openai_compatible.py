@@ -95,7 +95,7 @@ class OpenAIServer(AsyncServerBase):
             ServerError: It cannot be reached.
         """
         served = await self._client.get_json("/v1/models")
-        with self._client.reading("/v1/models"):
+        with self._client.validating("/v1/models"):
             names = [str(model["id"]) for model in served.get("data", [])]
         if self._model is None and names:
             self._model = names[0]
@@ -112,7 +112,7 @@ class OpenAIServer(AsyncServerBase):
                 f"{self._client.url} refuses a prompt of token ids ({error}); only servers that take and give token "
                 "ids can be used"
             ) from error
-        with self._client.reading(COMPLETIONS):
+        with self._client.validating(COMPLETIONS):
             gives_ids = answer["choices"][0].get("token_ids") is not None
         if not gives_ids:
             raise ConfigError(

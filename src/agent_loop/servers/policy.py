@@ -1,7 +1,6 @@
 """Policies that choose a server for a request. Pure: no I/O, no clock.
 
-Work is counted in tokens to decode. A token of the prompt that the server has not computed yet costs
-`prefill_cost` of that.
+Work is measured in tokens to decode. Each prompt token that the server has not computed yet adds `prefill_cost`.
 """
 
 from __future__ import annotations
@@ -12,19 +11,20 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from agent_loop.servers.ranking import Ranking
-from agent_loop.servers.speeds import SpeedEstimate
+from agent_loop.servers.decode_speed import DecodeSpeedEstimator
+from agent_loop.servers.priority_queue import IndexedPriorityQueue
 
 LENGTH_MEMORY = 0.02
 """Weight of the newest completion in the running mean of their lengths."""
 RANK_TOLERANCE = 0.2
 """Relative change of a step's overhead after which all servers are ranked again."""
 MAX_MARGIN = 1 / 8
-"""Of the requests that a server computes at once: the largest escape margin, in completions."""
+"""Largest escape margin in completions, as a share of the server's slots."""
 
 Rank: TypeAlias = tuple[float, int, int]
-Line: TypeAlias = Ranking[tuple[float, int]]
-"""Queued requests: by priority, then by arrival."""
+"""Rank of a server: load, number of sessions, and when it was last chosen."""
+RequestQueue: TypeAlias = IndexedPriorityQueue[tuple[float, int]]
+"""Queued requests, ordered by priority and then by arrival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class BalancerConfig:
     prefill_cost: float = 0.05
     """Cost of computing one prompt token, in decoded tokens."""
     escape_margin: float = 8.0
-    """A session leaves its server if that has so many completions' worth of work more than another one, beside the
-    cost of computing the session's prefix again. At most an eighth of what the server computes at once."""
+    """Difference in load, in completions of mean length, above which a session moves to another server. The cost of
+    computing the session's prefix again is added. Capped at an eighth of the server's slots."""
     expected_tokens: float = 256.0
     """Assumed length of a completion, in tokens, until completions have ended."""
     longest_first: bool = False
-    """Order of the queue: whether the request whose trajectory has the most work left comes first."""
+    """Whether the queue is ordered by remaining work, most first; otherwise by arrival."""
 
 
 class SlotRequest(Struct, frozen=True):
@@ -53,7 +53,7 @@ class SlotRequest(Struct, frozen=True):
     num_prompt_tokens: int = 0
     max_tokens: int | None = None
     expected_remaining: float = 0.0
-    """Predicted work left in the trajectory, in any unit; only comparisons count."""
+    """Expected work left in the session, in any unit; only comparisons count."""
 
 
 @dataclass(slots=True)
@@ -64,16 +64,18 @@ class ServerState:
     number: int
     """Order in which the servers joined."""
     max_in_flight: float
-    given_speed: float = 1.0
+    configured_speed: float = 1.0
     """Configured speed relative to the other servers."""
     work: float = 0.0
+    """Outstanding work of the in-flight requests, in tokens to decode."""
     num_in_flight: int = 0
-    num_outside: int = 0
-    """Number of requests of other clients, as far as it is known."""
+    num_external: int = 0
+    """Last reported number of requests from other clients."""
     num_sessions: int = 0
     last_chosen: int = -1
-    waiting: Line = field(default_factory=Ranking[tuple[float, int]])
-    """Queued requests of the server's own sessions."""
+    """Sequence number of the last grant; the least recently chosen server has the lowest."""
+    queue: RequestQueue = field(default_factory=IndexedPriorityQueue[tuple[float, int]])
+    """Queued requests of the sessions on this server."""
 
     @property
     def has_free_slot(self) -> bool:
@@ -120,50 +122,60 @@ class Policy(ABC):
         """Return whether a session whose request is queued for its own server should move to another one."""
         return False
 
-    def work_of(self, request: SlotRequest, *, num_cached: int) -> float:
-        """Return the expected cost of a request, in tokens to decode."""
+    def estimate_work(self, request: SlotRequest, *, num_cached: int) -> float:
+        """Return the expected work of a request, in tokens to decode."""
         expected = (
             self.mean_tokens if request.max_tokens is None else min(self.mean_tokens, request.max_tokens)
         )
         return expected + self.config.prefill_cost * max(0, request.num_prompt_tokens - num_cached)
 
-    def begun(self, request: SlotRequest, *, on: ServerState) -> None:
-        """Note that a server was granted a request. The server's counts include the request."""
+    def on_granted(self, request: SlotRequest, *, on: ServerState) -> None:
+        """Handle the grant of a slot. The server's counts include the request."""
 
-    def ended(
+    def on_released(
         self, request: SlotRequest, *, on: ServerState, num_new_tokens: int | None, seconds: float | None
     ) -> None:
-        """Note that a request ended; one that failed has no tokens. The server's counts still include the request."""
+        """Handle the release of a slot. The server's counts still include the request.
+
+        Args:
+            num_new_tokens: Number of sampled tokens; None if the request failed.
+            seconds: Seconds from the grant to the release; None if unknown.
+        """
         if num_new_tokens:
             self.mean_tokens += LENGTH_MEMORY * (num_new_tokens - self.mean_tokens)
 
-    def left(self, server: ServerState) -> None:
-        """Note that a server left the pool with all its requests."""
+    def on_server_removed(self, server: ServerState) -> None:
+        """Handle the removal of a server with all its requests."""
 
 
 class LeastWork(Policy):
-    """The server on which a completion would take the least time; a session stays where its prefix is until the
-    imbalance costs more than computing the prefix elsewhere."""
+    """Send each request to the server on which a completion would take the least time.
+
+    A session stays on the server that has its prefix until the imbalance costs more than computing the prefix again.
+    """
 
     def __init__(self, config: BalancerConfig | None = None) -> None:
         super().__init__(config)
-        self.speeds = SpeedEstimate()
+        self.speeds = DecodeSpeedEstimator()
         self._overhead = 0.0
-        """Of a step, in requests: as it was when all servers were ranked last."""
+        """Overhead of a step, in requests, when all servers were last ranked."""
         self._speeds_epoch = 0
 
     def rank(self, server: ServerState) -> Rank:
         return (self.load(server), server.num_sessions, server.last_chosen)
 
     def load(self, server: ServerState) -> float:
-        """How long a token takes here, relative to what each request adds to a step of an ordinary server; work counts
-        as so many completions of mean length."""
-        requests = server.work / self.mean_tokens + server.num_outside
+        """Return the time that a server takes per token.
+
+        The unit is the time that one request adds to a decoding step of a median server. The outstanding work is
+        converted to a number of completions of mean length.
+        """
+        requests = server.work / self.mean_tokens + server.num_external
         return (self._overhead + requests) / self.speed(server)
 
     def speed(self, server: ServerState) -> float:
-        """Return the speed relative to an ordinary server."""
-        return server.given_speed * self.speeds.of(server.name)
+        """Return the decode speed of a server, relative to the median server."""
+        return server.configured_speed * self.speeds.speed_of(server.name)
 
     def choose(self, session: SessionState, *, best: ServerState) -> ServerState | None:
         home = session.server
@@ -172,20 +184,20 @@ class LeastWork(Policy):
         return home if home.has_free_slot else None
 
     def is_worth_moving(self, session: SessionState, *, home: ServerState, to: ServerState) -> bool:
-        lost = self.config.prefill_cost * session.num_cached / self.mean_tokens
+        prefill = self.config.prefill_cost * session.num_cached / self.mean_tokens
         margin = min(self.config.escape_margin, MAX_MARGIN * home.max_in_flight)
-        return self.load(home) > self.load(to) + lost / self.speed(to) + margin
+        return self.load(home) > self.load(to) + prefill / self.speed(to) + margin
 
-    def begun(self, request: SlotRequest, *, on: ServerState) -> None:
-        self.speeds.begin(request.id, server=on.name, num_in_flight=on.num_in_flight + on.num_outside)
+    def on_granted(self, request: SlotRequest, *, on: ServerState) -> None:
+        self.speeds.begin(request.id, server=on.name, num_in_flight=on.num_in_flight + on.num_external)
 
-    def ended(
+    def on_released(
         self, request: SlotRequest, *, on: ServerState, num_new_tokens: int | None, seconds: float | None
     ) -> None:
-        super().ended(request, on=on, num_new_tokens=num_new_tokens, seconds=seconds)
+        super().on_released(request, on=on, num_new_tokens=num_new_tokens, seconds=seconds)
         self.speeds.end(
             request.id,
-            num_in_flight=on.num_in_flight + on.num_outside,
+            num_in_flight=on.num_in_flight + on.num_external,
             num_new_tokens=num_new_tokens,
             seconds=seconds,
         )
@@ -196,5 +208,5 @@ class LeastWork(Policy):
             self._speeds_epoch = self.speeds.epoch
             self.epoch += 1
 
-    def left(self, server: ServerState) -> None:
+    def on_server_removed(self, server: ServerState) -> None:
         self.speeds.forget(server.name)

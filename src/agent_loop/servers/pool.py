@@ -20,7 +20,7 @@ from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.balancer import BalancerConfig, LoadBalancer, SlotGrant, SlotRequest
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
-from agent_loop.servers.forecast import Forecast, TurnsLeft
+from agent_loop.servers.forecast import Forecast, RemainingTurnsForecast
 from agent_loop.servers.in_flight import InFlightRequest
 from agent_loop.servers.lease import Lease
 from agent_loop.servers.policy import Policy
@@ -74,7 +74,9 @@ class ServerPool:
             from the sessions that ended.
         """
         self.balancer = LoadBalancer(config=config, policy=policy)
-        self._forecast = (forecast or TurnsLeft()) if self.balancer.config.longest_first else None
+        self._forecast = (
+            (forecast or RemainingTurnsForecast()) if self.balancer.config.longest_first else None
+        )
         self.weight_version = 0
         self.num_failovers = 0
         """Number of requests that lost their server while it worked on them."""
@@ -108,7 +110,7 @@ class ServerPool:
     def num_servers(self) -> int:
         return len(self._servers)
 
-    def has_everywhere(self, ability: Ability) -> bool:
+    def all_have(self, ability: Ability) -> bool:
         """Return whether all servers have an ability."""
         return all(ability in server.abilities for server in self._servers.values())
 
@@ -131,7 +133,7 @@ class ServerPool:
     def num_waiting(self) -> float:
         """Requests that wait for a place, or in a server for its batch, as far as the servers said when they were last
         asked."""
-        return self.balancer.num_waiting + self.balancer.num_leases - self.num_running
+        return self.balancer.num_queued + self.balancer.num_leases - self.num_running
 
     @property
     def num_running(self) -> float:
@@ -183,7 +185,7 @@ class ServerPool:
             raise
         except ServerDied as error:
             if lease.granted_at is not None:
-                self.lose(lease.server.name, reason=str(error))
+                self.mark_lost(lease.server.name, reason=str(error))
                 request.add_left_behind(error.chunks, server=lease.server.name)
             request.note_interruption()
             raise
@@ -246,7 +248,7 @@ class ServerPool:
         name = server.name
         self._num_bad_replies[name] += 1
         if self._num_bad_replies[name] >= MAX_BAD_REPLIES and len(self.balancer.servers) > 1:
-            self.lose(
+            self.mark_lost(
                 name, reason=f"its last {MAX_BAD_REPLIES} replies could not be used; the last one: {error}"
             )
 
@@ -299,7 +301,7 @@ class ServerPool:
 
     # -- who is alive ----------------------------------------------------------------------------------------------
 
-    def lose(self, name: str, *, reason: str) -> None:
+    def mark_lost(self, name: str, *, reason: str) -> None:
         """Remove a server: its requests raise `ServerDied`, and its sessions move to other servers."""
         if name in self._lost:
             return
@@ -313,7 +315,7 @@ class ServerPool:
                 self.num_failovers += 1
                 lease.lose_server(reason)
         if self.balancer.servers:
-            self._deliver(self.balancer.fill())
+            self._deliver(self.balancer.grant_free_slots())
         elif self.expects_restarts:
             self._start_restart_timer()
         else:
@@ -454,7 +456,7 @@ class ServerPool:
             try:
                 await call(server)
             except ServerDied as error:
-                self.lose(server.name, reason=str(error))
+                self.mark_lost(server.name, reason=str(error))
 
         while True:
             await run_together(call_one(server) for server in self.servers if server.name not in self._lost)
@@ -485,7 +487,7 @@ class ServerPool:
         health = await self._health_of(server)
         has_version = not at_version or health.weight_version == self.weight_version
         if not health.is_alive:
-            self.lose(server.name, reason=health.detail or "its health report says that it is not alive")
+            self.mark_lost(server.name, reason=health.detail or "its health report says that it is not alive")
         elif server.name in self._lost and has_version:
             self._rejoin(server.name)
 

@@ -1,4 +1,4 @@
-"""vLLM in a server that runs already."""
+"""Client of a running vLLM server."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, Serv
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.vllm.gauges import Gauges
-from agent_loop.servers.vllm.limits import Call, ModelFacts, RequestLimits, RunningCalls
+from agent_loop.servers.vllm.limits import VLLMRequest, ModelInfo, VLLMRequestLimits, VLLMRequests
 from agent_loop.servers.vllm.loading import mixed_weights
 from agent_loop.servers.vllm.logprobs import SAMPLING_ABILITIES, LogProbs
-from agent_loop.servers.vllm.remote import FOR_WEIGHTS, GENERATE, RemoteFacts, find_out
+from agent_loop.servers.vllm.remote import FOR_WEIGHTS, GENERATE, RemoteServerInfo, inspect_server
 from agent_loop.servers.vllm.replies import ReplyReader
 from agent_loop.servers.vllm.stamps import UnstampedChunk, stamped
 from agent_loop.trajectory.attachments import Attachment
@@ -32,87 +32,92 @@ if TYPE_CHECKING:
 
 ABORT = "/inference/v1/abort_requests"
 ENGINE_PREFIX = "generate-tokens-"
-"""What vLLM puts before the ids of requests that come this way."""
-ABORT_AGAIN_S = 0.1
-"""An abort that arrives before its request does nothing, so it is sent until the request is over."""
-ANSWER_TIMEOUT_S = 3600.0
+"""Prefix that vLLM adds to the ids of requests of its generate endpoint."""
+ABORT_INTERVAL_S = 0.1
+"""An abort that arrives before its request has no effect, so it is repeated until the request has ended."""
+GENERATE_TIMEOUT_S = 3600.0
 CONTROL_TIMEOUT_S = 600.0
 HEALTH_TIMEOUT_S = 10.0
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 KNOWN_OPTIONS = ("served_model_name",)
 NOT_STARTED = "the server was not started; await start() first"
-CLOSED = "the connection to the server was closed; make another client"
+CLOSED = "the connection to the server was closed; create another client"
 
 
 class VLLMClient(AsyncServerBase):
-    """Talks to `vllm serve`, started with `--enable-scale-out`, which offers tokens in and tokens out.
+    """Client of `vllm serve`. The server must run with `--enable-scale-out`, for token ids in and out.
 
-    What else it offers depends on how it was started, and shows in `abilities`:
+    The other `abilities` depend on how the server was started:
 
-    - our worker extension and vLLM's development mode (`VLLM_SERVER_DEV_MODE=1`): exact log-probs for all sampling
-      parameters, and weight updates, also of requests in flight;
-    - without them, log-probs only where vLLM's own are exact, else None: at temperatures 0 and 1 with its default
-      mode, or without top-k and top-p with `--logprobs-mode processed_logprobs`; and no weight updates;
-    - `--enable-prompt-tokens-details`: it tells how much of a prompt it found in its cache.
+    - With our worker extension and vLLM's development mode (`VLLM_SERVER_DEV_MODE=1`): exact log-probs for all sampling
+      parameters, and weight updates, also of requests in flight.
+    - Without them: no weight updates, and log-probs only where vLLM's own are exact, else None. They are exact at
+      temperatures 0 and 1 in vLLM's default mode, and without top-k and top-p with
+      `--logprobs-mode processed_logprobs`.
+    - With `--enable-prompt-tokens-details`: the number of prompt tokens that were cached.
 
-    `engine_kwargs` may name the model as the server calls it, with `served_model_name`. It may have other users:
-    `sleep` frees nothing, and `close` leaves it running.
+    `engine_kwargs` accepts `served_model_name`, the server's name for the model. The server may have other users:
+    `sleep` frees nothing, and `close` does not stop the server.
     """
 
     def __init__(self, spec: ServerSpec) -> None:
-        """Raises: ConfigError: There is no URL, or an option is unknown."""
+        """Create a client that is not connected.
+
+        Raises:
+            ConfigError: There is no URL, or an option is unknown.
+        """
         refuse_unknown_options(spec.engine_kwargs, known=KNOWN_OPTIONS)
         if spec.url is None:
             raise ConfigError("rollout.server_urls is empty; give the URL of a vLLM server")
         self.name = spec.name
         self._spec = spec
-        self._http = HttpClient(spec.url, server=spec.name, timeout_s=ANSWER_TIMEOUT_S)
+        self._http = HttpClient(spec.url, server=spec.name, timeout_s=GENERATE_TIMEOUT_S)
         self._read = ReplyReader(spec.name)
-        self._calls = RunningCalls(spec.name)
+        self._calls = VLLMRequests(spec.name)
         self._numbers = count()
         self._control = asyncio.Lock()
         self._weight_version = 0
         self._is_asleep = False
         self._trouble = NOT_STARTED
         self._mixed_weights = ""
-        self._facts: RemoteFacts | None = None
-        self._limits: RequestLimits | None = None
+        self._info: RemoteServerInfo | None = None
+        self._limits: VLLMRequestLimits | None = None
         self._publisher: WeightPublisher | None = None
 
     @classmethod
     def create(cls, spec: ServerSpec) -> VLLMClient:
-        """As `rollout.engine: vllm` with `rollout.server_urls` asks for it."""
+        """Create a client for `rollout.engine: vllm` with `rollout.server_urls`."""
         return cls(spec)
 
     async def start(self) -> None:
-        """Checks that the server is one that this client can work with.
+        """Connect, and check that the server fits the configuration.
 
         Raises:
-            ConfigError: It is not.
-            ServerError: It cannot be reached.
+            ConfigError: The server does not fit.
+            ServerError: The server cannot be reached.
         """
         spec = self._spec
         try:
-            model = await run_in_thread(ModelFacts.read, spec.model)
-            facts = await run_bounded(lambda: find_out(self._http, spec=spec), timeout_s=spec.start_timeout_s)
+            model = await run_in_thread(ModelInfo.read, spec.model)
+            info = await run_bounded(lambda: inspect_server(self._http, spec=spec), timeout_s=spec.start_timeout_s)
         except DeadlineExpired as error:
             await self._http.close()
             raise ServerTimeout(
-                f"{self._http.url} {error} to answer; see that the server runs, or raise rollout.start_timeout_s",
+                f"{self._http.url} {error} to answer; check that the server runs, or raise rollout.start_timeout_s",
                 server=self.name,
             ) from None
         except BaseException:
             await self._http.close()
             raise
-        self._limits = RequestLimits(server=self.name, max_model_len=spec.max_model_len, model=model)
-        self._facts, self._weight_version, self._trouble = facts, facts.weight_version, ""
-        self.abilities = _abilities(facts)
-        if facts.takes_weights:
+        self._limits = VLLMRequestLimits(server=self.name, max_model_len=spec.max_model_len, model=model)
+        self._info, self._weight_version, self._trouble = info, info.weight_version, ""
+        self.abilities = _abilities(info)
+        if info.takes_weights:
             self._publisher = WeightPublisher(
                 spec.model,
                 transfer=spec.weight_transfer,
                 is_same_host=urlsplit(self._http.url).hostname in LOCAL_HOSTS,
-                num_receivers=facts.num_workers,
+                num_receivers=info.num_workers,
             )
 
     async def generate(
@@ -153,16 +158,16 @@ class VLLMClient(AsyncServerBase):
         call = self._calls.get(request_id)
         while call is not None and not call.is_over:
             await self._http.post_json(ABORT, {"request_ids": [ENGINE_PREFIX + call.engine_request_id]})
-            await asyncio.sleep(ABORT_AGAIN_S)
+            await asyncio.sleep(ABORT_INTERVAL_S)
 
     def end_session(self, request_id: str) -> None:
-        """Nothing to do: vLLM drops the oldest prefixes when it needs their place."""
+        """Do nothing. vLLM evicts the oldest prefixes when it needs their memory."""
 
     async def wake_up(self) -> None:
         self._is_asleep = False
 
     async def sleep(self) -> None:
-        """Frees nothing: the server is not ours alone."""
+        """Refuse requests until `wake_up`. Frees no memory, because the server may have other users."""
         if self._calls:
             raise ServerError(
                 f"{len(self._calls)} requests are still running; await or abort them before sleep()",
@@ -175,7 +180,7 @@ class VLLMClient(AsyncServerBase):
     ) -> None:
         if self._publisher is None:
             raise ServerError(
-                f"{self._http.url} takes no weights: start it with {FOR_WEIGHTS}", server=self.name
+                f"{self._http.url} accepts no weights; start it with {FOR_WEIGHTS}", server=self.name
             )
         publisher = self._publisher
         async with (
@@ -210,11 +215,11 @@ class VLLMClient(AsyncServerBase):
     async def _gauges(self) -> Gauges:
         try:
             return Gauges.read(await self._http.get_text("/metrics", timeout_s=HEALTH_TIMEOUT_S))
-        except HttpStatusError:  # it was started without the page
+        except HttpStatusError:  # a server without a metrics page
             return Gauges()
 
     async def close(self) -> None:
-        """Ends the connections; requests that run are aborted by that. The server goes on."""
+        """Close the connections, which aborts the requests in flight. The server continues to run."""
         self._trouble = CLOSED
         if self._publisher is not None:
             self._publisher.close()
@@ -227,14 +232,14 @@ class VLLMClient(AsyncServerBase):
         prompt_ids: IntArray,
         params: SamplingParams,
         attachments: Sequence[Attachment],
-    ) -> Generator[tuple[Call, dict[str, Any]]]:
-        """Counts a call while the context is open; gives the body of its request."""
+    ) -> Generator[tuple[VLLMRequest, dict[str, Any]]]:
+        """Register a request while the body runs. Yield the request and its JSON."""
         trouble = self._trouble or self._mixed_weights
         if not trouble and self._is_asleep:
             trouble = "the server is asleep; call wake_up first"
-        if trouble or self._limits is None or self._facts is None:
+        if trouble or self._limits is None or self._info is None:
             raise ServerError(trouble or NOT_STARTED, server=self.name, request_id=request_id)
-        wanted = self._limits.sampling(
+        sampling = self._limits.sampling(
             request_id, prompt_ids=prompt_ids, params=params, attachments=attachments
         )
         with self._calls.enter(request_id) as call:
@@ -243,9 +248,9 @@ class VLLMClient(AsyncServerBase):
                 call,
                 {
                     "request_id": call.engine_request_id,
-                    "model": self._facts.model,
+                    "model": self._info.model,
                     "token_ids": prompt_ids.tolist(),
-                    "sampling_params": {"detokenize": False, **wanted},
+                    "sampling_params": {"detokenize": False, **sampling},
                 },
             )
 
@@ -264,11 +269,11 @@ class VLLMClient(AsyncServerBase):
                 )
 
     def _are_exact(self, params: SamplingParams) -> bool:
-        return self._facts is not None and self._facts.logprobs.are_exact(params)
+        return self._info is not None and self._info.logprobs.are_exact(params)
 
     @asynccontextmanager
     async def _typed_errors(self, request_id: str) -> AsyncGenerator[None]:
-        """A server whose engine died answers with an error first and ends then."""
+        """Raise `ServerDied` for HTTP errors of a server whose engine died: it still responds for a moment."""
         try:
             yield
         except (HttpStatusError, ServerDied) as error:
@@ -288,7 +293,7 @@ class VLLMClient(AsyncServerBase):
 
     @asynccontextmanager
     async def _paused(self) -> AsyncGenerator[None]:
-        """No step is taken while the context is open; requests in flight are set aside, and all caches are empty."""
+        """Pause the engine while the body runs. Requests in flight are kept, and all caches are emptied."""
         await self._control_call("/pause?mode=keep&clear_cache=true", {})
         try:
             yield
@@ -296,10 +301,10 @@ class VLLMClient(AsyncServerBase):
             await run_shielded(lambda: self._control_call("/resume", {}), timeout_s=CONTROL_TIMEOUT_S)
 
     async def _load(self, handle: str) -> None:
-        answer = await self._control_call(
+        reply = await self._control_call(
             "/collective_rpc", {"method": "agent_loop_load_weights", "args": [handle]}
         )
-        self._mixed_weights = mixed_weights(answer["results"])
+        self._mixed_weights = mixed_weights(reply["results"])
         if self._mixed_weights:
             raise ServerError(self._mixed_weights, server=self.name)
 
@@ -307,12 +312,12 @@ class VLLMClient(AsyncServerBase):
         return await self._http.post_json(path, body, timeout_s=CONTROL_TIMEOUT_S)
 
 
-def _abilities(facts: RemoteFacts) -> frozenset[Ability]:
+def _abilities(info: RemoteServerInfo) -> frozenset[Ability]:
     found = {Ability.SEED, Ability.STREAMING}
-    if facts.logprobs in (LogProbs.SCALED, LogProbs.PROCESSED):
+    if info.logprobs in (LogProbs.SCALED, LogProbs.PROCESSED):
         found |= SAMPLING_ABILITIES
-    if facts.tells_cached_tokens:
+    if info.reports_cached_tokens:
         found.add(Ability.PREFIX_REUSE)
-    if facts.takes_weights:
+    if info.takes_weights:
         found |= {Ability.WEIGHT_UPDATE, Ability.UPDATE_IN_FLIGHT}
     return frozenset(found)

@@ -15,15 +15,15 @@ from agent_loop.servers.packages import import_engine, require_version
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.vllm.core import EngineCore
 from agent_loop.servers.vllm.launch import EngineLauncher
-from agent_loop.servers.vllm.limits import Call, ModelFacts, RequestLimits, RunningCalls
+from agent_loop.servers.vllm.limits import VLLMRequest, ModelInfo, VLLMRequestLimits, VLLMRequests
 from agent_loop.servers.vllm.loading import mixed_weights
 from agent_loop.servers.vllm.logprobs import (
     NUM_TOKENS,
-    PROBE_HOT_AND_CUT,
+    PROBE_HOT_TOP_1,
     PROBE_PLAIN,
     SAMPLING_ABILITIES,
     LogProbs,
-    tell_apart,
+    identify_logprobs,
 )
 from agent_loop.servers.vllm.logs import EngineLog
 from agent_loop.servers.vllm.options import PACKAGE, SUPPORTED, engine_options
@@ -78,7 +78,7 @@ class VLLMServer(AsyncServerBase):
             num_receivers=int(self._options.get("tensor_parallel_size", 1))
             * int(self._options.get("pipeline_parallel_size", 1)),
         )
-        self._calls = RunningCalls(spec.name)
+        self._calls = VLLMRequests(spec.name)
         self._control = asyncio.Lock()
         self._weight_version = 0
         self._is_asleep = False
@@ -87,7 +87,7 @@ class VLLMServer(AsyncServerBase):
         self._mixed_weights = ""
         self._core: EngineCore | None = None
         self._log: EngineLog | None = None
-        self._limits: RequestLimits | None = None
+        self._limits: VLLMRequestLimits | None = None
         self._vllm: Any = None
 
     @classmethod
@@ -96,8 +96,8 @@ class VLLMServer(AsyncServerBase):
         return cls(spec)
 
     async def start(self) -> None:
-        facts = await run_in_thread(ModelFacts.read, self._spec.model)
-        self._limits = RequestLimits(server=self.name, max_model_len=self._spec.max_model_len, model=facts)
+        facts = await run_in_thread(ModelInfo.read, self._spec.model)
+        self._limits = VLLMRequestLimits(server=self.name, max_model_len=self._spec.max_model_len, model=facts)
         self._log = EngineLog(self.name)
         launcher = EngineLauncher(self.name, options=self._options, log=self._log)
         llm = await launcher.launch(timeout_s=self._spec.start_timeout_s)
@@ -228,7 +228,7 @@ class VLLMServer(AsyncServerBase):
                 raise ConfigError(f"vLLM cannot be had to give exact log-probs: {answer['error']}")
         await core.call(core.llm.update_weight_version("0"))
         plain = await self._probe(core, PROBE_PLAIN)
-        found = tell_apart(plain, await self._probe(core, PROBE_HOT_AND_CUT))
+        found = identify_logprobs(plain, await self._probe(core, PROBE_HOT_TOP_1))
         if found not in (LogProbs.SCALED, LogProbs.UNKNOWN):
             raise ConfigError(
                 f"vLLM gives {found} log-probs in spite of our worker extension; report this with the version of vLLM "
@@ -248,7 +248,7 @@ class VLLMServer(AsyncServerBase):
         return {token: entry.logprob for token, entry in last.outputs[0].logprobs[0].items()}
 
     def _ask(
-        self, core: EngineCore, call: Call, prompt_ids: IntArray, wanted: Mapping[str, Any], *, parts: str
+        self, core: EngineCore, call: VLLMRequest, prompt_ids: IntArray, wanted: Mapping[str, Any], *, parts: str
     ) -> AsyncGenerator[Any]:
         """vLLM's own outputs. Up to the first of them nothing is awaited before the request is known to the engine's
         client, so that an abort always finds it."""
@@ -267,7 +267,7 @@ class VLLMServer(AsyncServerBase):
             raise ServerError(self._mixed_weights, server=self.name)
 
     @property
-    def _limited(self) -> RequestLimits:
+    def _limited(self) -> VLLMRequestLimits:
         assert self._limits is not None, "checked by _ready_core"
         return self._limits
 
@@ -301,13 +301,13 @@ class VLLMServer(AsyncServerBase):
             ) from error
 
     async def _parts(
-        self, call: Call, answers: AsyncGenerator[Any], params: SamplingParams
+        self, call: VLLMRequest, answers: AsyncGenerator[Any], params: SamplingParams
     ) -> AsyncGenerator[UnstampedChunk]:
         async with aclosing(answers):
             async for answer in answers:
                 yield self._read(call, answer, params)
 
-    def _read(self, call: Call, answer: Any, params: SamplingParams) -> UnstampedChunk:
+    def _read(self, call: VLLMRequest, answer: Any, params: SamplingParams) -> UnstampedChunk:
         if self._core is None:
             raise ServerError(CLOSED, server=self.name, request_id=call.request_id)
         return read_part(

@@ -1,4 +1,4 @@
-"""What vLLM is asked, in its own words; and the calls that run."""
+"""Validation of requests, vLLM's sampling parameters, and the requests in flight."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from agent_loop.types import IntArray, SamplingParams
 
 LOWEST_TEMPERATURE = 0.01
 HIGHEST_TEMPERATURE = 2.0
-"""vLLM rounds up what is lower and refuses what is higher."""
+"""vLLM rounds lower temperatures up, and refuses higher ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What a request must fit."""
+class ModelInfo:
+    """Properties of the model that requests depend on."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def read(cls, model: ModelConfig) -> ModelFacts:
-        """From the model's configuration files.
+    def read(cls, model: ModelConfig) -> ModelInfo:
+        """Read the model's configuration files.
 
         Raises:
-            ConfigError: There are none.
+            ConfigError: There are none, or they cannot be read.
         """
         loader: Any = AutoConfig
         try:
             config = loader.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"model.path is {model.path!r}, which holds no configuration that can be read ({error}); give the "
-                "folder or hub name of the model"
+                f"model.path is {model.path!r}, which has no readable configuration ({error}); set it to the folder "
+                "or the hub name of the model"
             ) from error
         text_config = config.get_text_config()
         eos = text_config.eos_token_id
@@ -52,12 +52,12 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Refuses what vLLM would refuse, in the same words for both ways to reach it."""
+class VLLMRequestLimits:
+    """Limits of requests to vLLM. The server and the client refuse requests with the same messages."""
 
     server: str
     max_model_len: int
-    model: ModelFacts
+    model: ModelInfo
 
     def sampling(
         self,
@@ -67,14 +67,14 @@ class RequestLimits:
         params: SamplingParams,
         attachments: Sequence[Attachment],
     ) -> dict[str, Any]:
-        """Checks a request and gives its sampling parameters under vLLM's names.
+        """Check a request, and return its sampling parameters under vLLM's names.
 
-        End tokens are passed as stop tokens: vLLM would also stop at those of its tokenizer, which other servers do
-        not know of.
+        End tokens are passed as stop tokens. vLLM would also stop at the end tokens of its tokenizer, which other
+        servers do not know.
 
         Raises:
             BadPrompt: See `PromptLimits`.
-            SamplingParamsError: A parameter that this server does not offer.
+            SamplingParamsError: This server does not offer a parameter.
         """
         limits = PromptLimits(self.server, self.max_model_len, self.model.vocab_size)
         room = limits.check(request_id, prompt_ids=prompt_ids, attachments=attachments)
@@ -97,51 +97,51 @@ class RequestLimits:
 def _check_params(params: SamplingParams) -> None:
     if params.repetition_penalty != 1.0:
         raise SamplingParamsError(
-            f"repetition_penalty is {params.repetition_penalty}; vLLM servers offer only 1.0 (none), because their "
-            "log-probs would not be the model's otherwise"
+            f"repetition_penalty is {params.repetition_penalty}; vLLM servers offer only 1.0 (none), because "
+            "log-probs would be of the penalised logits"
         )
     if params.temperature and not LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE:
         raise SamplingParamsError(
-            f"temperature is {params.temperature}; vLLM takes 0 (greedy), or from {LOWEST_TEMPERATURE} to "
+            f"temperature is {params.temperature}; vLLM accepts 0 (greedy), or from {LOWEST_TEMPERATURE} to "
             f"{HIGHEST_TEMPERATURE:g}"
         )
 
 
 @dataclass(slots=True)
-class Call:
-    """A completion that runs. Written to by the server that runs it."""
+class VLLMRequest:
+    """Request in flight. The server that runs it updates the fields."""
 
     request_id: str
     num_preempted: int = 0
-    """So far."""
+    """Preemptions so far."""
     engine_request_id: str = ""
-    """Its name in the engine, where that is not the session's."""
+    """Id of the request in the engine, if it differs from `request_id`."""
     is_over: bool = False
 
 
-class RunningCalls:
-    """The completions that run, at most one per session."""
+class VLLMRequests:
+    """Requests in flight, at most one per session."""
 
     def __init__(self, server: str) -> None:
         self._server = server
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, VLLMRequest] = {}
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def get(self, request_id: str) -> Call | None:
+    def get(self, request_id: str) -> VLLMRequest | None:
         return self._calls.get(request_id)
 
     @property
-    def all(self) -> list[Call]:
+    def all(self) -> list[VLLMRequest]:
         return list(self._calls.values())
 
     @contextmanager
-    def enter(self, request_id: str) -> Generator[Call]:
-        """Counts a call while the context is open.
+    def enter(self, request_id: str) -> Generator[VLLMRequest]:
+        """Register a request while the body runs.
 
         Raises:
-            ServerError: One of this session runs already.
+            ServerError: The session has a request in flight.
         """
         if request_id in self._calls:
             raise ServerError(
@@ -149,7 +149,7 @@ class RunningCalls:
                 server=self._server,
                 request_id=request_id,
             )
-        call = self._calls[request_id] = Call(request_id)
+        call = self._calls[request_id] = VLLMRequest(request_id)
         try:
             yield call
         finally:

@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion
 from agent_loop.errors import BadServerReply, ConfigError
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.http import HttpClient, HttpStatusError
-from agent_loop.servers.vllm.logprobs import NUM_TOKENS, LogProbs, tell_apart
+from agent_loop.servers.vllm.logprobs import NUM_TOKENS, LogProbs, identify_logprobs
 from agent_loop.servers.vllm.logprobs import num_logprobs as num_logprobs_of
 from agent_loop.servers.vllm.options import SUPPORTED, WORKER_EXTENSION
 from agent_loop.servers.vllm.replies import ReplyReader, as_version, cached_tokens
@@ -24,20 +24,20 @@ FOR_WEIGHTS = f"VLLM_SERVER_DEV_MODE=1 in its environment and --worker-extension
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteFacts:
+class RemoteServerInfo:
     """One running server."""
 
     model: str
     """What the server calls it."""
     logprobs: LogProbs
-    tells_cached_tokens: bool
+    reports_cached_tokens: bool
     takes_weights: bool
     """It has our worker extension, and vLLM's development mode to reach it by."""
     num_workers: int
     weight_version: int
 
 
-async def find_out(http: HttpClient, *, spec: ServerSpec) -> RemoteFacts:
+async def inspect_server(http: HttpClient, *, spec: ServerSpec) -> RemoteServerInfo:
     """Asks the server for all of it; has it give exact log-probs if it can be had to.
 
     Raises:
@@ -53,7 +53,7 @@ async def find_out(http: HttpClient, *, spec: ServerSpec) -> RemoteFacts:
         workers = await _ask_workers(http, "agent_loop_hello")
         await _ask_workers(http, "agent_loop_scale_logprobs")
         info = await http.get_json("/weight_info", timeout_s=PROBE_TIMEOUT_S)
-        with http.reading("/weight_info"):
+        with http.validating("/weight_info"):
             version = as_version(info.get("weight_version"), default=0)
         await http.post_json(
             "/update_weight_version", {"new_version": str(version)}, timeout_s=PROBE_TIMEOUT_S
@@ -61,13 +61,13 @@ async def find_out(http: HttpClient, *, spec: ServerSpec) -> RemoteFacts:
     reader = ReplyReader(spec.name)
     num_logprobs = max(NUM_TOKENS, num_logprobs_of(spec.sampling))
     plain = await _probe(http, model=model, num_logprobs=num_logprobs, temperature=1.0, top_k=-1)
-    hot_and_cut = await _probe(http, model=model, num_logprobs=num_logprobs, temperature=2.0, top_k=1)
-    return RemoteFacts(
+    hot_top_1 = await _probe(http, model=model, num_logprobs=num_logprobs, temperature=2.0, top_k=1)
+    return RemoteServerInfo(
         model=model,
-        logprobs=tell_apart(
-            reader.top_tokens(plain, request_id="probe"), reader.top_tokens(hot_and_cut, request_id="probe")
+        logprobs=identify_logprobs(
+            reader.top_tokens(plain, request_id="probe"), reader.top_tokens(hot_top_1, request_id="probe")
         ),
-        tells_cached_tokens=cached_tokens(plain) is not None,
+        reports_cached_tokens=cached_tokens(plain) is not None,
         takes_weights=bool(workers),
         num_workers=len(workers),
         weight_version=version,
@@ -90,7 +90,7 @@ async def _check_version(http: HttpClient, *, url: str) -> None:
 
 async def _find_model(http: HttpClient, *, spec: ServerSpec) -> str:
     answer = await http.get_json("/v1/models", timeout_s=PROBE_TIMEOUT_S)
-    with http.reading("/v1/models"):
+    with http.validating("/v1/models"):
         served = [dict[str, Any](entry) for entry in answer["data"]]
     wanted = spec.engine_kwargs.get("served_model_name")
     base = PurePath(spec.model.path).name
@@ -124,7 +124,7 @@ async def _has_extension(http: HttpClient) -> bool:
 
 async def _ask_workers(http: HttpClient, method: str) -> list[dict[str, Any]]:
     answer = await http.post_json("/collective_rpc", {"method": method}, timeout_s=PROBE_TIMEOUT_S)
-    with http.reading("/collective_rpc"):
+    with http.validating("/collective_rpc"):
         return [dict[str, Any](result) for result in answer["results"]]
 
 

@@ -1,4 +1,4 @@
-"""The least of many changing keys, in logarithmic time."""
+"""Priority queue whose keys can be changed, in logarithmic time per operation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any, Generic, TypeVar
 KeyT = TypeVar("KeyT", bound=tuple[Any, ...])
 
 
-class Ranking(Generic[KeyT]):
-    """Names in the order of their keys. Keys may change at any time; whoever changes one says so by `put`."""
+class IndexedPriorityQueue(Generic[KeyT]):
+    """Names ordered by key, lowest first. Call `put` again to change the key of a name.
+
+    Outdated entries stay in the heap and are skipped when they reach its top.
+    """
 
     def __init__(self) -> None:
         self._keys: dict[str, KeyT] = {}
@@ -23,7 +26,7 @@ class Ranking(Generic[KeyT]):
         return len(self._keys)
 
     def put(self, name: str, key: KeyT) -> None:
-        """Adds a name, or moves it to where its new key belongs."""
+        """Add a name, or change its key."""
         self._keys[name] = key
         if self._heap and self._heap[0][1] == name:
             heapq.heapreplace(self._heap, (key, name))
@@ -34,7 +37,7 @@ class Ranking(Generic[KeyT]):
         self._keys.pop(name, None)
 
     def first(self) -> str | None:
-        """The name with the least key; None if there is none."""
+        """Return the name with the lowest key, or None if the queue is empty."""
         heap, keys = self._heap, self._keys
         if len(heap) > 2 * len(keys) + 64:
             heap = self._heap = [(key, name) for name, key in keys.items()]
@@ -47,21 +50,22 @@ class Ranking(Generic[KeyT]):
         return None
 
     def first_key(self) -> KeyT | None:
-        """The least key; None if there is none."""
+        """Return the lowest key, or None if the queue is empty."""
         name = self.first()
         return None if name is None else self._keys[name]
 
     def first_where(self, accepts: Callable[[str], bool], *, at_most: int) -> str | None:
-        """The first name that is accepted among the `at_most` least ones."""
-        return next((name for name in self._least(at_most) if accepts(name)), None)
+        """Return the first accepted name among the `at_most` names with the lowest keys, or None."""
+        return next((name for name in self._lowest(at_most) if accepts(name)), None)
 
-    def _least(self, count: int) -> Iterator[str]:
-        taken: list[tuple[KeyT, str]] = []
+    def _lowest(self, count: int) -> Iterator[str]:
+        """Yield up to `count` names in the order of their keys; the queue keeps the names."""
+        popped: list[tuple[KeyT, str]] = []
         try:
-            while len(taken) < count and self.first() is not None:
-                taken.append(heapq.heappop(self._heap))
-                yield taken[-1][1]
+            while len(popped) < count and self.first() is not None:
+                popped.append(heapq.heappop(self._heap))
+                yield popped[-1][1]
         finally:
-            for entry in taken:
+            for entry in popped:
                 if self._keys.get(entry[1]) == entry[0]:
                     heapq.heappush(self._heap, entry)
