@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import tomllib
@@ -35,6 +36,7 @@ METRIC_SECTIONS = "actor|critic|reward|rollout|perf|storage|time|timing_s|tools|
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
+@functools.cache
 def load_generator(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
