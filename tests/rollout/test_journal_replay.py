@@ -228,7 +228,7 @@ class Sums:
         self.total = 0
 
     def add(self, a: int, b: int) -> int:
-        """Adds two integers.
+        """Add two integers.
 
         Args:
             a: One.

@@ -27,13 +27,13 @@ notes: list[str] = []
 
 @app.tool(annotations=ToolAnnotations(read_only_hint=True))
 async def add(a: int, b: int) -> int:
-    """Adds two integers."""
+    """Add two integers."""
     return a + b
 
 
 @app.tool()
 async def note(text: str) -> str:
-    """Keeps a note and tells how many there are."""
+    """Keep a note and return the number of notes."""
     notes.append(text)
     return f"{len(notes)} notes"
 
@@ -46,7 +46,7 @@ async def whereabouts() -> str:
 
 @app.tool()
 async def die() -> str:
-    """Ends the process."""
+    """End the process."""
     os._exit(3)
 
 
@@ -59,7 +59,7 @@ async def hang() -> str:
 
 @app.tool()
 async def fail() -> CallToolResult:
-    """Reports an error."""
+    """Report an error."""
     return CallToolResult(content=[TextContent(text="no luck today")], is_error=True)
 
 
@@ -78,7 +78,7 @@ async def show() -> CallToolResult:
 
 @app.tool()
 async def slow_to_check() -> CallToolResult:
-    """Returns a result that violates its output schema, whose pattern takes a backtracking engine forever."""
+    """Return a result that violates its output schema, whose pattern takes a backtracking engine forever."""
     return CallToolResult(content=[TextContent(text="done")], structured_content={"x": "a" * 60 + "!"})
 
 

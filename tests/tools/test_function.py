@@ -75,7 +75,7 @@ def test_name_and_description_can_be_overridden() -> None:
 def test_what_the_function_returns_becomes_text(value: Any, text: str) -> None:
     @function_tool
     def tool() -> Any:
-        """Does it."""
+        """Do it."""
         return value
 
     assert text_of(tool) == text
@@ -86,7 +86,7 @@ def test_a_tool_response_is_returned_unchanged() -> None:
 
     @function_tool
     def tool() -> ToolResponse:
-        """Does it."""
+        """Do it."""
         return answer
 
     assert asyncio.run(tool.execute("one", {}))[0] is answer
@@ -112,7 +112,7 @@ def test_arguments_are_converted_to_the_annotated_types() -> None:
 
     @function_tool
     def tool(color: Color, points: list[Point], pair: tuple[int, int] = (0, 0)) -> None:
-        """Does it."""
+        """Do it."""
         seen.extend([color, points, pair])
 
     text_of(tool, color="red", points=[{"x": 1}])
@@ -127,7 +127,7 @@ def test_arguments_of_the_wrong_type_are_reported_to_the_model() -> None:
 def test_a_function_that_raises_stop_iteration_fails_instead_of_hanging() -> None:
     @function_tool
     def tool() -> int:
-        """Takes the first of none."""
+        """Take the first of none."""
         return next(iter([]))
 
     with pytest.raises(RuntimeError, match="StopIteration"):

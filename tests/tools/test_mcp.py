@@ -117,7 +117,7 @@ def test_tools_are_listed_with_their_schemas(stdio_tools: list[BaseTool]) -> Non
     tools = {tool.name: tool for tool in stdio_tools}
     assert set(tools) == {"add", "note", "whereabouts", "die", "hang", "fail", "show", "slow_to_check"}
     function = tools["add"].tool_schema["function"]
-    assert function["description"] == "Adds two integers."
+    assert function["description"] == "Add two integers."
     assert function["parameters"]["properties"]["a"]["type"] == "integer"
     assert function["parameters"]["required"] == ["a", "b"]
     assert tools["add"].on_replay is OnReplay.RECORDED

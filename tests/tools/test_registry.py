@@ -17,7 +17,7 @@ def multiply(a: int, b: int) -> int:
 
 
 def plain(a: int) -> int:
-    """Does it."""
+    """Do it."""
     return a
 
 

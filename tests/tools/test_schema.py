@@ -101,7 +101,7 @@ def test_a_schema_is_built_from_type_hints_and_docstring() -> None:
 )
 def test_annotations_become_json_schema(annotation: Any, expected: dict[str, Any]) -> None:
     def tool(value):  # pyright: ignore
-        """Does it."""
+        """Do it."""
 
     tool.__annotations__ = {"value": annotation}
     assert parameters_of(tool)["properties"]["value"] == expected
@@ -126,14 +126,14 @@ def test_nested_models_are_inlined_and_keep_fields_named_title() -> None:
 
 def test_a_parameter_may_be_named_like_a_method_of_pydantic() -> None:
     def tool(copy: int, model_config: str, _hidden: int = 0) -> None:
-        """Does it."""
+        """Do it."""
 
     assert list(parameters_of(tool)["properties"]) == ["copy", "model_config", "_hidden"]
 
 
 def test_a_default_without_a_json_form_is_omitted() -> None:
     def tool(value: str = object()) -> None:  # type: ignore
-        """Does it."""
+        """Do it."""
 
     assert parameters_of(tool) == {"type": "object", "properties": {"value": {"type": "string"}}}
 
@@ -142,23 +142,23 @@ def no_docstring(a: int) -> None: ...
 
 
 def no_annotation(a) -> None:  # type: ignore
-    """Does it."""
+    """Do it."""
 
 
 def any_number(*values: int) -> None:
-    """Does it."""
+    """Do it."""
 
 
 def any_names(**values: int) -> None:
-    """Does it."""
+    """Do it."""
 
 
 def by_position(a: int, /) -> None:
-    """Does it."""
+    """Do it."""
 
 
 def wrong_docstring(first: int) -> None:
-    """Does it.
+    """Do it.
 
     Args:
         frist: The first.
@@ -166,15 +166,15 @@ def wrong_docstring(first: int) -> None:
 
 
 def no_json_form(a: type) -> None:
-    """Does it."""
+    """Do it."""
 
 
 def unknown_type(a: "Missing") -> None:  # type: ignore # noqa: F821
-    """Does it."""
+    """Do it."""
 
 
 def holds_itself(tree: Tree) -> None:
-    """Does it."""
+    """Do it."""
 
 
 @pytest.mark.parametrize(
