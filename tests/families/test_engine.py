@@ -14,7 +14,13 @@ from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 from tests.families.page import REFUSED, documented_ways, way_of
 from tests.families.zoo import Family, each_family, token_ids
-from tests.servers.tiny_embedded import decoded, full_forward_logprobs, generate_all, joined, weights_of
+from tests.servers.tiny_embedded import (
+    full_forward_logprobs,
+    generate_all,
+    joined,
+    wait_until_decoded,
+    weights_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +89,7 @@ async def _check_update(server: EmbeddedServer, model: object, family: Family) -
         completion = group.create_task(
             server.generate(prompt, SamplingParams(max_tokens=24, seed=5), "update")
         )
-        await decoded(server, num_before + 4)
+        await wait_until_decoded(server, num_before + 4)
         await server.update_weights(weights_of(newer).items(), weight_version=1)
     output: TokenOutput = completion.result()
     assert [chunk.weight_version for chunk in output.chunks] == [0, 1]

@@ -15,7 +15,13 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import StopReason
 from tests.helpers import hermes_template, small_tokenizer, user
-from tests.servers.tiny_embedded import decoded, full_forward_logprobs, serving, tiny_model, weights_of
+from tests.servers.tiny_embedded import (
+    full_forward_logprobs,
+    serving,
+    tiny_model,
+    wait_until_decoded,
+    weights_of,
+)
 
 MODEL = tiny_model(vocab_size=len(small_tokenizer()))
 OTHER = tiny_model(vocab_size=len(small_tokenizer()), seed=1)
@@ -38,7 +44,7 @@ async def cut_after(num_tokens: int, server: EmbeddedServer) -> AgentLoopOutput:
         running = group.create_task(
             make_loop(server).run(GREEDY, cancellation_event=event, raw_prompt=user("Speak."))
         )
-        await decoded(server, num_tokens)
+        await wait_until_decoded(server, num_tokens)
         event.set()
     return running.result()
 

@@ -1,4 +1,4 @@
-"""A deterministic engine gives the same completion to the last bit, whatever runs beside it."""
+"""Tests that a deterministic engine gives the same completion to the last bit, regardless of other requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module", params=["full", "window", "no_cache"])
 def setup(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
-    """A model, and settings of its server."""
+    """Return a model and the settings of its server."""
     settings: dict[str, Any] = {"deterministic": True}
     if request.param == "window":
         return build(MistralConfig(**SIZES, sliding_window=16)), settings
@@ -60,15 +60,15 @@ def completions(
     return asyncio.run(main())
 
 
-def test_what_runs_beside_a_completion_changes_no_bit_of_it(setup: tuple[Any, dict[str, Any]]) -> None:
+def test_concurrent_requests_change_no_bit_of_a_completion(setup: tuple[Any, dict[str, Any]]) -> None:
     alone = completions(setup, order=[0, 1, 2, 3, 4, 5], concurrency=1)
     together = completions(setup, order=[4, 0, 5, 3, 1, 2], concurrency=6)
-    some = completions(setup, order=[5, 4, 3, 2, 1, 0], concurrency=2)
+    in_pairs = completions(setup, order=[5, 4, 3, 2, 1, 0], concurrency=2)
     assert [(o.token_ids, o.log_probs) for o in alone] == [(o.token_ids, o.log_probs) for o in together]
-    assert [(o.token_ids, o.log_probs) for o in alone] == [(o.token_ids, o.log_probs) for o in some]
+    assert [(o.token_ids, o.log_probs) for o in alone] == [(o.token_ids, o.log_probs) for o in in_pairs]
 
 
-def test_the_rest_of_an_interrupted_completion_is_equal_to_the_last_bit(
+def test_a_resumed_completion_equals_the_uninterrupted_one_to_the_last_bit(
     setup: tuple[Any, dict[str, Any]],
 ) -> None:
     model, settings = setup
@@ -86,7 +86,7 @@ def test_the_rest_of_an_interrupted_completion_is_equal_to_the_last_bit(
     asyncio.run(main())
 
 
-def test_a_turn_does_not_depend_on_whether_the_one_before_was_computed_here(
+def test_a_turn_does_not_depend_on_which_server_computed_the_turn_before(
     setup: tuple[Any, dict[str, Any]],
 ) -> None:
     model, settings = setup
@@ -98,24 +98,24 @@ def test_a_turn_does_not_depend_on_whether_the_one_before_was_computed_here(
         return await server.generate(context, SamplingParams(max_tokens=20, seed=7), "s")
 
     async def main() -> None:
-        async with serving(model, **settings) as here, serving(model, **settings) as elsewhere:
-            one = await second_turn(here, has_first=True)
-            other = await second_turn(elsewhere, has_first=False)
+        async with serving(model, **settings) as first_server, serving(model, **settings) as second_server:
+            one = await second_turn(first_server, has_first=True)
+            other = await second_turn(second_server, has_first=False)
             assert (one.token_ids, one.log_probs) == (other.token_ids, other.log_probs)
 
     asyncio.run(main())
 
 
-def test_a_gpu_is_told_to_run_deterministic_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[bool] = []
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", told.append)
+def test_deterministic_kernels_are_enabled_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     use_deterministic_kernels(torch.device("cpu"))
-    assert told == []
+    assert calls == []
     use_deterministic_kernels(torch.device("cuda"))
-    assert told == [True]
+    assert calls == [True]
 
 
-def test_a_cache_that_requests_share_is_refused_by_name() -> None:
+def test_a_shared_cache_is_rejected_for_a_deterministic_engine() -> None:
     with pytest.raises(ConfigError, match="cache is 'shared', but deterministic is true"):
         EmbeddedConfig(deterministic=True, cache="shared")

@@ -1,4 +1,4 @@
-"""What the embedded engine samples, against plain `transformers`."""
+"""Tests of the tokens and log-probs of the embedded engine, compared with plain `transformers`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def one_completion(model: Any, params: SamplingParams, *, prompt: IntArray, **se
     return asyncio.run(main())
 
 
-def test_greedy_output_is_that_of_transformers_at_every_concurrency(model: Any) -> None:
+def test_greedy_output_equals_that_of_transformers_at_every_concurrency(model: Any) -> None:
     lengths = np.random.default_rng(1).integers(1, 60, 36)
     prompts = [random_prompt(int(length), seed=i) for i, length in enumerate(lengths)]
     expected = [plain_greedy(model, prompt) for prompt in prompts]
@@ -110,7 +110,7 @@ def test_architectures_agree_with_transformers(name: str) -> None:
         )
 
 
-def test_logprobs_are_those_of_a_full_forward_for_any_mix_of_requests(model: Any) -> None:
+def test_logprobs_equal_those_of_a_full_forward_for_any_mix_of_requests(model: Any) -> None:
     rng = np.random.default_rng(7)
     choices = [
         SamplingParams(temperature=0.0),
@@ -154,7 +154,7 @@ def test_logprobs_are_those_of_a_full_forward_for_any_mix_of_requests(model: Any
     asyncio.run(main())
 
 
-def test_rows_of_very_different_lengths_decode_side_by_side(model: Any) -> None:
+def test_rows_of_very_different_lengths_decode_in_one_batch(model: Any) -> None:
     prompts = [random_prompt(length, seed=length) for length in (3, 400, 9, 300, 20)]
 
     async def main() -> list[TokenOutput]:
@@ -165,7 +165,7 @@ def test_rows_of_very_different_lengths_decode_side_by_side(model: Any) -> None:
         assert output.token_ids == plain_greedy(model, prompt)
 
 
-def test_a_seed_gives_the_same_tokens_whatever_runs_beside_it(model: Any) -> None:
+def test_a_seed_gives_the_same_tokens_regardless_of_concurrent_requests(model: Any) -> None:
     prompt, params = random_prompt(12), SamplingParams(max_tokens=30, seed=5)
     alone = one_completion(model, params, prompt=prompt)
 
@@ -184,7 +184,7 @@ def test_a_seed_gives_the_same_tokens_whatever_runs_beside_it(model: Any) -> Non
     assert outputs[-1].token_ids != alone.token_ids
 
 
-def test_draws_are_uniform_and_unrelated_between_places_and_seeds() -> None:
+def test_draws_are_uniform_and_uncorrelated_between_positions_and_seeds() -> None:
     draws = np.array(
         [[uniform_at(uniform_stream(seed), place) for place in range(200)] for seed in range(200)]
     )
@@ -197,7 +197,7 @@ def test_draws_are_uniform_and_unrelated_between_places_and_seeds() -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 7, 29])
-def test_a_seeded_completion_that_is_continued_elsewhere_is_the_uninterrupted_one(
+def test_a_seeded_completion_resumed_on_another_server_equals_the_uninterrupted_one(
     model: Any, kept: int
 ) -> None:
     prompt, params = random_prompt(12), SamplingParams(max_tokens=30, seed=5)
@@ -217,7 +217,7 @@ def test_seeds_may_be_any_integers(model: Any) -> None:
     assert len({tuple(output) for output in outputs}) == len(seeds)
 
 
-def test_a_prompt_is_more_than_what_was_sampled_of_the_completion(model: Any) -> None:
+def test_a_prompt_of_sampled_tokens_only_is_rejected(model: Any) -> None:
     params = SamplingParams(max_tokens=3, num_sampled=12)
     with pytest.raises(ServerError, match="num_sampled is 12, but the prompt has 12 tokens"):
         one_completion(model, params, prompt=random_prompt(12))
@@ -239,7 +239,7 @@ def test_a_stop_token_ends_the_completion_and_is_returned(model: Any) -> None:
     assert output.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
 
 
-def test_ignore_eos_goes_past_the_models_end_token_but_not_past_a_stop_token(model: Any) -> None:
+def test_ignore_eos_ignores_the_models_eos_token_but_not_a_stop_token(model: Any) -> None:
     prompt = random_prompt(12)
     free = one_completion(model, GREEDY, prompt=prompt)
     end, stop = free.token_ids[3], free.token_ids[9]
@@ -253,7 +253,7 @@ def test_ignore_eos_goes_past_the_models_end_token_but_not_past_a_stop_token(mod
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
 
 
-def test_the_models_own_end_token_is_the_default(model: Any) -> None:
+def test_the_models_eos_token_is_the_default(model: Any) -> None:
     prompt = random_prompt(12)
     end = one_completion(model, GREEDY, prompt=prompt).token_ids[0]
     with_end = tiny_model(eos_token_id=end)
@@ -262,14 +262,14 @@ def test_the_models_own_end_token_is_the_default(model: Any) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1000])
-def test_a_completion_ends_where_the_model_length_does(model: Any, max_tokens: int | None) -> None:
+def test_a_completion_ends_at_max_model_len(model: Any, max_tokens: int | None) -> None:
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     output = one_completion(model, params, prompt=random_prompt(40), max_model_len=64)
     assert len(output.token_ids) == 24
     assert output.stop_reason == "length"
 
 
-def test_a_prompt_that_leaves_room_for_one_token_gets_one(model: Any) -> None:
+def test_a_prompt_that_leaves_room_for_one_token_gets_one_token(model: Any) -> None:
     output = one_completion(model, GREEDY, prompt=random_prompt(63), max_model_len=64)
     assert len(output.token_ids) == 1
 
@@ -283,18 +283,18 @@ def test_a_prompt_that_leaves_room_for_one_token_gets_one(model: Any) -> None:
         (np.array([-1, 3], dtype=np.int32), "token id -1"),
     ],
 )
-def test_a_prompt_that_cannot_be_served_is_refused(model: Any, prompt: IntArray, message: str) -> None:
+def test_an_invalid_prompt_is_rejected(model: Any, prompt: IntArray, message: str) -> None:
     with pytest.raises(ServerError, match=message):
         one_completion(model, GREEDY, prompt=prompt, max_model_len=64)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(repetition_penalty=1.1), SamplingParams(temperature=1e-9)])
-def test_parameters_that_are_not_offered_are_refused(model: Any, params: SamplingParams) -> None:
+def test_unsupported_sampling_parameters_are_rejected(model: Any, params: SamplingParams) -> None:
     with pytest.raises(SamplingParamsError):
         one_completion(model, params, prompt=random_prompt(5))
 
 
-def test_sampling_frequencies_are_the_softmax() -> None:
+def test_sampling_frequencies_follow_the_softmax() -> None:
     rng, num_rows = np.random.default_rng(3), 20_000
     logits = torch.from_numpy(rng.normal(size=(1, 12)).astype(np.float32) * 1.5)
     params = [SamplingParams(temperature=0.7)] * num_rows
@@ -305,7 +305,7 @@ def test_sampling_frequencies_are_the_softmax() -> None:
     assert chi_square < 31.3, "the 0.999 quantile with 11 degrees of freedom"
 
 
-def test_top_k_and_top_p_leave_the_right_tokens_in_the_right_shares() -> None:
+def test_top_k_and_top_p_keep_the_right_tokens_with_the_right_probabilities() -> None:
     rng, num_rows = np.random.default_rng(4), 8000
     probs = torch.tensor([0.05, 0.4, 0.02, 0.3, 0.2, 0.03])
     kept = {

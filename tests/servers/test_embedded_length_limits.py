@@ -1,4 +1,4 @@
-"""The lengths that a model's configuration names."""
+"""Tests of the length limits that are read from a model's configuration."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def limits(config: Any) -> dict[str, int]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_limits_are_read_from_every_place(config: Any, expected: dict[str, int]) -> None:
+def test_limits_are_read_from_every_field(config: Any, expected: dict[str, int]) -> None:
     found = limits(config)
 
     assert found == expected
     assert list(found.values()) == sorted(found.values())
 
 
-def test_sparse_attention_also_changes_where_the_chosen_entries_no_longer_cover_the_sequence() -> None:
+def test_sparse_attention_also_changes_at_the_length_that_its_entries_no_longer_cover() -> None:
     config = DeepseekV4Config(
         sliding_window=8,
         index_topk=6,
@@ -81,7 +81,7 @@ def test_lists_per_layer_and_nested_dictionaries_are_read() -> None:
     )
 
 
-def test_what_is_no_length_of_a_text_is_no_limit() -> None:
+def test_fields_that_are_not_text_lengths_are_ignored() -> None:
     fields = {
         "sliding_window": None,
         "chunk_size": 0,
@@ -97,6 +97,6 @@ def test_what_is_no_length_of_a_text_is_no_limit() -> None:
     assert length_limits(LlamaConfig()) == ()
 
 
-def test_a_window_counts_even_where_it_is_switched_off() -> None:
-    # Qwen2 forgets the number itself then; others keep it.
+def test_a_window_counts_even_if_it_is_switched_off() -> None:
+    # A mapping, because Qwen2Config removes the number if the window is switched off.
     assert limits({"use_sliding_window": False, "sliding_window": 8}) == {"sliding_window": 8}

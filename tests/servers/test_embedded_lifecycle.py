@@ -1,4 +1,4 @@
-"""Abort, cancellation, weight updates, sleep, failure and close of the embedded server."""
+"""Tests of abort, cancellation, sleep, failure and close of the embedded server."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from agent_loop.types import TokenOutput
 from tests.servers.tiny_embedded import (
     GREEDY,
     LONG,
-    decoded,
     full_forward_logprobs,
     generate_all,
     joined,
     random_prompt,
     serving,
     tiny_model,
+    wait_until_decoded,
     weights_of,
 )
 
@@ -37,9 +37,9 @@ def test_an_aborted_request_returns_its_tokens_and_frees_its_slot(model: Any) ->
             whole = await server.generate(random_prompt(9), LONG, "whole")
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(server.generate(random_prompt(9), LONG, "a"))
-                await decoded(server, 205)
+                await wait_until_decoded(server, 205)
                 await server.abort("a")
-                assert running.done(), "abort returns when it has ended"
+                assert running.done(), "abort returns after the request has ended"
             output = running.result()
             assert output.stop_reason == "aborted"
             assert 0 < len(output.token_ids) < 200
@@ -50,12 +50,12 @@ def test_an_aborted_request_returns_its_tokens_and_frees_its_slot(model: Any) ->
     asyncio.run(main())
 
 
-def test_an_aborted_request_that_waits_in_line_returns_nothing(model: Any) -> None:
+def test_an_aborted_queued_request_returns_no_tokens(model: Any) -> None:
     async def main() -> None:
         async with serving(model, max_slots=1) as server, asyncio.TaskGroup() as group:
             running = group.create_task(server.generate(random_prompt(9), LONG, "running"))
             waiting = group.create_task(server.generate(random_prompt(9), LONG, "waiting"))
-            await decoded(server, 1)
+            await wait_until_decoded(server, 1)
             await server.abort("waiting")
             output = await waiting
             assert (output.token_ids, output.log_probs, output.stop_reason) == ([], [], "aborted")
@@ -67,8 +67,8 @@ def test_an_aborted_request_that_waits_in_line_returns_nothing(model: Any) -> No
 def test_abort_of_an_unknown_session_does_nothing(model: Any) -> None:
     async def main() -> None:
         async with serving(model) as server:
-            await server.abort("nobody")
-            await server.abort("nobody")
+            await server.abort("unknown session")
+            await server.abort("unknown session")
 
     asyncio.run(main())
 
@@ -77,11 +77,11 @@ def test_cancelling_generate_frees_the_slot(model: Any) -> None:
     async def main() -> None:
         async with serving(model, max_slots=1) as server:
             task = asyncio.create_task(server.generate(random_prompt(9), LONG, "a"))
-            await decoded(server, 3)
+            await wait_until_decoded(server, 3)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            # The same session may ask again at once.
+            # The session can send another request immediately.
             output = await server.generate(random_prompt(9), GREEDY, "a")
             assert len(output.token_ids) == 20
             assert (await server.health()).num_running == 0
@@ -93,7 +93,7 @@ def test_a_session_runs_one_completion_at_a_time(model: Any) -> None:
     async def main() -> None:
         async with serving(model) as server, asyncio.TaskGroup() as group:
             first = group.create_task(server.generate(random_prompt(9), LONG, "a"))
-            await decoded(server, 1)
+            await wait_until_decoded(server, 1)
             with pytest.raises(ServerError, match="still running"):
                 await server.generate(random_prompt(9), GREEDY, "a")
             assert len((await first).token_ids) == 200
@@ -101,13 +101,13 @@ def test_a_session_runs_one_completion_at_a_time(model: Any) -> None:
     asyncio.run(main())
 
 
-def test_requests_beyond_the_slots_wait_their_turn(model: Any) -> None:
+def test_requests_beyond_the_slots_are_queued_in_order(model: Any) -> None:
     async def main() -> None:
         async with serving(model, max_slots=2) as server, asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(server.generate(random_prompt(5, seed=i), LONG, f"r{i}")) for i in range(5)
             ]
-            await decoded(server, 1)
+            await wait_until_decoded(server, 1)
             health = await server.health()
             assert (health.num_running, health.num_waiting) == (2, 3)
             for task in tasks[:2]:
@@ -117,7 +117,7 @@ def test_requests_beyond_the_slots_wait_their_turn(model: Any) -> None:
     asyncio.run(main())
 
 
-def test_sleep_frees_the_cache_and_wake_up_brings_it_back(model: Any) -> None:
+def test_sleep_frees_the_cache_and_wake_up_allocates_it_again(model: Any) -> None:
     other = tiny_model(seed=1)
 
     async def main() -> None:
@@ -147,11 +147,11 @@ def test_sleep_frees_the_cache_and_wake_up_brings_it_back(model: Any) -> None:
     asyncio.run(main())
 
 
-def test_sleep_is_refused_while_requests_run(model: Any) -> None:
+def test_sleep_is_rejected_while_requests_run(model: Any) -> None:
     async def main() -> None:
         async with serving(model) as server, asyncio.TaskGroup() as group:
             task = group.create_task(server.generate(random_prompt(9), LONG, "a"))
-            await decoded(server, 1)
+            await wait_until_decoded(server, 1)
             with pytest.raises(ServerError, match="1 requests are running and 0 are queued"):
                 await server.sleep()
             assert len((await task).token_ids) == 200
@@ -159,7 +159,7 @@ def test_sleep_is_refused_while_requests_run(model: Any) -> None:
     asyncio.run(main())
 
 
-def test_nan_fails_its_own_request_and_poisons_no_slot(model: Any) -> None:
+def test_nan_fails_only_its_own_request_and_does_not_stay_in_a_slot(model: Any) -> None:
     weights = weights_of(model)
     weights["model.embed_tokens.weight"][5] = float("nan")
     good = [prompt for i in range(4) if 5 not in (prompt := random_prompt(6 + i, seed=i + 20))]
@@ -174,7 +174,7 @@ def test_nan_fails_its_own_request_and_poisons_no_slot(model: Any) -> None:
                 with pytest.raises(ServerError, match="logits are NaN or infinite after 50 tokens"):
                     await server.generate(bad, GREEDY, "bad")
             assert [t.result().token_ids for t in tasks] == [e.token_ids for e in expected]
-            # Again with all slots taken, the poisoned one among them.
+            # Again with all slots in use, including the one that had NaN.
             again = await generate_all(server, [*good, good[0][1:]], GREEDY, prefix="again")
             assert [o.token_ids for o in again[:-1]] == [e.token_ids for e in expected]
 
@@ -182,19 +182,19 @@ def test_nan_fails_its_own_request_and_poisons_no_slot(model: Any) -> None:
 
 
 def failing_model() -> tuple[Any, list[bool]]:
-    """A model that raises in its forward once the list holds something."""
+    """Return a model and a list. The model's forward raises as soon as the list is not empty."""
     model: Any = tiny_model()
     switch: list[bool] = []
 
     def fail(*_: Any) -> None:
         if switch:
-            raise RuntimeError("out of memory, say")
+            raise RuntimeError("out of memory")
 
     model.model.layers[1].register_forward_pre_hook(fail)
     return model, switch
 
 
-def test_a_failing_engine_fails_all_requests_and_refuses_later_ones() -> None:
+def test_a_failing_engine_fails_all_current_and_later_requests() -> None:
     model, switch = failing_model()
 
     async def main() -> None:
@@ -202,7 +202,7 @@ def test_a_failing_engine_fails_all_requests_and_refuses_later_ones() -> None:
         tasks = [
             asyncio.create_task(server.generate(random_prompt(9, seed=i), LONG, f"r{i}")) for i in range(4)
         ]
-        await decoded(server, 1)
+        await wait_until_decoded(server, 1)
         switch.append(True)
         for i, task in enumerate(tasks):
             with pytest.raises(
@@ -224,7 +224,7 @@ def test_a_failing_engine_fails_all_requests_and_refuses_later_ones() -> None:
     asyncio.run(main())
 
 
-def test_an_engine_that_fails_in_a_control_call_answers_it_too() -> None:
+def test_an_engine_that_fails_in_a_control_call_raises_in_the_caller() -> None:
     model = tiny_model()
 
     def fail(*_: Any, **__: Any) -> None:
@@ -241,7 +241,7 @@ def test_an_engine_that_fails_in_a_control_call_answers_it_too() -> None:
     asyncio.run(main())
 
 
-def test_close_fails_what_is_pending_and_hands_the_model_back() -> None:
+def test_close_fails_pending_requests_and_restores_the_model() -> None:
     model = tiny_model()
 
     async def main() -> TokenOutput:
@@ -250,7 +250,7 @@ def test_close_fails_what_is_pending_and_hands_the_model_back() -> None:
         tasks = [
             asyncio.create_task(server.generate(random_prompt(9, seed=i), LONG, f"r{i}")) for i in range(3)
         ]
-        await decoded(server, 22)
+        await wait_until_decoded(server, 22)
         await server.close()
         for task in tasks:
             with pytest.raises(ServerError, match="the server was closed"):
@@ -266,13 +266,13 @@ def test_close_fails_what_is_pending_and_hands_the_model_back() -> None:
     assert output.log_probs == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_server_outlives_the_event_loop_it_was_first_used_on(model: Any) -> None:
+def test_a_server_works_after_its_first_event_loop_has_closed(model: Any) -> None:
     config = EmbeddedConfig(max_model_len=256, max_slots=1)
     server = EmbeddedServer(tiny_model(), config=config)
 
     async def leave_running() -> None:
         asyncio.get_running_loop().create_task(server.generate(random_prompt(9), LONG, "a"))
-        await decoded(server, 1)
+        await wait_until_decoded(server, 1)
 
     async def use_and_close() -> None:
         assert len((await server.generate(random_prompt(9), GREEDY, "b")).token_ids) == 20
@@ -286,14 +286,14 @@ EXIT_SCRIPT = """
 import asyncio
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.types import SamplingParams
-from tests.servers.tiny_embedded import random_prompt, tiny_model, until
+from tests.servers.tiny_embedded import random_prompt, tiny_model, wait_until
 
 server = EmbeddedServer(tiny_model(), config=EmbeddedConfig(max_model_len=512))
 
 async def main():
     params = SamplingParams(max_tokens=500)
     tasks = [asyncio.create_task(server.generate(random_prompt(9), params, f"r{i}")) for i in range(20)]
-    await until(server, lambda: server.stats.decoded_tokens > 0)
+    await wait_until(server, lambda: server.stats.decoded_tokens > 0)
     asyncio.get_running_loop().stop()
 
 asyncio.new_event_loop().create_task(main()).get_loop().run_forever()

@@ -1,4 +1,4 @@
-"""Which models the embedded server takes, and how it refuses the others."""
+"""Tests of the models that the embedded server supports, and of the errors for the others."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_model_whose_tokens_depend_on_later_ones_is_rejected() -> None:
     )
     with pytest.raises(ConfigError, match="depend on the tokens after it"):
         EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256))
-    model(input_ids=torch.zeros((1, 3), dtype=torch.long))  # has its own attention again
+    model(input_ids=torch.zeros((1, 3), dtype=torch.long))  # its own attention is restored
 
 
 def test_a_model_that_mixes_tokens_outside_attention_is_computed_without_a_cache() -> None:
@@ -204,7 +204,7 @@ def test_a_model_that_mixes_tokens_outside_attention_is_computed_without_a_cache
 
 
 def test_a_model_whose_positions_depend_on_padding_tokens_is_computed_without_a_cache() -> None:
-    """A vocabulary this large hides padding from random tokens."""
+    # In such a large vocabulary, random tokens rarely include the padding token.
     sizes = {**SIZES, "vocab_size": 5000, "pad_token_id": 1}
     model = build(RobertaConfig(**sizes, is_decoder=True))
 
@@ -220,7 +220,7 @@ def test_a_model_whose_positions_depend_on_padding_tokens_is_computed_without_a_
 
 
 def test_a_model_that_depends_on_earlier_sequences_is_rejected() -> None:
-    """BigBird goes over to full attention for good at the first short sequence."""
+    # BigBird permanently switches to full attention at the first short sequence.
     config = BigBirdConfig(
         **SIZES, is_decoder=True, block_size=4, num_random_blocks=1, attention_type="block_sparse"
     )

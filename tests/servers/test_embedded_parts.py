@@ -1,4 +1,4 @@
-"""The parts of the embedded engine by themselves: slots, packing, attention."""
+"""Tests of the parts of the embedded engine: slots, packing of a step, and attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def busy_slot(index: int, *, num_cached: int, num_new: int) -> Slot:
 
 @st.composite
 def busy_slots(draw: st.DrawFn) -> list[Slot]:
-    """Slots in any order, of any lengths, decoding or prefilling."""
+    """Draw slots in any order and of any length, in decode or in prefill."""
     indices = draw(st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, max_size=NUM_SLOTS, unique=True))
     lengths = st.one_of(st.integers(0, 30), st.integers(0, MAX_LEN - 60))
     return [
@@ -37,7 +37,7 @@ def busy_slots(draw: st.DrawFn) -> list[Slot]:
 
 @settings(max_examples=40, deadline=None)
 @given(slots=busy_slots(), chunk_tokens=st.sampled_from([1, 33, 1000]))
-def test_attention_over_any_mix_of_slots_is_plain_attention_of_each(
+def test_attention_over_any_mix_of_slots_equals_plain_attention_of_each_slot(
     slots: list[Slot], chunk_tokens: int
 ) -> None:
     cache = KVCache([SHAPE], num_slots=NUM_SLOTS, max_model_len=MAX_LEN)
@@ -70,20 +70,20 @@ def test_attention_over_any_mix_of_slots_is_plain_attention_of_each(
 
 @settings(max_examples=40, deadline=None)
 @given(slots=busy_slots(), chunk_tokens=st.sampled_from([1, 33, 1000]))
-def test_a_step_takes_all_decoding_rows_and_no_more_prefill_than_it_may(
+def test_a_step_has_all_decoding_rows_and_at_most_chunk_tokens_of_prefill(
     slots: list[Slot], chunk_tokens: int
 ) -> None:
     cache = KVCache([SHAPE], num_slots=NUM_SLOTS, max_model_len=MAX_LEN)
     batch = pack_step(slots, cache=cache, chunk_tokens=chunk_tokens)
     decoding = [slot for slot in slots if slot.num_tokens - slot.num_cached == 1]
-    taken = [slot for slot, _ in batch.advances]
-    assert {id(slot) for slot in decoding} <= {id(slot) for slot in taken}
+    in_step = [slot for slot, _ in batch.advances]
+    assert {id(slot) for slot in decoding} <= {id(slot) for slot in in_step}
     assert sum(count for slot, count in batch.advances if slot not in decoding) <= chunk_tokens
     complete = [slot for slot, count in batch.advances if slot.num_cached + count == slot.num_tokens]
     assert list(batch.sampled_slots) == complete
 
 
-def test_scattered_slots_are_gathered_unless_the_copy_takes_longer_than_reading_all_between() -> None:
+def test_scattered_slots_are_gathered_unless_reading_the_whole_range_is_cheaper() -> None:
     scattered = [busy_slot(index, num_cached=5, num_new=1) for index in (0, 3)]
     for key_dim, is_gathered in ((2, True), (2**20, False)):
         shape = LayerShape(1, key_dim, 2, torch.float32, torch.device("cpu"))
@@ -92,7 +92,7 @@ def test_scattered_slots_are_gathered_unless_the_copy_takes_longer_than_reading_
         assert isinstance(group.slots, slice) != is_gathered
 
 
-def test_short_chunks_of_about_the_same_length_are_one_call() -> None:
+def test_short_chunks_of_similar_length_are_computed_in_one_call() -> None:
     cache = KVCache([SHAPE], num_slots=NUM_SLOTS, max_model_len=MAX_LEN)
     lengths = [(20, 5), (300, 5), (0, 17), (30, 6), (0, 18), (41, 5), (0, 500)]
     slots = [busy_slot(index, num_cached=old, num_new=new) for index, (old, new) in enumerate(lengths)]
@@ -100,17 +100,17 @@ def test_short_chunks_of_about_the_same_length_are_one_call() -> None:
     batch = pack_step(slots, cache=cache, chunk_tokens=1000)
 
     assert [slot.index for slot, _ in batch.advances] == [0, 3, 5, 2, 4, 1, 6]
-    bridges, prompts, *apart = batch.attention.chunks
-    assert [chunk.slots.tolist() for chunk in (bridges, prompts) if isinstance(chunk, PrefillGroup)] == [
+    shorter, longer, *separate = batch.attention.chunks
+    assert [chunk.slots.tolist() for chunk in (shorter, longer) if isinstance(chunk, PrefillGroup)] == [
         [0, 3, 5],
         [2, 4],
     ]
-    assert [chunk.slot for chunk in apart if isinstance(chunk, PrefillChunk)] == [1, 6]
+    assert [chunk.slot for chunk in separate if isinstance(chunk, PrefillChunk)] == [1, 6]
 
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[tuple[str, IntArray, int, bool]]:
-    """Turns in order: session, prompt, tokens sampled, whether the next starts before this one ends."""
+    """Draw turns: session, prompt, number of sampled tokens, and whether the next turn starts before this one ends."""
     stems = [np.full(40, stem, dtype=np.int32) for stem in range(3)]
     turns: list[tuple[str, IntArray, int, bool]] = []
     for _ in range(draw(st.integers(1, 25))):
@@ -122,7 +122,7 @@ def conversations(draw: st.DrawFn) -> list[tuple[str, IntArray, int, bool]]:
 
 
 @given(turns=conversations())
-def test_what_a_slot_is_said_to_hold_is_what_was_written_to_it(
+def test_the_tokens_that_a_slot_lists_are_the_tokens_that_were_written_to_it(
     turns: list[tuple[str, IntArray, int, bool]],
 ) -> None:
     table = SlotTable(num_slots=3, max_model_len=80)
@@ -134,15 +134,15 @@ def test_what_a_slot_is_said_to_hold_is_what_was_written_to_it(
                 table.release(slot)
             running.clear()
         placement = table.find_placement(prompt, session=session)
-        assert isinstance(placement, Placement), "nothing is in prefill between these turns"
+        assert isinstance(placement, Placement), "no slot is in prefill between these turns"
         index, reused = placement.slot.index, placement.num_reused
         assert reused < len(prompt)
         assert not placement.slot.is_busy
-        held = written[index][:reused]
+        prefix = written[index][:reused]
         if placement.copy_from is not None:
             source = written[placement.copy_from.index]
-            held[placement.copy_start :] = source[placement.copy_start : reused]
-        assert held == prompt[:reused].tolist()
+            prefix[placement.copy_start :] = source[placement.copy_start : reused]
+        assert prefix == prompt[:reused].tolist()
         slot = table.assign(placement, prompt_ids=prompt, session=session)
         sampled = [7] * num_sampled
         for token in sampled:
@@ -154,19 +154,19 @@ def test_what_a_slot_is_said_to_hold_is_what_was_written_to_it(
             table.release(running.pop(session))
 
 
-def test_a_prefix_is_waited_for_only_until_it_is_computed() -> None:
+def test_a_request_waits_for_a_prefix_only_until_it_is_computed() -> None:
     table = SlotTable(num_slots=2, max_model_len=1000)
     long_prompt = np.arange(900, dtype=np.int32)
-    placement = table.find_placement(long_prompt, session="leader")
+    placement = table.find_placement(long_prompt, session="first")
     assert isinstance(placement, Placement)
-    leader = table.assign(placement, prompt_ids=long_prompt, session="leader")
-    follower = np.concatenate([long_prompt[:50], np.array([5], dtype=np.int32)])
-    waits_for = table.find_placement(follower, session="follower")
-    assert isinstance(waits_for, PrefixInPrefill)
-    assert waits_for.is_pending
-    leader.num_cached = 512
-    assert leader.is_prefilling
-    assert not waits_for.is_pending
-    assert table.find_placement(follower, session="follower") == Placement(
-        slot=table.slots[1], num_reused=50, copy_from=leader
+    first = table.assign(placement, prompt_ids=long_prompt, session="first")
+    second_prompt = np.concatenate([long_prompt[:50], np.array([5], dtype=np.int32)])
+    prefix = table.find_placement(second_prompt, session="second")
+    assert isinstance(prefix, PrefixInPrefill)
+    assert prefix.is_pending
+    first.num_cached = 512
+    assert first.is_prefilling
+    assert not prefix.is_pending
+    assert table.find_placement(second_prompt, session="second") == Placement(
+        slot=table.slots[1], num_reused=50, copy_from=first
     )

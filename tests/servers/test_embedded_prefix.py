@@ -1,4 +1,4 @@
-"""What the embedded engine computes, and what it finds in its cache."""
+"""Tests of the tokens that the embedded engine computes and those that it reuses from its cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.servers.tiny_embedded import (
     random_prompt,
     serving,
     tiny_model,
-    until,
+    wait_until,
 )
 
 
@@ -30,7 +30,7 @@ def assert_exact(model: Any, prompt: Any, output: TokenOutput) -> None:
     assert output.log_probs == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_second_turn_of_a_session_prefills_only_what_is_new(model: Any) -> None:
+def test_the_second_turn_of_a_session_prefills_only_new_tokens(model: Any) -> None:
     async def main() -> None:
         async with serving(model) as server:
             first = random_prompt(40)
@@ -38,7 +38,7 @@ def test_the_second_turn_of_a_session_prefills_only_what_is_new(model: Any) -> N
             assert server.stats.prefilled_tokens == 40
             second = joined(first, draft.token_ids, random_prompt(15, seed=1))
             answer = await server.generate(second, GREEDY, "session")
-            # The last sampled token was never fed to the model, so that it counts as new.
+            # The last sampled token was never an input of the model, so it counts as new.
             assert server.stats.prefilled_tokens - 40 == 1 + 15
             assert server.stats.reused_tokens == 40 + len(draft.token_ids) - 1
             assert_exact(model, second, answer)
@@ -46,7 +46,7 @@ def test_the_second_turn_of_a_session_prefills_only_what_is_new(model: Any) -> N
     asyncio.run(main())
 
 
-def test_many_sessions_find_their_own_slots_again(model: Any) -> None:
+def test_many_sessions_reuse_their_own_slots(model: Any) -> None:
     async def main() -> None:
         async with serving(model, max_slots=16) as server:
             firsts = [random_prompt(20 + i, seed=i) for i in range(16)]
@@ -75,7 +75,7 @@ def test_the_prompt_of_a_group_is_prefilled_once(model: Any) -> None:
     asyncio.run(main())
 
 
-def test_requests_that_share_a_part_of_their_prompts_compute_it_once(model: Any) -> None:
+def test_a_shared_prefix_of_several_requests_is_computed_once(model: Any) -> None:
     async def main() -> None:
         async with serving(model) as server:
             shared = random_prompt(60)
@@ -88,22 +88,22 @@ def test_requests_that_share_a_part_of_their_prompts_compute_it_once(model: Any)
     asyncio.run(main())
 
 
-def test_a_request_waiting_for_a_prefix_is_served_though_its_leader_is_aborted(model: Any) -> None:
+def test_a_request_that_waits_for_a_prefix_completes_if_the_other_request_is_aborted(model: Any) -> None:
     async def main() -> None:
         async with serving(model, prefill_chunk_tokens=1) as server:
             prompt = random_prompt(150)
             async with asyncio.TaskGroup() as group:
-                leader = group.create_task(server.generate(prompt, GREEDY, "leader"))
-                follower = group.create_task(server.generate(prompt, GREEDY, "follower"))
-                await until(server, lambda: server.stats.steps >= 5)
-                await server.abort("leader")
-            assert leader.result().stop_reason == "aborted"
-            assert_exact(model, prompt, follower.result())
+                first = group.create_task(server.generate(prompt, GREEDY, "first"))
+                second = group.create_task(server.generate(prompt, GREEDY, "second"))
+                await wait_until(server, lambda: server.stats.steps >= 5)
+                await server.abort("first")
+            assert first.result().stop_reason == "aborted"
+            assert_exact(model, prompt, second.result())
 
     asyncio.run(main())
 
 
-def test_a_new_session_takes_the_slot_of_an_ended_one_before_that_of_a_live_one(model: Any) -> None:
+def test_a_new_session_gets_the_slot_of_an_ended_session_before_that_of_a_live_one(model: Any) -> None:
     async def main() -> None:
         async with serving(model, max_slots=2) as server:
             prompts = {name: random_prompt(30, seed=i) for i, name in enumerate(("kept", "ended", "new"))}
@@ -118,7 +118,7 @@ def test_a_new_session_takes_the_slot_of_an_ended_one_before_that_of_a_live_one(
     asyncio.run(main())
 
 
-def test_a_session_whose_slot_was_taken_is_computed_again(model: Any) -> None:
+def test_a_session_without_its_slot_is_computed_again(model: Any) -> None:
     async def main() -> None:
         async with serving(model, max_slots=1) as server:
             first = random_prompt(30)
@@ -132,7 +132,7 @@ def test_a_session_whose_slot_was_taken_is_computed_again(model: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_session_that_goes_back_keeps_the_prefix_it_still_shares(model: Any) -> None:
+def test_a_session_whose_prompt_changes_reuses_the_common_prefix(model: Any) -> None:
     async def main() -> None:
         async with serving(model) as server:
             first = random_prompt(50)

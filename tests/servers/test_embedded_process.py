@@ -1,4 +1,4 @@
-"""The embedded engine in a process of its own, with real processes."""
+"""Tests of the embedded engine in its own process, with real processes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def pid_of(server: EmbeddedProcess) -> int:
 
 
 @pytest.mark.slow
-def test_the_server_keeps_the_whole_contract(model_path: Path) -> None:
+def test_the_server_passes_all_checks_of_the_server_interface(model_path: Path) -> None:
     async def main() -> None:
         server = EmbeddedProcess(spec_of(model_path))
         await server.start()
@@ -79,7 +79,7 @@ def test_the_server_keeps_the_whole_contract(model_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_requests_are_answered_refused_cancelled_and_lost_with_the_engine(model_path: Path) -> None:
+def test_requests_complete_fail_are_cancelled_and_fail_when_the_engine_dies(model_path: Path) -> None:
     async def main() -> None:
         async with running(model_path, max_slots=1) as server:
             await check_refusal_and_cancellation(server)
@@ -122,11 +122,11 @@ async def check_loss(server: EmbeddedProcess) -> None:
 
 async def until_one_runs(server: EmbeddedProcess) -> None:
     async with asyncio.timeout(60):
-        while (await server.health()).num_running == 0:  # noqa: ASYNC110  (another process begins it)
+        while (await server.health()).num_running == 0:  # noqa: ASYNC110  (another process starts it)
             await asyncio.sleep(0.001)
 
 
-def test_what_cannot_be_started_is_said_and_leaves_no_process(model_path: Path, tmp_path: Path) -> None:
+def test_a_failed_start_raises_the_reason_and_leaves_no_process(model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_slot"):
         EmbeddedProcess(spec_of(model_path, engine_kwargs={"max_slot": 2}))
 
@@ -168,16 +168,16 @@ def test_the_engine_ends_with_the_process_that_started_it(model_path: Path) -> N
     parent.kill()
     parent.communicate()
 
-    async def gone() -> None:
+    async def wait_for_end() -> None:
         async with asyncio.timeout(60):
             while _is_running(engine):  # noqa: ASYNC110  (another process ends)
                 await asyncio.sleep(0.05)
 
-    asyncio.run(gone())
+    asyncio.run(wait_for_end())
 
 
 def _is_running(pid: int) -> bool:
-    """A process that nobody has waited for yet has ended all the same."""
+    """Return whether a process runs. A zombie counts as ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""What the embedded engine hands out while it samples."""
+"""Tests of streamed completions of the embedded engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
 from tests.servers.tiny_embedded import (
     GREEDY,
     LONG,
-    decoded,
     generate_all,
     random_prompt,
     serving,
     tiny_model,
-    until,
+    wait_until,
+    wait_until_decoded,
     weights_of,
 )
 
@@ -37,7 +37,7 @@ async def streamed(
     return [chunk async for chunk in server.stream(prompt, params, session)]
 
 
-def test_the_parts_together_are_what_generate_returns(model: Any) -> None:
+def test_the_streamed_chunks_joined_equal_the_result_of_generate(model: Any) -> None:
     async def scenario() -> None:
         async with serving(model, eos_token_ids=[7]) as server:
             for seed, params in enumerate(
@@ -57,12 +57,12 @@ def test_the_parts_together_are_what_generate_returns(model: Any) -> None:
                     whole.stop_reason,
                     whole.weight_version,
                 )
-                assert len(parts) == len(whole.token_ids), "one part per step"
+                assert len(parts) == len(whole.token_ids), "one chunk per step"
 
     asyncio.run(scenario())
 
 
-def test_parts_come_while_the_completion_goes_on_and_beside_others(model: Any) -> None:
+def test_chunks_arrive_while_the_completion_and_others_run(model: Any) -> None:
     async def scenario() -> None:
         async with serving(model) as server:
             assert Ability.STREAMING in server.abilities
@@ -81,30 +81,30 @@ def test_parts_come_while_the_completion_goes_on_and_beside_others(model: Any) -
     asyncio.run(scenario())
 
 
-def test_leaving_the_iteration_frees_the_place_at_once(model: Any) -> None:
+def test_closing_the_iterator_frees_the_slot(model: Any) -> None:
     async def scenario() -> None:
         async with serving(model, max_slots=1) as server:
             async with aclosing(server.stream(random_prompt(5), LONG, "left")) as parts:
                 await anext(parts)
-            await server.abort("nobody")
+            await server.abort("unknown session")
             assert (await server.health()).num_running == 0
             assert server.stats.decoded_tokens < 200
             task = asyncio.ensure_future(streamed(server, LONG))
-            await decoded(server, server.stats.decoded_tokens + 3)
+            await wait_until_decoded(server, server.stats.decoded_tokens + 3)
             task.cancel()
             await asyncio.wait({task})
-            await until(server, lambda: not server._engine.num_running)
+            await wait_until(server, lambda: not server._engine.num_running)
             assert (await server.generate(random_prompt(3), GREEDY, "next")).stop_reason == "length"
 
     asyncio.run(scenario())
 
 
-def test_an_aborted_stream_ends_with_its_reason(model: Any) -> None:
+def test_an_aborted_stream_ends_with_the_stop_reason_aborted(model: Any) -> None:
     async def scenario() -> None:
         async with serving(model, max_slots=1) as server:
             task = asyncio.ensure_future(streamed(server, LONG, session="running"))
             waiting = asyncio.ensure_future(streamed(server, LONG, session="waiting"))
-            await decoded(server, 3)
+            await wait_until_decoded(server, 3)
             await server.abort("waiting")
             assert await waiting == [TokenChunk([], [], stop_reason="aborted", num_cached_tokens=0)]
             await server.abort("running")
@@ -115,11 +115,11 @@ def test_an_aborted_stream_ends_with_its_reason(model: Any) -> None:
     asyncio.run(scenario())
 
 
-def test_a_stream_across_a_weight_update_says_which_version_sampled_each_part(model: Any) -> None:
+def test_each_chunk_of_a_stream_across_a_weight_update_has_its_weight_version(model: Any) -> None:
     async def scenario() -> None:
         async with serving(model) as server:
             task = asyncio.ensure_future(streamed(server, LONG))
-            await decoded(server, 5)
+            await wait_until_decoded(server, 5)
             await server.update_weights(weights_of(model).items(), weight_version=9)
             joined = TokenOutput.from_chunks(await task)
             assert [chunk.weight_version for chunk in joined.chunks] == [0, 9]
@@ -129,7 +129,7 @@ def test_a_stream_across_a_weight_update_says_which_version_sampled_each_part(mo
     asyncio.run(scenario())
 
 
-def test_what_cannot_be_streamed_fails_before_its_first_part(model: Any) -> None:
+def test_an_invalid_streamed_request_fails_before_its_first_chunk(model: Any) -> None:
     async def scenario() -> None:
         async with serving(model, max_model_len=32) as server:
             with pytest.raises(BadPrompt, match="40 tokens"):

@@ -48,7 +48,7 @@ def prompt(*images: Any, text: str = "what is it?") -> Encoded:
 
 
 def as_inputs(encoded: Encoded, token_ids: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-    """What the model itself is given for the prompt and the tokens behind it."""
+    """Return the model's inputs for the prompt and the tokens after it."""
     ids = joined(encoded.token_ids, token_ids).astype(np.int64)
     kinds = np.zeros_like(ids)
     joint: dict[str, list[Any]] = {}
@@ -62,68 +62,68 @@ def as_inputs(encoded: Encoded, token_ids: Sequence[int] = ()) -> dict[str, torc
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def own_logprobs(model: Any, encoded: Encoded, token_ids: Sequence[int]) -> list[float]:
+def model_logprobs(model: Any, encoded: Encoded, token_ids: Sequence[int]) -> list[float]:
     with torch.no_grad():
         logits = model(**as_inputs(encoded, token_ids), use_cache=False).logits[0]
     logprobs = logits[len(encoded.token_ids) - 1 : -1].double().log_softmax(-1)
     return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
 
 
-def own_tokens(model: Any, encoded: Encoded, *, count: int) -> list[int]:
+def model_tokens(model: Any, encoded: Encoded, *, count: int) -> list[int]:
     settings = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
     ids = model.generate(**as_inputs(encoded), **settings)
     return ids[0, len(encoded.token_ids) :].tolist()
 
 
-async def ask(server: EmbeddedServer, encoded: Encoded, session: str, **changes: Any) -> TokenOutput:
+async def complete(server: EmbeddedServer, encoded: Encoded, session: str, **changes: Any) -> TokenOutput:
     params = structs.replace(GREEDY, **changes)
     return await server.generate(encoded.token_ids, params, session, attachments=encoded.attachments)
 
 
 @pytest.mark.parametrize("chunk_tokens", [512, 7])
 @on_event_loop
-async def test_greedy_tokens_are_those_of_the_model_itself(chunk_tokens: int) -> None:
+async def test_greedy_tokens_equal_those_of_the_model(chunk_tokens: int) -> None:
     model = vision_model()
     async with serving(model, prefill_chunk_tokens=chunk_tokens) as server:
         for images in ([picture(0)], [picture(1), picture(2, width=64, height=40)], []):
             encoded = prompt(*images)
-            output = await ask(server, encoded, "a")
-            assert output.token_ids == own_tokens(model, encoded, count=12)
+            output = await complete(server, encoded, "a")
+            assert output.token_ids == model_tokens(model, encoded, count=12)
 
 
 @on_event_loop
-async def test_logprobs_are_those_of_a_full_forward_for_images_and_text_side_by_side() -> None:
+async def test_logprobs_equal_those_of_a_full_forward_for_images_and_text_in_one_batch() -> None:
     model = vision_model()
     prompts = [prompt(picture(0)), prompt(), prompt(picture(1, width=64), picture(0)), prompt(text="hello")]
     async with serving(model, prefill_chunk_tokens=16) as server:
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(ask(server, encoded, f"r{i}", temperature=1.0, seed=i))
+                group.create_task(complete(server, encoded, f"r{i}", temperature=1.0, seed=i))
                 for i, encoded in enumerate(prompts)
             ]
         for encoded, task in zip(prompts, tasks, strict=True):
             output = task.result()
-            expected = own_logprobs(model, encoded, output.token_ids)
+            expected = model_logprobs(model, encoded, output.token_ids)
             assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", sorted(VISION_MODELS))
 @on_event_loop
-async def test_every_kind_of_model_agrees_with_its_own_forward(kind: str) -> None:
+async def test_every_vision_model_agrees_with_its_own_forward(kind: str) -> None:
     model = vision_model(kind, seed=1)
     encoded = template_of(kind).open_encoded(image_message("what is it?", picture(0, width=64, height=40)))
     async with serving(model, prefill_chunk_tokens=11) as server:
-        output = await ask(server, encoded, "a")
-    assert output.log_probs == pytest.approx(own_logprobs(model, encoded, output.token_ids), abs=TOLERANCE)
+        output = await complete(server, encoded, "a")
+    assert output.log_probs == pytest.approx(model_logprobs(model, encoded, output.token_ids), abs=TOLERANCE)
     assert len(set(output.token_ids)) > 1
 
 
 @on_event_loop
-async def test_a_second_turn_with_another_image_computes_only_what_it_adds() -> None:
+async def test_a_second_turn_with_another_image_computes_only_its_new_tokens() -> None:
     model, template = vision_model(), vision_template()
     first = prompt(picture(0))
     async with serving(model) as server:
-        said = (await ask(server, first, "s")).token_ids
+        said = (await complete(server, first, "s")).token_ids
         before = server.stats
         bridge = template.bridge_encoded(tool_image_message(picture(1)), last_token_id=said[-1])
         start = len(first.token_ids) + len(said)
@@ -131,10 +131,10 @@ async def test_a_second_turn_with_another_image_computes_only_what_it_adds() -> 
             joined(first.token_ids, said, bridge.token_ids),
             (*first.attachments, *(a.moved(start) for a in bridge.attachments)),
         )
-        output = await ask(server, second, "s")
+        output = await complete(server, second, "s")
         after = server.stats
         assert after.prefilled_tokens - before.prefilled_tokens == len(bridge.token_ids) + 1
-        expected = own_logprobs(model, second, output.token_ids)
+        expected = model_logprobs(model, second, output.token_ids)
         assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
@@ -145,12 +145,12 @@ async def test_two_images_with_the_same_placeholders_share_no_prefix_beyond_them
     first, second = prompt(picture(0), text=text), prompt(picture(1), text=text)
     assert first.token_ids.tolist() == second.token_ids.tolist()
     async with serving(model) as server:
-        one = await ask(server, first, "a")
+        one = await complete(server, first, "a")
         assert server.stats.reused_tokens == 0
-        other = await ask(server, second, "b")
+        other = await complete(server, second, "b")
         assert server.stats.reused_tokens <= first.attachments[0].start
         assert one.log_probs != other.log_probs
-        assert other.log_probs == pytest.approx(own_logprobs(model, second, other.token_ids), abs=TOLERANCE)
+        assert other.log_probs == pytest.approx(model_logprobs(model, second, other.token_ids), abs=TOLERANCE)
 
 
 @on_event_loop
@@ -158,18 +158,18 @@ async def test_equal_images_share_their_prefix_across_sessions() -> None:
     model = vision_model()
     encoded, again = prompt(picture(0)), prompt(picture(0))
     async with serving(model) as server:
-        one = await ask(server, encoded, "a")
-        other = await ask(server, again, "b")
+        one = await complete(server, encoded, "a")
+        other = await complete(server, again, "b")
         assert server.stats.reused_tokens == len(encoded.token_ids) - 1
         assert other.token_ids == one.token_ids
 
 
 @on_event_loop
-async def test_a_weight_update_computes_images_in_flight_again() -> None:
+async def test_a_weight_update_recomputes_the_images_of_in_flight_requests() -> None:
     model, other = vision_model(), vision_model(seed=1)
     encoded = prompt(picture(0))
     async with serving(model, recompute_kv_on_update=True) as server:
-        task = asyncio.create_task(ask(server, encoded, "a", max_tokens=100))
+        task = asyncio.create_task(complete(server, encoded, "a", max_tokens=100))
         while server.stats.decoded_tokens < 5:
             await server.abort("nobody")
         await server.update_weights(other.state_dict().items(), weight_version=1)
@@ -177,12 +177,12 @@ async def test_a_weight_update_computes_images_in_flight_again() -> None:
         old = len(output.chunks[0].token_ids)
         context = Encoded(joined(encoded.token_ids, output.token_ids[:old]), encoded.attachments)
         assert output.log_probs is not None
-        expected = own_logprobs(other, context, output.token_ids[old:])
+        expected = model_logprobs(other, context, output.token_ids[old:])
         assert output.log_probs[old:] == pytest.approx(expected, abs=TOLERANCE)
 
 
 @on_event_loop
-async def test_features_that_make_more_rows_than_there_are_placeholders_fail_their_request_alone() -> None:
+async def test_more_features_than_placeholders_fail_only_their_own_request() -> None:
     encoded, larger = prompt(picture(0)), prompt(picture(0, width=64))
     features = larger.attachments[0].features
     wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], features=features),))
@@ -190,23 +190,23 @@ async def test_features_that_make_more_rows_than_there_are_placeholders_fail_the
         with pytest.raises(
             ServerError, match=r"computes 24 features for an image of .* but it has 12 placeholders"
         ):
-            await ask(server, wrong, "a")
-        assert len((await ask(server, encoded, "a")).token_ids) == 12
+            await complete(server, wrong, "a")
+        assert len((await complete(server, encoded, "a")).token_ids) == 12
 
 
 @on_event_loop
-async def test_features_of_another_models_processor_fail_their_request_alone() -> None:
+async def test_features_of_another_models_processor_fail_only_their_own_request() -> None:
     encoded = prompt(picture(0))
     features = {**encoded.attachments[0].features, "pixel_values": np.zeros((3, 5), np.float32)}
     wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], features=features),))
     async with serving(vision_model()) as server:
         with pytest.raises(ServerError, match="cannot process an image of pixel_values"):
-            await ask(server, wrong, "a")
-        assert len((await ask(server, encoded, "a")).token_ids) == 12
+            await complete(server, wrong, "a")
+        assert len((await complete(server, encoded, "a")).token_ids) == 12
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("changes", "message"),
     [
         ({"start": 0, "num_tokens": 2}, "has 0 placeholders"),
         ({"start": 500}, "has 0 placeholders"),
@@ -217,29 +217,31 @@ async def test_features_of_another_models_processor_fail_their_request_alone() -
     ],
 )
 @on_event_loop
-async def test_an_attachment_beside_its_tokens_is_refused(changes: dict[str, Any], complaint: str) -> None:
+async def test_an_attachment_that_does_not_match_its_tokens_is_rejected(
+    changes: dict[str, Any], message: str
+) -> None:
     encoded = prompt(picture(0))
     wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], **changes),))
     async with serving(vision_model()) as server:
-        with pytest.raises(ServerError, match=complaint):
-            await ask(server, wrong, "a")
+        with pytest.raises(ServerError, match=message):
+            await complete(server, wrong, "a")
 
 
 @on_event_loop
-async def test_a_text_model_refuses_images_by_name() -> None:
+async def test_a_text_model_rejects_images() -> None:
     async with serving(tiny_model(vocab_size=600)) as server:
         with pytest.raises(ServerError, match="1 attachments, but this model takes none"):
-            await ask(server, prompt(picture(0)), "a")
+            await complete(server, prompt(picture(0)), "a")
 
 
 @on_event_loop
-async def test_a_placeholder_that_the_model_sampled_is_text() -> None:
+async def test_a_sampled_placeholder_token_is_treated_as_text() -> None:
     model = vision_model()
     encoded = prompt(picture(0))
     [image] = encoded.attachments
     context = Encoded(joined(encoded.token_ids, [image.placeholder_id, 5]), (image,))
     async with serving(model) as server:
-        output = await ask(server, context, "a", max_tokens=3)
+        output = await complete(server, context, "a", max_tokens=3)
     ids = torch.from_numpy(joined(context.token_ids, output.token_ids).astype(np.int64))
     positions = torch.from_numpy(position_ids(len(ids), [image]))
     with torch.no_grad():
@@ -251,12 +253,12 @@ async def test_a_placeholder_that_the_model_sampled_is_text() -> None:
 
 
 @on_event_loop
-async def test_the_model_gets_its_own_attention_back() -> None:
+async def test_close_restores_the_models_attention() -> None:
     model = vision_model()
-    before = own_logprobs(model, prompt(picture(0)), [5, 6])
+    before = model_logprobs(model, prompt(picture(0)), [5, 6])
     server = EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256))
     await server.close()
-    assert own_logprobs(model, prompt(picture(0)), [5, 6]) == pytest.approx(before)
+    assert model_logprobs(model, prompt(picture(0)), [5, 6]) == pytest.approx(before)
 
 
 @on_event_loop
@@ -265,13 +267,13 @@ async def test_a_saved_model_is_loaded_with_its_vision_tower(tmp_path: Path) -> 
     model.save_pretrained(tmp_path)
     encoded = prompt(picture(0))
     server = EmbeddedServer.from_pretrained(tmp_path, config=EmbeddedConfig(max_model_len=256))
-    output = await ask(server, encoded, "a")
+    output = await complete(server, encoded, "a")
     await server.close()
-    assert output.log_probs == pytest.approx(own_logprobs(model, encoded, output.token_ids), abs=TOLERANCE)
+    assert output.log_probs == pytest.approx(model_logprobs(model, encoded, output.token_ids), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
-def test_positions_are_those_of_the_model_itself(kind: str) -> None:
+def test_positions_equal_those_of_the_model(kind: str) -> None:
     model = vision_model(kind)
     for images in ([picture(0)], [picture(1, width=16), picture(2, width=64, height=40), picture(3)]):
         encoded = prompt(*images)
@@ -284,7 +286,7 @@ def test_positions_are_those_of_the_model_itself(kind: str) -> None:
 
 
 def mixed(kind: str) -> Encoded:
-    """An image, a video of odd length, text, a longer video, and another image."""
+    """Return a prompt with an image, a video of odd length, text, a longer video, and another image."""
     messages = image_message("what is it?", picture(0))
     messages[0]["content"] += video_message(
         "and this", video_frames(1), video_frames(2, num_frames=18, width=16), fps=3.0
@@ -296,7 +298,7 @@ def mixed(kind: str) -> Encoded:
 @pytest.mark.parametrize("kind", sorted(VIDEO_MODELS))
 @pytest.mark.parametrize("chunk_tokens", [512, 7])
 @on_event_loop
-async def test_logprobs_behind_videos_are_those_of_the_model_itself(kind: str, chunk_tokens: int) -> None:
+async def test_logprobs_after_videos_equal_those_of_the_model(kind: str, chunk_tokens: int) -> None:
     model = vision_model(kind, seed=1)
     template = template_of(kind)
     first = template.open_encoded(video_message("what happens?", video_frames(1)))
@@ -307,22 +309,22 @@ async def test_logprobs_behind_videos_are_those_of_the_model_itself(kind: str, c
         async with asyncio.TaskGroup() as group:
             prompts = [first, two, mixed(kind), template.open_encoded(image_message("no film"))]
             tasks = [
-                group.create_task(ask(server, encoded, f"r{i}", temperature=1.0, seed=40 + i))
+                group.create_task(complete(server, encoded, f"r{i}", temperature=1.0, seed=40 + i))
                 for i, encoded in enumerate(prompts)
             ]
         for encoded, task in zip(prompts, tasks, strict=True):
             output = task.result()
-            expected = own_logprobs(model, encoded, output.token_ids)
+            expected = model_logprobs(model, encoded, output.token_ids)
             assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", sorted(VIDEO_MODELS))
 @on_event_loop
-async def test_a_tools_reply_with_a_video_computes_only_what_it_adds(kind: str) -> None:
+async def test_a_tool_response_with_a_video_computes_only_its_new_tokens(kind: str) -> None:
     model, template = vision_model(kind), template_of(kind)
     first = template.open_encoded(video_message("look", video_frames(1)))
     async with serving(model) as server:
-        said = (await ask(server, first, "s")).token_ids
+        said = (await complete(server, first, "s")).token_ids
         before = server.stats
         reply = [{**video_message("seen", video_frames(2))[0], "role": "tool", "name": "look"}]
         bridge = template.bridge_encoded(reply, last_token_id=said[-1])
@@ -331,28 +333,28 @@ async def test_a_tools_reply_with_a_video_computes_only_what_it_adds(kind: str) 
             joined(first.token_ids, said, bridge.token_ids),
             (*first.attachments, *(a.moved(start) for a in bridge.attachments)),
         )
-        output = await ask(server, second, "s")
+        output = await complete(server, second, "s")
         assert server.stats.prefilled_tokens - before.prefilled_tokens == len(bridge.token_ids) + 1
-        expected = own_logprobs(model, second, output.token_ids)
+        expected = model_logprobs(model, second, output.token_ids)
         assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
 @on_event_loop
-async def test_the_same_frames_at_another_rate_share_no_prefix() -> None:
-    """Positions in time differ, so keys and values do."""
+async def test_equal_frames_at_different_rates_share_no_prefix() -> None:
+    # Keys and values depend on the positions in time, which differ.
     model, template = vision_model("qwen2_5_vl"), template_of("qwen2_5_vl")
     slow = template.open_encoded(video_message("a long question behind the film", video_frames(1), fps=1.0))
     fast = template.open_encoded(video_message("a long question behind the film", video_frames(1), fps=8.0))
     assert slow.token_ids.tolist() == fast.token_ids.tolist()
     async with serving(model) as server:
-        await ask(server, slow, "a")
-        output = await ask(server, fast, "b")
+        await complete(server, slow, "a")
+        output = await complete(server, fast, "b")
         assert server.stats.reused_tokens <= fast.attachments[0].start
-        assert output.log_probs == pytest.approx(own_logprobs(model, fast, output.token_ids), abs=TOLERANCE)
+        assert output.log_probs == pytest.approx(model_logprobs(model, fast, output.token_ids), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", sorted(VIDEO_MODELS))
-def test_positions_of_videos_are_those_of_the_model_itself(kind: str) -> None:
+def test_positions_of_videos_equal_those_of_the_model(kind: str) -> None:
     encoded = mixed(kind)
     inputs = as_inputs(encoded, [4, 5, 6])
     names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
@@ -364,16 +366,16 @@ def test_positions_of_videos_are_those_of_the_model_itself(kind: str) -> None:
 
 
 @on_event_loop
-async def test_a_model_of_images_refuses_a_video_by_name() -> None:
+async def test_an_image_model_rejects_a_video() -> None:
     encoded = idefics_template().open_encoded(image_message("a", picture()))
     wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], kind="video"),))
     async with serving(vision_model("idefics3")) as server:
         with pytest.raises(ServerError, match="idefics3 supports images only; send frames as images"):
-            await ask(server, wrong, "a")
+            await complete(server, wrong, "a")
 
 
 @on_event_loop
-async def test_a_video_with_more_features_than_placeholders_is_refused() -> None:
+async def test_a_video_with_more_features_than_placeholders_is_rejected() -> None:
     template = vision_template()
     encoded, longer = (
         template.open_encoded(video_message("a", video_frames(1, num_frames=n))) for n in (4, 8)
@@ -384,15 +386,15 @@ async def test_a_video_with_more_features_than_placeholders_is_refused() -> None
         with pytest.raises(
             ServerError, match=r"computes 48 features for a video of .* but it has 24 placeholders"
         ):
-            await ask(server, wrong, "a")
+            await complete(server, wrong, "a")
 
 
 @on_event_loop
-async def test_text_counts_on_behind_a_video_that_ends_the_prompt() -> None:
+async def test_positions_continue_after_a_video_that_ends_the_prompt() -> None:
     model, template = vision_model(), vision_template()
     whole = template.open_encoded(video_message("a", video_frames(1, num_frames=18, width=16)))
     cut = whole.first(whole.attachments[0].end)
     assert len(cut.token_ids) == cut.attachments[0].end
     async with serving(model) as server:
-        output = await ask(server, cut, "a")
-    assert output.log_probs == pytest.approx(own_logprobs(model, cut, output.token_ids), abs=TOLERANCE)
+        output = await complete(server, cut, "a")
+    assert output.log_probs == pytest.approx(model_logprobs(model, cut, output.token_ids), abs=TOLERANCE)

@@ -1,4 +1,4 @@
-"""Weight updates of the embedded server."""
+"""Tests of weight updates of the embedded server."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.servers.tiny_embedded import (
     GREEDY,
     LONG,
     VOCAB_SIZE,
-    decoded,
     full_forward_logprobs,
     joined,
     random_prompt,
     serving,
     tiny_model,
+    wait_until_decoded,
     weights_of,
 )
 
@@ -30,18 +30,18 @@ def model() -> Any:
 
 
 def flat_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Weights under which every token is as likely as any other."""
+    """Return weights with which all tokens are equally likely."""
     weights = weights_of(model)
     weights["model.norm.weight"].zero_()
     return weights
 
 
-def test_a_weight_update_in_mid_completion_splits_it_into_two_versions(model: Any) -> None:
+def test_a_weight_update_splits_an_in_flight_completion_into_two_versions(model: Any) -> None:
     async def main() -> None:
         async with serving(model) as server, asyncio.TaskGroup() as group:
             prompt = random_prompt(9)
             task = group.create_task(server.generate(prompt, LONG, "a"))
-            await decoded(server, 5)
+            await wait_until_decoded(server, 5)
             await server.update_weights(flat_weights(model).items(), weight_version=3)
             output = await task
             old, new = output.chunks
@@ -57,14 +57,14 @@ def test_a_weight_update_in_mid_completion_splits_it_into_two_versions(model: An
     asyncio.run(main())
 
 
-def test_recomputed_requests_go_on_exactly_as_the_new_model_would(model: Any) -> None:
+def test_recomputed_requests_continue_with_the_logprobs_of_the_new_weights(model: Any) -> None:
     other = tiny_model(seed=1)
 
     async def main() -> None:
         async with serving(model, recompute_kv_on_update=True) as server, asyncio.TaskGroup() as group:
             prompt = random_prompt(9)
             task = group.create_task(server.generate(prompt, LONG, "a"))
-            await decoded(server, 5)
+            await wait_until_decoded(server, 5)
             await server.update_weights(weights_of(other).items(), weight_version=1)
             output = await task
             num_old = len(output.chunks[0].token_ids)
@@ -76,7 +76,7 @@ def test_recomputed_requests_go_on_exactly_as_the_new_model_would(model: Any) ->
     asyncio.run(main())
 
 
-def test_nothing_cached_under_old_weights_is_reused(model: Any) -> None:
+def test_no_cache_of_old_weights_is_reused(model: Any) -> None:
     other = tiny_model(seed=1)
 
     async def main() -> None:
@@ -84,7 +84,7 @@ def test_nothing_cached_under_old_weights_is_reused(model: Any) -> None:
             idle, busy = random_prompt(40), random_prompt(40, seed=1)
             draft = await server.generate(idle, GREEDY, "idle")
             running = group.create_task(server.generate(busy, LONG, "busy"))
-            await decoded(server, 25)
+            await wait_until_decoded(server, 25)
             await server.update_weights(weights_of(other).items(), weight_version=1)
             beside = group.create_task(server.generate(busy, GREEDY, "beside"))
             prompts = [joined(idle, draft.token_ids, [5]), busy, joined(busy, (await running).token_ids, [5])]
@@ -129,7 +129,7 @@ def test_weights_that_do_not_fit_change_nothing(model: Any, change: dict[str, An
     asyncio.run(main())
 
 
-def test_of_tied_weights_one_is_enough_and_two_must_agree() -> None:
+def test_one_of_two_tied_weights_is_enough_and_both_must_be_equal() -> None:
     tied, other = tiny_model(tie_word_embeddings=True), tiny_model(tie_word_embeddings=True, seed=1)
 
     async def main() -> None:

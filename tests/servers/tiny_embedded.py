@@ -35,7 +35,7 @@ LONG = SamplingParams(temperature=0, max_tokens=200)
 
 
 def build(config: Any, *, seed: int = 0) -> Any:
-    """A model with random weights, large enough that two tokens hardly ever tie."""
+    """Create a model with random weights, which are large enough that two tokens rarely have equal logits."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config)
@@ -50,7 +50,7 @@ def tiny_model(*, seed: int = 0, **changes: Any) -> Any:
 async def serving(
     model: Any, *, eos_token_ids: Sequence[int] | None = None, **settings: Any
 ) -> AsyncIterator[EmbeddedServer]:
-    """A server on a copy of the model, closed at the end."""
+    """Start a server with a copy of the model, and close it at the end."""
     config = EmbeddedConfig(**{"max_model_len": 256, **settings})
     server = EmbeddedServer(copy.deepcopy(model), config=config, eos_token_ids=eos_token_ids)
     try:
@@ -75,26 +75,26 @@ async def generate_all(
     concurrency: int = 1000,
     prefix: str = "r",
 ) -> list[TokenOutput]:
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    places = asyncio.Semaphore(concurrency)
+    all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    semaphore = asyncio.Semaphore(concurrency)
 
-    async def one(index: int) -> TokenOutput:
-        async with places:
-            return await server.generate(prompts[index], each[index], f"{prefix}{index}")
+    async def generate(index: int) -> TokenOutput:
+        async with semaphore:
+            return await server.generate(prompts[index], all_params[index], f"{prefix}{index}")
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(index)) for index in range(len(prompts))]
+        tasks = [group.create_task(generate(index)) for index in range(len(prompts))]
     return [task.result() for task in tasks]
 
 
-async def until(server: EmbeddedServer, condition: Callable[[], bool]) -> None:
-    """Waits for the engine to get there, step by step: a command is answered between two steps."""
+async def wait_until(server: EmbeddedServer, condition: Callable[[], bool]) -> None:
+    """Wait until the condition is true. It is checked after each step, because commands run between two steps."""
     while not condition():
-        await server.abort("nobody")
+        await server.abort("unknown session")
 
 
-async def decoded(server: EmbeddedServer, count: int) -> None:
-    await until(server, lambda: server.stats.decoded_tokens >= count)
+async def wait_until_decoded(server: EmbeddedServer, count: int) -> None:
+    await wait_until(server, lambda: server.stats.decoded_tokens >= count)
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
@@ -104,7 +104,7 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 def full_forward_logprobs(
     model: Any, prompt_ids: IntArray, token_ids: Sequence[int], *, temperature: float = 1.0
 ) -> list[float]:
-    """The log-probs of a completion by one plain forward over all of it."""
+    """Return the log-probs of a completion, computed by one plain forward of the whole sequence."""
     ids = torch.from_numpy(joined(prompt_ids, token_ids).astype(np.int64))
     with torch.no_grad():
         logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
