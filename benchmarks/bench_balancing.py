@@ -1,10 +1,10 @@
-"""Makespans of a simulated cluster under several policies, in relation to a perfect pool.
+"""Makespans of a simulated cluster under several policies, relative to a perfect pool.
 
     python benchmarks/bench_balancing.py [--servers 32] [--trajectories 3000] [--seed 0] [--json FILE]
 
-The perfect pool is one server with the capacity of all. Everything between the agent loops and the servers is what runs
-for real; engines and tools are simulated, so that the figures depend on nothing but the seed. The large setting of
-docs/performance.md is `--servers 512 --trajectories 100000`.
+The perfect pool is one server with the capacity of all servers. Engines and tools are simulated, so that the figures
+depend only on the seed; the agent loops and the pool are real. The large setting of docs/performance.md is
+`--servers 512 --trajectories 100000`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agent_loop.simulation.cluster import SimulatedCluster, OrderName, PolicyName, simulate
+from agent_loop.simulation.cluster import OrderName, PolicyName, SimulatedCluster, simulate
 from agent_loop.simulation.report import MakespanBounds, SimulationReport
 from agent_loop.simulation.workload import Workload
 
 SLOW_SHARES = (0.0, 0.1)
 TARGETS = {0.0: 1.05, 0.1: 1.20}
-"""Of the default policy, in relation to the perfect pool."""
+"""Largest accepted makespan of the default policy relative to the perfect pool, by share of slow servers."""
 
 
 def clusters(base: SimulatedCluster) -> Iterator[tuple[str, SimulatedCluster]]:
-    """What is compared."""
+    """Yield the names and settings of the compared clusters."""
     for policy in PolicyName:
         yield policy, replace(base, policy=policy)
     for order in (OrderName.LEARNT, OrderName.ORACLE):
@@ -37,7 +37,7 @@ def clusters(base: SimulatedCluster) -> Iterator[tuple[str, SimulatedCluster]]:
 
 
 def measure(num_servers: int, workload: Workload) -> Iterator[dict[str, Any]]:
-    """One row per cluster."""
+    """Yield one row of results per cluster."""
     plans = workload.plans()
     for slow_share in SLOW_SHARES:
         base = SimulatedCluster(num_servers=num_servers, slow_share=slow_share)
@@ -49,14 +49,14 @@ def measure(num_servers: int, workload: Workload) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Prints the table; exits with 1 if the default policy misses a target."""
+    """Measure and print the table, and exit with 1 if the default policy misses a target."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--servers", type=int, default=32)
     parser.add_argument("--trajectories", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     console = Console()
     workload = Workload(num_trajectories=arguments.trajectories, seed=arguments.seed)
@@ -80,8 +80,8 @@ def main() -> None:
         arguments.json.write_text(json.dumps(rows, indent=2), encoding="utf-8")
     ours = {row["slow_share"]: row["to_perfect"] for row in rows if row["name"] == PolicyName.LEAST_WORK}
     for share, limit in TARGETS.items():
-        verdict = "reached" if ours[share] <= limit else "missed"
-        console.print(f"{share:.0%} slow: {ours[share]:.3f}, target {limit:.2f}: {verdict}")
+        result = "reached" if ours[share] <= limit else "missed"
+        console.print(f"{share:.0%} slow: {ours[share]:.3f}, target {limit:.2f}: {result}")
     raise SystemExit(any(ours[share] > limit for share, limit in TARGETS.items()))
 
 

@@ -184,14 +184,14 @@ def test_nothing_of_a_run_becomes_markup(page: Any, small_viewer: Viewer) -> Non
 
 def test_siblings_stand_side_by_side_with_where_they_part(page: Any, small_viewer: Viewer) -> None:
     open_page(page, small_viewer.url, "siblings")
-    page.locator("main", has_text="they part in turn 1").wait_for()
+    page.locator("main", has_text="the first difference is in turn 1").wait_for()
     assert page.locator(".sibling-head").count() == 4
 
 
 def test_the_straggler_is_named_and_leads_to_its_page(page: Any, small_viewer: Viewer) -> None:
     open_page(page, small_viewer.url, "time")
     name = page.locator(".gantt-name").first.inner_text()
-    page.locator(".summary", has_text=f"Last was {name}").wait_for()
+    page.locator(".summary", has_text=f"The last to end was {name}").wait_for()
     page.locator(".load-row").nth(1).wait_for()
     assert page.locator(".load-row").count() == 2
     page.locator(".gantt-name").first.click()
@@ -242,7 +242,7 @@ def test_the_exported_file_shows_the_same_without_a_server(
     page.get_by_label("Search in all messages").fill("order")
     page.locator(".summary", has_text=re.compile("of 102")).wait_for()
     page.goto(url + "#/trajectory?split=train&step=1&id=group%3D0%2Frollout%3D0")
-    page.get_by_text("this file does not hold group=0/rollout=0").wait_for()
+    page.get_by_text("this file does not contain group=0/rollout=0").wait_for()
     shoot(page, "export")
 
 

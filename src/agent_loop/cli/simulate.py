@@ -18,7 +18,7 @@ from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.runtime.garbage_collection import frozen_objects
 
 if TYPE_CHECKING:
-    from agent_loop.simulation.cluster import SimulatedCluster, ServerFault
+    from agent_loop.simulation.cluster import ServerFault, SimulatedCluster
     from agent_loop.simulation.report import SimulationOutcome, SimulationReport
     from agent_loop.simulation.workload import TrajectoryPlan
 
@@ -118,9 +118,9 @@ def simulate_command(
         agent-loop simulate --servers 8 --replay trajectories.jsonl --trajectories 4000 --fail 3@60+120 --json
     """
     from agent_loop.simulation.cluster import (
-        SimulatedCluster,
         OrderName,
         PolicyName,
+        SimulatedCluster,
     )  # late: keeps `--help` quick
     from agent_loop.simulation.engine import EngineModel
     from agent_loop.simulation.replay import read_plans, repeat_plans

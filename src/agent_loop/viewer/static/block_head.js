@@ -1,4 +1,4 @@
-// The line above the tokens of a turn, a reply or the prompt: who, how long, how fast, what came of it.
+// The heading above the tokens of a turn, a reply or the prompt: origin, length, speed, rewards and incidents.
 
 import { h } from "./dom.js";
 import { number, plural, seconds, signed } from "./format.js";

@@ -1,4 +1,4 @@
-// The branches of one rollout as a tree: where each leaves the one it has most in common with.
+// Tree of the branches of a rollout. The parent of a branch is the branch with the longest common prefix.
 
 import { h } from "./dom.js";
 import { number, plural } from "./format.js";
@@ -7,7 +7,7 @@ import { Trajectory } from "./trajectory.js";
 
 const MOST = 40;
 
-/** Loads the branches and draws the tree; null where there is only one. */
+/** Loads the branches and returns the tree; null if there is only one branch. */
 export async function branchTree(run, { split, step, id }, rows) {
   if (rows.length < 2) return null;
   const ids = rows.slice(0, MOST).map((row) => run.table.value("trajectory_id", row));
@@ -20,7 +20,7 @@ export async function branchTree(run, { split, step, id }, rows) {
     parent: null,
     common: 0,
   }));
-  nodes.forEach((node, index) => nodes.slice(0, index).forEach((earlier) => adopt(node, earlier)));
+  nodes.forEach((node, index) => nodes.slice(0, index).forEach((earlier) => setParentIfCloser(node, earlier)));
   for (const node of nodes) node.parent?.children.push(node);
   const roots = nodes.filter((node) => !node.parent);
   return h(
@@ -36,7 +36,7 @@ export async function branchTree(run, { split, step, id }, rows) {
   );
 }
 
-function adopt(node, earlier) {
+function setParentIfCloser(node, earlier) {
   const common = commonLength(node.trajectory.ids, earlier.trajectory.ids);
   if (common > node.common) [node.parent, node.common] = [earlier, common];
 }

@@ -1,4 +1,4 @@
-// A diagram of some series over the steps, with a read-out under the pointer that all diagrams of a page share.
+// Line chart of series over the steps. All charts of a page share a read-out under the pointer.
 
 import { h, replaceChildren, svg } from "./dom.js";
 import { isNumber } from "./format.js";
@@ -10,7 +10,7 @@ const MOST_POINTS = 800;
 const shared = { step: null, charts: new Set() };
 
 /**
- * @param series  `[{label, steps, values, color, isFaint, isBand}]`, colors being numbers of the palette.
+ * @param series  `[{label, steps, values, color, isFaint, isBand}]`; colors are indices of the palette.
  * @param options  `{title, format, smoothing, isStacked, about, least, most}`.
  */
 export function lineChart(series, options) {
@@ -19,7 +19,7 @@ export function lineChart(series, options) {
   return chart.element;
 }
 
-/** Forgets the diagrams of a page that is gone. */
+/** Removes the charts of a page that was left. */
 export function forgetCharts() {
   shared.charts.clear();
 }
@@ -119,7 +119,7 @@ function showStep(step) {
   for (const chart of shared.charts) chart.show(step);
 }
 
-/** Exponential moving average, unbiased at the start; the weight is that of what was before. */
+/** Returns the exponential moving average, unbiased at the start. `weight` is the weight of previous values. */
 export function smoothed(values, weight) {
   let sum = 0;
   let total = 0;
@@ -200,7 +200,7 @@ function areaPath({ steps, values, floor }, { x, y }) {
   return upper.length ? `M${[...upper, ...lower].join("L")}Z` : "";
 }
 
-/** The places to draw: of many, the lowest and the highest of each part. */
+/** Returns the indices to draw: of many values, the lowest and the highest of each bin. */
 function thinned(values) {
   if (values.length <= MOST_POINTS) return [...values.keys()];
   const size = (2 * values.length) / MOST_POINTS;

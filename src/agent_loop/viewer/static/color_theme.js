@@ -1,4 +1,4 @@
-// Light or dark: as the system says, unless one chooses.
+// Light or dark colours: the system's setting by default, or the user's choice.
 
 import { h } from "./dom.js";
 
@@ -23,7 +23,7 @@ function chosen() {
   try {
     return localStorage.getItem(KEY) ?? "system";
   } catch {
-    return document.documentElement.dataset.theme ?? "system"; // a page from a file may have no storage
+    return document.documentElement.dataset.theme ?? "system"; // a page opened from a file may have no storage
   }
 }
 
@@ -31,6 +31,6 @@ function remember(theme) {
   try {
     localStorage.setItem(KEY, theme);
   } catch {
-    // then it holds until the page is closed
+    // without storage the choice lasts until the page is closed
   }
 }

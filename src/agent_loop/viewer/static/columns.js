@@ -1,6 +1,6 @@
-// How the columns of the table are called, and which are shown unless one chooses others.
+// Labels and formats of the table's columns, and the columns that are shown by default.
 
-import { number, seconds, signed, spoken } from "./format.js";
+import { number, seconds, signed, labelOf } from "./format.js";
 
 const KNOWN = {
   split: { label: "split", width: 62 },
@@ -11,24 +11,24 @@ const KNOWN = {
   branch: { label: "branch", width: 68 },
   agent_name: { label: "agent", width: 110 },
   weight_version: { label: "weights", width: 76, about: "The trainer's weight version when the step began" },
-  reward: { label: "reward", width: 78, about: "None where it failed or nothing scores it" },
+  reward: { label: "reward", width: 78, about: "None if the trajectory failed or was not scored" },
   is_success: { label: "success", width: 76 },
   stop_reason: { label: "stop reason", width: 150 },
   failure: { label: "failure", width: 320 },
-  num_turns: { label: "turns", width: 62, about: "Prompt, assistant turns and replies" },
+  num_turns: { label: "turns", width: 62, about: "Number of turns: prompt, assistant turns and replies" },
   num_assistant_turns: { label: "model turns", width: 92 },
   num_tool_calls: { label: "calls", width: 60, about: "Tool calls" },
   num_failed_calls: { label: "failed calls", width: 92 },
   num_incidents: {
     label: "incidents",
     width: 82,
-    about: "Named losses, such as malformed calls or cut replies",
+    about: "Incidents, such as malformed calls or cut replies",
   },
   prompt_length: { label: "prompt", width: 72, about: "Tokens of the prompt" },
   response_length: { label: "response", width: 80, about: "Tokens of the response" },
   num_model_tokens: { label: "model tokens", width: 100 },
   advantage: { label: "advantage", width: 86, format: signed, about: "Mean over trained tokens" },
-  staleness: { label: "staleness", width: 80, about: "In weight versions, the largest" },
+  staleness: { label: "staleness", width: 80, about: "Largest staleness of a token, in weight versions" },
   logprob_diff_max: {
     label: "max diff",
     width: 82,
@@ -39,7 +39,7 @@ const KNOWN = {
     width: 84,
     about: "Mean difference of log-probs between trainer and rollout",
   },
-  seconds: { label: "time", width: 82, format: seconds, about: "From being asked for to being scored" },
+  seconds: { label: "time", width: 82, format: seconds, about: "Time from request to score" },
 };
 
 const SHOWN = [
@@ -68,7 +68,7 @@ export function describe(name) {
   const known = KNOWN[name];
   if (known) return { name, format: number, about: "", ...known };
   if (name.endsWith("_s")) {
-    const label = spoken(name.slice(0, -2));
+    const label = labelOf(name.slice(0, -2));
     return {
       name,
       label,
@@ -77,28 +77,28 @@ export function describe(name) {
       about: `Seconds: ${label}`,
     };
   }
-  return { name, label: spoken(name), width: Math.max(72, 8 * name.length), format: number, about: "" };
+  return { name, label: labelOf(name), width: Math.max(72, 8 * name.length), format: number, about: "" };
 }
 
-/** All that can be shown of a table. */
+/** Returns all columns that can be shown. */
 export function choices(table) {
   const there = table.names.filter((name) => !INTERNAL.has(name));
   const known = Object.keys(KNOWN).filter((name) => table.has(name));
   return [...known, ...there.filter((name) => !KNOWN[name])];
 }
 
-/** What is shown unless one chooses: of the usual ones those that say something. */
-export function usual(table) {
-  return SHOWN.filter((name) => table.has(name) && saysSomething(table.column(name)));
+/** Returns the columns that are shown by default: those of `SHOWN` that have a value. */
+export function defaultColumns(table) {
+  return SHOWN.filter((name) => table.has(name) && hasValue(table.column(name)));
 }
 
-function saysSomething({ kind, values }) {
+function hasValue({ kind, values }) {
   if (kind === "text") return values.some((code) => code >= 0);
   if (kind === "flag") return values.some((value) => value < 2);
   return values.some((value) => !Number.isNaN(value));
 }
 
-export function shown(value, { format }) {
+export function formatValue(value, { format }) {
   if (value === null || value === undefined) return "–";
   if (value === true) return "yes";
   if (value === false) return "no";

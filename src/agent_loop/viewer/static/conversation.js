@@ -1,4 +1,4 @@
-// The conversation as people read it: messages, calls with their arguments, replies, and what came of each.
+// The conversation as messages, tool calls with their arguments, and replies with their rewards and incidents.
 
 import { facts, incidents, rewards } from "./block_head.js";
 import { h } from "./dom.js";
@@ -6,7 +6,7 @@ import { clipped, contentText, number, plural, seconds } from "./format.js";
 
 const MOST_LETTERS = 6000;
 
-/** @param onTokens  Is called with a token to show among all tokens. */
+/** @param onTokens  Called with the index of a token to show in the token view. */
 export function conversation(trajectory, { onTokens }) {
   const turnOf = new Map(
     trajectory.turns.filter((block) => block.message).map((block) => [block.message, block]),
@@ -24,9 +24,9 @@ export function conversation(trajectory, { onTokens }) {
     const call = message.role === "tool" && asking ? callOf(asking, place++) : null;
     items.push(messageOf(message, { block, call, trajectory, onTokens }));
   }
-  const unsaid = trajectory.turns.filter((block) => !block.message);
-  items.push(...unsaid.map((block) => turnWithoutMessage(block, trajectory, onTokens)));
-  if (!items.length) items.push(h("p.empty", {}, "No messages are stored; the tokens are."));
+  const withoutMessage = trajectory.turns.filter((block) => !block.message);
+  items.push(...withoutMessage.map((block) => turnWithoutMessage(block, trajectory, onTokens)));
+  if (!items.length) items.push(h("p.empty", {}, "No messages are stored. See the token view."));
   return h(".conversation", {}, items, ending(trajectory));
 }
 
@@ -59,7 +59,7 @@ function roleOf(message, block) {
   return message.role === "tool" && message.name ? `tool · ${message.name}` : String(message.role ?? "?");
 }
 
-/** The span and the feedback of a turn's call. */
+/** Returns the span and the feedback of a turn's tool call. */
 function callOf(block, number) {
   const span = block.calls.find(({ details }) => details.number === number) ?? null;
   return { span, feedback: block.feedback[number] ?? null };
@@ -86,7 +86,7 @@ function argumentsOf(given) {
     try {
       values = JSON.parse(given);
     } catch {
-      return h("pre.bad", { title: "These arguments are no JSON" }, given);
+      return h("pre.bad", { title: "These arguments are not valid JSON" }, given);
     }
   }
   if (!values || typeof values !== "object") return h("code", {}, JSON.stringify(values) ?? "");
@@ -102,7 +102,7 @@ function argumentsOf(given) {
 
 const prose = (text) => (text ? clippable(text, ".prose") : null);
 
-/** Long texts are cut, with a button that shows the rest. */
+/** Returns an element with a text. A long text is cut and gets a button that shows the rest. */
 export function clippable(text, tag, most = MOST_LETTERS) {
   if (text.length <= most) return h(tag, {}, text);
   const element = h(tag, {}, text.slice(0, most));

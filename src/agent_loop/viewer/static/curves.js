@@ -1,6 +1,6 @@
-// Which metrics are drawn together, under which headings. What is in no list gets a diagram of its own at the end.
+// The sections and charts of the metrics. A metric that is in no section gets its own chart at the end.
 
-import { number, seconds, share, spoken } from "./format.js";
+import { number, seconds, share, labelOf } from "./format.js";
 
 const one = (name, label) => ({ name, label });
 
@@ -50,7 +50,7 @@ const SECTIONS = [
       { title: "Stop reasons", prefix: "rollout/stop_reason/", isStacked: true, format: share, most: 1 },
       { title: "Incidents per trajectory", prefix: "rollout/incidents/" },
       {
-        title: "Calls that could not be read",
+        title: "Malformed tool calls",
         lines: [one("rollout/malformed_call_share", "calls"), one("rollout/invalid_turn_share", "turns")],
         format: share,
         least: 0,
@@ -86,7 +86,7 @@ const SECTIONS = [
       },
       { title: "Log-prob difference, mean", lines: [one("actor/rollout_train_logprob_diff_mean", "mean")] },
       {
-        title: "KL of that mismatch",
+        title: "KL between trainer and rollout",
         lines: [one("actor/rollout_train_kl_k1", "k1"), one("actor/rollout_train_kl_k3", "k3")],
       },
       {
@@ -101,7 +101,7 @@ const SECTIONS = [
         format: share,
         least: 0,
         most: 1,
-        about: "Trajectories whose tokens a full render of their messages would give again",
+        about: "Share of trajectories whose tokens equal a full render of their messages",
       },
     ],
   },
@@ -110,7 +110,7 @@ const SECTIONS = [
     charts: [
       { title: "Model tokens per second", lines: [one("perf/model_tokens_per_s", "tokens/s")], least: 0 },
       {
-        title: "Seconds of a step",
+        title: "Seconds per step",
         prefix: "timing_s/",
         without: ["timing_s/step"],
         isStacked: true,
@@ -120,7 +120,7 @@ const SECTIONS = [
   },
 ];
 
-/** `[{title, charts: [{title, series, format, ...}]}]` of what a run has measured. */
+/** Returns `[{title, charts: [{title, series, format, ...}]}]` for the metrics of a run. */
 export function curves(metrics) {
   const used = new Set(["timing_s/step"]);
   const sections = SECTIONS.map(({ title, charts }) => ({
@@ -129,7 +129,7 @@ export function curves(metrics) {
   }));
   const rest = metrics.names.filter((name) => !used.has(name)).sort();
   sections.push({
-    title: "All others",
+    title: "Other metrics",
     isRest: true,
     charts: rest.map((name) => filled(single(name), metrics, used)),
   });
@@ -139,7 +139,7 @@ export function curves(metrics) {
 function single(name) {
   const format =
     name.startsWith("timing_s/") || name.includes("_s/") ? seconds : name.endsWith("_share") ? share : number;
-  return { title: spoken(name), lines: [one(name, name)], format };
+  return { title: labelOf(name), lines: [one(name, name)], format };
 }
 
 function filled(chart, metrics, used) {
@@ -163,7 +163,7 @@ function filled(chart, metrics, used) {
 
 function prefixed({ prefix, without = [] }, metrics) {
   const names = metrics.names.filter((name) => name.startsWith(prefix) && !without.includes(name)).sort();
-  return names.map((name) => one(name, spoken(name.slice(prefix.length))));
+  return names.map((name) => one(name, labelOf(name.slice(prefix.length))));
 }
 
 function bandOf([low, high], metrics) {

@@ -1,10 +1,10 @@
-// What is worth a look first in the newest step: what failed, what was lost, who held the step up.
+// Findings about the newest step: failures, incidents, groups without signal, and the slowest trajectory.
 
 import { h } from "./dom.js";
 import { clipped, number, plural, seconds, share } from "./format.js";
 import { address } from "./router.js";
 
-/** A list of findings about the newest step of a split; null without trajectories. */
+/** Returns a list of findings about the newest step of a split; null without trajectories. */
 export function digest(table, split) {
   const step = newestStep(table, split);
   if (step === null) return null;
@@ -20,7 +20,7 @@ export function digest(table, split) {
   return { step, split, count: rows.length, findings, filter };
 }
 
-/** Null where there are no trajectories of that split. */
+/** Returns the newest step of a split; null if it has no trajectories. */
 export function newestStep(table, split) {
   if (!table.has("step") || !table.has("split")) return null;
   const code = table.column("split").dictionary.indexOf(split);
@@ -65,7 +65,7 @@ function worstIncidents(table, rows, filter) {
     [
       h("b", {}, `${plural(touched.length, "trajectory", "trajectories")} with incidents`),
       ` (${share(touched.length / rows.length)})`,
-      failed ? `, ${failed} with calls that did not work` : "",
+      failed ? `, ${failed} with failed tool calls` : "",
     ],
   );
 }
@@ -83,7 +83,7 @@ function deadGroups(table, rows, filter) {
   if (!same || groups.size < 2) return null;
   return finding("note", address("trajectories", { ...filter, sort: "group" }), [
     h("b", {}, `${same} of ${plural(groups.size, "group")} without signal`),
-    ": all rewards of the group are the same",
+    ": all rewards of a group are equal",
   ]);
 }
 
@@ -119,7 +119,7 @@ function largest(table, rows, name) {
   return best;
 }
 
-/** The address of a trajectory. */
+/** Returns the address of a trajectory's page. */
 export function linkTo(table, row, more = {}) {
   return address("trajectory", {
     split: table.value("split", row),

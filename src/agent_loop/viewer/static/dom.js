@@ -1,14 +1,14 @@
-// Elements. Whatever comes from a run goes in as text, never as markup.
+// Creation of DOM elements. Data of a run is always inserted as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element: `h("a.link", {href, onclick}, "text", child, ...)`. Children that are null or false are left out. */
+/** Returns an HTML element: `h("a.link", {href, onclick}, "text", child, ...)`. Null and false children are skipped. */
 export function h(tag, properties, ...children) {
   const [name, ...classes] = tag.split(".");
   return filled(document.createElement(name || "div"), classes, properties, children);
 }
 
-/** The same for drawings. */
+/** Returns an SVG element; see `h`. */
 export function svg(tag, properties, ...children) {
   const [name, ...classes] = tag.split(".");
   return filled(document.createElementNS(SVG, name), classes, properties, children);
@@ -33,7 +33,7 @@ function filled(element, classes, properties, children) {
   return element;
 }
 
-/** Calls at most once per frame, with the last arguments. */
+/** Returns a function that calls `action` at most once per frame, with the last arguments. */
 export function oncePerFrame(action) {
   let last = null;
   return (...given) => {
@@ -49,7 +49,7 @@ export function oncePerFrame(action) {
   };
 }
 
-/** Calls once nothing has asked for `delay` ms. */
+/** Returns a function that calls `action` after `delay` ms without further calls. */
 export function debounced(action, delay = 150) {
   let timer = 0;
   return (...given) => {

@@ -1,4 +1,4 @@
-// Data that lies in this very file, as `agent-loop view --export` writes it.
+// Data source for pages of `agent-loop view --export`, which embed their data.
 
 import { decodePacket } from "./packets.js";
 import { contentText } from "./format.js";
@@ -13,7 +13,7 @@ export class EmbeddedSource {
     this.omitted = head.omitted;
   }
 
-  /** Null where the page does not hold its data. */
+  /** Returns the source; null if the page has no embedded data. */
   static async find() {
     if (!document.getElementById("data-head")) return null;
     const head = JSON.parse(new TextDecoder().decode(await unpacked("data-head")));
@@ -39,13 +39,13 @@ export class EmbeddedSource {
   async trajectory({ split, step, id }) {
     const part = this.#head.trajectories[`${split} ${step} ${id}`];
     if (!part)
-      throw new Error(`this file does not hold ${id} of ${split} step ${step} in full. ${this.omitted}`);
+      throw new Error(`this file does not contain ${id} of ${split} step ${step} in full. ${this.omitted}`);
     return decodePacket(await this.#part(part.part));
   }
 
   async timeline({ split, step }) {
     const part = this.#head.timelines[`${split} ${step}`];
-    if (!part) throw new Error(`this file does not hold the times of ${split} step ${step}. ${this.omitted}`);
+    if (!part) throw new Error(`this file does not contain the times of ${split} step ${step}. ${this.omitted}`);
     return JSON.parse(new TextDecoder().decode(await this.#part(part)));
   }
 
@@ -55,7 +55,7 @@ export class EmbeddedSource {
     for (const { part, file, row } of Object.values(this.#head.trajectories)) {
       if (!files.includes(file)) continue;
       const { meta } = decodePacket(await this.#part(part));
-      if (wordsOf(meta).some((words) => words.toLowerCase().includes(wanted))) (found[file] ??= []).push(row);
+      if (textsOf(meta).some((words) => words.toLowerCase().includes(wanted))) (found[file] ??= []).push(row);
     }
     return found;
   }
@@ -66,7 +66,7 @@ export class EmbeddedSource {
   }
 }
 
-function* said(meta) {
+function* textsIn(meta) {
   for (const message of Array.isArray(meta.messages) ? meta.messages : []) {
     yield contentText(message.content);
     if (message.tool_calls) yield JSON.stringify(message.tool_calls);
@@ -75,7 +75,7 @@ function* said(meta) {
   yield JSON.stringify([meta.incidents, meta.feedback, meta.row, meta.reward_extra]);
 }
 
-const wordsOf = (meta) => [...said(meta)];
+const textsOf = (meta) => [...textsIn(meta)];
 
 async function unpacked(name) {
   const text = document.getElementById(name).textContent;

@@ -1,10 +1,10 @@
-// What is typed above a column, as a test of its rows.
+// Compiles the filter text above a column to a test of rows.
 
-/** Tells the forms to people. */
+/** Help texts with the filter syntax. */
 export const NUMBER_FORMS = "as in 1, >0.5, <=3, 2..5, !0, none, !none";
 export const TEXT_FORMS = "as in word, =exact, one|other, !word, none, !none";
 
-/** A function of the row, or null where the text asks for nothing. Throws an Error that says what is wrong. */
+/** Returns a predicate of a row; null if the text is empty. Throws an Error with a message for the user. */
 export function compileFilter(text, column) {
   const wanted = text.trim();
   if (!wanted) return null;
@@ -22,7 +22,7 @@ function missing({ kind, values }, isThere) {
 
 function flagTest(wanted, { values }) {
   const found = { yes: 1, true: 1, 1: 1, no: 0, false: 0, 0: 0 }[wanted.toLowerCase()];
-  if (found === undefined) throw new Error("yes, no or none");
+  if (found === undefined) throw new Error("enter yes, no or none");
   return (row) => values[row] === found;
 }
 
@@ -67,7 +67,7 @@ function parsed(text) {
   return value;
 }
 
-/** The rows that pass all tests, in the order of the table. */
+/** Returns the rows that pass all tests, in the order of the table. */
 export function passing(length, tests) {
   const rows = new Uint32Array(length);
   let count = 0;
@@ -79,7 +79,7 @@ export function passing(length, tests) {
   return rows.subarray(0, count);
 }
 
-/** Sorts rows in place; rows without a value come last either way. */
+/** Sorts rows in place. Rows without a value come last in both directions. */
 export function sortRows(rows, column, isDescending) {
   const keys = sortKeys(column);
   const sign = isDescending ? -1 : 1;

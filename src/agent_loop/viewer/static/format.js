@@ -1,10 +1,10 @@
-// Numbers, times and texts as people read them.
+// Formatting of numbers, times and texts.
 
 const NONE = "–";
 
 export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
-/** At most four digits that matter. */
+/** Formats a number with at most four significant digits. */
 export function number(value) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
@@ -43,8 +43,8 @@ export function plural(count, one, many = `${one}s`) {
   return `${number(count)} ${count === 1 ? one : many}`;
 }
 
-/** `tool_s` as "tool", `num_turns` as "turns". */
-export function spoken(name) {
+/** Returns a label for a name: "tool" for `tool_s`, "turns" for `num_turns`. */
+export function labelOf(name) {
   return name.replaceAll("_", " ").replaceAll("/", " / ");
 }
 
@@ -52,7 +52,7 @@ export function clipped(text, length) {
   return text.length > length ? `${text.slice(0, length)}…` : text;
 }
 
-/** Text of a message, whose content may be a string, null or a list of parts. */
+/** Returns the text of a message, whose content may be a string, null or a list of parts. */
 export function contentText(content) {
   if (content == null) return "";
   if (typeof content === "string") return content;

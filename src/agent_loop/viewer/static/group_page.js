@@ -1,4 +1,4 @@
-// The trajectories of a group side by side, from where they part.
+// The trajectories of a group side by side, from their first difference.
 
 import { commonLength } from "./branches.js";
 import { clippable } from "./conversation.js";
@@ -41,7 +41,7 @@ class GroupPage {
     );
     this.keys = [
       { keys: ["ArrowRight", "]"], about: "next sibling", action: () => this.#move(1) },
-      { keys: ["ArrowLeft", "["], about: "sibling before", action: () => this.#move(-1) },
+      { keys: ["ArrowLeft", "["], about: "previous sibling", action: () => this.#move(-1) },
       { keys: ["Enter", "o"], about: "open the sibling", action: () => this.#open() },
       { keys: ["Escape", "u"], about: "back", action: () => history.back() },
     ];
@@ -79,17 +79,17 @@ class GroupPage {
   }
 
   #draw(columns, count) {
-    const told = columns.filter((column) => column.trajectory);
+    const loaded = columns.filter((column) => column.trajectory);
     const common =
-      told.length > 1
-        ? Math.min(...told.map((one) => commonLength(one.trajectory.ids, told[0].trajectory.ids)))
+      loaded.length > 1
+        ? Math.min(...loaded.map((one) => commonLength(one.trajectory.ids, loaded[0].trajectory.ids)))
         : 0;
-    const promptLength = told[0]?.trajectory.promptLength ?? 0;
-    const parting = firstDifference(told);
+    const promptLength = loaded[0]?.trajectory.promptLength ?? 0;
+    const parting = firstDifference(loaded);
     replaceChildren(
       this.intro,
-      `${plural(count, "sibling")}. The same for ${plural(common, "token")}, ${number(Math.max(0, common - promptLength))} of them behind the prompt; `,
-      parting === null ? "they say the same in all turns." : `they part in turn ${parting + 1}.`,
+      `${plural(count, "sibling")}. The first ${plural(common, "token")} are equal, ${number(Math.max(0, common - promptLength))} of them after the prompt; `,
+      parting === null ? "all turns are equal." : `the first difference is in turn ${parting + 1}.`,
       count > MOST && ` The first ${MOST} are shown.`,
     );
     const depth = Math.max(0, ...columns.map(({ turns }) => turns.length));
@@ -98,7 +98,7 @@ class GroupPage {
       this.grid,
       columns.map((column, place) => this.#headOf(column, place)),
       Array.from({ length: depth }, (_, turn) =>
-        columns.map((column) => cellOf(column, { turn, leader: told[0], isParting: turn === parting })),
+        columns.map((column) => cellOf(column, { turn, leader: loaded[0], isParting: turn === parting })),
       ),
     );
     this.#mark();
@@ -144,14 +144,14 @@ class GroupPage {
   }
 }
 
-/** Each turn with what answered it. */
+/** Returns each turn with its replies. */
 function turnsOf(trajectory) {
   const { messages, turns } = trajectory;
   const own = new Map(turns.filter((block) => block.message).map((block) => [block.message, block]));
   if (!own.size)
     return turns.map((block) => ({
       block,
-      said: trajectory.text(block.start, block.end),
+      text: trajectory.text(block.start, block.end),
       calls: [],
       replies: [],
     }));
@@ -159,7 +159,7 @@ function turnsOf(trajectory) {
   for (const message of messages) {
     const block = own.get(message);
     if (block)
-      found.push({ block, said: contentText(message.content), calls: callsOf(message), replies: [] });
+      found.push({ block, text: contentText(message.content), calls: callsOf(message), replies: [] });
     else if (found.length) found.at(-1).replies.push(contentText(message.content));
   }
   return found;
@@ -172,7 +172,7 @@ function callsOf({ tool_calls: calls }) {
   });
 }
 
-/** `order: 31, note: "as it is"`; what is no JSON stays as it was written. */
+/** Formats arguments as `order: 31, note: "urgent"`. Invalid JSON is returned unchanged. */
 function argumentsText(given) {
   let values = given;
   try {
@@ -186,7 +186,7 @@ function argumentsText(given) {
     .join(", ");
 }
 
-const wordsOf = (turn) => (turn ? JSON.stringify([turn.said, turn.calls]) : "");
+const wordsOf = (turn) => (turn ? JSON.stringify([turn.text, turn.calls]) : "");
 
 function firstDifference(columns) {
   const depth = Math.max(0, ...columns.map(({ turns }) => turns.length));
@@ -215,7 +215,7 @@ function cellOf({ turns }, { turn, leader, isParting }) {
       ),
       isSame && h("span.muted", {}, " · same"),
     ),
-    own.said && clippable(own.said, ".prose", LETTERS),
+    own.text && clippable(own.text, ".prose", LETTERS),
     own.calls.map((call) => h(".call-line", {}, clippable(call, "code", LETTERS))),
     block.incidents.map(({ kind, detail }) =>
       h("span.pill.bad", { title: detail }, String(kind).replaceAll("_", " ")),

@@ -1,4 +1,4 @@
-// How the values of a column are spread: all rows in pale, those that are shown in front of them.
+// Histogram of a column: all rows pale, with the shown rows in front of them.
 
 import { svg } from "./dom.js";
 import { number } from "./format.js";
@@ -35,7 +35,7 @@ export function columnHistogram(table, { name, label }, rows) {
   );
 }
 
-/** Of all rows: it stays the same until rows come. */
+/** Returns the histogram of all rows, cached until rows are added. */
 function spreadOf(values) {
   if (!spreads.has(values)) {
     const [low, high] = rangeOf(values);

@@ -1,4 +1,4 @@
-// Keys: the page that is shown says which it takes; `?` lists them.
+// Keyboard shortcuts. Each page registers its own; `?` lists them.
 
 import { h, replaceChildren } from "./dom.js";
 import { go } from "./router.js";
@@ -6,15 +6,15 @@ import { go } from "./router.js";
 const EVERYWHERE = [
   { keys: ["g o"], about: "overview", action: () => go("#/overview") },
   { keys: ["g t"], about: "trajectories", action: () => go("#/trajectories") },
-  { keys: ["g w"], about: "where time went", action: () => go("#/time") },
-  { keys: ["?"], about: "these keys", action: () => showHelp() },
+  { keys: ["g w"], about: "time page", action: () => go("#/time") },
+  { keys: ["?"], about: "keyboard shortcuts", action: () => showHelp() },
 ];
 
 let ofPage = [];
 let prefix = "";
 let dialog = null;
 
-/** The keys of the page that is shown: `[{keys, about, action}]`. */
+/** Sets the shortcuts of the current page: `[{keys, about, action}]`. */
 export function setKeys(bindings) {
   ofPage = bindings;
 }

@@ -1,4 +1,4 @@
-// Data from the server that this page came from.
+// Data source for pages that `agent-loop view` serves.
 
 import { decodePacket } from "./packets.js";
 
@@ -30,7 +30,7 @@ export class LiveSource {
     return this.#json("timeline", { split, step });
   }
 
-  /** Rows by file. */
+  /** Returns the rows that contain a text, by file. */
   search(text, files) {
     return this.#json("search", { text, files: files.join(",") });
   }
@@ -46,8 +46,8 @@ export class LiveSource {
   async #reply(name, parameters) {
     const reply = await fetch(`api/${name}?${new URLSearchParams(parameters)}`);
     if (!reply.ok) {
-      const said = await reply.json().catch(() => null);
-      throw new Error(said?.error ?? `the server answered ${reply.status}`);
+      const body = await reply.json().catch(() => null);
+      throw new Error(body?.error ?? `the server returned status ${reply.status}`);
     }
     return reply;
   }

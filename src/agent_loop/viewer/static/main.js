@@ -1,4 +1,4 @@
-// Starts the page: finds its data, shows what the address says.
+// Starts the page: finds its data source and shows the page that the address names.
 
 import { h, replaceChildren } from "./dom.js";
 import { themeSwitch } from "./color_theme.js";
@@ -15,8 +15,8 @@ import { tablePage } from "./table_page.js";
 import { timePage } from "./time_page.js";
 import { trajectoryPage } from "./trajectory_page.js";
 
-/** A page is a function of the run and its parameters; it returns `{element, keys, update, leave}`: `update` is called
- * with new parameters, and returns false where the page has to be made anew. */
+/** A page is a function of the run and its parameters that returns `{element, keys, update, leave}`. `update` is called
+ * with new parameters, and returns false if the page has to be created again. */
 const PAGES = {
   overview: overviewPage,
   trajectories: tablePage,
@@ -37,7 +37,7 @@ async function start() {
     h(
       "a.skip",
       { href: "#main", onclick: (event) => (event.preventDefault(), main.focus()) },
-      "Skip to the content",
+      "Skip to content",
     ),
     h(
       "header.top",
@@ -91,7 +91,7 @@ function missingPage() {
     element: h(
       "section.empty",
       {},
-      h("h1", {}, "There is no such page"),
+      h("h1", {}, "Page not found"),
       h("a", { href: "#/overview" }, "Overview"),
     ),
   };
@@ -105,7 +105,7 @@ const WORDS = {
   loading: "loading",
   running: "running",
   finished: "finished",
-  quiet: "nothing new for a while",
+  quiet: "no new data for a while",
   exported: "a copy",
 };
 
@@ -120,14 +120,14 @@ function showStatus(run, status, notice) {
     h("span", {}, [WORDS[run.status], steps].filter(Boolean).join(" · ")),
   );
   const troubles = [
-    run.trouble && `The viewer cannot be reached (${run.trouble}); what is shown is what was there before.`,
+    run.trouble && `The viewer cannot be reached (${run.trouble}). The page shows the last data that it received.`,
     run.source.omitted,
-    state?.problems.length > 0 && `Not readable: ${state.problems.slice(0, 3).join("; ")}`,
-    metrics.numDamaged > 0 && `${metrics.numDamaged} damaged lines of metrics.jsonl are left out.`,
+    state?.problems.length > 0 && `Unreadable files: ${state.problems.slice(0, 3).join("; ")}`,
+    metrics.numDamaged > 0 && `${metrics.numDamaged} damaged lines of metrics.jsonl are skipped.`,
   ].filter(Boolean);
-  const said = troubles.join(" ");
-  if (notice.textContent !== said) notice.textContent = said;
-  notice.hidden = !said;
+  const message = troubles.join(" ");
+  if (notice.textContent !== message) notice.textContent = message;
+  notice.hidden = !message;
 }
 
 start();

@@ -7,7 +7,7 @@ export class MetricLog {
   cursor = "";
   numDamaged = 0;
 
-  /** Whether something came. */
+  /** Adds new metrics. Returns whether there were any. */
   take({ cursor, is_new, lines, num_damaged }) {
     if (is_new) {
       this.#series.clear();
@@ -29,12 +29,12 @@ export class MetricLog {
     return [...this.#series.keys()];
   }
 
-  /** `{steps, values}`; null where it was never measured. Values may be null. */
+  /** Returns `{steps, values}` of a metric; null if it was never measured. Values may be null. */
   series(name) {
     return this.#series.get(name) ?? null;
   }
 
-  /** The last number, or the one `back` measurements before it. */
+  /** Returns the last value of a metric, or the value `back` measurements earlier. */
   latest(name, back = 0) {
     const values = this.#series.get(name)?.values.filter((value) => value !== null);
     return values?.at(-1 - back) ?? null;

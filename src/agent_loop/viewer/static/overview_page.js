@@ -1,4 +1,4 @@
-// The run at a glance: where it stands, what is worth a look, its curves, its settings.
+// Overview of the run: key figures, findings, metric curves and settings.
 
 import { lineChart, forgetCharts } from "./chart.js";
 import { curves } from "./curves.js";
@@ -18,12 +18,12 @@ const FIGURES = [
   { label: "Turns", name: "rollout/num_turns/mean", format: number },
   { label: "Response tokens", name: "rollout/response_length/mean", format: number },
   { label: "Tokens per second", name: "perf/model_tokens_per_s", format: compact },
-  { label: "Seconds a step", name: "timing_s/step", format: seconds },
+  { label: "Seconds per step", name: "timing_s/step", format: seconds },
 ];
 
 export function overviewPage(run, parameters) {
-  const head = h("section.figures", { "aria-label": "Where the run stands" });
-  const findings = h("section.digest", { "aria-label": "Worth a look" });
+  const head = h("section.figures", { "aria-label": "Key figures" });
+  const findings = h("section.digest", { "aria-label": "Findings" });
   const charts = h(".chart-sections");
   const config = h("section.settings-section", { "aria-label": "Settings" });
   const view = {
@@ -105,7 +105,7 @@ function figures({ metrics, table, totalSteps }) {
   const remaining = remainingSeconds(metrics, totalSteps);
   const stored = table.length ? figure("Trajectories stored", compact(table.length), "") : null;
   if (!shown.length && !stored)
-    return h("p.empty", {}, "No step is complete yet. This page fills by itself.");
+    return h("p.empty", {}, "No step is complete yet. This page updates automatically.");
   return [...shown, remaining ? figure("Time left", seconds(remaining), "") : null, stored];
 }
 
@@ -144,12 +144,12 @@ function digestOf({ table }) {
         {},
         h("a", { href: address("trajectories", filter) }, `${number(count)} trajectories`),
         " · ",
-        h("a", { href: address("time", { split, step }) }, "where its time went"),
+        h("a", { href: address("time", { split, step }) }, "time line of the step"),
       ),
     ),
     findings.length
       ? h("ul.findings", {}, findings)
-      : h("p.muted", {}, "Nothing failed, and nothing was lost."),
+      : h("p.muted", {}, "There are no failures and no incidents."),
   ];
 }
 

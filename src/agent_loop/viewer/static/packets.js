@@ -1,8 +1,8 @@
-// Columns as the server sends them; see packets.py.
+// Decoder of the server's binary packets; see packets.py.
 
 const ARRAYS = { f4: Float32Array, f8: Float64Array, i4: Int32Array, u1: Uint8Array };
 
-/** `{meta, columns}`; a column is `{values, dictionary}`, the dictionary only where values are codes of strings. */
+/** Returns `{meta, columns}`. A column is `{values, dictionary}`; the dictionary is set if values are string codes. */
 export function decodePacket(buffer) {
   const headLength = new DataView(buffer).getUint32(0, true);
   const head = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, headLength)));

@@ -1,4 +1,4 @@
-// The texts of tokens. A token may hold only a part of a character: runs of such are read as one.
+// The texts of tokens. Consecutive tokens that each hold a part of a character are decoded together.
 
 const decoder = new TextDecoder("utf-8");
 const encoder = new TextEncoder();
@@ -10,7 +10,7 @@ export class Pieces {
     ids?.forEach((id, place) => this.#pieces.set(id, pieces?.[place] ?? null));
   }
 
-  /** The text of one token by itself; bytes that are none are written as `⟨E2 80⟩`. */
+  /** Returns the text of one token. Incomplete bytes are written as `⟨E2 80⟩`. */
   of(id) {
     const piece = this.#pieces.get(id);
     if (typeof piece === "string") return piece;
@@ -19,8 +19,7 @@ export class Pieces {
     return `⟨${id}⟩`;
   }
 
-  /** What is shown at each token: of a character that several tokens make up, all of it at the first, nothing at the
-   * others. */
+  /** Returns the text to show at each token. A character of several tokens is shown at the first of them. */
   shown(ids) {
     const texts = new Array(ids.length);
     for (let place = 0; place < ids.length; place++) {

@@ -1,4 +1,4 @@
-// Filters and orders that are asked for often, one click each.
+// Buttons for common filters and sort orders.
 
 import { h } from "./dom.js";
 import { here } from "./router.js";
@@ -7,15 +7,15 @@ const QUICK = [
   { label: "All", parameters: {} },
   { label: "Newest step", parameters: (table) => ({ "f.step": table.value("step", newest(table)) }) },
   { label: "Failed", parameters: { "f.failure": "!none" } },
-  { label: "Not a success", parameters: { "f.is_success": "no" } },
+  { label: "Without success", parameters: { "f.is_success": "no" } },
   { label: "With incidents", parameters: { "f.num_incidents": ">0" } },
-  { label: "Calls that failed", parameters: { "f.num_failed_calls": ">0" } },
+  { label: "Failed tool calls", parameters: { "f.num_failed_calls": ">0" } },
   { label: "Slowest", parameters: { sort: "-seconds" } },
   { label: "Longest", parameters: { sort: "-response_length" } },
   { label: "Largest mismatch", parameters: { sort: "-logprob_diff_max" } },
 ];
 
-/** @param apply  Is called with the parameters of the chip that was pressed, and whether they hold already. */
+/** @param apply  Called with the parameters of the pressed button, and whether they are already applied. */
 export function quickChips(table, apply) {
   const { parameters } = here();
   return QUICK.map(({ label, parameters: given }) => {

@@ -1,6 +1,6 @@
-// Means over rollouts: the branches of a rollout share its weight.
+// Means over rollouts. The branches of a rollout share its weight.
 
-/** The mean of a column over these rows; null where none has a value. */
+/** Returns the mean of a column over these rows; null if no row has a value. */
 export function meanOverRollouts(table, name, rows) {
   const column = table.column(name);
   if (!column) return null;
@@ -29,7 +29,8 @@ export function meanOverRollouts(table, name, rows) {
   return count ? sum / count : null;
 }
 
-/** A function from a row to the name of its rollout, null where the row is a rollout of its own; null without branches. */
+/** Returns a function from a row to the name of its rollout, or null for a rollout without branches. Returns null if
+ * the table has no branches. */
 function rolloutNames(table) {
   const columns = ["split", "step", "group", "rollout", "branch"].map((name) => table.column(name)?.values);
   if (columns.includes(undefined)) return null;

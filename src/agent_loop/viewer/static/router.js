@@ -1,4 +1,4 @@
-// The address after `#` holds what is shown, so that it can be shared: `#/page?name=value`.
+// The fragment of the URL holds the state of the page, so that it can be shared: `#/page?name=value`.
 
 const listeners = [];
 
@@ -19,7 +19,7 @@ export function go(target) {
   location.hash = target;
 }
 
-/** Changes parameters of the page that is shown; null takes one away. Leaves no entry in the history. */
+/** Changes parameters of the current page without a history entry. A null value removes a parameter. */
 export function adjust(changes) {
   const { page, parameters } = here();
   for (const [name, value] of Object.entries(changes)) {
@@ -33,7 +33,7 @@ export function adjust(changes) {
   }
 }
 
-/** Is called with `here()` whenever it changes. */
+/** Calls `listener` with `here()` whenever the address changes. */
 export function onChange(listener) {
   listeners.push(listener);
 }

@@ -1,4 +1,4 @@
-// The run as far as it is known here, kept up to date while it goes on.
+// Data of the run that the page has loaded, updated while the run continues.
 
 import { MetricLog } from "./metric_log.js";
 import { Table } from "./table.js";
@@ -14,9 +14,9 @@ export class Run {
   metrics = new MetricLog();
   table = new Table();
   trouble = "";
-  /** Whether the table has every trajectory that is stored. */
+  /** Whether the table has all stored trajectories. */
   isComplete = false;
-  /** Whether all there was has been read once. */
+  /** Whether all data has been read once. */
   isLoaded = false;
   #files = new Set();
   #listeners = new Set();
@@ -25,13 +25,13 @@ export class Run {
     this.source = source;
   }
 
-  /** Is called with the names of what changed: `metrics`, `table`, `state`. */
+  /** Calls a listener with the name of the data that changed: `metrics`, `table` or `state`. */
   onChange(listener) {
     this.#listeners.add(listener);
     return () => this.#listeners.delete(listener);
   }
 
-  /** Loads all, and then looks for more again and again. */
+  /** Loads all data, then polls for new data. */
   async follow() {
     for (;;) {
       try {
@@ -58,7 +58,7 @@ export class Run {
     await Promise.all([this.#loadTable(state.files), this.#loadMetrics(), this.#loadConfig()]);
   }
 
-  /** Numbers of the files in the table. */
+  /** Returns the numbers of the files in the table. */
   get files() {
     return [...this.#files];
   }
@@ -106,7 +106,7 @@ export class Run {
     for (const listener of this.#listeners) listener(what);
   }
 
-  /** Steps that the run is to have; null if nobody says. */
+  /** Number of training steps in the configuration; null if unknown. */
   get totalSteps() {
     return this.config?.trainer?.total_steps ?? null;
   }

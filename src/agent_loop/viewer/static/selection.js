@@ -1,17 +1,17 @@
-// Which rows of the table are shown, in which order: what the address asks for.
+// Selection of the table's rows and their order, from the parameters of the address.
 
 import { compileFilter, passing, sortRows } from "./filters.js";
 
 const PREFIX = "f.";
 
-/** The rows that are shown, kept here so that a trajectory's page knows the next one. */
+/** The shown rows, kept so that a trajectory's page can find the next one. */
 export class Selection {
   rows = new Uint32Array(0);
   errors = new Map();
 
   /**
-   * @param parameters  Of the address: `f.NAME` are filters, `sort` is a column, `-` before it for the largest first.
-   * @param search  What a search found, or null.
+   * @param parameters  Parameters of the address: filters `f.NAME`, and the column `sort`, with `-` for descending.
+   * @param search  Result of a search, or null.
    */
   compute(table, parameters, search) {
     this.errors = new Map();
@@ -31,7 +31,7 @@ export class Selection {
     return this.rows;
   }
 
-  /** The row `by` places from one in this order; null at the ends, and for a row that is not shown. */
+  /** Returns the row `by` positions after a row in this order; null at the ends and for a row that is not shown. */
   beside(row, by) {
     const place = this.rows.indexOf(row);
     return place < 0 ? null : (this.rows[place + by] ?? null);
@@ -47,7 +47,7 @@ export function sortOf(parameters) {
   return { name: sort.replace(/^-/, ""), isDescending: sort.startsWith("-") };
 }
 
-/** Asks the source which rows contain a text, file by file, the newest first. */
+/** Search for the rows that contain a text, file by file, newest file first. */
 export class Search {
   #found = new Map();
   #isOver = false;
@@ -58,7 +58,7 @@ export class Search {
     this.run = run;
   }
 
-  /** Calls `onPart` as results come. */
+  /** Runs the search and calls `onPart` after each result. */
   async go(onPart) {
     let batch = 1;
     for (;;) {
@@ -83,6 +83,6 @@ export class Search {
   }
 }
 
-/** The selection that was shown last. */
+/** The last shown selection. */
 export const selection = new Selection();
 export const lastShown = { address: "#/trajectories" };

@@ -1,4 +1,4 @@
-// How busy each server was: requests in flight, tokens per second, and the weights it sampled with.
+// Load of each server: requests in flight, tokens per second, and weight versions.
 
 import { h, svg } from "./dom.js";
 import { compact, number, plural, seconds } from "./format.js";
@@ -79,20 +79,20 @@ function rowOf(
     )
     .join("");
   const speed = [...tokens].map((value, bin) => `L${x(bin + 0.5)} ${y(value, mostTokens)}`).join("");
-  const told = `${name}: ${plural(count, "completion")}, ${compact(total)} tokens, ${compact(mean)} tokens per second on average over ${seconds(range.to - range.from)}`;
+  const title = `${name}: ${plural(count, "completion")}, ${compact(total)} tokens, ${compact(mean)} tokens per second on average over ${seconds(range.to - range.from)}`;
   return h(
     ".load-row",
     {},
     h(
       ".load-name",
-      { title: told },
+      { title },
       h("b", {}, name || "server"),
       h("span.muted", {}, `${compact(mean)} tokens/s`),
     ),
     svg(
       "svg.load",
-      { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": told },
-      svg("title", {}, told),
+      { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": title },
+      svg("title", {}, title),
       svg("path.speed", { d: `M0 ${HEIGHT - STRIPE - 1}${speed}L${WIDTH} ${HEIGHT - STRIPE - 1}Z` }),
       svg("path.requests", { d: steps }),
       stripes(versions).map(({ version, from, to }) =>

@@ -1,4 +1,4 @@
-// The configuration of the run.
+// Section with the configuration of the run.
 
 import { debounced, h, replaceChildren } from "./dom.js";
 

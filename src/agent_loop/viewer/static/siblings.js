@@ -1,10 +1,10 @@
-// The other trajectories of a group, and the other branches of a rollout.
+// Links to the other trajectories of a group and the other branches of a rollout.
 
 import { h } from "./dom.js";
 import { number } from "./format.js";
 import { address } from "./router.js";
 
-/** The rows of the same group, in order. */
+/** Returns the rows of a group in order. */
 export function siblingRows(table, { split, step, group }) {
   const rows = [];
   const code = table.column("split")?.dictionary.indexOf(split);
@@ -20,7 +20,7 @@ export function siblingRows(table, { split, step, group }) {
   });
 }
 
-/** Chips that lead to each of them. */
+/** Returns a link for each of these rows. */
 export function siblingChips(table, rows, { split, step, id, keep }) {
   return rows.map((row) => {
     const other = table.value("trajectory_id", row);

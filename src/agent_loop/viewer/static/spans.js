@@ -1,9 +1,9 @@
-// What a trajectory waited for, as bars on a line of time.
+// Spans of a trajectory as bars on a time line.
 
 import { h } from "./dom.js";
-import { seconds, spoken } from "./format.js";
+import { seconds, labelOf } from "./format.js";
 
-/** In the order in which they are told; their class gives the colour. */
+/** Kinds of spans in the order of the legend. The CSS class of a kind defines its colour. */
 export const KINDS = [
   "admission",
   "queue",
@@ -18,14 +18,14 @@ export const KINDS = [
   "user",
 ];
 
-/** Not a wait: from beginning to end. */
+/** Pseudo kind of the bar from the start to the end of a trajectory. */
 export const WHOLE = "whole";
 
 export function kindClass(kind) {
   return KINDS.includes(kind) || kind === WHOLE ? `kind-${kind}` : "kind-user";
 }
 
-/** A bar of a span; times are shares of the line. */
+/** Returns the bar of a span. `from` and `to` are shares of the time line. */
 export function spanBar(span, { from, to, onclick }) {
   const length = to - from;
   const left = Math.max(0, (span.start - from) / length);
@@ -33,20 +33,20 @@ export function spanBar(span, { from, to, onclick }) {
   if (right <= 0 || left >= 1) return null;
   return h(`span.bar.${kindClass(span.kind)}`, {
     style: { left: `${100 * left}%`, width: `max(1.5px, ${100 * (right - left)}%)` },
-    title: told(span),
+    title: spanTitle(span),
     onclick,
   });
 }
 
-export function told({ kind, name, start, end, details }) {
+export function spanTitle({ kind, name, start, end, details }) {
   const more = Object.entries(details ?? {}).filter(
     ([, value]) => value !== null && typeof value !== "object",
   );
   const parts = [`${kind}${name ? ` ${name}` : ""}: ${seconds(end - start)}, from ${seconds(start)}`];
-  return [...parts, ...more.map(([key, value]) => `${spoken(key)} ${value}`)].join("\n");
+  return [...parts, ...more.map(([key, value]) => `${labelOf(key)} ${value}`)].join("\n");
 }
 
-/** Spans with the prefill of a completion, where it is known, as a span of its own. */
+/** Returns the spans with the prefill of each completion as a separate span, where it is known. */
 export function withPrefill(spans) {
   return spans.flatMap((span) => {
     const prefill = span.details?.prefill_s;
@@ -55,7 +55,7 @@ export function withPrefill(spans) {
   });
 }
 
-/** Seconds by kind, those that overlap counted each. */
+/** Returns the seconds by kind. Overlapping spans are counted separately. */
 export function secondsByKind(spans) {
   const sums = new Map();
   for (const { kind, start, end } of spans) sums.set(kind, (sums.get(kind) ?? 0) + end - start);

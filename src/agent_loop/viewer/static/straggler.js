@@ -1,11 +1,11 @@
-// Who held a step up, in a sentence.
+// Sentence about the trajectory that ended last in a step.
 
 import { h } from "./dom.js";
 import { plural, seconds, share } from "./format.js";
 
-/** @param entries  Of one step or several; times in seconds. */
+/** @param entries  Entries of one step or several; times in seconds. */
 export function describeEnd(entries, steps, linkOf) {
-  if (!entries.length) return "The trajectories of this step were not watched: they have no times.";
+  if (!entries.length) return "The trajectories of this step have no times, because they were not traced.";
   const last = entries.reduce((one, other) => (other.end > one.end ? other : one));
   const ends = entries.map(({ end }) => end).sort((one, other) => one - other);
   const before = ends.at(-2);
@@ -17,11 +17,11 @@ export function describeEnd(entries, steps, linkOf) {
   const what = steps.length === 1 ? `Step ${steps[0]}` : `Steps ${steps[0]} to ${steps.at(-1)}`;
   return [
     h("b", {}, `${what}: ${plural(entries.length, "trajectory", "trajectories")} in ${seconds(last.end)}`),
-    ". Last was ",
+    ". The last to end was ",
     h("a", { href: linkOf(last) }, last.trajectory_id),
     `, ${share(time / Math.max(last.seconds, 1e-9))} of its time in ${kind}${where?.name ? ` (${where.name}, ${seconds(where.end - where.start)} at once)` : ""}`,
-    before !== undefined && `; it held the step up alone for ${seconds(last.end - before)}`,
-    entries.length > 2 && `. For the last ${seconds(last.end - half)} at most half of them still ran`,
+    before !== undefined && `; it ran alone for the last ${seconds(last.end - before)}`,
+    entries.length > 2 && `. During the last ${seconds(last.end - half)} at most half of the trajectories were running`,
     ".",
   ];
 }

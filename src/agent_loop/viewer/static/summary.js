@@ -1,4 +1,4 @@
-// The rows that are shown, in one line.
+// One-line summary of the shown rows.
 
 import { h } from "./dom.js";
 import { number, seconds, share } from "./format.js";

@@ -1,4 +1,4 @@
-// The tokens that one would look at first: where trainer and rollout differ most, what was least likely.
+// Suspicious tokens: the largest log-prob differences between trainer and rollout, and the least likely tokens.
 
 import { h } from "./dom.js";
 import { isNumber, number, share, signed } from "./format.js";

@@ -1,4 +1,4 @@
-// The scalar columns of all trajectories, as plain arrays that filters run over.
+// Table of the scalar columns of all trajectories, as plain arrays.
 
 const WIDER = [Uint8Array, Int32Array, Float32Array, Float64Array];
 export const NO_CODE = -1;
@@ -15,12 +15,12 @@ export class Table {
     return this.#columns.has(name);
   }
 
-  /** `{values, dictionary, kind}`; kind is text, flag or number. */
+  /** Returns a column `{values, dictionary, kind}`; kind is text, flag or number. */
   column(name) {
     return this.#columns.get(name);
   }
 
-  /** A number, string, boolean or null. */
+  /** Returns a value: a number, string, boolean or null. */
   value(name, row) {
     const column = this.#columns.get(name);
     if (!column) return null;
@@ -42,7 +42,7 @@ export class Table {
     this.length += added;
   }
 
-  /** Keeps the rows of these files only. */
+  /** Removes all rows that are not from these files. */
   keepFiles(numbers) {
     const files = this.#columns.get("file")?.values;
     if (!files || files.every((file) => numbers.has(file))) return;

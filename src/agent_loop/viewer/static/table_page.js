@@ -1,6 +1,6 @@
-// All trajectories of a run as a table: filter, sort, search, open.
+// Page with the table of all trajectories: filter, sort, search, open.
 
-import { choices, describe, usual } from "./columns.js";
+import { choices, describe, defaultColumns } from "./columns.js";
 import { linkTo } from "./digest.js";
 import { debounced, h, oncePerFrame, replaceChildren } from "./dom.js";
 import { NUMBER_FORMS, TEXT_FORMS } from "./filters.js";
@@ -112,7 +112,7 @@ class TablePage {
 
   #drawHead(table, rows) {
     const wanted = this.#parameters.get("columns")?.split(",");
-    const names = wanted ? wanted.filter((name) => table.has(name)) : usual(table);
+    const names = wanted ? wanted.filter((name) => table.has(name)) : defaultColumns(table);
     const isSame = names.join() === this.#columns.map(({ name }) => name).join();
     this.#columns = names.map(describe);
     this.rows.element.style.setProperty(
@@ -225,7 +225,7 @@ class TablePage {
       });
       return h("label", {}, box, describe(name).label);
     });
-    const reset = h("button", { onclick: () => adjust({ columns: null }) }, "The usual ones");
+    const reset = h("button", { onclick: () => adjust({ columns: null }) }, "Default columns");
     replaceChildren(this.menu, h("summary", {}, "Columns"), h(".menu-body", {}, boxes, reset));
   }
 
@@ -259,9 +259,9 @@ class TablePage {
     };
     return [
       { keys: ["ArrowDown", "j"], about: "next row", action: move(1) },
-      { keys: ["ArrowUp", "k"], about: "row before", action: move(-1) },
-      { keys: ["PageDown"], about: "20 rows on", action: move(PAGE_ROWS) },
-      { keys: ["PageUp"], about: "20 rows back", action: move(-PAGE_ROWS) },
+      { keys: ["ArrowUp", "k"], about: "previous row", action: move(-1) },
+      { keys: ["PageDown"], about: "20 rows down", action: move(PAGE_ROWS) },
+      { keys: ["PageUp"], about: "20 rows up", action: move(-PAGE_ROWS) },
       { keys: ["Home"], about: "first row", action: move(-1e9) },
       { keys: ["End"], about: "last row", action: move(1e9) },
       { keys: ["Enter", "o"], about: "open the row", action: () => this.#open() },
@@ -271,7 +271,7 @@ class TablePage {
         about: "filter the first column",
         action: () => this.filterRow.querySelector("input")?.focus(),
       },
-      { keys: ["x"], about: "take all filters away", action: () => this.#applyQuick({}, false) },
+      { keys: ["x"], about: "remove all filters", action: () => this.#applyQuick({}, false) },
     ];
   }
 

@@ -1,12 +1,12 @@
-// The rows of the table.
+// Row elements of the table.
 
-import { shown } from "./columns.js";
+import { formatValue } from "./columns.js";
 import { linkTo } from "./digest.js";
 import { h } from "./dom.js";
 
 const LETTERS_IN_SIGHT = 12;
 
-/** A row without its texts: rows are many, and copies are quick. */
+/** Returns a row element without texts. Cloning it is faster than creating each row. */
 export function rowTemplate(columns, table) {
   const kindOf = ({ name }) => (table.column(name).kind === "number" ? ".number" : "");
   return h(
@@ -18,7 +18,7 @@ export function rowTemplate(columns, table) {
   );
 }
 
-/** Writes a row of the table into a copy of the template. */
+/** Writes the values of a table row into a clone of the template. */
 export function fillRow(element, columns, table, row) {
   const tone = toneOf(table, row);
   if (tone) element.classList.add(tone);
@@ -32,7 +32,7 @@ export function fillRow(element, columns, table, row) {
 function fillCell(cell, column, table, row) {
   const value = table.value(column.name, row);
   const holder = column.isLink ? cell.firstChild : cell;
-  holder.textContent = shown(value, column);
+  holder.textContent = formatValue(value, column);
   if (column.isLink) holder.href = linkTo(table, row);
   if (value === null) cell.classList.add("none");
   else if (typeof value === "string" && value.length > LETTERS_IN_SIGHT) cell.title = value;

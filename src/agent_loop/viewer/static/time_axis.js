@@ -1,4 +1,4 @@
-// The line of time above the bars; dragging along it chooses a part.
+// Time axis above the bars. Dragging along it selects a range.
 
 import { niceTicks } from "./chart.js";
 import { h, replaceChildren } from "./dom.js";
@@ -11,7 +11,7 @@ export class TimeAxis {
   #range = { from: 0, to: 1 };
   #choose;
 
-  /** @param choose  Is called with the part that is chosen, `{from, to}` in seconds, or with null for all of it. */
+  /** @param choose  Called with the selected range, `{from, to}` in seconds, or with null for the whole range. */
   constructor(choose) {
     this.#choose = choose;
     this.label = h(".axis-label");

@@ -1,4 +1,4 @@
-// A step (or several) in time: what each trajectory did when, who held the step up, how busy the servers were.
+// Time line of one or several steps: spans of each trajectory, the last trajectory to end, and the load of the servers.
 
 import { describeEnd } from "./straggler.js";
 import { h, replaceChildren } from "./dom.js";
@@ -13,8 +13,8 @@ import { VirtualRows } from "./virtual_rows.js";
 const ROW_HEIGHT = 20;
 const WINDOWS = [1, 3, 10];
 const ORDERS = {
-  end: { label: "last to end first", key: (entry) => -entry.end },
-  start: { label: "first to begin first", key: (entry) => entry.begin },
+  end: { label: "latest end first", key: (entry) => -entry.end },
+  start: { label: "earliest start first", key: (entry) => entry.begin },
   long: { label: "longest first", key: (entry) => -entry.seconds },
 };
 
@@ -60,13 +60,13 @@ class TimePage {
     );
     this.keys = [
       { keys: ["]", "ArrowRight"], about: "next step", action: () => this.#turn(1) },
-      { keys: ["[", "ArrowLeft"], about: "step before", action: () => this.#turn(-1) },
+      { keys: ["[", "ArrowLeft"], about: "previous step", action: () => this.#turn(-1) },
       { keys: ["ArrowDown", "j"], about: "next trajectory", action: () => this.#move(1) },
-      { keys: ["ArrowUp", "k"], about: "trajectory before", action: () => this.#move(-1) },
+      { keys: ["ArrowUp", "k"], about: "previous trajectory", action: () => this.#move(-1) },
       { keys: ["Enter", "o"], about: "open the trajectory", action: () => this.#open() },
       { keys: ["+", "="], about: "closer", action: () => this.#scale(0.5) },
       { keys: ["-"], about: "farther", action: () => this.#scale(2) },
-      { keys: ["0"], about: "all of it", action: () => this.#setZoom(null) },
+      { keys: ["0"], about: "whole range", action: () => this.#setZoom(null) },
     ];
     this.#stop = run.onChange((what) => what === "table" && this.#show());
     this.#show();
@@ -236,7 +236,7 @@ class TimePage {
         step,
         (value) => adjust({ step: value }),
       ),
-      h("button", { disabled: place <= 0, onclick: () => this.#turn(-1), "aria-label": "Step before" }, "‹"),
+      h("button", { disabled: place <= 0, onclick: () => this.#turn(-1), "aria-label": "Previous step" }, "‹"),
       h(
         "button",
         {
@@ -291,7 +291,7 @@ function stepsOf(table, split) {
   return [...there].sort((one, other) => one - other);
 }
 
-/** Times in seconds since the first trajectory was asked for. */
+/** Returns an entry with times in seconds since the first trajectory was requested. */
 function entryOf(entry, origin) {
   const begin = entry.began_at - origin;
   const spans = withPrefill(

@@ -1,10 +1,10 @@
-// What the colours of tokens stand for. A coloring gives each token a class, and says how to read them.
+// Colour schemes of tokens. A scheme assigns a CSS class to each token and has a legend.
 
 import { isNumber, number, share } from "./format.js";
 
 const STEPS = 8;
 
-/** `{label, classOf(token), legend: [{class, label}]}` by name, without those that a trajectory has no numbers for. */
+/** Returns `{label, classOf(token), legend: [{class, label}]}` by name, for the values that a trajectory has. */
 export function colorings(trajectory) {
   const all = {
     origin: byOrigin(trajectory),
@@ -33,8 +33,8 @@ function byMask({ mask }) {
     label: "Mask",
     classOf: (token) => (mask[token] ? "mask-1" : "mask-0"),
     legend: [
-      { class: "mask-1", label: "1: the model said it, it is trained" },
-      { class: "mask-0", label: "0: it is not" },
+      { class: "mask-1", label: "1: sampled by the model, in the loss" },
+      { class: "mask-0", label: "0: not in the loss" },
     ],
   };
 }

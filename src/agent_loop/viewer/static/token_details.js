@@ -1,4 +1,4 @@
-// All that is known of one token.
+// Details of one token.
 
 import { h } from "./dom.js";
 import { isNumber, number, share, signed } from "./format.js";

@@ -1,4 +1,4 @@
-// Tokens cut into lines of a given width, so that only the lines in sight need elements.
+// Wraps tokens into lines of a given width, so that only the visible lines need elements.
 
 const WIDE =
   /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6]|[\u{1f300}-\u{1faff}]|[\u{20000}-\u{3ffff}]/u;
@@ -7,9 +7,9 @@ const MARKS = { "\n": "⏎", "\r": "␍", "\t": "→   " };
 const CONTROL = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
 
 /**
- * Lines are `{block}` for a heading, or `{tokens, texts}`: which tokens are on it, and what of each.
+ * Returns lines: `{block}` for a heading, or `{tokens, texts}` with the tokens on the line and their visible texts.
  *
- * @param columns  How many letters fit on a line.
+ * @param columns  Number of characters that fit on a line.
  */
 export function tokenLines(trajectory, columns, hidden = new Set()) {
   const lines = [];
@@ -71,7 +71,7 @@ function cutLong(token, text, { columns, put, finish }) {
   if (part) put(token, part, width);
 }
 
-/** What has no picture of its own gets one. */
+/** Replaces invisible characters by visible symbols. */
 export function visible(text) {
   return text.replace(
     CONTROL,
@@ -86,7 +86,7 @@ function widthOf(text) {
   return width;
 }
 
-/** The line that a token begins on. */
+/** Returns the line on which a token begins. */
 export function lineOfToken(lines, token) {
   let [low, high] = [0, lines.length - 1];
   let best = 0;

@@ -1,4 +1,4 @@
-// All tokens of a trajectory, coloured, with the details of the one under the pointer or the cursor.
+// View of all tokens of a trajectory, coloured, with the details of the token under the pointer or the cursor.
 
 import { blockHead } from "./block_head.js";
 import { h, replaceChildren } from "./dom.js";
@@ -59,13 +59,13 @@ export class TokenView {
     if (this.#lines.length) this.rows.reset(this.#lines.length);
   }
 
-  /** The next coloring. */
+  /** Switches to the next colour scheme. */
   cycle() {
     const names = Object.keys(this.colorings);
     this.#choose(names[(names.indexOf(this.color) + 1) % names.length]);
   }
 
-  /** Brings a token into sight, and puts the cursor there. */
+  /** Scrolls to a token and moves the cursor to it. */
   reveal(token) {
     if (!this.#lines.length) {
       this.#wanted = token;

@@ -1,10 +1,10 @@
-// A trajectory as its page reads it: blocks of tokens with one origin, and what belongs to each.
+// A trajectory as blocks of tokens of one origin, with the message, spans, feedback and incidents of each block.
 
 import { Pieces } from "./pieces.js";
 
 export const NO_VERSION = -1;
 
-/** A run of tokens: the prompt, a turn of the model, a reply. */
+/** Consecutive tokens of one origin: the prompt, a completion or a reply. */
 class Block {
   constructor(origin, start) {
     this.origin = origin;
@@ -53,7 +53,7 @@ export class Trajectory {
     return this.ids.length;
   }
 
-  /** Trainer's log-prob less the rollout's; NaN where one of them is not known. */
+  /** Returns the trainer's log-prob minus the rollout's; NaN if one of them is unknown. */
   difference(token) {
     if (!this.trainLogProbs || !this.logProbs || !this.mask[token]) return NaN;
     return this.trainLogProbs[token] - this.logProbs[token];
@@ -67,7 +67,7 @@ export class Trajectory {
     return this.blocks.find((block) => token >= block.start && token < block.end) ?? null;
   }
 
-  /** Where each span, reward and incident belongs. */
+  /** Assigns each span, reward and incident to its block. */
   #place() {
     for (const span of this.spans) {
       const block = this.#blockOfSpan(span);
@@ -79,8 +79,8 @@ export class Trajectory {
       (this.#turnEndingAt(item?.place) ?? this.blocks[0])?.feedback.push(item);
     for (const item of this.incidents)
       (this.turns[(item?.assistant_turn ?? 0) - 1] ?? this.blocks[0])?.incidents.push(item);
-    const said = this.messages.filter((message) => message.role === "assistant");
-    const own = said.slice(Math.max(0, said.length - this.turns.length));
+    const assistant = this.messages.filter((message) => message.role === "assistant");
+    const own = assistant.slice(Math.max(0, assistant.length - this.turns.length));
     this.turns.forEach((block, index) => (block.message = own[index] ?? null));
   }
 
@@ -92,7 +92,7 @@ export class Trajectory {
     return kind === "tool" ? this.#turnEndingAt(details.place) : null;
   }
 
-  /** The turn whose last token is there in the response. */
+  /** Returns the turn whose last token has this index in the response. */
   #turnEndingAt(place) {
     if (typeof place !== "number") return null;
     return this.turns.find((block) => block.end - 1 === this.promptLength + place) ?? null;
@@ -118,7 +118,7 @@ function blocksOf({ meta, ids, mask, promptLength }) {
   };
   for (const segment of listOf(meta.segments)) add(segment.origin, segment.num_tokens);
   if (blocks.at(-1)?.end === ids.length) return blocks;
-  blocks.length = 0; // nothing said of segments: the mask's runs will do
+  blocks.length = 0; // without segments, the runs of the mask are used
   if (promptLength) add("prompt", promptLength);
   for (let start = promptLength; start < ids.length;) {
     let end = start;

@@ -1,4 +1,4 @@
-// What is known of a trajectory beside its words: what went wrong, its time, its numbers, its data.
+// Facts about a trajectory apart from its conversation: failure and incidents, times, numbers and data.
 
 import { describe } from "./columns.js";
 import { h } from "./dom.js";
@@ -20,7 +20,7 @@ const ELSEWHERE = new Set([
 ]);
 const MOST_LETTERS = 300;
 
-/** Why it did not go as it should, before all else; null if it did. */
+/** Returns a section with the failure and the incidents; null if there are none. */
 export function whyOf(trajectory) {
   const { meta, incidents } = trajectory;
   if (!meta.failure && !incidents.length) return null;
@@ -46,7 +46,7 @@ export function whyOf(trajectory) {
   );
 }
 
-/** Its spans as a bar, and the seconds of each kind; null without a trace. */
+/** Returns a section with the spans as a bar, and the seconds of each kind; null without a trace. */
 export function timeOf(trajectory) {
   const spans = withPrefill(trajectory.spans);
   if (!spans.length) return null;
@@ -69,7 +69,7 @@ export function numbersOf({ meta }) {
   ];
 }
 
-/** What the row, the reward function and the loop brought along, to be unfolded. */
+/** Returns collapsed sections with the data of the row, the reward function and the loop. */
 export function dataOf({ meta }) {
   return DATA.filter((name) => hasContent(meta[name])).map((name) =>
     h(
@@ -89,7 +89,7 @@ function list(entries) {
   );
 }
 
-/** Times are told beside their bars, and other columns elsewhere. */
+/** Returns whether a column is listed here. Times are shown beside their bars, and some columns elsewhere. */
 function isFact(name, value) {
   const isElsewhere = ELSEWHERE.has(name) || name.endsWith("_s");
   return !isElsewhere && value !== null && typeof value !== "object";

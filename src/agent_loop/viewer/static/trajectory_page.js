@@ -1,4 +1,4 @@
-// One trajectory: how it ended and why, what was said, each token, where its time went, its siblings.
+// Page of one trajectory: outcome, conversation, tokens, times and siblings.
 
 import { branchTree } from "./branches.js";
 import { conversation } from "./conversation.js";
@@ -40,7 +40,7 @@ class TrajectoryPage {
     this.head = h("header.trajectory-head", {}, h("h1", {}, this.id));
     this.siblings = h("nav.siblings", { "aria-label": "The group" });
     this.content = h(".trajectory-content", {}, h("p.muted", {}, "Loading…"));
-    this.aside = h("aside", { "aria-label": "About it" });
+    this.aside = h("aside", { "aria-label": "Details" });
     this.tabs = h(".tabs", { role: "tablist", "aria-label": "Views" });
     this.element = h(
       ".page.fills.trajectory-page",
@@ -79,7 +79,7 @@ class TrajectoryPage {
       replaceChildren(this.content, h("p.empty", { role: "alert" }, error.message));
       return;
     }
-    if (this.#isLeft) return; // the address is another page's by now
+    if (this.#isLeft) return; // the user has moved to another page
     this.#drawHead();
     this.#drawAside();
     this.#show(this.view);
@@ -119,7 +119,7 @@ class TrajectoryPage {
         { href: address("group", { split: this.split, step: this.step, group: meta.group }) },
         "Compare siblings",
       ),
-      h("a.button", { href: address("time", { split: this.split, step: this.step }) }, "Step in time"),
+      h("a.button", { href: address("time", { split: this.split, step: this.step }) }, "Time line of the step"),
     );
   }
 
@@ -230,9 +230,9 @@ class TrajectoryPage {
   #keyBindings() {
     return [
       { keys: ["]", "ArrowRight"], about: "next sibling", action: () => this.#step(1) },
-      { keys: ["[", "ArrowLeft"], about: "sibling before", action: () => this.#step(-1) },
+      { keys: ["[", "ArrowLeft"], about: "previous sibling", action: () => this.#step(-1) },
       { keys: ["n"], about: "next in the table", action: () => this.#beside(1) },
-      { keys: ["p"], about: "one before in the table", action: () => this.#beside(-1) },
+      { keys: ["p"], about: "previous in the table", action: () => this.#beside(-1) },
       {
         keys: ["t"],
         about: "conversation or tokens",
@@ -240,7 +240,7 @@ class TrajectoryPage {
       },
       {
         keys: ["c"],
-        about: "colour tokens by the next thing",
+        about: "next colour scheme",
         action: () => this.view === "tokens" && this.#tokens?.cycle(),
       },
       {

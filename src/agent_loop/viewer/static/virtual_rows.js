@@ -1,4 +1,4 @@
-// A long list of rows of one height, of which only those in sight are in the document.
+// Long list of rows of equal height. Only visible rows are in the document.
 
 import { h, oncePerFrame } from "./dom.js";
 
@@ -13,8 +13,8 @@ export class VirtualRows {
   #measured = 0;
 
   /**
-   * @param render  Makes the element of a row, by its number.
-   * @param rowHeight  In pixels.
+   * @param render  Returns the element of a row by its number.
+   * @param rowHeight  Height of a row in pixels.
    */
   constructor({ render, rowHeight, label, role = "list", bodyRole = "presentation", head = null }) {
     this.#render = render;
@@ -38,7 +38,7 @@ export class VirtualRows {
     return this.#measured;
   }
 
-  /** There are so many rows, and all of them may have changed. */
+  /** Sets the number of rows and redraws all of them. */
   reset(count) {
     this.#count = count;
     this.#body.style.height = `${count * this.#rowHeight}px`;
@@ -47,7 +47,7 @@ export class VirtualRows {
     this.draw();
   }
 
-  /** Draws what is in sight and not yet there. */
+  /** Draws the visible rows that are missing. */
   draw() {
     const top = this.element.scrollTop;
     const first = Math.max(0, Math.floor(top / this.#rowHeight) - SPARE);
@@ -69,7 +69,7 @@ export class VirtualRows {
     this.#body.append(added);
   }
 
-  /** The row's element, if it is in sight. */
+  /** Returns the element of a row, if it is visible. */
   elementOf(row) {
     return this.#shown.get(row);
   }
