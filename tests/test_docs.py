@@ -20,6 +20,7 @@ from agent_loop.config import VERL_FIXED_VALUES, VERL_NAMES, VERL_VALUES, Config
 from agent_loop.storage.schema import METADATA
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 PACKAGE = ROOT / "src" / "agent_loop"
 PAGES = [
     *ROOT.glob("*.md"),
@@ -110,6 +111,10 @@ def test_every_link_leads_to_a_page_and_a_section(page: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", without_code(page)):
         linked = page.parent / target if target else page
         assert linked.exists(), target
+        if page.is_relative_to(DOCS):
+            assert linked.resolve().is_relative_to(DOCS), (
+                f"{target} is not among the pages that MkDocs builds"
+            )
         if anchor:
             assert anchor in anchors(linked), f"{target}#{anchor}"
 
