@@ -1,8 +1,8 @@
-"""An example from nothing to a trained agent in one command.
+"""Command that runs an example, from random weights to a trained agent.
 
     python -m examples.run two_hop_lookup --out runs/demo
 
-Makes a tiny model, teaches it a format and a bad habit, trains the habit away with GRPO, and leaves a report.
+It creates a tiny model, teaches it a format and a bad habit, trains the habit away with GRPO, and writes a report.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.run_folder import METRICS_FILE
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
-from examples.common.demonstrations import BringsTools, Habit, Task, demonstrations
+from examples.common.demonstrations import Habit, Task, TaskWithTools, demonstrations
 from examples.common.model import make_model
-from examples.common.report import ReportInput, Verdict, print_comparison, write_report
+from examples.common.report import ReportInput, TargetResult, print_comparison, write_report
 from examples.common.tokenizer import pad_id, train_tokenizer
 from examples.common.warm_start import encode, warm_start
 
 TOKENIZER_CONVERSATIONS = 2000
 LOGGED_EVERY = 100
-"""Steps of the warm start."""
+"""Number of warm-start steps between two log lines."""
 EXIT_NOT_PASSED = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -51,14 +51,14 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one task is taught, and what the run must reach."""
+    """Warm start of a task, and the targets of its run."""
 
     warm_start_steps: int
     habit: Habit
     least_after: float
-    """Success on held-out prompts after training, sampled at temperature 1."""
+    """Least success on held-out prompts after training, sampled at temperature 1."""
     most_before: float = 0.35
-    """The same after the warm start: there must be something to learn."""
+    """Largest success after the warm start, so that GRPO has something to learn."""
 
 
 RECIPES = {
@@ -74,11 +74,11 @@ RECIPES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m examples.run", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("task", choices=list(RECIPES), help="which example")
-    parser.add_argument("--seed", type=int, default=0, help="decides everything random (default: 0)")
+    parser.add_argument("task", choices=list(RECIPES), help="the example to run")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers (default: 0)")
     parser.add_argument("--out", type=Path, help="folder for model, run and report (default: runs/TASK)")
     parser.add_argument("--steps", type=int, help="GRPO steps (default: as in the example's config.yaml)")
     parser.add_argument(
@@ -87,9 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[],
         metavar="KEY=VALUE",
         dest="settings",
-        help="change the example's config.yaml, as in --set trainer.mode=async; may be given several times",
+        help="override a setting of the example's config.yaml, as in --set trainer.mode=async; repeatable",
     )
-    parser.add_argument("--skip-report", action="store_true", help="write no curves.png and report.html")
+    parser.add_argument("--skip-report", action="store_true", help="do not write curves.png and report.html")
     options = parser.parse_args(arguments)
 
     transformers.utils.logging.disable_progress_bar()
@@ -116,11 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def run_example(
     name: str, *, seed: int, out: Path, settings: Sequence[str], writes_report: bool, console: Console
 ) -> int:
-    """Runs one example from start to end and returns the exit code."""
+    """Run one example from start to end and return the exit code."""
     recipe, log = RECIPES[name], StepLog(console)
     torch.set_num_threads(1)
 
-    # 1. The data: held-out rows to judge by, and demonstrations of training rows.
+    # 1. The data: held-out rows for the evaluation, and demonstrations of training rows.
     task = cast(Task, importlib.import_module(f"examples.{name}.task"))
     config = _load_config(name, seed=seed, out=out, model_path=out / "model", settings=settings)
     val_rows = load_rows(config.data.val_files, prompt_key=config.data.prompt_key)
@@ -143,7 +143,7 @@ async def run_example(
     model.save_pretrained(config.model.path)
     tokenizer.save_pretrained(config.model.path)
 
-    # 4. How good is it before?
+    # 4. Success before training.
     before = await _evaluate(config, val_rows)
     log(4, f"before: success {_success(config, before):.1%} on held-out prompts, sampled at temperature 1")
 
@@ -153,7 +153,7 @@ async def run_example(
     if result.is_interrupted:
         return EXIT_INTERRUPTED
 
-    # 6. And after?
+    # 6. Success after training.
     trained_path = latest_checkpoint(result.run_dir).model_path
     trained = _load_config(name, seed=seed, out=out, model_path=trained_path, settings=settings)
     after = await _evaluate(trained, val_rows)
@@ -184,14 +184,14 @@ async def run_example(
 
 
 def tool_schemas(task: Task, config: Config) -> list[dict[str, Any]]:
-    """What the model is told of the tools: the configuration's, or those of an agent that brings its own."""
-    if isinstance(task, BringsTools):
+    """Return the schemas of the task's own tools if it has any, or those of the configured tools."""
+    if isinstance(task, TaskWithTools):
         return task.tool_schemas()
     return [tool.tool_schema for tool in load_tools(config.rollout.multi_turn.tools).values()]
 
 
 class StepLog:
-    """One line per event, with the seconds since the start and the number of the step."""
+    """Printer of log lines with the seconds since the start and the number of the step."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -225,11 +225,11 @@ def _success(config: Config, trajectories: Sequence[Trajectory]) -> float:
     return summarise(trajectories, success_threshold=config.reward.success_threshold).success_share
 
 
-def _judge(recipe: Recipe, *, before: float, after: float) -> Verdict:
-    return Verdict(
+def _judge(recipe: Recipe, *, before: float, after: float) -> TargetResult:
+    return TargetResult(
         is_passed=before <= recipe.most_before and after >= recipe.least_after,
-        sentence=f"success on held-out prompts went from {before:.1%} (wanted: at most {recipe.most_before:.0%}) "
-        f"to {after:.1%} (wanted: at least {recipe.least_after:.0%})",
+        sentence=f"success on held-out prompts went from {before:.1%} (required: at most {recipe.most_before:.0%}) "
+        f"to {after:.1%} (required: at least {recipe.least_after:.0%})",
     )
 
 

@@ -1,4 +1,4 @@
-"""Multiply a three-digit by a two-digit number: too hard in the head, easy with the calculator."""
+"""Task: multiply a three-digit by a two-digit number, which a tiny model can only do with the calculator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from agent_loop.tools.function import function_tool
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message, ToolCall
-from examples.common.sums import drawn_rows, tool_turns
+from examples.common.rows import draw_rows, tool_turns
 
 SYSTEM = "Use the calculator."
 QUESTION = "What is {} * {}?"
@@ -28,22 +28,22 @@ def multiply(a: int, b: int) -> int:
 
 
 def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
-    """Rows about pairs of factors that are not held out."""
-    return drawn_rows(_row, seed=seed, count=count, held_out=False)
+    """Return rows about pairs of factors that are not held out."""
+    return draw_rows(_row, seed=seed, count=count, held_out=False)
 
 
 def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
-    """Rows about held-out pairs: no training row asks for any of them."""
-    return drawn_rows(_row, seed=seed, count=count, held_out=True)
+    """Return rows about held-out pairs, which no training row asks for."""
+    return draw_rows(_row, seed=seed, count=count, held_out=True)
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
-    """1 if the last answer gives the right product, else 0."""
+    """Return 1 if the last answer gives the right product, else 0."""
     return float(output.answer.strip() == ANSWER.format(row["product"]))
 
 
 def solution(row: Mapping[str, Any]) -> list[Message]:
-    """The turns that earn the reward."""
+    """Return the turns that earn the reward."""
     call = ToolCall("multiply", {"a": row["a"], "b": row["b"]})
     return tool_turns([(call, row["product"])], answer=ANSWER.format(row["product"]))
 

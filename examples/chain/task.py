@@ -1,4 +1,4 @@
-"""Work out a * b + c with two calls: the second one needs what the first one returned."""
+"""Task: compute a * b + c with two tool calls, of which the second needs the result of the first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from agent_loop.tools.function import function_tool
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message, ToolCall
-from examples.common.sums import drawn_rows, tool_turns
+from examples.common.rows import draw_rows, tool_turns
 
 SYSTEM = "Use the calculator."
 QUESTION = "What is {} * {} + {}?"
@@ -39,22 +39,22 @@ def add(a: int, b: int) -> int:
 
 
 def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
-    """Rows about triples of numbers that are not held out."""
-    return drawn_rows(_row, seed=seed, count=count, held_out=False)
+    """Return rows about triples of numbers that are not held out."""
+    return draw_rows(_row, seed=seed, count=count, held_out=False)
 
 
 def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
-    """Rows about held-out triples: no training row asks about any of them."""
-    return drawn_rows(_row, seed=seed, count=count, held_out=True)
+    """Return rows about held-out triples, which no training row asks about."""
+    return draw_rows(_row, seed=seed, count=count, held_out=True)
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
-    """1 if the last answer gives the right result, else 0."""
+    """Return 1 if the last answer gives the right result, else 0."""
     return float(output.answer.strip() == ANSWER.format(row["result"]))
 
 
 def solution(row: Mapping[str, Any]) -> list[Message]:
-    """The turns that earn the reward."""
+    """Return the turns that earn the reward."""
     first = ToolCall("multiply", {"a": row["a"], "b": row["b"]})
     second = ToolCall("add", {"a": row["product"], "b": row["c"]})
     calls = [(first, row["product"]), (second, row["result"])]

@@ -1,4 +1,4 @@
-"""Sum the digits of a power: one line of Python, and nothing that a tiny model could do in its head."""
+"""Task: compute the sum of the digits of a power with one line of Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message, ToolCall
-from examples.common.sums import drawn_rows, tool_turns
+from examples.common.rows import draw_rows, tool_turns
 
 SYSTEM = "Write Python."
 QUESTION = "What is the sum of the digits of {} to the power of {}?"
@@ -17,22 +17,22 @@ ANSWER = "It is {}."
 
 
 def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
-    """Rows about powers that are not held out."""
-    return drawn_rows(_row, seed=seed, count=count, held_out=False)
+    """Return rows about powers that are not held out."""
+    return draw_rows(_row, seed=seed, count=count, held_out=False)
 
 
 def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
-    """Rows about held-out powers: no training row asks for any of them."""
-    return drawn_rows(_row, seed=seed, count=count, held_out=True)
+    """Return rows about held-out powers, which no training row asks for."""
+    return draw_rows(_row, seed=seed, count=count, held_out=True)
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
-    """1 if the last answer gives the right sum, else 0."""
+    """Return 1 if the last answer gives the right sum, else 0."""
     return float(output.answer.strip() == ANSWER.format(row["sum"]))
 
 
 def solution(row: Mapping[str, Any]) -> list[Message]:
-    """The turns that earn the reward."""
+    """Return the turns that earn the reward."""
     call = ToolCall("python", {"code": CODE.format(row["a"], row["b"])})
     return tool_turns([(call, row["sum"])], answer=ANSWER.format(row["sum"]))
 

@@ -1,4 +1,4 @@
-"""The training curves as a picture."""
+"""Plots of training curves."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ DARK = Theme(page="#1c1f23", text="#e9e9e6", grid="#363a40", main="#86b0ff", oth
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One diagram."""
+    """Plot of one metric."""
 
     key: str
-    """The metric's name in `metrics.jsonl`."""
+    """Name of the metric in `metrics.jsonl`."""
     title: str
     is_share: bool = False
 
@@ -48,7 +48,10 @@ class HeldOut:
 def draw_curves(
     metrics: Sequence[Mapping[str, Any]], *, panels: Sequence[Panel], held_out: HeldOut, theme: Theme = LIGHT
 ) -> bytes:
-    """A PNG with one diagram per panel, over the training steps. The first panel shows the held-out success too."""
+    """Return a PNG with one plot per panel, over the training steps.
+
+    The first panel also shows the success on held-out prompts.
+    """
     figure = Figure(figsize=(4.8 * len(panels), 3.6), dpi=144, facecolor=theme.page, layout="constrained")
     FigureCanvasAgg(figure)
     all_axes: list[Axes] = list(figure.subplots(1, len(panels), squeeze=False)[0])
@@ -77,7 +80,7 @@ def draw_curves(
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and those before it, `SMOOTHING_STEPS` at most."""
+    """Return the running mean of the last `SMOOTHING_STEPS` values."""
     windows = [values[max(0, end - SMOOTHING_STEPS) : end] for end in range(1, len(values) + 1)]
     return [sum(window) / len(window) for window in windows]
 

@@ -1,4 +1,4 @@
-"""Demonstrations that teach the format, what can be done, and a bad habit."""
+"""Demonstrations that teach the format, the tools, and a bad habit."""
 
 from __future__ import annotations
 
@@ -14,41 +14,43 @@ GIVE_UP = "I do not know."
 
 
 class Task(Protocol):
-    """What an example's `task.py` offers, beside its tools."""
+    """Interface of an example's `task.py`, without its tools."""
 
     ANSWER: str
-    """The form of an answer, with `{}` for the number."""
+    """Format string of an answer, with `{}` for the number."""
 
     def train_rows(self, seed: int = 0, count: int = 2048) -> list[dict[str, Any]]: ...
 
     def val_rows(self, seed: int = 1, count: int = 256) -> list[dict[str, Any]]: ...
 
     def solution(self, row: Mapping[str, Any]) -> list[Message]:
-        """The turns that earn the reward."""
+        """Return the turns that earn the reward."""
         ...
 
 
 @runtime_checkable
-class BringsTools(Protocol):
-    """What the `task.py` of an agent that has tools of its own offers too."""
+class TaskWithTools(Protocol):
+    """Interface of a `task.py` whose agent has its own tools."""
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """What the agent tells the model of them."""
+        """Return the tool schemas that the agent sends to the model."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Habit:
-    """How often demonstrations do the right thing. A wrong step ends the conversation: it gives up, or answers with a
-    number already seen."""
+    """Probabilities of a correct step in a demonstration.
+
+    A wrong step ends the conversation: the assistant gives up, or answers with a number from the conversation.
+    """
 
     first_step_share: float
     later_step_share: float = 0.85
-    """At each step after the first."""
+    """Probability at each step after the first."""
 
 
 def demonstrations(task: Task, *, rng: random.Random, habit: Habit) -> Iterator[list[Message]]:
-    """Conversations without end, on questions of the kind that training rows ask; never on a held-out one."""
+    """Yield conversations without limit, on questions like those of the training rows and never on held-out ones."""
     while True:
         for row in task.train_rows(seed=rng.getrandbits(32), count=64):
             messages: list[Message] = list(row["prompt"])

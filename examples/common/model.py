@@ -1,4 +1,4 @@
-"""A transformer small enough to train from scratch on one CPU core in seconds."""
+"""Transformer that is small enough to train from scratch on one CPU core in seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_POSITIONS = 512
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 model with two layers of width 64 and random weights."""
+    """Return a Qwen3 model with two layers of width 64 and random weights."""
     end, pad = end_id(tokenizer), pad_id(tokenizer)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -24,7 +24,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCaus
         max_position_embeddings=MAX_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
-        # At the usual 0.02 a model this narrow begins with almost flat attention and learns far more slowly.
+        # With the usual 0.02, the attention of such a narrow model is almost uniform, and it learns far more slowly.
         initializer_range=0.06,
         eos_token_id=end,
         pad_token_id=pad,

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: the curves, a table of answers, and whole trajectories token by token."""
+"""Report of a run: training curves, a table of answers, and whole trajectories token by token."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from agent_loop.types import Origin
 from examples.common.curves import DARK, LIGHT, HeldOut, Panel, draw_curves
 
 NUM_COMPARED = 10
-"""Rows of the table of answers."""
+"""Number of rows in the table of answers."""
 NUM_SHOWN = 3
-"""Prompts whose trajectories are shown in full."""
+"""Number of prompts whose trajectories are shown in full."""
 MAX_ANSWER_CHARACTERS = 40
 PANELS = (
     Panel(SUCCESS_SHARE, "Success", is_share=True),
@@ -36,8 +36,8 @@ PANELS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether the run reached what its task asks for."""
+class TargetResult:
+    """Whether the run reached the targets of its recipe."""
 
     is_passed: bool
     sentence: str
@@ -45,21 +45,21 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class ReportInput:
-    """All that a report is made of."""
+    """Contents of a report."""
 
     title: str
     subtitle: str
-    verdict: Verdict
+    verdict: TargetResult
     before: Sequence[Trajectory]
     after: Sequence[Trajectory]
-    """Of the same rows as `before`, in the same order."""
+    """Trajectories of the same rows as `before`, in the same order."""
     success_threshold: float
     metrics: Sequence[Mapping[str, Any]]
     """One mapping per training step."""
     right_answer: Callable[[Mapping[str, Any]], str]
-    """Of a row."""
+    """Function that returns the right answer of a row."""
     decode: Callable[[Sequence[int]], str]
-    """Token ids to text, control tokens written out."""
+    """Function that converts token ids to text, including control tokens."""
 
     def success_share(self, trajectories: Sequence[Trajectory]) -> float:
         return summarise(trajectories, success_threshold=self.success_threshold).success_share
@@ -70,7 +70,7 @@ class ReportInput:
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """One token on the page."""
+    """A token on the page."""
 
     text: str
     origin: str
@@ -79,7 +79,7 @@ class TokenView:
 
 @dataclass(frozen=True, slots=True)
 class AttemptView:
-    """One trajectory on the page."""
+    """A trajectory on the page."""
 
     is_right: bool
     answer: str
@@ -90,8 +90,8 @@ class AttemptView:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """The same prompt before and after."""
+class PromptComparison:
+    """Trajectories of the same prompt before and after training."""
 
     question: str
     right_answer: str
@@ -101,7 +101,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class KeyFigure:
-    """A number before and after, as text."""
+    """A number before and after training, as text."""
 
     name: str
     before: str
@@ -109,7 +109,7 @@ class KeyFigure:
 
 
 def write_report(report: ReportInput, *, folder: Path) -> Path:
-    """Writes `curves.png` and `report.html`, and returns the path of the latter."""
+    """Write `curves.png` and `report.html`, and return the path of `report.html`."""
     held_out = HeldOut(before=report.success_share(report.before), after=report.success_share(report.after))
     curves = draw_curves(report.metrics, panels=PANELS, held_out=held_out, theme=LIGHT)
     curves_dark = draw_curves(report.metrics, panels=PANELS, held_out=held_out, theme=DARK)
@@ -137,7 +137,7 @@ def write_report(report: ReportInput, *, folder: Path) -> Path:
 
 
 def print_comparison(report: ReportInput, *, console: Console) -> None:
-    """The table of answers and the key figures, on the terminal."""
+    """Print the table of answers and the key figures."""
     answers = Table("prompt", "right", "before", "after", title="The first held-out prompts", box=SIMPLE_HEAD)
     for line in _compare(report)[:NUM_COMPARED]:
         answers.add_row(
@@ -151,7 +151,7 @@ def print_comparison(report: ReportInput, *, console: Console) -> None:
 
 
 def key_figures(report: ReportInput) -> list[KeyFigure]:
-    """Success, tool calls and sampled tokens, over all trajectories."""
+    """Return success, tool calls and sampled tokens, over all trajectories."""
 
     def both(name: str, measure: Callable[[Sequence[Trajectory]], str]) -> KeyFigure:
         return KeyFigure(name, before=measure(report.before), after=measure(report.after))
@@ -163,10 +163,10 @@ def key_figures(report: ReportInput) -> list[KeyFigure]:
     ]
 
 
-def _compare(report: ReportInput) -> list[Comparison]:
-    """The first sample of every row."""
+def _compare(report: ReportInput) -> list[PromptComparison]:
+    """Return a comparison of every row's first sample."""
     return [
-        Comparison(
+        PromptComparison(
             question=str(before.row["raw_prompt"][-1]["content"]),
             right_answer=report.right_answer(before.row),
             before=_attempt(before, report),
@@ -192,10 +192,10 @@ def _attempt(trajectory: Trajectory, report: ReportInput) -> AttemptView:
 
 def _tokens(trajectory: Trajectory, *, decode: Callable[[Sequence[int]], str]) -> Iterator[TokenView]:
     for segment in trajectory.output.segments:
-        for place, token_id in enumerate(segment.token_ids.tolist()):
+        for index, token_id in enumerate(segment.token_ids.tolist()):
             hover = f"token {token_id}"
             if segment.logprobs is not None:
-                logprob = float(segment.logprobs[place])
+                logprob = float(segment.logprobs[index])
                 hover += f", log-prob {logprob:.3f} ({math.exp(logprob):.1%})"
             text = decode([token_id]).replace("\n", "↵\n")
             yield TokenView(text=text, origin=str(segment.origin), hover=hover)

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer made for one task, so that a whole tool call is about a dozen tokens."""
+"""Byte-level BPE tokenizer trained for one task, so that a whole tool call is about a dozen tokens."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ CHATML_MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 HERMES_MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
 MAX_VOCAB_SIZE = 768
-"""Enough for every phrase of a task to become one token; training ends earlier, when nothing is left to merge."""
+"""Upper limit, large enough for every phrase of a task to become one token. Training ends when no merge is left."""
 
 
 def train_tokenizer(
     conversations: Iterable[Sequence[Message]], *, tools: Sequence[dict[str, Any]]
 ) -> PreTrainedTokenizerFast:
-    """Learns merges from rendered conversations.
+    """Return a tokenizer that learned its merges from rendered conversations.
 
-    Digits stay single tokens, and so does the line with the role that opens a turn; whatever else stands between two
-    markers may merge into one token, however many words that is. No merge crosses a marker or the end of that line,
-    so a conversation encoded turn by turn has the same tokens as one encoded at once. All 256 bytes are in the
-    vocabulary, so any text round-trips.
+    Each digit is a token. Any other text between two markers may merge into one token, even if it has many words.
+    No merge crosses a marker or the line with the role that opens a turn. A conversation encoded turn by turn
+    therefore has the same tokens as one encoded at once. The vocabulary includes all 256 bytes, so that every text
+    round-trips.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -59,17 +59,17 @@ def train_tokenizer(
 def render(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]]
 ) -> str:
-    """The conversation as text, by the tokenizer's chat template."""
+    """Return the conversation as text, rendered with the tokenizer's chat template."""
     return str(tokenizer.apply_chat_template(list(messages), tools=list(tools), tokenize=False))
 
 
 def end_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The token that ends a turn."""
+    """Return the id of the token that ends a turn."""
     return cast(int, tokenizer.eos_token_id)
 
 
 def pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The token that fills unused places."""
+    """Return the id of the padding token."""
     return cast(int, tokenizer.pad_token_id)
 
 

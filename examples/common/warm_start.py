@@ -1,4 +1,4 @@
-"""Supervised training on demonstrations, on the tokens that the assistant says."""
+"""Supervised training on demonstrations, on the tokens of the assistant."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ IGNORED = -100
 BATCH_SIZE = 16
 """Conversations per step."""
 PEAK_LR = 2e-3
-RISING_STEPS = 30
+WARMUP_STEPS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One conversation as tokens."""
+    """Tokens of a conversation."""
 
     token_ids: list[int]
     labels: list[int]
-    """For each token: the token itself where the assistant says it, else `IGNORED`."""
+    """The token ids of the assistant's tokens, and `IGNORED` for all other tokens."""
 
 
 def make_warm_model(
@@ -44,10 +44,17 @@ def make_warm_model(
     num_steps: int,
     num_conversations: int = 2000,
 ) -> None:
-    """Makes a model and its tokenizer, the same each time, teaches it a task with a habit, and writes both to a folder.
+    """Create a model and its tokenizer, train it on demonstrations with a bad habit, and write both to a folder.
+
+    The result is the same on every call.
 
     Args:
-        num_conversations: So many are read for the tokenizer.
+        path: The folder.
+        task: The task of the demonstrations.
+        tools: The tool schemas in the prompts.
+        habit: How often the demonstrations are right.
+        num_steps: Number of training steps.
+        num_conversations: Number of conversations that train the tokenizer.
     """
     conversations = demonstrations(task, rng=random.Random(0), habit=habit)
     tokenizer = train_tokenizer(islice(conversations, num_conversations), tools=tools)
@@ -66,7 +73,7 @@ def warm_start(
     pad_id: int,
     num_steps: int,
 ) -> Iterator[float]:
-    """Trains in place and yields the loss after each step."""
+    """Train the model in place, and yield the loss after each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_share(step, num_steps=num_steps))
     model.train()
@@ -87,8 +94,10 @@ def encode(
     tokenizer: PreTrainedTokenizerFast,
     tools: Sequence[dict[str, Any]],
 ) -> Iterator[Example]:
-    """Each conversation, rendered at once. What the assistant says is what follows the opening of its turn, up to and
-    with the end token."""
+    """Yield the tokens and labels of each conversation.
+
+    The assistant's tokens are those after the opening of its turn, up to the end token, which is included.
+    """
     opening = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
     for messages in conversations:
         text = render(tokenizer, messages, tools=tools)
@@ -102,13 +111,19 @@ def encode(
 
 
 def _lr_share(step: int, *, num_steps: int) -> float:
-    """Of the peak: rises at first, falls to zero over the second half. The fall is what makes copying reliable."""
-    return min(1.0, (step + 1) / RISING_STEPS, 2.0 * (num_steps - step) / num_steps)
+    """Return the learning rate as a share of its peak: a linear warmup, and a linear decay over the second half.
+
+    The decay makes copying reliable.
+    """
+    return min(1.0, (step + 1) / WARMUP_STEPS, 2.0 * (num_steps - step) / num_steps)
 
 
 def _loss(model: Qwen3ForCausalLM, examples: Sequence[Example], *, pad_id: int) -> Tensor:
-    """Mean over the assistant's tokens. Short conversations share a row with others, which they cannot see: most
-    demonstrations give up at once, so padding each to the longest would double the work."""
+    """Return the mean loss over the assistant's tokens.
+
+    Short conversations share a row and cannot attend to each other. Most demonstrations give up in the first turn, so
+    that padding each of them to the longest would double the computation.
+    """
     length = max(len(example.token_ids) for example in examples)
     rows = _fit_into_rows(examples, length=length)
     ids_BT = torch.full((len(rows), length), pad_id)
@@ -118,15 +133,15 @@ def _loss(model: Qwen3ForCausalLM, examples: Sequence[Example], *, pad_id: int) 
     for row, members in enumerate(rows):
         start = 0
         for owner, example in enumerate(members):
-            place = slice(start, start + len(example.token_ids))
-            ids_BT[row, place] = torch.tensor(example.token_ids)
-            targets_BT[row, place] = torch.tensor([*example.labels[1:], IGNORED])
-            positions_BT[row, place] = torch.arange(len(example.token_ids))
-            owner_BT[row, place] = owner
-            start = place.stop
-    sees_BTT = (owner_BT[:, :, None] == owner_BT[:, None, :]).tril()
+            columns = slice(start, start + len(example.token_ids))
+            ids_BT[row, columns] = torch.tensor(example.token_ids)
+            targets_BT[row, columns] = torch.tensor([*example.labels[1:], IGNORED])
+            positions_BT[row, columns] = torch.arange(len(example.token_ids))
+            owner_BT[row, columns] = owner
+            start = columns.stop
+    mask_BTT = (owner_BT[:, :, None] == owner_BT[:, None, :]).tril()
     hidden_BTD = model.model(
-        input_ids=ids_BT, position_ids=positions_BT, attention_mask=sees_BTT[:, None]
+        input_ids=ids_BT, position_ids=positions_BT, attention_mask=mask_BTT[:, None]
     ).last_hidden_state
     is_target_BT = targets_BT != IGNORED
     return torch.nn.functional.cross_entropy(
@@ -135,7 +150,7 @@ def _loss(model: Qwen3ForCausalLM, examples: Sequence[Example], *, pad_id: int) 
 
 
 def _fit_into_rows(examples: Sequence[Example], *, length: int) -> list[list[Example]]:
-    """Longest first, each into the first row with room."""
+    """Assign examples to rows, longest first, each to the first row with enough room."""
     rows: list[list[Example]] = []
     room: list[int] = []
     for example in sorted(examples, key=lambda example: len(example.token_ids), reverse=True):

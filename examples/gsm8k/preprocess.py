@@ -1,8 +1,8 @@
-"""GSM8K as it is published to rows for training.
+"""Command that converts the published GSM8K files to rows for training.
 
     python -m examples.gsm8k.preprocess train.jsonl --out data/gsm8k/train.parquet
 
-The source is JSON lines or Parquet with `question` and `answer`, which ends in `#### 42`.
+The source is JSON lines or Parquet with `question` and `answer`; an answer ends in `#### 42`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ SYSTEM = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m examples.gsm8k.preprocess", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("source", type=Path, help=".jsonl or .parquet with the columns question and answer")
     parser.add_argument("--out", type=Path, required=True, help="the .parquet file to write")
-    parser.add_argument("--split", default="train", help="noted in each row (default: train)")
+    parser.add_argument(
+        "--split", default="train", help="name of the split, recorded in each row (default: train)"
+    )
     options = parser.parse_args(arguments)
     try:
         rows = [to_row(record, split=options.split, index=n) for n, record in enumerate(read(options.source))]
@@ -41,15 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options.out.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), options.out)
-    print(f"{len(rows)} rows in {options.out}")
+    print(f"wrote {len(rows)} rows to {options.out}")
     return 0
 
 
 def read(source: Path) -> list[dict[str, Any]]:
-    """The records of a file.
+    """Return the records of a file.
 
     Raises:
-        DataError: It does not exist, is of another kind, or holds something else.
+        DataError: The file does not exist or cannot be parsed.
     """
     if not source.is_file():
         raise DataError(f"{source} does not exist; give a .jsonl or .parquet file of GSM8K")
@@ -62,17 +64,17 @@ def read(source: Path) -> list[dict[str, Any]]:
 
 
 def to_row(record: dict[str, Any], *, split: str, index: int) -> dict[str, Any]:
-    """One problem as a row: the tool and the interaction get the right answer, the model does not.
+    """Return a problem as a row. The tool and the interaction receive the right answer, the model does not.
 
     Raises:
-        DataError: It has no question, or an answer without a number at its end.
+        DataError: The record has no question, or its answer has no number at the end.
     """
     question, solution = record.get("question"), str(record.get("answer", ""))
     ground_truth = read_answer(solution)
     if not question or ground_truth is None:
         raise DataError(
-            f"record {index} has the keys {sorted(record)}; give question, and answer with {MARK} and a number "
-            "at its end"
+            f"record {index} has the keys {sorted(record)} and no valid question and answer; provide a question, and "
+            f"an answer that ends with {MARK} and a number"
         )
     truth = f"{ground_truth:f}"
     return {

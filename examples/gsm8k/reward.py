@@ -1,4 +1,4 @@
-"""The reward of trajectories in which the tool was never asked."""
+"""Reward of trajectories without a call of the tool."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from agent_loop.trajectory import AgentLoopOutput
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
-    """1 if the last answer is right, else 0."""
+    """Return 1 if the last answer is right, else 0."""
     return float(read_answer(output.answer) == read_answer(with_mark(row["reward_model"]["ground_truth"])))

@@ -1,4 +1,4 @@
-"""Find a number by asking: each wrong guess is answered with what is left, and four guesses are allowed."""
+"""Task: find a number with four guesses. The reply to a wrong guess is the remaining interval."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ SYSTEM = "Find the number."
 HINT = "It is between {} and {}."
 ANSWER = "Is it {}?"
 WIDTH = 14
-"""High less low at first: 15 numbers, which four guesses at the middle are sure to find."""
+"""`high - low` at first: 15 numbers, which four guesses at the middle always find."""
 LOWS = range(20, 85)
 
 
 @dataclass(slots=True)
 class Game:
-    """Where one trajectory stands."""
+    """State of one trajectory."""
 
     low: int
     high: int
     secret: int
 
     def narrow(self, guess: int) -> None:
-        """Leaves out a wrong guess and all that is on the wrong side of it."""
+        """Remove a wrong guess and all numbers on the wrong side of it from the interval."""
         if guess < self.secret:
             self.low = guess + 1
         else:
@@ -38,7 +38,10 @@ class Game:
 
 
 class GuessTheNumber(BaseInteraction):
-    """Says what is left after each wrong guess. What is no guess, or cannot be right, ends the game."""
+    """Replies to a wrong guess with the remaining interval.
+
+    A guess outside the interval, and an answer that is not a guess, ends the game.
+    """
 
     on_replay = OnReplay.RERUN
 
@@ -67,22 +70,22 @@ class GuessTheNumber(BaseInteraction):
 
 
 def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
-    """Rows about intervals that are not held out."""
+    """Return rows about intervals that are not held out."""
     return _rows(random.Random(seed), count=count, held_out=False)
 
 
 def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
-    """Rows about held-out intervals: no training row begins with any of them."""
+    """Return rows about held-out intervals, which no training row begins with."""
     return _rows(random.Random(seed), count=count, held_out=True)
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
-    """1 if the number was found, else 0."""
+    """Return 1 if the number was found, else 0."""
     return float(1.0 in output.turn_scores)
 
 
 def solution(row: Mapping[str, Any]) -> list[Message]:
-    """The turns that earn the reward: always the middle."""
+    """Return the turns that earn the reward, always guessing the middle."""
     game = Game(row["low"], row["high"], row["secret"])
     turns: list[Message] = []
     while True:

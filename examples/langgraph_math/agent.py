@@ -1,4 +1,4 @@
-"""A LangGraph agent that works out expressions. Nothing in it knows that its model is in training."""
+"""LangGraph agent that evaluates expressions. The code is independent of the training of its model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
 OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "@": lambda a, b: 3 * a - 2 * b}
-"""What `@` means stands nowhere but here."""
+"""Functions of the operators. `@` is defined only here."""
 
 BLOCKING_CLIENT = httpx2.Client()
-"""LangChain wants one, and would make one for each address: reading the certificates takes longer than the answer."""
+"""Client shared by all rows. LangChain would create one per address, and loading the certificates is slow."""
 
 
 @tool(parse_docstring=True)
@@ -30,7 +30,7 @@ def calculate(a: int, b: int, operand: str) -> int:
 
 
 def make_graph(llm: ChatOpenAI) -> Any:
-    """Asks the model, runs the tools that it calls, and asks again, until it calls none."""
+    """Return a graph that calls the model and runs its tool calls until the model calls no tool."""
     model = llm.bind_tools([calculate])
 
     async def ask(state: MessagesState) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def make_graph(llm: ChatOpenAI) -> Any:
 
 
 async def solve(row: dict[str, Any], *, base_url: str, api_key: str, http_client: Any) -> None:
-    """Answers the question of one row."""
+    """Answer the question of one row."""
     llm = ChatOpenAI(
         model="policy",
         base_url=base_url,

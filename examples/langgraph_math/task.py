@@ -1,4 +1,4 @@
-"""Work out (a ? b) ? c, where ? may be an operator that only the calculator knows."""
+"""Task: compute (a ? b) ? c, where ? may be an operator that only the calculator knows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message, ToolCall
-from examples.common.sums import drawn_rows, tool_turns
+from examples.common.rows import draw_rows, tool_turns
 from examples.langgraph_math.agent import OPERATIONS, calculate
 
 SYSTEM = "Use the calculator."
@@ -19,27 +19,27 @@ ANSWER = "It is {}."
 
 
 def tool_schemas() -> list[dict[str, Any]]:
-    """What LangChain tells the model of the agent's tools."""
+    """Return the tool schemas that LangChain sends to the model."""
     return [convert_to_openai_tool(calculate)]
 
 
 def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
-    """Rows about triples of numbers that are not held out."""
-    return drawn_rows(_row, seed=seed, count=count, held_out=False)
+    """Return rows about triples of numbers that are not held out."""
+    return draw_rows(_row, seed=seed, count=count, held_out=False)
 
 
 def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
-    """Rows about held-out triples: no training row asks about any of them."""
-    return drawn_rows(_row, seed=seed, count=count, held_out=True)
+    """Return rows about held-out triples, which no training row asks about."""
+    return draw_rows(_row, seed=seed, count=count, held_out=True)
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
-    """1 if the last answer gives the right result, else 0."""
+    """Return 1 if the last answer gives the right result, else 0."""
     return float(output.answer.strip() == ANSWER.format(row["result"]))
 
 
 def solution(row: Mapping[str, Any]) -> list[Message]:
-    """The turns that earn the reward."""
+    """Return the turns that earn the reward."""
     first = ToolCall("calculate", {"a": row["a"], "b": row["b"], "operand": row["first"]})
     second = ToolCall("calculate", {"a": row["middle"], "b": row["c"], "operand": row["second"]})
     calls = [(first, row["middle"]), (second, row["result"])]

@@ -1,6 +1,6 @@
-"""An agent on the plain OpenAI client. Nothing in it knows that its model is in training.
+"""Agent on the plain OpenAI client. The code is independent of the training of its model.
 
-As a program of its own it reads its row from standard input and finds its model in OPENAI_BASE_URL.
+Run as a program, it reads its row from standard input and the address of its model from OPENAI_BASE_URL.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ TOOLS: list[Any] = [
 
 
 async def solve(row: dict[str, Any], *, base_url: str, api_key: str, http_client: Any) -> None:
-    """Answers the question of one row."""
+    """Answer the question of one row."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client) as client:
         await converse(client, row["raw_prompt"])
 
 
 async def converse(client: openai.AsyncOpenAI, messages: list[Any]) -> None:
-    """Asks the model, runs the tools that it calls, and asks again, until it calls none."""
+    """Call the model and run its tool calls until the model calls no tool."""
     while True:
         reply = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
         message = reply.choices[0].message
@@ -50,8 +50,8 @@ async def converse(client: openai.AsyncOpenAI, messages: list[Any]) -> None:
 
 def _run(arguments: str) -> str:
     try:
-        given = json.loads(arguments)
-        return str(int(given["a"]) * int(given["b"]))
+        factors = json.loads(arguments)
+        return str(int(factors["a"]) * int(factors["b"]))
     except (KeyError, TypeError, ValueError) as error:
         return f"Error: {error!r}"
 

@@ -1,4 +1,4 @@
-"""The questions of the calculator, for an agent that brings its tools itself."""
+"""Task: the questions of the calculator, for an agent with its own tools."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["ANSWER", "reward", "solution", "tool_schemas", "train_rows", "val_ro
 
 
 def tool_schemas() -> list[dict[str, Any]]:
-    """What the agent tells the model of its tools."""
+    """Return the tool schemas that the agent sends to the model."""
     return TOOLS
 
 
 def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
-    """Rows about pairs of factors that are not held out."""
+    """Return rows about pairs of factors that are not held out."""
     return [{**row, "agent_name": "openai_agent"} for row in calculator.train_rows(seed, count)]
 
 
 def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
-    """Rows about held-out pairs: no training row asks for any of them."""
+    """Return rows about held-out pairs, which no training row asks for."""
     return [{**row, "agent_name": "openai_agent"} for row in calculator.val_rows(seed, count)]

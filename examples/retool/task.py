@@ -1,4 +1,4 @@
-"""Questions that are tedious by hand and short as code, after ReTool (https://arxiv.org/abs/2504.11536)."""
+"""Task: problems that are tedious by hand and short as code, after ReTool (https://arxiv.org/abs/2504.11536)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 def rows() -> list[dict[str, Any]]:
-    """One row for each problem."""
+    """Return one row for each problem."""
     return [
         {
             "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}],
@@ -38,6 +38,6 @@ def rows() -> list[dict[str, Any]]:
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
-    """1 if the last box holds the right number, else -1, as in ReTool."""
+    """Return 1 if the last box contains the right number, else -1, as in ReTool."""
     boxed = _BOXED.findall(output.answer)
     return 1.0 if boxed and boxed[-1].replace(",", "").strip() == str(row["answer"]) else -1.0

@@ -1,4 +1,4 @@
-"""Questions that take two or three searches, after Search-R1 (https://arxiv.org/abs/2503.09516)."""
+"""Task: questions that take two or three searches, after Search-R1 (https://arxiv.org/abs/2503.09516)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FACTS = {
     "Winter Grammar": ("Tal Miran", "Orrin"),
     "The Cartographer's Oath": ("Oxholt", "Lathe"),
 }
-"""By novel: the town and the river, as `corpus.jsonl` has them."""
+"""Town and river by novel, as in `corpus.jsonl`."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def rows() -> list[dict[str, Any]]:
-    """Two questions about each novel."""
+    """Return two rows for each novel."""
     return [
         {
             "prompt": [
@@ -44,7 +44,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
-    """1 if the last answer is one of the golden ones, letters' case, articles and punctuation aside; else 0."""
+    """Return 1 if the last answer is one of the golden answers, else 0. Case, articles and punctuation are ignored."""
     given = _ANSWER.findall(output.answer)
     golden = {_normalised(answer) for answer in row["golden_answers"]}
     return float(bool(given) and _normalised(given[-1]) in golden)

@@ -1,4 +1,4 @@
-"""Find a shelf in two look-ups: an order names a part, and the part names a shelf."""
+"""Task: find a shelf with two look-ups, from an order to its part, and from the part to its shelf."""
 
 from __future__ import annotations
 
@@ -16,31 +16,34 @@ SYSTEM = "Find the shelf."
 QUESTION = "Which shelf holds the part of order {}?"
 ANSWER = "Shelf {}."
 ORDERS = range(1000, 10_000)
-"""So many that a model cannot learn them by heart and must copy what it reads."""
+"""Orders, too many to memorize, so that a model must copy the numbers that it reads."""
 ORDERS_PER_ROW = 8
 
 
 def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
-    """Rows about orders that are not held out, each with relations of its own."""
+    """Return rows about orders that are not held out, each with its own relations."""
     rng = random.Random(seed)
     orders = [number for number in ORDERS if not _is_held_out(number)]
     return [_row(rng, asked_order=rng.choice(orders)) for _ in range(count)]
 
 
 def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
-    """Rows about held-out orders: no training row asks about any of them."""
+    """Return rows about held-out orders, which no training row asks about."""
     rng = random.Random(seed)
     orders = [number for number in ORDERS if _is_held_out(number)]
     return [_row(rng, asked_order=rng.choice(orders)) for _ in range(count)]
 
 
 async def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
-    """1 if the last answer names the right shelf, else 0. Async, since it waits for nothing: no thread is needed."""
+    """Return 1 if the last answer names the right shelf, else 0.
+
+    The function is async because it never blocks, so that it needs no thread.
+    """
     return float(output.answer.strip() == ANSWER.format(row["shelf"]))
 
 
 def solution(row: Mapping[str, Any]) -> list[Message]:
-    """The turns that earn the reward."""
+    """Return the turns that earn the reward."""
     order_call = ToolCall("part_of_order", {"order": row["order"]}).as_message()
     shelf_call = ToolCall("shelf_of_part", {"part": row["part"]}).as_message()
     return [
@@ -53,7 +56,7 @@ def solution(row: Mapping[str, Any]) -> list[Message]:
 
 
 def lookup_schema(name: str, *, key: str, description: str) -> dict[str, Any]:
-    """The OpenAI schema of a tool that takes one number."""
+    """Return the OpenAI schema of a tool that takes one number."""
     parameters = {
         "type": "object",
         "properties": {key: {"type": "integer", "description": f"The number of the {key}."}},
@@ -66,10 +69,10 @@ def lookup_schema(name: str, *, key: str, description: str) -> dict[str, Any]:
 
 
 class LookupTool(BaseTool):
-    """Looks a number up in the table that the row brings along."""
+    """Looks up a number in the table of the row."""
 
     key: ClassVar[str]
-    """What the table is about; the tool's only parameter."""
+    """Name of the tool's only parameter."""
     on_replay = OnReplay.RECORDED
 
     def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Find a shelf in two searches: one document says which part an order is about, another where that part lies."""
+"""Task: find a shelf with two searches, first for the part of an order, then for the shelf of that part."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any, ClassVar
 from agent_loop.tools.search.tool import SearchTool
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message, ToolCall
-from examples.common.sums import drawn_rows
+from examples.common.rows import draw_rows
 
 SYSTEM = "Search for the shelf."
 QUESTION = "Which shelf holds the part of order {}?"
 ANSWER = "Shelf {}."
 FOUND = "Doc 1 (Title: {})\n{}"
-"""What the tool answers with."""
+"""Format string of the tool's results."""
 ORDERS = range(1000, 10_000)
 PARTS = range(100, 1000)
 CORPUS = Path("~/.cache/agent_loop/examples/two_hop_search.jsonl").expanduser()
 
 
 class Archive(SearchTool):
-    """The shipped search tool over the documents of this example, with one query a call."""
+    """Search tool over the documents of this example, with one query per call."""
 
     tool_schema: ClassVar[dict[str, Any]] = {
         "type": "function",
@@ -46,22 +46,22 @@ class Archive(SearchTool):
 
 
 def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
-    """Rows about orders that are not held out."""
-    return drawn_rows(_row, seed=seed, count=count, held_out=False)
+    """Return rows about orders that are not held out."""
+    return draw_rows(_row, seed=seed, count=count, held_out=False)
 
 
 def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
-    """Rows about held-out orders: no training row asks about any of them."""
-    return drawn_rows(_row, seed=seed, count=count, held_out=True)
+    """Return rows about held-out orders, which no training row asks about."""
+    return draw_rows(_row, seed=seed, count=count, held_out=True)
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
-    """1 if the last answer names the right shelf, else 0."""
+    """Return 1 if the last answer names the right shelf, else 0."""
     return float(output.answer.strip() == ANSWER.format(row["shelf"]))
 
 
 def solution(row: Mapping[str, Any]) -> list[Message]:
-    """The turns that earn the reward."""
+    """Return the turns that earn the reward."""
     turns: list[Message] = []
     for title in (f"Order {row['a']}", f"Part {row['b']}"):
         call = ToolCall("search", {"query": title}).as_message()
@@ -72,14 +72,14 @@ def solution(row: Mapping[str, Any]) -> list[Message]:
 
 @cache
 def documents() -> Mapping[str, str]:
-    """Title and text of each: 9,000 orders and 900 parts, more than a tiny model can learn by heart."""
+    """Return the texts of all documents by title: 9,000 orders and 900 parts, too many for a tiny model to memorize."""
     texts = {f"Order {order}": f"It is about part {_part_of(order)}." for order in ORDERS}
     return texts | {f"Part {part}": f"It is on shelf {_shelf_of(part)}." for part in PARTS}
 
 
 @cache
 def write_corpus() -> Path:
-    """Writes the documents to where the tool reads them."""
+    """Write the documents to the file that the tool reads, and return its path."""
     lines = [json.dumps({"title": title, "text": text}) for title, text in documents().items()]
     CORPUS.parent.mkdir(parents=True, exist_ok=True)
     unfinished = CORPUS.with_suffix(f".{os.getpid()}")

@@ -18,7 +18,7 @@ from examples.run import RECIPES, Recipe, tool_schemas
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One example, loaded as the demo loads it."""
+    """An example, loaded as `examples.run` loads it."""
 
     task: Task
     recipe: Recipe

@@ -1,4 +1,4 @@
-"""Runs an example as it is configured, with a scripted model in place of a real one."""
+"""Helpers that run an example with its own configuration and a scripted model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_scripted(
     *,
     overrides: Sequence[str] = (),
 ) -> list[Trajectory]:
-    """One trajectory for each row."""
+    """Run each row once, and return the trajectories."""
     config = load_config(folder / "config.yaml", overrides=["rollout.engine=scripted", *overrides])
     reward = config.reward.function
     assert reward is not None
@@ -41,5 +41,5 @@ def run_scripted(
 
 
 def context_of(request: ScriptedRequest) -> str:
-    """What the model reads."""
+    """Return the text of a request's prompt."""
     return small_tokenizer().decode(request.prompt_ids.tolist(), skip_special_tokens=False)

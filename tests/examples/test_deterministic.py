@@ -1,4 +1,4 @@
-"""With `rollout.deterministic`, a training is the same to the last bit, however often it is run or interrupted."""
+"""Tests that a training with `rollout.deterministic` is bit-identical when it is repeated or interrupted."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NAME = "two_hop_lookup"
 STEPS, ROWS, SAMPLES = 3, 6, 4
-OF_TIME = ("time/", "timing", "perf/", "agent_loop/")
-"""Beginnings of the names of metrics that tell how long something took, or what took long."""
+TIME_METRICS = ("time/", "timing", "perf/", "agent_loop/")
+"""Prefixes of metrics that depend on durations."""
 SAMPLED = (
     "response_ids",
     "response_logprobs",
@@ -47,10 +47,11 @@ SAMPLED = (
 
 
 class Interruption:
-    """Sends Ctrl-C while the rewards of a run are given: at once for some, never for the others."""
+    """State of the reward function that interrupts a run."""
 
     num_scored = 0
     at: frozenset[int] = frozenset()
+    """Numbers of the rewards at which the function sends Ctrl-C."""
 
 
 async def interrupting_reward(output: Any, row: Any) -> float:
@@ -62,7 +63,7 @@ async def interrupting_reward(output: Any, row: Any) -> float:
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model after a short warm start: it calls tools, not always well."""
+    """Return the folder of the demo's model after a short warm start, so that its tool calls are sometimes wrong."""
     path = tmp_path_factory.mktemp("model")
     task = cast(Task, importlib.import_module(f"examples.{NAME}.task"))
     tools = tool_schemas(task, load_config(f"examples/{NAME}/config.yaml"))
@@ -78,7 +79,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(run_dir: Path, model_path: Path, *, interrupted_at: int | None = None, **settings: Any) -> str:
-    """Train, with a Ctrl-C after so many rewards and a resume after that; return what was said."""
+    """Train, and return the console output. With `interrupted_at`, send Ctrl-C after that many rewards, and resume."""
     overrides = {
         "model.path": model_path,
         "trainer.run_dir": run_dir,
@@ -95,19 +96,21 @@ def train(run_dir: Path, model_path: Path, *, interrupted_at: int | None = None,
     config = load_config(
         f"examples/{NAME}/config.yaml", overrides=[f"{key}={value}" for key, value in overrides.items()]
     )
-    said = io.StringIO()
+    console_output = io.StringIO()
     Interruption.num_scored = 0
     Interruption.at = frozenset() if interrupted_at is None else frozenset({interrupted_at})
-    result = asyncio.run(PPOTrainer(config, console=Console(file=said, width=200)).fit())
+    result = asyncio.run(PPOTrainer(config, console=Console(file=console_output, width=200)).fit())
     if interrupted_at is not None:
         assert result.is_interrupted
-        result = asyncio.run(PPOTrainer(config, resume=True, console=Console(file=said, width=200)).fit())
+        result = asyncio.run(
+            PPOTrainer(config, resume=True, console=Console(file=console_output, width=200)).fit()
+        )
     assert not result.is_interrupted
-    return said.getvalue()
+    return console_output.getvalue()
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """Everything that a run left, but times."""
+    """Return the weights, optimizer states, trajectories and metrics of a run, without durations."""
     checkpoint = latest_checkpoint(run_dir).path
     files = [checkpoint / "model" / "model.safetensors", *sorted(checkpoint.glob("trainer/*.distcp"))]
     found: dict[str, Any] = {file.name: file.read_bytes() for file in files}
@@ -118,12 +121,12 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
 
 def without_times(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in metrics.items() if not name.startswith(OF_TIME)}
+    return {name: value for name, value in metrics.items() if not name.startswith(TIME_METRICS)}
 
 
 @pytest.fixture(scope="module")
 def first(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What an uninterrupted run left."""
+    """Return the outcome of an uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("first") / "run"
     train(run_dir, model_path)
     found = outcome(run_dir)
@@ -139,7 +142,7 @@ def first(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     ],
     ids=["two_servers_and_workers", "engine_in_a_process"],
 )
-def test_a_second_run_is_equal_whoever_computes_it(
+def test_a_second_run_is_identical_with_other_numbers_of_servers_and_processes(
     first: dict[str, Any], model_path: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     train(tmp_path / "run", model_path, **settings)
@@ -147,24 +150,24 @@ def test_a_second_run_is_equal_whoever_computes_it(
 
 
 @pytest.mark.parametrize("interrupted_at", [5, ROWS * SAMPLES + 10])
-def test_a_run_that_was_interrupted_and_resumed_is_equal(
+def test_an_interrupted_and_resumed_run_is_identical(
     first: dict[str, Any], model_path: Path, tmp_path: Path, interrupted_at: int
 ) -> None:
-    said = train(tmp_path / "run", model_path, interrupted_at=interrupted_at)
-    assert "rollouts are in the journal" in said
+    console_output = train(tmp_path / "run", model_path, interrupted_at=interrupted_at)
+    assert "rollouts are in the journal" in console_output
     assert_equal(outcome(tmp_path / "run"), first)
 
 
-def test_an_evaluation_that_was_interrupted_is_lost_and_nothing_else_differs(
+def test_an_interrupted_evaluation_is_lost_and_everything_else_is_identical(
     first: dict[str, Any], model_path: Path, tmp_path: Path
 ) -> None:
     train(tmp_path / "run", model_path, interrupted_at=2 * ROWS * SAMPLES + 5)
-    found, wanted = outcome(tmp_path / "run"), dict(first)
-    del wanted["val-000002.parquet"]
-    wanted["metrics"] = [dict(line) for line in first["metrics"]]
-    wanted["metrics"][1] = {k: v for k, v in wanted["metrics"][1].items() if not k.startswith("val/")}
-    assert len(wanted["metrics"][1]) < len(first["metrics"][1])
-    assert_equal(found, wanted)
+    found, expected = outcome(tmp_path / "run"), dict(first)
+    del expected["val-000002.parquet"]
+    expected["metrics"] = [dict(line) for line in first["metrics"]]
+    expected["metrics"][1] = {k: v for k, v in expected["metrics"][1].items() if not k.startswith("val/")}
+    assert len(expected["metrics"][1]) < len(first["metrics"][1])
+    assert_equal(found, expected)
 
 
 def test_another_seed_gives_another_run(first: dict[str, Any], model_path: Path, tmp_path: Path) -> None:
@@ -174,5 +177,5 @@ def test_another_seed_gives_another_run(first: dict[str, Any], model_path: Path,
 
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Name what differs, instead of showing it."""
+    """Check that two outcomes are equal. The assertion shows the names of differing parts, not their values."""
     assert [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)] == []

@@ -1,4 +1,4 @@
-"""The example's configurations for engines: the engine is the only change."""
+"""Test that an example's configurations for other engines change only the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GSM8K example from its source to rewards, with a scripted model."""
+"""Tests of the GSM8K example, from its source to rewards, with a scripted model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     return load_rows([str(out)], prompt_key="prompt")
 
 
-def run(given: list[dict[str, Any]], *turns: ScriptedReply) -> list[Trajectory]:
-    return run_scripted(FOLDER, given, lambda request: turns[request.turn])
+def run(task_rows: list[dict[str, Any]], *turns: ScriptedReply) -> list[Trajectory]:
+    return run_scripted(FOLDER, task_rows, lambda request: turns[request.turn])
 
 
-def test_the_rows_are_those_of_the_source(tmp_path: Path) -> None:
-    made = rows(tmp_path)
-    assert [row["reward_model"]["ground_truth"] for row in made] == TRUTHS
-    first = made[0]
+def test_preprocessing_creates_a_row_for_each_record(tmp_path: Path) -> None:
+    task_rows = rows(tmp_path)
+    assert [row["reward_model"]["ground_truth"] for row in task_rows] == TRUTHS
+    first = task_rows[0]
     assert first["agent_name"] == "tool_agent"
     assert first["tools_kwargs"] == {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "39"}}}
     assert first["interaction_kwargs"]["query"] == first["raw_prompt"][-1]["content"]
@@ -41,7 +41,7 @@ def test_the_rows_are_those_of_the_source(tmp_path: Path) -> None:
     assert first["extra_info"]["split"] == "train"
 
 
-def test_the_reward_is_the_tools_verdict(tmp_path: Path) -> None:
+def test_the_tool_s_score_is_the_reward(tmp_path: Path) -> None:
     [row, *_] = rows(tmp_path)
     [trajectory] = run(
         [row],
@@ -58,14 +58,14 @@ def test_the_reward_is_the_tools_verdict(tmp_path: Path) -> None:
     assert trajectory.reward == 1.0
 
 
-def test_the_verdict_is_of_the_last_answer_that_the_tool_got(tmp_path: Path) -> None:
+def test_the_tool_scores_the_last_answer_that_it_received(tmp_path: Path) -> None:
     [row, *_] = rows(tmp_path)
     [trajectory] = run([row], tool_call_reply("calc_gsm8k_reward", answer="38"), text_reply("#### 39"))
     assert trajectory.reward == 0.0
 
 
 @pytest.mark.parametrize(("answer", "rewards"), [("#### 1,400", [0.0, 0.0, 1.0, 0.0]), ("none", [0.0] * 4)])
-def test_without_the_tool_the_answer_itself_is_judged(
+def test_without_a_tool_call_the_reward_function_scores_the_answer(
     tmp_path: Path, answer: str, rewards: list[float]
 ) -> None:
     trajectories = run(rows(tmp_path), *[text_reply(answer)] * 6)
@@ -73,7 +73,7 @@ def test_without_the_tool_the_answer_itself_is_judged(
     assert [trajectory.reward for trajectory in trajectories] == rewards
 
 
-def test_a_faulty_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_source_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.jsonl").write_text('{"question": "?", "answer": "no idea"}')
     for source, message in (("bad.jsonl", "record 0 has the keys"), ("none.jsonl", "does not exist")):
         assert main([str(tmp_path / source), "--out", str(tmp_path / "out.parquet")]) == 2
@@ -81,7 +81,7 @@ def test_a_faulty_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "out.parquet").exists()
 
 
-def test_parquet_is_read_too(tmp_path: Path) -> None:
+def test_a_parquet_source_is_supported(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""The game itself; what all examples have in common is tested with them."""
+"""Tests of the game. The tests of all examples include its rows and rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_four_guesses_at_the_middle_are_enough() -> None:
     assert lengths == {2, 3, 4}
 
 
-def test_the_game_keeps_the_contract_of_interactions() -> None:
+def test_the_game_passes_check_interaction() -> None:
     row = {"low": 20, "high": 34, "secret": 30}
     answers = ["Is it 27?", "Is it 31?", "Is it 19?"]
     report = asyncio.run(check_interaction(GuessTheNumber({}), interaction_kwargs=row, answers=answers))

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from agent_loop.training.metrics import REWARD_MEAN, SUCCESS_SHARE, TOOL_CALLS_MEAN
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
-from examples.common.report import ReportInput, Verdict, print_comparison, write_report
+from examples.common.report import ReportInput, TargetResult, print_comparison, write_report
 
 QUESTION = "Which <b>shelf</b> [bold]?"
 
@@ -21,7 +21,7 @@ def test_the_page_shows_both_trajectories_and_their_logprobs(tmp_path: Path) -> 
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_text_of_models_and_rows_is_escaped(tmp_path: Path) -> None:
+def test_the_page_escapes_text_of_models_and_rows(tmp_path: Path) -> None:
     page = write_report(report(answer="<script>x</script>"), folder=tmp_path).read_text(encoding="utf-8")
     assert "<script>" not in page
     assert "Which &lt;b&gt;shelf" in page
@@ -34,7 +34,7 @@ def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["Shelf 1.", "[/red] [bold", ""])
-def test_the_terminal_shows_answers_as_they_are(answer: str) -> None:
+def test_the_terminal_shows_answers_without_interpreting_markup(answer: str) -> None:
     console = Console(file=io.StringIO(), width=120)
     print_comparison(report(answer=answer), console=console)
     assert isinstance(console.file, io.StringIO)
@@ -48,7 +48,7 @@ def report(answer: str = "Shelf 1.") -> ReportInput:
     return ReportInput(
         title="a task",
         subtitle="seed 0",
-        verdict=Verdict(is_passed=True, sentence="success went up"),
+        verdict=TargetResult(is_passed=True, sentence="success went up"),
         before=[trajectory(answer, reward=0.0)],
         after=[trajectory(answer, reward=1.0)],
         success_threshold=1.0,

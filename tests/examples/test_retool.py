@@ -1,4 +1,4 @@
-"""The ReTool example with a scripted model that writes real programs, run in the real sandbox."""
+"""Tests of the ReTool example with a scripted model that writes programs, in the real sandbox."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ PROGRAMS = {
 
 @pytest.fixture
 def sandbox() -> None:
-    """Skips where nothing shuts enough in."""
+    """Skip the test if no isolation mechanism is available."""
     python_tool(python=sys.executable)
 
 
 def solver(request: ScriptedRequest) -> ScriptedReply:
-    """Begins with a slip, mends it with what it defined before, and boxes what it reads."""
+    """Return a program with an error, then its fixed last line, then the boxed result."""
     context = context_of(request)
     [program] = [PROGRAMS[answer] for question, answer in PROBLEMS if question in context]
     *setup, last = program.split("\n")
@@ -64,7 +64,7 @@ def test_problems_are_solved_with_code_and_mistakes_are_read() -> None:
 
 @pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize("answer", ["168", r"\boxed{169}", r"\boxed{168} or \boxed{1}"])
-def test_another_answer_costs_one(answer: str) -> None:
+def test_a_wrong_or_unboxed_answer_has_a_reward_of_minus_one(answer: str) -> None:
     [row, *_] = load_rows(["examples/retool/task.py:rows"], prompt_key="prompt")
     [trajectory] = run_scripted(FOLDER, [row], lambda _: text_reply(answer), overrides=ROOMY)
     assert trajectory.reward == -1.0

@@ -1,4 +1,4 @@
-"""The Search-R1 example with a scripted model that hops from one search to the next, over the real index."""
+"""Tests of the Search-R1 example with a scripted model that searches step by step, over the real index."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def hopper(request: ScriptedRequest) -> ScriptedReply:
-    """Asks for the novel, then for its author, then for the town, each as it read it."""
+    """Search for the novel, then for its author, then for the town, each as named in the previous result."""
     context = context_of(request)
     asked = re.findall(r"the author of (.+?)(?: born| was born)\?", context)[-1]
     author = re.search(rf"{re.escape(asked)} is a novel by ([\w ]+)\.", context)
@@ -49,7 +49,7 @@ def hopper(request: ScriptedRequest) -> ScriptedReply:
     return text_reply(f"<answer>The {river[1]}.</answer>")
 
 
-def test_each_hop_is_found_in_the_corpus() -> None:
+def test_the_corpus_answers_every_question_step_by_step() -> None:
     trajectories = run_scripted(FOLDER, rows(), hopper, overrides=ROOMY)
     assert [t.output.failure for t in trajectories] == [None] * 12
     assert [t.output.stop_reason for t in trajectories] == [StopReason.ANSWERED] * 12
@@ -58,6 +58,6 @@ def test_each_hop_is_found_in_the_corpus() -> None:
 
 
 @pytest.mark.parametrize(("answer", "reward"), [("<answer> merrowby! </answer>", 1.0), ("Merrowby", 0.0)])
-def test_the_answer_is_compared_as_search_r1_does(answer: str, reward: float) -> None:
+def test_answers_are_normalised_as_in_search_r1(answer: str, reward: float) -> None:
     [trajectory] = run_scripted(FOLDER, rows()[:1], lambda _: text_reply(answer), overrides=ROOMY)
     assert trajectory.reward == reward

@@ -32,7 +32,7 @@ def test_the_solution_earns_the_reward_with_the_real_tools(example: Example) -> 
     assert not any(t.output.incidents for t in trajectories)
 
 
-def test_a_rollout_presents_the_tokens_of_the_demonstration(example: Example) -> None:
+def test_a_rollout_has_the_same_tokens_as_the_demonstration(example: Example) -> None:
     rows = held_out_rows(example)
     trajectories = replay(example, rows, turns=[example.task.solution(row) for row in rows])
     for row, trajectory in zip(rows, trajectories, strict=True):
@@ -50,7 +50,7 @@ def test_a_wrong_answer_earns_nothing(example: Example, answer: str) -> None:
     assert [t.reward for t in trajectories] == [0.0] * NUM_ROWS
 
 
-def test_no_training_question_is_held_out(example: Example) -> None:
+def test_training_questions_and_held_out_questions_are_disjoint(example: Example) -> None:
     held_out = {question(row) for seed in range(3) for row in example.task.val_rows(seed=seed)}
     for seed in range(3):
         assert held_out.isdisjoint(question(row) for row in example.task.train_rows(seed=seed))
@@ -58,7 +58,7 @@ def test_no_training_question_is_held_out(example: Example) -> None:
     assert held_out.isdisjoint(messages[1]["content"] for messages in islice(conversations, 1000))
 
 
-def test_rows_depend_on_the_seed_alone(example: Example) -> None:
+def test_rows_depend_only_on_the_seed(example: Example) -> None:
     assert example.task.train_rows(seed=7, count=20) == example.task.train_rows(seed=7, count=20)
     assert example.task.train_rows(seed=7, count=20) != example.task.train_rows(seed=8, count=20)
 
@@ -82,9 +82,9 @@ def question(row: Row) -> str:
 
 
 def replay(example: Example, rows: Sequence[Row], *, turns: Sequence[Sequence[Message]]) -> list[Trajectory]:
-    """Runs the rows with a model that says the assistant's part of the turns, one list of turns per row."""
+    """Run the rows with a model that returns the assistant turns of `turns`, one list per row."""
     template = ChatTemplate(example.tokenizer)
-    said = {
+    completions_by_prompt = {
         tuple(template.open(row["raw_prompt"], tools=example.schemas).tolist()): completions(
             example, messages
         )
@@ -93,8 +93,8 @@ def replay(example: Example, rows: Sequence[Row], *, turns: Sequence[Sequence[Me
 
     def script(request: ScriptedRequest) -> ScriptedReply:
         prompt = tuple(request.prompt_ids.tolist())
-        opening = next(opening for opening in said if prompt[: len(opening)] == opening)
-        return ScriptedReply(said[opening][request.turn])
+        opening = next(each for each in completions_by_prompt if prompt[: len(each)] == each)
+        return ScriptedReply(completions_by_prompt[opening][request.turn])
 
     reward_function = example.config.reward.function
     assert reward_function is not None
@@ -113,11 +113,11 @@ def replay(example: Example, rows: Sequence[Row], *, turns: Sequence[Sequence[Me
 
 
 def completions(example: Example, messages: Sequence[Message]) -> list[list[int]]:
-    """The tokens of each assistant turn, the end token included."""
+    """Return the tokens of each assistant turn, including the end token."""
     opening = "<|im_start|>assistant\n"
-    sayings = [
+    texts = [
         render(example.tokenizer, [message], tools=[]).removeprefix(opening).removesuffix("<|im_end|>\n")
         for message in messages
         if message["role"] == "assistant"
     ]
-    return [[*example.tokenizer.encode(saying), end_id(example.tokenizer)] for saying in sayings]
+    return [[*example.tokenizer.encode(text), end_id(example.tokenizer)] for text in texts]

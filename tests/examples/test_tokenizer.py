@@ -20,7 +20,7 @@ def test_any_text_round_trips(example: Example, text: str) -> None:
     assert example.tokenizer.decode(example.tokenizer.encode(text)) == text
 
 
-def test_a_tool_call_is_few_tokens(example: Example) -> None:
+def test_a_tool_call_has_few_tokens(example: Example) -> None:
     for row in example.task.val_rows(count=20):
         for turn in example.task.solution(row):
             text = render(example.tokenizer, [turn], tools=[]).removeprefix("<|im_start|>assistant\n")
@@ -33,7 +33,7 @@ def test_digits_and_markers_are_single_tokens(example: Example) -> None:
     assert len(example.tokenizer.encode("2024")) == 4
 
 
-def test_a_conversation_only_grows_at_its_end(example: Example) -> None:
+def test_the_tokens_of_a_conversation_are_a_prefix_of_its_continuation(example: Example) -> None:
     row = example.task.val_rows(count=1)[0]
     messages = row["prompt"] + example.task.solution(row)
     whole = render(example.tokenizer, messages, tools=example.schemas)
@@ -61,7 +61,7 @@ def test_a_tool_reply_cannot_forge_a_turn(example: Example) -> None:
     assert ids.count(turn_opening) == 2
 
 
-def test_the_saved_tokenizer_is_the_same(example: Example, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_loads_unchanged(example: Example, tmp_path: Path) -> None:
     example.tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     row = example.task.val_rows(count=1)[0]

@@ -13,7 +13,7 @@ from examples.common.warm_start import BATCH_SIZE, IGNORED, encode, warm_start
 from tests.examples.conftest import Example
 
 
-def test_only_what_the_assistant_says_is_learnt(example: Example) -> None:
+def test_only_the_assistant_s_tokens_have_labels(example: Example) -> None:
     row = example.task.train_rows(count=1)[0]
     messages = row["prompt"] + example.task.solution(row)
     encoded = next(encode(iter([messages]), tokenizer=example.tokenizer, tools=example.schemas))
@@ -28,7 +28,7 @@ def test_only_what_the_assistant_says_is_learnt(example: Example) -> None:
     )
 
 
-def test_sharing_a_row_changes_no_loss(example: Example) -> None:
+def test_packing_conversations_into_rows_does_not_change_the_loss(example: Example) -> None:
     torch.set_num_threads(1)
     conversations = demonstrations(example.task, rng=random.Random(3), habit=example.recipe.habit)
     batch = list(
@@ -47,6 +47,6 @@ def test_sharing_a_row_changes_no_loss(example: Example) -> None:
     assert packed == pytest.approx(torch.stack(losses).sum().item() / num_learnt, rel=1e-5)
 
 
-def test_a_seed_gives_the_same_model(example: Example) -> None:
+def test_the_same_seed_creates_the_same_model(example: Example) -> None:
     first, second = (make_model(example.tokenizer, seed=5).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,4 +1,4 @@
-"""What the examples that work out sums have in common."""
+"""Helpers for the rows and solutions of examples about calculations."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from agent_loop.types import Message, ToolCall
 HELD_OUT_MODULUS = 7
 
 
-def drawn_rows(
+def draw_rows(
     draw: Callable[[random.Random], dict[str, Any]], *, seed: int, count: int, held_out: bool
 ) -> list[dict[str, Any]]:
-    """Rows as they are drawn, either held out or not: held out are numbers `a`, `b` (and `c`) whose sum 7 divides."""
+    """Draw `count` rows, either only held-out rows or none of them.
+
+    A row is held out if the sum of its numbers `a`, `b` and, if present, `c` is divisible by 7.
+    """
     rng = random.Random(seed)
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
@@ -26,7 +29,12 @@ def drawn_rows(
 
 
 def tool_turns(calls: Iterable[tuple[ToolCall, int]], *, answer: str) -> list[Message]:
-    """The turns of an assistant that makes calls one after the other, each with its result, and then answers."""
+    """Return the turns of an assistant that makes one call after the other and then answers.
+
+    Args:
+        calls: The calls with their results.
+        answer: The last turn.
+    """
     turns: list[Message] = []
     for call, result in calls:
         turns.append({"role": "assistant", "content": "", "tool_calls": [call.as_message()]})
