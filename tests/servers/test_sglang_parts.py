@@ -1,4 +1,4 @@
-"""What SGLang is asked and how it is read, without SGLang."""
+"""Parts of the SGLang servers that can be tested without SGLang."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.sglang import SGLangClient, SGLangServer, loader
-from agent_loop.servers.sglang.requests import check_params, generate_body, must_be_cut, read_reply
-from agent_loop.servers.sglang.running import RunningRequests
+from agent_loop.servers.sglang.frames import Frame, FrameProtocol
+from agent_loop.servers.sglang.in_flight import SGLangRequests
+from agent_loop.servers.sglang.requests import check_params, generate_body, needs_own_stop, read_reply
 from agent_loop.servers.sglang.streams import HeldTokens
-from agent_loop.servers.sglang.wire import Frame, FrameProtocol
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
 from agent_loop.weights import WeightSender
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 
 
-def answer(
+def event(
     token_ids: list[int],
     *,
     total: int | None = None,
     finish: dict[str, Any] | None = None,
     versions: list[tuple[str, int, int]] | None = None,
 ) -> dict[str, Any]:
-    """As SGLang writes it."""
+    """Return a reply in SGLang's format."""
     return {
         "output_ids": token_ids,
         "meta_info": {
@@ -58,10 +58,10 @@ def answer(
     }
 
 
-def joined(answers: list[dict[str, Any]], *, stops: frozenset[int] = frozenset()) -> TokenOutput:
+def joined(events: list[dict[str, Any]], *, stops: frozenset[int] = frozenset()) -> TokenOutput:
     held, chunks = HeldTokens(stop_token_ids=stops), list[TokenChunk]()
-    for event in answers:
-        reply = read_reply(event, num_seen=held.num_read, server="s", request_id="r")
+    for each in events:
+        reply = read_reply(each, num_seen=held.num_read, server="s", request_id="r")
         held.add(reply)
         if reply.chunk.stop_reason is not None or not held.is_cut:
             chunks += held.release(reply)
@@ -71,11 +71,11 @@ def joined(answers: list[dict[str, Any]], *, stops: frozenset[int] = frozenset()
 def test_a_cumulative_and_an_incremental_stream_are_read_alike() -> None:
     stop = {"type": "stop", "matched": 4}
     versions = [("3", 0, 3)]
-    cumulative = [answer([2]), answer([2, 3]), answer([2, 3, 4], finish=stop, versions=versions)]
+    cumulative = [event([2]), event([2, 3]), event([2, 3, 4], finish=stop, versions=versions)]
     incremental = [
-        answer([2], total=1),
-        answer([3], total=2),
-        answer([4], total=3, finish=stop, versions=versions),
+        event([2], total=1),
+        event([3], total=2),
+        event([4], total=3, finish=stop, versions=versions),
     ]
     output = joined(cumulative)
     assert output == joined(incremental)
@@ -84,58 +84,58 @@ def test_a_cumulative_and_an_incremental_stream_are_read_alike() -> None:
     assert (output.num_preempted, output.num_cached_tokens) == (1, 2)
 
 
-def test_tokens_are_stamped_with_the_weights_that_sampled_them() -> None:
+def test_tokens_have_the_weight_version_that_sampled_them() -> None:
     finish = {"type": "length", "length": 4}
-    whole = answer([1, 2, 3, 4], finish=finish, versions=[("7", 0, 3), ("8", 3, 4)])
+    whole = event([1, 2, 3, 4], finish=finish, versions=[("7", 0, 3), ("8", 3, 4)])
     reply = read_reply(whole, num_seen=0, server="s", request_id="r")
     output = TokenOutput.from_chunks(reply.chunks())
     assert [(c.weight_version, len(c.token_ids)) for c in output.chunks] == [(7, 3), (8, 1)]
     assert (output.weight_version, output.stop_reason) == (8, "length")
 
 
-def test_a_stream_is_cut_after_the_first_stop_token_and_what_comes_later_is_dropped() -> None:
+def test_a_stream_is_cut_after_the_first_stop_token_and_later_tokens_are_dropped() -> None:
     events = [
-        answer([1], total=1),
-        answer([2, 9, 3], total=4),
-        answer([4], total=5, finish={"type": "abort"}, versions=[("3", 0, 5)]),
+        event([1], total=1),
+        event([2, 9, 3], total=4),
+        event([4], total=5, finish={"type": "abort"}, versions=[("3", 0, 5)]),
     ]
     output = joined(events, stops=frozenset({9}))
     assert (output.token_ids, output.stop_reason) == ([1, 2, 9], "stop")
 
 
 @pytest.mark.parametrize(
-    "event",
+    "invalid",
     [
         None,
         [],
         {},
         {"meta_info": {}, "output_ids": []},
-        answer([1], total=5),
-        answer([1], finish={"type": "coffee"}),
-        {**answer([1]), "output_ids": [2]},
+        event([1], total=5),
+        event([1], finish={"type": "coffee"}),
+        {**event([1]), "output_ids": [2]},
     ],
 )
-def test_garbage_is_a_bad_reply_that_names_the_request(event: Any) -> None:
+def test_an_invalid_reply_is_refused_with_the_name_of_the_request(invalid: Any) -> None:
     with pytest.raises(BadServerReply, match="server s request r"):
-        read_reply(event, num_seen=0, server="s", request_id="r")
+        read_reply(invalid, num_seen=0, server="s", request_id="r")
 
 
-def test_a_request_that_the_engine_gives_up_is_no_abort() -> None:
+def test_a_request_that_the_engine_aborts_with_an_error_fails() -> None:
     finish = {"type": "abort", "message": "out of memory", "status_code": 500}
     with pytest.raises(ServerError, match="out of memory"):
-        read_reply(answer([], finish=finish), num_seen=0, server="s", request_id="r")
+        read_reply(event([], finish=finish), num_seen=0, server="s", request_id="r")
     with pytest.raises(ServerError, match="too long"):
         read_reply({"error": {"message": "too long"}}, num_seen=0, server="s", request_id="r")
 
 
-def test_one_candidate_keeps_the_temperature_of_its_logprobs() -> None:
+def test_top_k_of_one_keeps_the_temperature_of_the_logprobs() -> None:
     params = SamplingParams(temperature=0.7, top_k=1)
     sampling = generate_body(PROMPT, params, rid="x", max_new_tokens=4, stream=False)["sampling_params"]
     assert (sampling["top_k"], sampling["temperature"]) == (-1, 0.7)
     assert sampling["top_p"] < 1e-3
 
 
-def test_what_sglang_cannot_do_exactly_is_refused_by_name() -> None:
+def test_parameters_that_sglang_returns_inexact_logprobs_for_are_refused_by_name() -> None:
     for params, name in (
         (SamplingParams(repetition_penalty=1.1), "repetition_penalty"),
         (SamplingParams(temperature=1e-6), "temperature"),
@@ -143,8 +143,8 @@ def test_what_sglang_cannot_do_exactly_is_refused_by_name() -> None:
     ):
         with pytest.raises(SamplingParamsError, match=name):
             check_params(params, takes_seeds=False)
-    assert must_be_cut(SamplingParams(ignore_eos=True, stop_token_ids=(3,)))
-    assert not must_be_cut(SamplingParams(stop_token_ids=(3,)))
+    assert needs_own_stop(SamplingParams(ignore_eos=True, stop_token_ids=(3,)))
+    assert not needs_own_stop(SamplingParams(stop_token_ids=(3,)))
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [250], [1] * 16])
@@ -155,9 +155,9 @@ def test_a_prompt_that_does_not_fit_is_refused(ids: list[int]) -> None:
     assert limits.check("r", prompt_ids=np.array([249] * 15, dtype=np.int32), attachments=()) == 1
 
 
-def test_nothing_is_sent_while_weights_change_and_what_was_aborted_meanwhile_never_is() -> None:
+def test_no_request_is_sent_during_a_weight_update_and_an_aborted_one_is_never_sent() -> None:
     async def scenario() -> tuple[bool, bool]:
-        requests = RunningRequests("s")
+        requests = SGLangRequests("s")
         with requests.enter("a") as first, requests.enter("b") as second:
             async with asyncio.TaskGroup() as group:
                 with requests.hold():
@@ -170,7 +170,7 @@ def test_nothing_is_sent_while_weights_change_and_what_was_aborted_meanwhile_nev
     assert asyncio.run(scenario()) == (True, False)
 
 
-def test_frames_survive_any_cut() -> None:
+def test_frames_are_read_from_parts_of_any_size() -> None:
     frames = [Frame("part", 3, {"a": [1, 2]}), Frame("end", 4, None), Frame("call", 5, b"x" * 5000)]
 
     async def scenario() -> list[Frame]:
@@ -196,7 +196,7 @@ def test_frames_survive_any_cut() -> None:
 
 
 class FakeModel:
-    """Takes weights as SGLang's models do."""
+    """Stub of a SGLang model, which loads weights."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.loaded: dict[str, torch.Tensor] = {}
@@ -212,7 +212,7 @@ class FakeModel:
                 raise ValueError("no room")
 
 
-def test_the_loader_takes_an_offer_and_reports(tmp_path: Path) -> None:
+def test_the_loader_loads_published_weights_and_reports_the_result(tmp_path: Path) -> None:
     weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
     with WeightSender("shared_memory") as sender, sender.offer(weights.items(), weight_version=4) as handle:
         payload = loader.payload(handle.to_json(), report_folder=tmp_path)
@@ -238,7 +238,7 @@ def spec(**changes: Any) -> ServerSpec:
     return ServerSpec(**{"name": "sglang-0", "model": ModelConfig(path="m"), "max_model_len": 64, **changes})
 
 
-def test_a_client_refuses_what_only_an_engine_of_ours_takes() -> None:
+def test_a_client_refuses_options_of_an_engine() -> None:
     url = "http://127.0.0.1:1"
     with pytest.raises(ConfigError, match="server_urls"):
         SGLangClient.create(spec())
@@ -248,7 +248,7 @@ def test_a_client_refuses_what_only_an_engine_of_ours_takes() -> None:
         SGLangClient.create(spec(url=url, weight_transfer="shared_memory"))
 
 
-def test_without_sglang_an_engine_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sglang_the_error_states_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agent_loop.servers.packages.installed_version", lambda package: None)
     with pytest.raises(ConfigError, match=r"pip install .sglang>=0\.5\.23"):
         SGLangServer.create(spec())
@@ -270,7 +270,7 @@ def test_a_server_that_was_not_started_refuses_and_can_be_closed() -> None:
     asyncio.run(scenario())
 
 
-def test_weights_of_a_model_whose_files_are_nowhere_are_refused() -> None:
+def test_weights_of_a_model_without_local_files_are_refused() -> None:
     async def scenario() -> None:
         publisher = WeightPublisher(
             ModelConfig(path="no/such-model"), transfer="auto", is_same_host=True, num_receivers=1
@@ -282,7 +282,7 @@ def test_weights_of_a_model_whose_files_are_nowhere_are_refused() -> None:
         asyncio.run(scenario())
 
 
-def test_the_likeliest_tokens_are_asked_for_and_read_with_their_tokens() -> None:
+def test_the_likeliest_tokens_are_requested_and_read_with_the_sampled_tokens() -> None:
     params = SamplingParams(top_logprobs=2)
     body = generate_body(as_token_ids([1]), params, rid="r", max_new_tokens=3, stream=False)
     assert body["top_logprobs_num"] == 2
@@ -290,7 +290,7 @@ def test_the_likeliest_tokens_are_asked_for_and_read_with_their_tokens() -> None
         as_token_ids([1]), SamplingParams(), rid="r", max_new_tokens=3, stream=False
     )
     top = [[[-0.1 * n, n, None], [-0.2 * n, n + 10, None]] for n in range(1, 5)]
-    first, rest = answer([1, 2]), answer([1, 2, 3, 4], finish={"type": "length"})
+    first, rest = event([1, 2]), event([1, 2, 3, 4], finish={"type": "length"})
     first["meta_info"]["output_top_logprobs"], rest["meta_info"]["output_top_logprobs"] = top[:2], top
     output = joined([first, rest])
     assert output.extras["top_token_ids"].tolist() == [[1, 11], [2, 12], [3, 13], [4, 14]]

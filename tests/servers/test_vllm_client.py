@@ -109,7 +109,7 @@ async def client_of(
     ("changes", "message"),
     [
         ({"version": "0.9.1"}, r"runs vLLM 0\.9\.1, but only"),
-        ({"version": None}, "does not tell a version of vLLM"),
+        ({"version": None}, "does not report a version of vLLM"),
         ({"max_model_len": 32}, "start it with --max-model-len 64"),
         ({"has_scale_out": False}, "start it with --enable-scale-out"),
     ],

@@ -1,4 +1,4 @@
-"""The parts of the vLLM servers that need no vLLM."""
+"""Parts of the vLLM servers that can be tested without vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agent_loop.config import ModelConfig
 from agent_loop.errors import BadServerReply, ConfigError, SamplingParamsError, ServerError, WeightsError
 from agent_loop.servers.base import ServerSpec, refuse_unknown_options
 from agent_loop.servers.vllm.gauges import Gauges
-from agent_loop.servers.vllm.limits import VLLMRequest, ModelInfo, VLLMRequestLimits, VLLMRequests
+from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequest, VLLMRequestLimits, VLLMRequests
 from agent_loop.servers.vllm.logprobs import LogProbs, identify_logprobs
 from agent_loop.servers.vllm.logs import TAIL_LINES, EngineLog
 from agent_loop.servers.vllm.options import engine_options
@@ -39,13 +39,13 @@ def spec(**engine_kwargs: Any) -> ServerSpec:
     )
 
 
-def wanted(prompt: list[int], **params: Any) -> dict[str, Any]:
+def sampling(prompt: list[int], **params: Any) -> dict[str, Any]:
     return LIMITS.sampling(
         "r", prompt_ids=as_token_ids(prompt), params=SamplingParams(**params), attachments=()
     )
 
 
-def test_engine_kwargs_go_to_vllm_beside_what_the_configuration_says() -> None:
+def test_engine_kwargs_are_passed_to_vllm_with_the_options_of_the_configuration() -> None:
     options = engine_options(spec(gpu_memory_utilization=0.5, tensor_parallel_size=2))
     assert options["tensor_parallel_size"] == 2
     assert (options["model"], options["max_model_len"], options["seed"]) == ("m", 64, 3)
@@ -83,43 +83,45 @@ vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"}
     assert Gauges.read("") == Gauges(kv_cache_share=None, num_waiting=0)
 
 
-def test_end_tokens_are_stop_tokens_unless_they_are_to_be_ignored() -> None:
-    assert wanted([1], stop_token_ids=(3,))["stop_token_ids"] == [3, 7, 9]
-    assert wanted([1], stop_token_ids=(3,), ignore_eos=True)["stop_token_ids"] == [3]
-    assert wanted([1])["ignore_eos"] is True
+def test_end_tokens_are_stop_tokens_unless_ignore_eos_is_set() -> None:
+    assert sampling([1], stop_token_ids=(3,))["stop_token_ids"] == [3, 7, 9]
+    assert sampling([1], stop_token_ids=(3,), ignore_eos=True)["stop_token_ids"] == [3]
+    assert sampling([1])["ignore_eos"] is True
 
 
-def test_a_completion_never_outgrows_the_context() -> None:
-    assert wanted([1, 2, 3])["max_tokens"] == 17
-    assert wanted([1, 2, 3], max_tokens=40)["max_tokens"] == 17
-    assert wanted([1, 2, 3], max_tokens=4)["max_tokens"] == 4
+def test_a_completion_never_exceeds_the_context() -> None:
+    assert sampling([1, 2, 3])["max_tokens"] == 17
+    assert sampling([1, 2, 3], max_tokens=40)["max_tokens"] == 17
+    assert sampling([1, 2, 3], max_tokens=4)["max_tokens"] == 4
 
 
 @pytest.mark.parametrize("prompt", [[], list(range(20)), [1, 50], [-1]])
 def test_a_prompt_that_cannot_be_continued_is_refused(prompt: list[int]) -> None:
     with pytest.raises(ServerError, match="server vllm-0 request r: the prompt"):
-        wanted(prompt)
+        sampling(prompt)
 
 
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.005}, {"temperature": 2.5}, {"repetition_penalty": 1.1}]
 )
-def test_what_vllm_would_round_or_not_tell_exactly_is_refused(params: dict[str, Any]) -> None:
+def test_parameters_that_vllm_would_round_or_return_inexact_logprobs_for_are_refused(
+    params: dict[str, Any],
+) -> None:
     with pytest.raises(SamplingParamsError, match="vLLM"):
-        wanted([1], **params)
+        sampling([1], **params)
 
 
 def test_end_tokens_are_read_from_the_models_files(tmp_path: Path) -> None:
     model = tiny_model(eos_token_id=5)
     model.generation_config.eos_token_id = [5, 6]
     model.save_pretrained(tmp_path)
-    facts = ModelInfo.read(ModelConfig(path=str(tmp_path)))
-    assert facts.eos_token_ids == (5, 6)
-    with pytest.raises(ConfigError, match="no configuration"):
+    info = ModelInfo.read(ModelConfig(path=str(tmp_path)))
+    assert info.eos_token_ids == (5, 6)
+    with pytest.raises(ConfigError, match="no readable configuration"):
         ModelInfo.read(ModelConfig(path=str(tmp_path / "nothing")))
 
 
-def test_one_call_of_a_session_runs_at_a_time() -> None:
+def test_a_session_has_one_request_in_flight_at_a_time() -> None:
     calls = VLLMRequests("vllm-0")
     with calls.enter("a") as call, calls.enter("b"):
         assert len(calls) == 2
@@ -147,11 +149,11 @@ def log_softmax(temperature: float) -> dict[int, float]:
         ({1: -1.0, 8: -2.0, 9: -3.0}, LogProbs.UNKNOWN),
     ],
 )
-def test_kinds_of_logprobs_are_told_apart(hot_top_1: dict[int, float], kind: LogProbs) -> None:
+def test_the_kind_of_logprobs_is_identified(hot_top_1: dict[int, float], kind: LogProbs) -> None:
     assert identify_logprobs(log_softmax(1.0), hot_top_1) == kind
 
 
-def test_a_model_that_is_unsure_of_everything_tells_nothing() -> None:
+def test_the_kind_of_logprobs_is_unknown_if_the_model_is_uncertain() -> None:
     flat = {1: -1.0, 2: -1.001}
     assert identify_logprobs(flat, flat) == LogProbs.UNKNOWN
 
@@ -170,14 +172,14 @@ def test_a_model_that_is_unsure_of_everything_tells_nothing() -> None:
         (LogProbs.UNKNOWN, {}, False),
     ],
 )
-def test_logprobs_are_given_only_where_they_are_exact(
+def test_logprobs_are_returned_only_where_they_are_exact(
     kind: LogProbs, params: dict[str, Any], is_exact: bool
 ) -> None:
     assert kind.are_exact(SamplingParams(**params)) is is_exact
 
 
-class CutToOne(torch.nn.Module):
-    """The last stage of a sampler: takes the likeliest token and writes over the others' logits."""
+class ArgmaxStage(torch.nn.Module):
+    """Last stage of a sampler, which samples the likeliest token and overwrites the logits."""
 
     def __init__(self, logprobs_mode: str = "processed_logprobs", use_fp64_gumbel: bool = False) -> None:
         super().__init__()
@@ -191,10 +193,10 @@ class CutToOne(torch.nn.Module):
 
 class Sampler:
     def __init__(self) -> None:
-        self.topk_topp_sampler: Any = CutToOne()
+        self.topk_topp_sampler: Any = ArgmaxStage()
 
 
-def test_the_exchanged_stage_gives_logprobs_from_before_the_cut() -> None:
+def test_the_wrapped_stage_returns_logprobs_from_before_top_k() -> None:
     sampler = Sampler()
     stage = sampler.topk_topp_sampler = FullLogProbsStage.wrap(sampler)
     assert FullLogProbsStage.wrap(sampler) is stage
@@ -205,23 +207,23 @@ def test_the_exchanged_stage_gives_logprobs_from_before_the_cut() -> None:
     assert stage.inner.logprobs_mode == "raw_logprobs"
 
 
-def test_the_second_model_runner_keeps_its_logits_from_before_the_cut() -> None:
+def test_the_second_model_runner_returns_its_logits_from_before_top_k() -> None:
     def sample_random(logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return logits.argmax(-1), logits.fill_(-math.inf)
 
-    kept = return_full_logits(sample_random)
-    assert return_full_logits(kept) is kept
+    wrapped = return_full_logits(sample_random)
+    assert return_full_logits(wrapped) is wrapped
     logits = torch.tensor([[0.5, 2.0]])
-    _, before = kept(logits.clone(), None)
+    _, before = wrapped(logits.clone(), None)
     torch.testing.assert_close(before, logits)
 
 
-def test_a_worker_answers_garbage_with_an_error_and_does_not_raise() -> None:
+def test_a_worker_returns_an_error_for_an_invalid_handle_and_does_not_raise() -> None:
     worker = WeightWorker()
     worker.rank, worker.model_runner = 0, SimpleNamespace(device=torch.device("cpu"))
-    answer = worker.agent_loop_load_weights("no handle")
-    assert answer["is_unchanged"] is True
-    assert "weight handle" in answer["error"]
+    result = worker.agent_loop_load_weights("no handle")
+    assert result["is_unchanged"] is True
+    assert "weight handle" in result["error"]
 
 
 def reply(**changes: Any) -> dict[str, Any]:
@@ -241,11 +243,13 @@ def reply(**changes: Any) -> dict[str, Any]:
     }
 
 
-def read(answer: Any, *, has_logprobs: bool = True) -> Any:
-    return ReplyReader("vllm-0").output(answer, request_id="r", weight_version=3, has_logprobs=has_logprobs)
+def read(json_reply: Any, *, has_logprobs: bool = True) -> Any:
+    return ReplyReader("vllm-0").output(
+        json_reply, request_id="r", weight_version=3, has_logprobs=has_logprobs
+    )
 
 
-def test_a_reply_is_read_to_tokens_logprobs_and_versions() -> None:
+def test_tokens_logprobs_and_versions_are_read_from_a_reply() -> None:
     output = read(reply())
     assert (output.token_ids, output.log_probs, output.stop_reason) == ([4, 5], [-0.5, -0.25], "stop")
     assert [(c.weight_version, len(c.token_ids)) for c in output.chunks] == [(2, 1), (3, 1)]
@@ -256,7 +260,7 @@ def test_a_reply_is_read_to_tokens_logprobs_and_versions() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "invalid",
     [
         None,
         {"choices": []},
@@ -267,12 +271,12 @@ def test_a_reply_is_read_to_tokens_logprobs_and_versions() -> None:
         reply(weight_versions=[{"version": "1"}]),
     ],
 )
-def test_garbage_is_refused_by_name(answer: Any) -> None:
+def test_an_invalid_reply_is_refused_with_the_name_of_the_request(invalid: Any) -> None:
     with pytest.raises(BadServerReply, match="server vllm-0 request r"):
-        read(answer)
+        read(invalid)
 
 
-def test_the_log_ends_an_error_with_its_last_lines() -> None:
+def test_errors_end_with_the_last_lines_of_the_log() -> None:
     log = EngineLog("vllm-0")
     assert log.tail() == ""
     log.path.write_text("ValueError: too little\n" + "\n".join(f"line {number}" for number in range(100)))
@@ -283,7 +287,7 @@ def test_the_log_ends_an_error_with_its_last_lines() -> None:
     assert not log.path.parent.exists()
 
 
-def test_without_vllm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_error_states_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from agent_loop.servers import packages
     from agent_loop.servers.vllm import VLLMServer
 
@@ -316,26 +320,26 @@ def part(*token_ids: int, reason: Any = None, spans: Any = ()) -> UnstampedChunk
 
 
 def streamed(parts: list[UnstampedChunk], versions: list[int]) -> list[TokenChunk]:
-    """What comes out if the server's version, each time it is looked at, is the next of these."""
-    looks = iter(versions)
+    """Return the chunks of a stream. Each read of the server's current version returns the next of `versions`."""
+    reads = iter(versions)
 
     async def source() -> AsyncGenerator[UnstampedChunk]:
         for each in parts:
             yield each
 
     async def main() -> list[TokenChunk]:
-        return [chunk async for chunk in stamped(source(), current_version=lambda: next(looks))]
+        return [chunk async for chunk in stamped(source(), current_version=lambda: next(reads))]
 
     return asyncio.run(main())
 
 
-def test_a_stream_without_an_update_comes_as_it_is() -> None:
+def test_a_stream_without_a_weight_update_is_not_delayed() -> None:
     chunks = streamed([part(1), part(2, 3), part(4, reason="stop", spans=[VersionSpan(5, 4)])], [5, 5, 5])
     assert [chunk.token_ids for chunk in chunks] == [[1], [2, 3], [4]]
     assert {chunk.weight_version for chunk in chunks} == {5}
 
 
-def test_what_is_read_after_an_update_waits_for_the_engines_own_stamps() -> None:
+def test_chunks_after_a_weight_update_wait_for_the_versions_that_the_engine_reports() -> None:
     parts = [part(1), part(2), part(3), part(4, reason="stop", spans=[VersionSpan(5, 3), VersionSpan(6, 1)])]
     chunks = streamed(parts, [5, 5, 6, 6])
     assert [(chunk.token_ids, chunk.weight_version) for chunk in chunks] == [([1], 5), ([2, 3], 5), ([4], 6)]
@@ -361,41 +365,41 @@ def assert_tokens_with_top_2(output: Any) -> None:
     assert output.extras["top_logprobs"].tolist() == [[-0.5, -1.5], [-1.0, -2.0]]
 
 
-def test_the_likeliest_tokens_of_a_reply_leave_out_a_sampled_token_that_ranks_below() -> None:
+def test_the_likeliest_tokens_of_a_reply_exclude_a_sampled_token_with_a_lower_rank() -> None:
     content = [
         entry(4, -0.5, top_logprobs=[entry(4, -0.5), entry(8, -1.5), entry(9, -4.0)]),
         entry(5, -3.0, top_logprobs=[entry(5, -3.0), entry(6, -1.0), entry(7, -2.0)]),
     ]
-    answer = reply(logprobs={"content": content})
+    whole = reply(logprobs={"content": content})
     reader = ReplyReader("vllm-0")
     fields: dict[str, Any] = {"request_id": "r", "weight_version": 3, "params": TOP_2}
-    output = reader.output(answer, has_logprobs=True, **fields)
+    output = reader.output(whole, has_logprobs=True, **fields)
     assert_tokens_with_top_2(output)
     assert [chunk.extras["top_token_ids"].shape for chunk in output.chunks] == [(1, 2), (1, 2)]
-    assert not reader.output(answer, has_logprobs=False, **fields).extras
+    assert not reader.output(whole, has_logprobs=False, **fields).extras
     for top in ([], [entry(4, -0.5)]):
         broken = reply(logprobs={"content": [entry(4, -0.5, top_logprobs=top), content[1]]})
         with pytest.raises(BadServerReply):
             reader.output(broken, has_logprobs=True, **fields)
 
 
-def test_the_likeliest_tokens_of_an_engine_output_stand_behind_the_sampled_one() -> None:
+def test_the_likeliest_tokens_of_an_engine_output_follow_the_sampled_token() -> None:
     flat = SimpleNamespace(
         token_ids=[4, 4, 8, 9, 5, 6, 7, 5], logprobs=[-0.5, -0.5, -1.5, -4.0, -3.0, -1.0, -2.0, -3.0]
     )
     completion = SimpleNamespace(
         token_ids=[4, 5], logprobs=flat, finish_reason="length", weight_versions=None
     )
-    answer = SimpleNamespace(outputs=[completion], metrics=None, num_cached_tokens=0)
+    output = SimpleNamespace(outputs=[completion], metrics=None, num_cached_tokens=0)
     fields: dict[str, Any] = {"server": "vllm-0", "weight_version": 3, "params": TOP_2}
-    part = read_part(answer, call=VLLMRequest("r"), **fields)
+    part = read_part(output, call=VLLMRequest("r"), **fields)
     assert_tokens_with_top_2(TokenOutput.from_chunks([part.chunk]))
     flat.token_ids.append(1)
     with pytest.raises(BadServerReply):
-        read_part(answer, call=VLLMRequest("r"), **fields)
+        read_part(output, call=VLLMRequest("r"), **fields)
 
 
-def test_an_engine_is_started_with_as_many_logprobs_as_requests_ask_for() -> None:
+def test_an_engine_is_started_with_the_number_of_logprobs_that_requests_need() -> None:
     def options(num_top: int, **kwargs: Any) -> dict[str, Any]:
         return engine_options(replace(spec(**kwargs), sampling=SamplingParams(top_logprobs=num_top)))
 

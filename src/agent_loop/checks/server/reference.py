@@ -38,7 +38,7 @@ class Reference:
     def logprobs(
         self, prompt_ids: Sequence[int], completion: Sequence[int], *, temperature: float = 1.0
     ) -> FloatArray:
-        """Return the log-probs of a completion, as `TokenOutput.logprobs` defines them; shape [num_tokens]."""
+        """Return the log-probs of a completion, as `TokenOutput.log_probs` defines them; shape [num_tokens]."""
         logits_TV = self._logits([*prompt_ids, *completion])[len(prompt_ids) - 1 : -1]
         logprobs_TV = torch.log_softmax(logits_TV / (temperature or 1.0), dim=-1)
         return logprobs_TV.gather(-1, torch.tensor(completion)[:, None])[:, 0].numpy()

@@ -1,4 +1,4 @@
-"""A SGLang server that runs already, reached by its URL."""
+"""Client of a running SGLang server."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.sglang.options import CONTEXT_MARGIN
 from agent_loop.servers.sglang.requests import SAMPLING_ABILITIES
-from agent_loop.servers.sglang.server import CONTROL_TIMEOUT_S, Connection, SGLangBase
+from agent_loop.servers.sglang.server import CONTROL_TIMEOUT_S, SGLangBase, SGLangConnection
 from agent_loop.servers.sglang.versions import SUPPORTED
 
 if TYPE_CHECKING:
     from agent_loop.weights import WeightHandle
 
 OPTIONS = ("api_key", "weights_folder")
-"""What `engine_kwargs` may hold: the server's API key, and a folder that it and we see, for new weights."""
+"""Keys of `engine_kwargs`: the server's API key, and a folder for new weights that both processes can access."""
 GET_PATHS = ("/server_info", "/model_info", "/v1/loads")
 ABORT_TIMEOUT_S = 10.0
 PROBE_IDS = (0, 1, 2, 3)
@@ -40,25 +40,29 @@ PROBE_TOLERANCE = 1e-2
 
 
 class SGLangClient(SGLangBase):
-    """Talks to `python -m sglang.launch_server` over HTTP, in token ids. `engine_kwargs` may give an `api_key`.
+    """Client of `python -m sglang.launch_server`, with token ids in and out. `engine_kwargs` accepts an `api_key`.
 
-    New weights go by files (`/update_weights_from_disk`): give `weights_folder`, a folder that the server sees too,
-    if it is on another machine. Updates must come through one client only, or tokens of streams may be stamped with
-    the version before.
+    New weights are sent as files (`/update_weights_from_disk`). If the server is on another machine, set
+    `weights_folder` to a folder that both machines can access. Only one client may update the weights: tokens of
+    streams may otherwise get the previous weight version.
 
-    Log-probs are `log_softmax(logits / temperature)`; a server that was told to give others (`start` finds out) is
-    used without.
+    Log-probs are `log_softmax(logits / temperature)`. If the server returns other log-probs, which `start` finds out,
+    completions have none.
     """
 
     def __init__(self, spec: ServerSpec) -> None:
-        """Raises: ConfigError: There is no URL, or an option is unknown."""
+        """Create a client that is not connected.
+
+        Raises:
+            ConfigError: There is no URL, or an option is unknown.
+        """
         if spec.url is None:
-            raise ConfigError("a SGLang client needs the URL of its server; give rollout.server_urls")
+            raise ConfigError("a SGLang client needs the URL of its server; set rollout.server_urls")
         refuse_unknown_options(spec.engine_kwargs, known=OPTIONS)
         if spec.weight_transfer not in ("auto", "disk"):
             raise ConfigError(
-                f"rollout.weight_transfer is {spec.weight_transfer}, but a SGLang server that runs already takes "
-                "weights from disk only; set disk or auto"
+                f"rollout.weight_transfer is {spec.weight_transfer}, but a running SGLang server loads "
+                "weights only from disk; set disk or auto"
             )
         folder = spec.engine_kwargs.get("weights_folder")
         super().__init__(
@@ -77,7 +81,7 @@ class SGLangClient(SGLangBase):
 
     @classmethod
     def create(cls, spec: ServerSpec) -> SGLangClient:
-        """As `rollout.engine: sglang` with `rollout.server_urls` asks for it."""
+        """Create a client for `rollout.engine: sglang` with `rollout.server_urls`."""
         return cls(spec)
 
     async def start(self) -> None:
@@ -105,16 +109,16 @@ class SGLangClient(SGLangBase):
                     )
         await super().close()
 
-    async def _inspect(self, connection: Connection) -> None:
-        """Finds out what the server is.
+    async def _inspect(self, connection: SGLangConnection) -> None:
+        """Find out what the server offers.
 
         Raises:
-            ConfigError: It is of another version or runs another model, or its context is too short.
+            ConfigError: The server has an unsupported version or another model, or its context is too short.
         """
         timeout_s = self._spec.start_timeout_s
-        about = cast(Mapping[str, Any], await connection.call("/server_info", {}, timeout_s=timeout_s))
+        info = cast(Mapping[str, Any], await connection.call("/server_info", {}, timeout_s=timeout_s))
         model = cast(Mapping[str, Any], await connection.call("/model_info", {}, timeout_s=timeout_s))
-        version = str(about.get("version"))
+        version = str(info.get("version"))
         if not SpecifierSet(SUPPORTED, prereleases=True).contains(version):
             raise ConfigError(f"{self._url} runs SGLang {version}, but only {SUPPORTED} is supported")
         config = _read_config(self._spec.model.path)
@@ -124,11 +128,11 @@ class SGLangClient(SGLangBase):
                 f"{self._url} runs a {architectures}, but model.path is a {config.get('architectures')}; start it "
                 f"with --model-path {self._spec.model.path}"
             )
-        longest = int(about.get("max_req_input_len") or 0)
+        longest = int(info.get("max_req_input_len") or 0)
         if longest and longest < self._spec.max_model_len:
             raise ConfigError(
-                f"{self._url} takes prompts below {longest} tokens, but rollout.prompt_length and "
-                f"rollout.response_length sum up to {self._spec.max_model_len}; start it with "
+                f"{self._url} accepts prompts below {longest} tokens, but rollout.prompt_length and "
+                f"rollout.response_length add up to {self._spec.max_model_len}; start it with "
                 f"--context-length {self._spec.max_model_len + CONTEXT_MARGIN} or more"
             )
         self._limits = PromptLimits(
@@ -140,14 +144,14 @@ class SGLangClient(SGLangBase):
         )
         seen = str(model.get("weight_version"))
         self._weight_version = int(seen) if seen.isdecimal() else 0
-        if about.get("enable_deterministic_inference"):
+        if info.get("enable_deterministic_inference"):
             self.abilities |= {Ability.SEED}
-        if about.get("enable_memory_saver") and about.get("enable_weights_cpu_backup"):
+        if info.get("enable_memory_saver") and info.get("enable_weights_cpu_backup"):
             self.abilities |= {Ability.SLEEP}
-        if not await _are_scaled(connection):
+        if not await _has_scaled_logprobs(connection):
             self.abilities -= SAMPLING_ABILITIES
 
-    async def _load(self, connection: Connection, handle: WeightHandle) -> None:
+    async def _load(self, connection: SGLangConnection, handle: WeightHandle) -> None:
         body = {
             "model_path": str(handle.source["folder"]),
             "weight_version": str(handle.weight_version),
@@ -156,17 +160,20 @@ class SGLangClient(SGLangBase):
         try:
             await connection.call("/update_weights_from_disk", body, timeout_s=CONTROL_TIMEOUT_S)
         except HttpStatusError as error:
-            if "Rolling back" in str(error):  # from files that SGLang has just failed to load
+            if "Rolling back" in str(error):  # SGLang rolls back to the files that it failed to load
                 raise self._mixed(str(error)) from error
             raise WeightsError(
-                f"{self._url} did not take the weights of version {handle.weight_version}: {error}; see that it can "
-                "read the folder, or give rollout.engine_kwargs.weights_folder one that it can"
+                f"{self._url} did not load the weights of version {handle.weight_version}: {error}; check that it can "
+                "read the folder, or set rollout.engine_kwargs.weights_folder to a folder that it can read"
             ) from error
 
 
 class HttpConnection:
-    """SGLang's own HTTP server. Leaving a completion early is told it by name: it looks for lost clients only
-    every few seconds."""
+    """Connection to SGLang's HTTP server.
+
+    A request that is cancelled is aborted explicitly, because the server checks for lost clients only every few
+    seconds.
+    """
 
     def __init__(self, client: HttpClient, *, server: str) -> None:
         self._client = client
@@ -178,14 +185,14 @@ class HttpConnection:
     ) -> Any:
         if path in GET_PATHS:
             return await self._client.get_json(path, timeout_s=timeout_s)
-        async with self._withdrawn(path, body, request_id):
+        async with self._abort_if_cancelled(path, body, request_id):
             return await self._client.post_json(path, body, request_id=request_id, timeout_s=timeout_s)
 
     async def stream(
         self, path: str, body: Mapping[str, Any], *, request_id: str = ""
     ) -> AsyncGenerator[Any]:
         async with (
-            self._withdrawn(path, body, request_id),
+            self._abort_if_cancelled(path, body, request_id),
             aclosing(self._client.stream_events(path, body, request_id=request_id)) as events,
         ):
             async for event in events:
@@ -196,14 +203,16 @@ class HttpConnection:
         await self._client.close()
 
     @asynccontextmanager
-    async def _withdrawn(self, path: str, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[None]:
-        """Aborts a completion that is left before its end."""
+    async def _abort_if_cancelled(
+        self, path: str, body: Mapping[str, Any], request_id: str
+    ) -> AsyncGenerator[None]:
+        """Abort the request at the server if the body ends with an exception."""
         try:
             yield
         except BaseException as error:
             if self._is_closed and isinstance(error, Exception):
                 raise ServerDied(
-                    "the server was closed meanwhile", server=self._server, request_id=request_id
+                    "the server was closed during the request", server=self._server, request_id=request_id
                 ) from error
             if path == "/generate" and not self._is_closed:
                 await self._abort(body["rid"])
@@ -216,8 +225,8 @@ class HttpConnection:
             )
 
 
-async def _are_scaled(connection: Connection) -> bool:
-    """Whether log-probs are of the scaled logits: then those of two tokens are half as far apart at temperature 2."""
+async def _has_scaled_logprobs(connection: SGLangConnection) -> bool:
+    """Return whether log-probs are of the scaled logits: temperature 2 halves the difference between two tokens."""
     gaps: list[list[float]] = []
     for temperature in (1.0, 2.0):
         body = {
@@ -228,17 +237,17 @@ async def _are_scaled(connection: Connection) -> bool:
             "rid": f"agent-loop-probe-{temperature:g}",
             "stream": False,
         }
-        answer = await connection.call("/generate", body)
+        reply = await connection.call("/generate", body)
         try:
-            found = [float(entry[0]) for entry in answer["meta_info"]["output_token_ids_logprobs"][0]]
+            found = [float(entry[0]) for entry in reply["meta_info"]["output_token_ids_logprobs"][0]]
         except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise BadServerReply(f"SGLang's answer to a probe has no log-probs: {error!r}") from error
+            raise BadServerReply(f"SGLang's reply to a probe has no log-probs: {error!r}") from error
         gaps.append([after - before for before, after in itertools.pairwise(found)])
     return all(abs(hot * 2 - plain) < PROBE_TOLERANCE for plain, hot in zip(*gaps, strict=True))
 
 
 def _read_config(path: str) -> dict[str, Any]:
-    """The model's configuration, if its folder is here."""
+    """Read the model's configuration. Return an empty dict if `path` is not a local folder."""
     try:
         return cast(dict[str, Any], json.loads((Path(path) / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):

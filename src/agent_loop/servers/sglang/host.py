@@ -1,8 +1,8 @@
-"""The process in which an engine lives: `python -m agent_loop.servers.sglang.host FD`.
+"""Process of an engine: `python -m agent_loop.servers.sglang.host FD`.
 
-`sgl.Engine` takes over its process: it sets signal handlers, the start method of multiprocessing and the event loop's
-policy, keeps its configuration in globals, and when a scheduler is in trouble it kills its whole process tree, itself
-included. In a process of its own it may.
+`sgl.Engine` needs a process of its own. It sets signal handlers, the start method of multiprocessing and the event
+loop's policy, and keeps its configuration in globals. If a scheduler fails, it kills its whole process tree, including
+itself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any, cast
 
 from agent_loop.servers.packages import import_engine
+from agent_loop.servers.sglang.frames import HEADER, Frame, FrameProtocol
 from agent_loop.servers.sglang.versions import SUPPORTED
-from agent_loop.servers.sglang.wire import HEADER, Frame, FrameProtocol
 
 PARENT_POLL_S = 1.0
 REQUEST_CLASSES = {
@@ -34,11 +34,11 @@ REQUEST_CLASSES = {
     "/release_memory_occupation": "ReleaseMemoryOccupationReqInput",
     "/resume_memory_occupation": "ResumeMemoryOccupationReqInput",
 }
-"""What SGLang's own HTTP server makes of the bodies that it is sent under these paths."""
+"""Class that SGLang's HTTP server creates from the JSON body, for each path."""
 
 
 def main(fd: int) -> None:
-    """Starts the engine that the first frame describes, and answers calls until the other side goes away."""
+    """Start the engine that the first frame describes, and run calls until the connection ends."""
     threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
     connection = socket.socket(fileno=fd)
     _, _, kwargs = pickle.loads(_read(connection, HEADER.unpack(_read(connection, HEADER.size))[0]))
@@ -46,8 +46,8 @@ def main(fd: int) -> None:
     try:
         arguments = entry.ServerArgs(**kwargs)
     except (TypeError, ValueError, AssertionError) as error:
-        refusal = pickle.dumps(("refused", 0, str(error)))
-        connection.sendall(HEADER.pack(len(refusal)) + refusal)
+        refused = pickle.dumps(("refused", 0, str(error)))
+        connection.sendall(HEADER.pack(len(refused)) + refused)
         return
     engine = entry.Engine(server_args=arguments)
     try:
@@ -60,28 +60,28 @@ async def _serve(engine: Any, connection: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     is_over = asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        desk = _Desk(engine.tokenizer_manager, group)
+        handler = _CallHandler(engine.tokenizer_manager, group)
         connection.setblocking(False)
         _, protocol = await loop.create_unix_connection(
-            lambda: FrameProtocol(on_frame=desk.take, on_end=is_over.set), sock=connection
+            lambda: FrameProtocol(on_frame=handler.handle, on_end=is_over.set), sock=connection
         )
-        desk.reply = protocol.send
+        handler.reply = protocol.send
         for pid in engine.get_all_child_pids():
-            loop.add_reader(os.pidfd_open(pid), partial(_end_with, pid))
+            loop.add_reader(os.pidfd_open(pid), partial(_exit_with, pid))
         protocol.send(Frame("ready", 0, _describe(engine)))
         await is_over.wait()
-        desk.cancel_all()
+        handler.cancel_all()
 
 
 def _watch_parent(pid: int) -> None:
-    """Ends the whole session with the process that it serves, even while the engine comes up and reads nothing."""
+    """Kill the whole process group when the parent process ends, also while the engine starts and reads no frames."""
     while os.getppid() == pid:
         time.sleep(PARENT_POLL_S)
     os.killpg(0, signal.SIGKILL)
 
 
-def _end_with(pid: int) -> None:
-    """Without one of its processes an engine answers nothing more, and does not always notice."""
+def _exit_with(pid: int) -> None:
+    """Exit because a process of the engine ended: the engine does not respond any more, and may not notice it."""
     print(f"SGLang's process {pid} ended, and the engine with it", file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -94,8 +94,8 @@ def _describe(engine: Any) -> dict[str, Any]:
     }
 
 
-class _Desk:
-    """Answers the calls that come in, all at once."""
+class _CallHandler:
+    """Runs calls concurrently and sends their replies."""
 
     def __init__(self, manager: Any, group: asyncio.TaskGroup) -> None:
         self._manager = manager
@@ -104,27 +104,27 @@ class _Desk:
         self._structs = import_engine("sglang.srt.managers.io_struct", package="sglang", supported=SUPPORTED)
         self.reply: Any = None
 
-    def take(self, frame: Frame) -> None:
+    def handle(self, frame: Frame) -> None:
         if frame.kind == "cancel":
             task = self._tasks.get(frame.call)
             if task is not None:
                 task.cancel()
             return
-        task = self._tasks[frame.call] = self._group.create_task(self._answer(frame))
+        task = self._tasks[frame.call] = self._group.create_task(self._run(frame))
         task.add_done_callback(lambda _: self._tasks.pop(frame.call, None))
 
     def cancel_all(self) -> None:
         for task in self._tasks.values():
             task.cancel()
 
-    async def _answer(self, frame: Frame) -> None:
+    async def _run(self, frame: Frame) -> None:
         path, body = frame.value
         try:
             if path == "/generate":
                 value = await self._generate(frame.call, body)
             else:
                 value = await self._control(path, body)
-        except Exception as error:  # noqa: BLE001  (goes to the other process, which raises it there)
+        except Exception as error:  # noqa: BLE001  (sent to the parent process, which raises it)
             self.reply(Frame("error", frame.call, str(getattr(error, "detail", "") or error or type(error))))
         else:
             self.reply(Frame("end", frame.call, value))
@@ -160,7 +160,7 @@ def _read(connection: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         part = connection.recv(num_bytes - len(data))
         if not part:
-            raise SystemExit("nobody is there to serve")
+            raise SystemExit("the parent process closed the connection")
         data += part
     return data
 

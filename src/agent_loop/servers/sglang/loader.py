@@ -1,5 +1,4 @@
-"""Runs in SGLang's schedulers, which it lists as a custom weight loader: takes weights on the way that the trainer
-offers them, instead of SGLang's own."""
+"""Custom weight loader, which runs in SGLang's schedulers and receives weights from the trainer."""
 
 from __future__ import annotations
 
@@ -15,23 +14,23 @@ from torch import Tensor
 from agent_loop.weights import WeightReceiver
 
 NAME = "agent_loop.servers.sglang.loader.load"
-"""What SGLang imports, and the `load_format` by which it is called."""
+"""Import path of the loader, which is also its `load_format`."""
 
 _receivers: dict[int, WeightReceiver] = {}
 
 
 def payload(handle_json: str, *, report_folder: Path) -> bytes:
-    """What SGLang takes for tensors to load: the text that `load` reads, as bytes in a tensor."""
+    """Return the arguments of `load` in the form of serialized tensors, which SGLang passes to the loader."""
     text = json.dumps({"handle": handle_json, "report_folder": str(report_folder)})
     named = [("agent_loop", torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))]
     return pickle.dumps(named)
 
 
 def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Receives all weights, then has the model load them.
+    """Receive all weights, then load them into the model.
 
-    Never raises, which would end the scheduler: how it went is written into the report folder, in a file per rank; see
-    `read_reports`.
+    Never raises, because an exception would end the scheduler. The result is written to the report folder, in one file
+    per rank. See `read_reports`.
     """
     ((_, tensor),) = named_tensors
     message = json.loads(tensor.cpu().numpy().tobytes())
@@ -41,7 +40,7 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         if rank not in _receivers:
             _receivers[rank] = WeightReceiver(rank=rank, merges_on=next(model.parameters()).device)
         weights = _receivers[rank].receive_all(message["handle"])
-    except Exception as error:  # noqa: BLE001  (told to the server, which raises it)
+    except Exception as error:  # noqa: BLE001  (reported to the server, which raises it)
         report["error"] = str(error)
     else:
         try:
@@ -52,6 +51,6 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def read_reports(folder: Path) -> list[tuple[str, bool]]:
-    """Of each rank that answered: what went wrong, if anything, and whether it has a part of the new weights."""
+    """Return for each rank that reported: its error, if any, and whether it has a part of the new weights."""
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.iterdir())]
     return [(str(report["error"]), bool(report["is_mixed"])) for report in reports]

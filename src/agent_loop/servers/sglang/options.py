@@ -1,4 +1,4 @@
-"""What an engine of ours is started with."""
+"""Options and environment variables that an engine is started with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_loop.servers.sglang import loader
 from agent_loop.servers.sglang.versions import SUPPORTED
 
 CONTEXT_MARGIN = 8
-"""SGLang keeps this many tokens of its context for itself: prompts end 6 before its end, completions 2."""
+"""Tokens of its context that SGLang reserves: prompts end 6 tokens before its end, completions 2 tokens."""
 
 SET_BY: Mapping[str, str] = {
     "model_path": "model.path",
@@ -24,23 +24,23 @@ SET_BY: Mapping[str, str] = {
     "device": "model.device",
     "dtype": "model.dtype",
 }
-"""Options that are ours to set, and the keys that set them."""
-OURS = ("skip_tokenizer_init", "incremental_streaming_output", "weight_version", "tokenizer_worker_num")
-"""Options that must be as they are."""
+"""Options that are set by other keys of the configuration, and those keys."""
+FIXED = ("skip_tokenizer_init", "incremental_streaming_output", "weight_version", "tokenizer_worker_num")
+"""Options that have a required value."""
 
 
 def engine_options(spec: ServerSpec) -> dict[str, Any]:
-    """Fields of SGLang's `ServerArgs`.
+    """Return fields of SGLang's `ServerArgs`.
 
     Raises:
-        ConfigError: SGLang is missing or of another version, or an option is unknown or ours to set.
+        ConfigError: SGLang is missing or has an unsupported version, or an option is unknown or cannot be set.
     """
     require_version("sglang", supported=SUPPORTED)
     given = dict(spec.engine_kwargs)
     for key in given:
         if key in SET_BY:
             raise ConfigError(f"rollout.engine_kwargs.{key} is set by {SET_BY[key]}; set it there")
-        if key in OURS:
+        if key in FIXED:
             raise ConfigError(
                 f"rollout.engine_kwargs.{key} cannot be set: the server depends on it; leave it out"
             )
@@ -49,7 +49,7 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
     refuse_unknown_options(given, known=known)
     if int(given.get("dp_size") or 1) > 1:
         raise ConfigError(
-            "rollout.engine_kwargs.dp_size is above 1, but SGLang updates no weights of such an engine; set "
+            "rollout.engine_kwargs.dp_size is above 1, but SGLang cannot update the weights of such an engine; set "
             "rollout.num_servers instead"
         )
     loaders: Any = given.pop("custom_weight_loader", None) or []
@@ -73,8 +73,8 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
 
 
 def engine_environment(spec: ServerSpec) -> dict[str, str]:
-    """What SGLang reads from the environment, beside what is set already."""
-    # The margin may reach beyond the positions of a model whose whole context is used. No token ever lies there.
+    """Return the environment variables that SGLang needs in addition to those of this process."""
+    # The margin may exceed the positions of a model whose whole context is used. No token is placed there.
     environment = {
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
@@ -85,7 +85,7 @@ def engine_environment(spec: ServerSpec) -> dict[str, str]:
 
 
 def _sleep_options(spec: ServerSpec) -> dict[str, Any]:
-    """Memory that can be given back needs an allocator of its own, which exists for GPUs only."""
+    """Return the options for `sleep`. Releasing memory needs an allocator that exists for GPUs only."""
     if spec.model.device == "cpu" or not torch.cuda.is_available():
         return {}
     return {"enable_memory_saver": True, "enable_weights_cpu_backup": True}

@@ -19,24 +19,24 @@ from agent_loop.types import (
 )
 
 SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS, Ability.TOP_LOGPROBS})
-"""What a SGLang with exact log-probs offers."""
+"""Abilities of a SGLang with exact log-probs."""
 LOWEST_TEMPERATURE = 1e-4
-"""Below this, dividing logits by the temperature loses them in float32, and SGLang takes it for greedy."""
-ONLY_THE_BEST = 1e-6
-"""As `top_p` leaves one candidate."""
+"""Lower temperatures overflow the logits in float32, and SGLang treats them as greedy."""
+GREEDY_TOP_P = 1e-6
+"""Value of `top_p` that leaves one candidate."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateReply:
-    """What a reply of `/generate` adds to the replies before it."""
+    """New tokens of one reply of `/generate`."""
 
     chunk: TokenChunk
     """The new tokens. The stop reason and the counts are set in the last reply."""
     weight_versions: list[int]
-    """In the last reply, the version of each token of the whole completion. Before, the engine's current version."""
+    """Version of each token of the whole completion, in the last reply. The current version, in earlier replies."""
 
     def chunks(self) -> list[TokenChunk]:
-        """Return the completion in chunks of one weight version each, if this reply has all of it."""
+        """Return a completion that this reply has all tokens of, in chunks of one weight version each."""
         return stamp(self.chunk, first=0, weight_versions=self.weight_versions)
 
 
@@ -61,10 +61,14 @@ def stamp(chunk: TokenChunk, *, first: int, weight_versions: Sequence[int]) -> l
 
 
 def check_params(params: SamplingParams, *, takes_seeds: bool) -> None:
-    """Raises: SamplingParamsError: A parameter with which SGLang would not give exact log-probs, or has not."""
+    """Check sampling parameters.
+
+    Raises:
+        SamplingParamsError: SGLang does not support a parameter, or its log-probs would not be exact.
+    """
     if params.repetition_penalty != 1.0:
         raise SamplingParamsError(
-            f"repetition_penalty is {params.repetition_penalty}; with SGLang only 1.0 (none) is offered, because its "
+            f"repetition_penalty is {params.repetition_penalty}; SGLang servers offer only 1.0 (none), because "
             "log-probs would be of the penalised logits"
         )
     if 0 < params.temperature < LOWEST_TEMPERATURE:
@@ -73,29 +77,29 @@ def check_params(params: SamplingParams, *, takes_seeds: bool) -> None:
         )
     if params.seed is not None and not takes_seeds:
         raise SamplingParamsError(
-            f"seed is {params.seed}, but SGLang heeds seeds of requests only with "
-            "rollout.engine_kwargs.enable_deterministic_inference=true; set it, or give no seed"
+            f"seed is {params.seed}, but SGLang uses seeds of requests only with "
+            "rollout.engine_kwargs.enable_deterministic_inference=true; set it, or set no seed"
         )
 
 
-def must_be_cut(params: SamplingParams) -> bool:
-    """SGLang's `ignore_eos` ignores `stop_token_ids` as well, so that we must look for them ourselves."""
+def needs_own_stop(params: SamplingParams) -> bool:
+    """Return whether the completion must be cut at stop tokens here: SGLang's `ignore_eos` ignores them as well."""
     return params.ignore_eos and bool(params.stop_token_ids)
 
 
 def generate_body(
     prompt_ids: IntArray, params: SamplingParams, *, rid: str, max_new_tokens: int, stream: bool
 ) -> dict[str, Any]:
-    """What `/generate` takes.
+    """Return the JSON body of a request to `/generate`.
 
-    With `top_k` 1 SGLang samples greedily and gives log-probs at temperature 1, unless another request in the batch
-    is not greedy; a tiny `top_p` samples the same and keeps the temperature.
+    With `top_k` 1, SGLang samples greedily and returns log-probs at temperature 1, unless another request in the batch
+    is not greedy. A tiny `top_p` samples the same token and keeps the temperature.
     """
-    is_best_of_scaled = params.top_k == 1 and params.temperature not in (0.0, 1.0)
+    is_scaled_argmax = params.top_k == 1 and params.temperature not in (0.0, 1.0)
     sampling: dict[str, Any] = {
         "temperature": params.temperature,
-        "top_p": ONLY_THE_BEST if is_best_of_scaled else params.top_p,
-        "top_k": -1 if is_best_of_scaled else params.top_k,
+        "top_p": GREEDY_TOP_P if is_scaled_argmax else params.top_p,
+        "top_k": -1 if is_scaled_argmax else params.top_k,
         "max_new_tokens": max_new_tokens,
         "ignore_eos": params.ignore_eos,
         "stop_token_ids": list(params.stop_token_ids),
@@ -150,7 +154,7 @@ def read_reply(event: Any, *, num_seen: int, server: str, request_id: str) -> Ge
         raise bad("log-probs of other tokens")
     if finish is not None and finish.get("type") == "abort" and finish.get("status_code"):
         raise ServerError(
-            f"SGLang gave the request up: {finish.get('message')}", server=server, request_id=request_id
+            f"SGLang aborted the request: {finish.get('message')}", server=server, request_id=request_id
         )
     is_last = finish is not None
     chunk = TokenChunk(
@@ -197,5 +201,5 @@ def _versions(spans: Any) -> list[int]:
 
 
 def _as_version(text: Any) -> int:
-    """Servers that we did not start call their first weights `default`."""
+    """Return a weight version as a number. Servers that were started elsewhere name their first version `default`."""
     return int(text) if str(text).isdecimal() else 0

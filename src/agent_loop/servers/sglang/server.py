@@ -1,4 +1,4 @@
-"""What both ways to reach SGLang have in common."""
+"""Base class of the SGLang server and client."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
+from agent_loop.servers.sglang.in_flight import SGLangRequest, SGLangRequests
 from agent_loop.servers.sglang.requests import (
     SAMPLING_ABILITIES,
     GenerateReply,
     check_params,
     generate_body,
-    must_be_cut,
+    needs_own_stop,
     read_reply,
 )
-from agent_loop.servers.sglang.running import Running, RunningRequests
 from agent_loop.servers.sglang.streams import HeldTokens
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
@@ -33,36 +33,44 @@ if TYPE_CHECKING:
     from agent_loop.weights import WeightHandle
 
 NOT_STARTED = "the server was not started; await start() first"
-CLOSED = "the server is closed; make another"
+CLOSED = "the server was closed; start another server"
 HEALTH_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 600.0
-ABORT_AGAIN_S = 0.2
+ABORT_INTERVAL_S = 0.2
 SLEEP_TAGS = ("kv_cache", "weights")
 
 
-class Connection(Protocol):
-    """Carries what SGLang's HTTP server understands: paths and JSON bodies."""
+class SGLangConnection(Protocol):
+    """Connection to an engine that takes the paths and JSON bodies of SGLang's HTTP server."""
 
     async def call(
         self, path: str, body: Mapping[str, Any], *, request_id: str = "", timeout_s: float | None = None
     ) -> Any:
-        """Asks once. Cancelling a `/generate` aborts the request. Raises: ServerError: Any trouble."""
+        """Send a request and return its reply. Cancelling a call of `/generate` aborts the request.
+
+        Raises:
+            ServerError: The request failed.
+        """
         ...
 
     def stream(self, path: str, body: Mapping[str, Any], *, request_id: str = "") -> AsyncGenerator[Any]:
-        """Asks once and yields the answers. Leaving early aborts the request. Raises: ServerError: Any trouble."""
+        """Send a request and yield its replies. Closing the generator early aborts the request.
+
+        Raises:
+            ServerError: The request failed.
+        """
         ...
 
     async def close(self) -> None: ...
 
 
 class SGLangBase(AsyncServerBase):
-    """Completions, aborts, sleep and weight updates in SGLang's words, over any connection.
+    """Completions, aborts, sleep and weight updates of SGLang, over any connection.
 
-    An update takes running requests out of the batch, empties the prefix cache, loads, and lets them go on: their
-    context is computed anew under the new weights, which counts as a preemption. SGLang could also leave the old cache
-    in place and go on faster; then tokens that are just being computed would be stamped with the wrong version, and the
-    cache could not be emptied.
+    An update takes running requests out of the batch, empties the prefix cache, loads the weights, and resumes the
+    requests. Their context is prefilled again under the new weights, which counts as a preemption. SGLang could also
+    keep the old cache and resume faster. The tokens of the current step would then have the wrong weight version, and
+    the cache could not be emptied.
     """
 
     def __init__(self, spec: ServerSpec, *, publisher: WeightPublisher, takes_seeds: bool) -> None:
@@ -78,13 +86,13 @@ class SGLangBase(AsyncServerBase):
         ) | ({Ability.SEED} if takes_seeds else frozenset[Ability]())
         self._spec = spec
         self._publisher = publisher
-        self._running = RunningRequests(spec.name)
+        self._running = SGLangRequests(spec.name)
         self._control = asyncio.Lock()
         self._weight_version = 0
         self._is_asleep = False
         self._released: set[str] = set()
         self._trouble = NOT_STARTED
-        self._connection: Connection | None = None
+        self._connection: SGLangConnection | None = None
         self._limits: PromptLimits | None = None
 
     async def generate(
@@ -97,7 +105,7 @@ class SGLangBase(AsyncServerBase):
     ) -> TokenOutput:
         room = self._check(prompt_ids, sampling_params, request_id, attachments)
         with self._running.enter(request_id) as running:
-            if must_be_cut(sampling_params):
+            if needs_own_stop(sampling_params):
                 async with aclosing(self._parts(prompt_ids, sampling_params, running, room=room)) as chunks:
                     return TokenOutput.from_chunks([chunk async for chunk in chunks])
             if not await self._running.send(running):
@@ -105,13 +113,15 @@ class SGLangBase(AsyncServerBase):
             body = generate_body(
                 prompt_ids, sampling_params, rid=running.rid, max_new_tokens=room, stream=False
             )
-            answer = await self._connected.call("/generate", body, request_id=request_id)
-            reply = self._read(answer, num_seen=0, request_id=request_id)
+            event = await self._connected.call("/generate", body, request_id=request_id)
+            reply = self._read(event, num_seen=0, request_id=request_id)
             if reply.chunk.stop_reason is None:
                 raise BadServerReply(
                     "SGLang's reply is not finished", server=self.name, request_id=request_id
                 )
-            return TokenOutput.from_chunks([self._offered(chunk) for chunk in reply.chunks()])
+            return TokenOutput.from_chunks(
+                [self._without_inexact_logprobs(chunk) for chunk in reply.chunks()]
+            )
 
     async def stream(
         self,
@@ -121,8 +131,10 @@ class SGLangBase(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
-        """As the contract says. What is sampled after a weight update comes in one piece at the end: only then does
-        SGLang tell exactly which tokens were sampled by which weights."""
+        """Yield the completion in chunks. See `AsyncServerBase.stream`.
+
+        Tokens after a weight update come in one chunk at the end, when SGLang reports the weight version of each token.
+        """
         room = self._check(prompt_ids, sampling_params, request_id, attachments)
         with self._running.enter(request_id) as running:
             async with aclosing(self._parts(prompt_ids, sampling_params, running, room=room)) as chunks:
@@ -135,15 +147,15 @@ class SGLangBase(AsyncServerBase):
             return
         running.is_aborted = True
         while running.is_sent and not running.is_over.is_set():
-            # Again and again: the engine forgets an abort that overtakes its request.
-            with suppress(ServerError):  # its own call fails of the same
+            # Repeated, because the engine ignores an abort that arrives before its request.
+            with suppress(ServerError):  # the request itself fails with the same error
                 await self._connected.call("/abort_request", {"rid": running.rid})
             with suppress(TimeoutError):
-                async with asyncio.timeout(ABORT_AGAIN_S):
+                async with asyncio.timeout(ABORT_INTERVAL_S):
                     await running.is_over.wait()
 
     def end_session(self, request_id: str) -> None:
-        """Nothing to do: SGLang drops the oldest prefixes when it needs their place."""
+        """Do nothing. SGLang evicts the oldest prefixes when it needs their memory."""
 
     async def wake_up(self) -> None:
         async with self._control:
@@ -182,8 +194,8 @@ class SGLangBase(AsyncServerBase):
         if not detail:
             try:
                 await self._connected.call("/server_info", {}, timeout_s=HEALTH_TIMEOUT_S)
-                answer = await self._connected.call("/v1/loads", {}, timeout_s=HEALTH_TIMEOUT_S)
-                shares = [float(load["token_usage"]) for load in answer["loads"]]
+                reply = await self._connected.call("/v1/loads", {}, timeout_s=HEALTH_TIMEOUT_S)
+                shares = [float(load["token_usage"]) for load in reply["loads"]]
             except ServerError as error:
                 detail = str(error)
         return ServerHealth(
@@ -202,25 +214,25 @@ class SGLangBase(AsyncServerBase):
             await self._connection.close()
 
     @abstractmethod
-    async def _load(self, connection: Connection, handle: WeightHandle) -> None:
-        """Has the paused engine take the weights, empty its cache and stamp their version.
+    async def _load(self, connection: SGLangConnection, handle: WeightHandle) -> None:
+        """Load the weights into the paused engine, empty its cache, and set its weight version.
 
         Raises:
-            WeightsError: It did not.
+            WeightsError: The engine refused the weights.
         """
 
     @property
     def _has_cache(self) -> bool:
-        """Whether there is a prefix cache to empty: `sleep` on a GPU has taken it away already."""
+        """Whether there is a prefix cache to empty. `sleep` on a GPU frees the cache."""
         return "kv_cache" not in self._released
 
     def _mixed(self, why: str) -> ServerError:
-        """The engine has a part of the new weights. It must not be asked anything any more."""
+        """Stop using an engine that has a part of the new weights. Return the error to raise."""
         self._trouble = f"its weights are partly old and partly new ({why}); start the server again"
         return ServerError(self._trouble, server=self.name)
 
     @property
-    def _connected(self) -> Connection:
+    def _connected(self) -> SGLangConnection:
         if self._connection is None or self._trouble:
             raise ServerError(self._trouble or NOT_STARTED, server=self.name)
         return self._connection
@@ -232,7 +244,7 @@ class SGLangBase(AsyncServerBase):
         request_id: str,
         attachments: Sequence[Attachment],
     ) -> int:
-        """How many tokens to sample at most."""
+        """Check a request, and return the maximum number of tokens to sample."""
         trouble = self._trouble or ("the server is asleep; call wake_up first" if self._is_asleep else "")
         if trouble or self._limits is None:
             raise ServerError(trouble or NOT_STARTED, server=self.name, request_id=request_id)
@@ -241,40 +253,40 @@ class SGLangBase(AsyncServerBase):
         return room if params.max_tokens is None else min(room, params.max_tokens)
 
     async def _parts(
-        self, prompt_ids: IntArray, params: SamplingParams, running: Running, *, room: int
+        self, prompt_ids: IntArray, params: SamplingParams, running: SGLangRequest, *, room: int
     ) -> AsyncGenerator[TokenChunk]:
         if not await self._running.send(running):
             yield TokenChunk([], [], weight_version=self._weight_version, stop_reason="aborted")
             return
         num_holds, connection = self._running.num_holds, self._connected
         body = generate_body(prompt_ids, params, rid=running.rid, max_new_tokens=room, stream=True)
-        stops = frozenset(params.stop_token_ids if must_be_cut(params) else ())
+        stops = frozenset(params.stop_token_ids if needs_own_stop(params) else ())
         held = HeldTokens(stop_token_ids=stops)
-        async with aclosing(connection.stream("/generate", body, request_id=running.request_id)) as answers:
-            async for answer in answers:
-                reply = self._read(answer, num_seen=held.num_read, request_id=running.request_id)
+        async with aclosing(connection.stream("/generate", body, request_id=running.request_id)) as events:
+            async for event in events:
+                reply = self._read(event, num_seen=held.num_read, request_id=running.request_id)
                 is_last = reply.chunk.stop_reason is not None
                 if held.add(reply) and not is_last:
                     await connection.call("/abort_request", {"rid": running.rid})
                 if not is_last and (held.is_cut or self._running.num_holds > num_holds):
                     continue
                 for chunk in held.release(reply):
-                    yield self._offered(chunk)
+                    yield self._without_inexact_logprobs(chunk)
                 if is_last:
                     return
         raise BadServerReply(
             "SGLang's stream ended before the completion did", server=self.name, request_id=running.request_id
         )
 
-    def _read(self, answer: Any, *, num_seen: int, request_id: str) -> GenerateReply:
-        return read_reply(answer, num_seen=num_seen, server=self.name, request_id=request_id)
+    def _read(self, event: Any, *, num_seen: int, request_id: str) -> GenerateReply:
+        return read_reply(event, num_seen=num_seen, server=self.name, request_id=request_id)
 
-    def _offered(self, chunk: TokenChunk) -> TokenChunk:
+    def _without_inexact_logprobs(self, chunk: TokenChunk) -> TokenChunk:
         return chunk if Ability.LOG_PROBS in self.abilities else replace(chunk, logprobs=None, extras={})
 
     @asynccontextmanager
-    async def _paused(self, connection: Connection) -> AsyncGenerator[None]:
-        """Nothing is computed while the context is open."""
+    async def _paused(self, connection: SGLangConnection) -> AsyncGenerator[None]:
+        """Pause the engine while the body runs."""
         with self._running.hold():
             try:
                 await connection.call("/pause_generation", {"mode": "retract"}, timeout_s=CONTROL_TIMEOUT_S)
@@ -285,7 +297,7 @@ class SGLangBase(AsyncServerBase):
                 )
 
     async def _resume(self, tags: Iterable[str]) -> None:
-        """Takes memory back that `sleep` gave away."""
+        """Allocate memory again that `sleep` released."""
         tags = sorted(tags)
         if tags:
             await self._connected.call(

@@ -18,7 +18,7 @@ from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, Serv
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.vllm.gauges import Gauges
-from agent_loop.servers.vllm.limits import VLLMRequest, ModelInfo, VLLMRequestLimits, VLLMRequests
+from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequest, VLLMRequestLimits, VLLMRequests
 from agent_loop.servers.vllm.loading import mixed_weights
 from agent_loop.servers.vllm.logprobs import SAMPLING_ABILITIES, LogProbs
 from agent_loop.servers.vllm.remote import FOR_WEIGHTS, GENERATE, RemoteServerInfo, inspect_server
@@ -99,7 +99,9 @@ class VLLMClient(AsyncServerBase):
         spec = self._spec
         try:
             model = await run_in_thread(ModelInfo.read, spec.model)
-            info = await run_bounded(lambda: inspect_server(self._http, spec=spec), timeout_s=spec.start_timeout_s)
+            info = await run_bounded(
+                lambda: inspect_server(self._http, spec=spec), timeout_s=spec.start_timeout_s
+            )
         except DeadlineExpired as error:
             await self._http.close()
             raise ServerTimeout(

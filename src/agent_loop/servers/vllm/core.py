@@ -1,4 +1,4 @@
-"""A running `AsyncLLM`, with calls that end when its processes do."""
+"""Running `AsyncLLM`, with control calls that fail if its processes die."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from agent_loop.servers.vllm.launch import SchedulerState
 from agent_loop.servers.vllm.logs import EngineLog
 
 CALL_TIMEOUT_S = 600.0
-"""Of one control call: a step of a weight update, falling asleep, waking up."""
+"""Seconds for one control call: a step of a weight update, `sleep` or `wake_up`."""
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.5
-"""How often a control call looks whether the engine still lives."""
+"""Seconds between two checks whether the engine is alive, during a control call."""
 
 
 class EngineCore:
-    """The engine and its log. `llm` is the `AsyncLLM`."""
+    """Engine and its log. `llm` is the `AsyncLLM`."""
 
     def __init__(self, llm: Any, *, server: str, log: EngineLog, scheduler: SchedulerState | None) -> None:
         self.llm: Any = llm
@@ -34,16 +34,16 @@ class EngineCore:
         return self.llm is None or bool(self.llm.errored)
 
     def num_running(self, unfinished: int) -> int:
-        """How many of so many requests hold a place in the batch, as far as the last step tells."""
+        """Return how many of `unfinished` requests were in the batch of the last step."""
         return unfinished if self._scheduler is None else min(unfinished, self._scheduler.num_running)
 
     @property
     def kv_cache_share(self) -> float | None:
-        """Of the KV cache, what running requests held after the last step; None if the engine does not tell."""
+        """Share of the KV cache that running requests held after the last step; None if it is not known."""
         return None if self._scheduler is None else self._scheduler.kv_cache_share
 
     def died(self, request_id: str = "") -> ServerDied:
-        """The error for whoever needs the engine, now that it is dead."""
+        """Return the error of a call to the dead engine."""
         codes = [process.exitcode for process in engine_processes(self.llm)]
         how = ", ".join(f"exit code {code}" for code in codes if code is not None) or "its processes are gone"
         return ServerDied(
@@ -53,11 +53,11 @@ class EngineCore:
         )
 
     async def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Awaits a control call of the engine.
+        """Await a control call of the engine.
 
         Raises:
-            ServerDied: The engine ended meanwhile. vLLM itself would wait on.
-            ServerTimeout: It took longer than `CALL_TIMEOUT_S`.
+            ServerDied: The engine died during the call. vLLM itself would wait without limit.
+            ServerTimeout: The call took longer than `CALL_TIMEOUT_S`.
         """
         over = asyncio.Event()
 
@@ -88,14 +88,13 @@ class EngineCore:
                 waiting.cancel()
         return answer
 
-    async def ask_workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Calls a method of the worker extension in every worker."""
+    async def call_workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Call a method of the worker extension in every worker."""
         return cast(list[dict[str, Any]], await self.call(self.llm.collective_rpc(method, args=args)))
 
     @asynccontextmanager
     async def paused(self) -> AsyncGenerator[None]:
-        """No step is taken while the context is open. Requests in flight keep their tokens and are set aside; all
-        caches are empty."""
+        """Pause the engine while the body runs. Requests in flight keep their tokens, and all caches are emptied."""
         await self.call(self.llm.pause_generation(mode="keep", clear_cache=True))
         try:
             yield
@@ -104,7 +103,7 @@ class EngineCore:
                 await run_shielded(lambda: self.call(self.llm.resume_generation()), timeout_s=CALL_TIMEOUT_S)
 
     async def stop(self) -> None:
-        """Ends the engine, and the tasks that it started on this event loop."""
+        """Stop the engine and the tasks that it started on this event loop."""
         resources = getattr(self.llm.engine_core, "resources", None)
         tasks = [self.llm.output_handler, getattr(resources, "output_queue_task", None)]
         running = [cast("asyncio.Task[Any]", task) for task in tasks if task is not None and not task.done()]
@@ -113,7 +112,7 @@ class EngineCore:
             task.cancel()
         if running:
             await asyncio.wait(running, timeout=STOP_TIMEOUT_S)
-        # Its finalizer calls this once more, and that fails if it runs at the interpreter's exit.
+        # vLLM's finalizer calls shutdown once more, which fails at the interpreter's exit.
         self.llm.shutdown = _nothing
         self.llm = None
 
@@ -123,7 +122,7 @@ def _nothing(timeout: float | None = None) -> None:
 
 
 def engine_processes(llm: Any) -> list[Any]:
-    """The `multiprocessing` processes in which the engine runs."""
+    """Return the `multiprocessing` processes in which the engine runs."""
     resources = getattr(llm.engine_core, "resources", None)
     manager = getattr(resources, "engine_manager", None)
     return list(getattr(manager, "processes", ()))

@@ -1,4 +1,4 @@
-"""vLLM inside this process: its `AsyncLLM`, whose engine runs in processes of its own."""
+"""vLLM's `AsyncLLM` inside this process. Its engine runs in child processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agent_loop.servers.packages import import_engine, require_version
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.vllm.core import EngineCore
 from agent_loop.servers.vllm.launch import EngineLauncher
-from agent_loop.servers.vllm.limits import VLLMRequest, ModelInfo, VLLMRequestLimits, VLLMRequests
+from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequest, VLLMRequestLimits, VLLMRequests
 from agent_loop.servers.vllm.loading import mixed_weights
 from agent_loop.servers.vllm.logprobs import (
     NUM_TOKENS,
@@ -36,27 +36,31 @@ if TYPE_CHECKING:
     import torch
 
 NOT_STARTED = "the server was not started; await start() first"
-CLOSED = "the server was closed; start another"
+CLOSED = "the server was closed; start another server"
 PROBE_PROMPT = (1, 2, 3)
 
 
 class VLLMServer(AsyncServerBase):
-    """Runs `AsyncLLM`. `engine_kwargs` are fields of vLLM's `AsyncEngineArgs`.
+    """Server that runs vLLM's `AsyncLLM`. `engine_kwargs` are fields of vLLM's `AsyncEngineArgs`.
 
-    Log-probs are `log_softmax(logits / temperature)` before top-k and top-p; greedy completions give them at
-    temperature 1. vLLM itself has no such mode: a worker extension exchanges the last stage of its sampler, and `start`
-    proves that it did.
+    Log-probs are `log_softmax(logits / temperature)` before top-k and top-p, and at temperature 1 for greedy
+    completions. vLLM itself has no such mode. A worker extension replaces the last stage of vLLM's sampler, and `start`
+    checks that the log-probs are right.
 
-    `update_weights` pauses the engine and empties its caches. Requests in flight keep their tokens; their context is
-    computed anew under the new weights, which counts as a preemption. The engine itself stamps each token.
+    `update_weights` pauses the engine and empties its caches. Requests in flight keep their tokens. Their context is
+    prefilled again under the new weights, which counts as a preemption. vLLM records the weight version of each token.
 
     `sleep` frees the KV cache and moves the weights to host memory (vLLM's level 1) if `engine_kwargs` has
-    `enable_sleep_mode: true` and the engine runs on a GPU. Builds for CPUs have no sleep mode: there the server refuses
-    requests while asleep, but frees nothing, and does not claim `Ability.SLEEP`.
+    `enable_sleep_mode: true` and the engine runs on a GPU. vLLM for CPUs has no sleep mode: the server refuses requests
+    while asleep, frees nothing, and does not claim `Ability.SLEEP`.
     """
 
     def __init__(self, spec: ServerSpec) -> None:
-        """Raises: ConfigError: vLLM is missing or of another version, or an option does not fit."""
+        """Create a server. The engine is started by `start`.
+
+        Raises:
+            ConfigError: vLLM is missing or has an unsupported version, or an option does not fit.
+        """
         require_version(PACKAGE, supported=SUPPORTED)
         self.name = spec.name
         self.abilities = frozenset(
@@ -92,12 +96,14 @@ class VLLMServer(AsyncServerBase):
 
     @classmethod
     def create(cls, spec: ServerSpec) -> VLLMServer:
-        """As `rollout.engine: vllm` asks for it."""
+        """Create a server for `rollout.engine: vllm`."""
         return cls(spec)
 
     async def start(self) -> None:
-        facts = await run_in_thread(ModelInfo.read, self._spec.model)
-        self._limits = VLLMRequestLimits(server=self.name, max_model_len=self._spec.max_model_len, model=facts)
+        model = await run_in_thread(ModelInfo.read, self._spec.model)
+        self._limits = VLLMRequestLimits(
+            server=self.name, max_model_len=self._spec.max_model_len, model=model
+        )
         self._log = EngineLog(self.name)
         launcher = EngineLauncher(self.name, options=self._options, log=self._log)
         llm = await launcher.launch(timeout_s=self._spec.start_timeout_s)
@@ -119,12 +125,12 @@ class VLLMServer(AsyncServerBase):
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
         core = self._ready_core(request_id)
-        wanted = self._limited.sampling(
+        sampling = self._request_limits.sampling(
             request_id, prompt_ids=prompt_ids, params=sampling_params, attachments=attachments
         )
         with self._calls.enter(request_id) as call, self._typed_errors(core, request_id):
             last: Any = None
-            async for last in self._ask(core, call, prompt_ids, wanted, parts="FINAL_ONLY"):  # noqa: B007
+            async for last in self._generate(core, call, prompt_ids, sampling, kind="FINAL_ONLY"):  # noqa: B007
                 pass
             part = self._read(call, last, sampling_params)
             return TokenOutput.from_chunks(stamp(part))
@@ -138,12 +144,12 @@ class VLLMServer(AsyncServerBase):
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
         core = self._ready_core(request_id)
-        wanted = self._limited.sampling(
+        sampling = self._request_limits.sampling(
             request_id, prompt_ids=prompt_ids, params=sampling_params, attachments=attachments
         )
         with self._calls.enter(request_id) as call, self._typed_errors(core, request_id):
-            answers = self._ask(core, call, prompt_ids, wanted, parts="DELTA")
-            parts = self._parts(call, answers, sampling_params)
+            outputs = self._generate(core, call, prompt_ids, sampling, kind="DELTA")
+            parts = self._parts(call, outputs, sampling_params)
             async with aclosing(stamped(parts, current_version=lambda: self._weight_version)) as chunks:
                 async for chunk in chunks:
                     yield chunk
@@ -153,7 +159,7 @@ class VLLMServer(AsyncServerBase):
             await self._core.llm.abort(request_id)
 
     def end_session(self, request_id: str) -> None:
-        """Nothing to do: vLLM drops the oldest prefixes when it needs their place."""
+        """Do nothing. vLLM evicts the oldest prefixes when it needs their memory."""
 
     async def wake_up(self) -> None:
         async with self._control:
@@ -186,7 +192,7 @@ class VLLMServer(AsyncServerBase):
                 if not self._are_weights_awake:
                     await core.call(core.llm.wake_up(["weights"]))
                     self._are_weights_awake = True
-                # Asleep on a GPU, the engine is paused already, and has no cache to pause with.
+                # An engine that is asleep on a GPU is paused already, and pausing it needs its cache.
                 is_paused = self._is_asleep and Ability.SLEEP in self.abilities
                 async with nullcontext() if is_paused else core.paused():
                     await self._load(core, handle.to_json())
@@ -213,61 +219,77 @@ class VLLMServer(AsyncServerBase):
         self._publisher.close()
         if core is not None:
             was_alive = not core.is_dead
-            with suppress(Exception):  # it may die at this moment; then its requests fail by themselves
+            with suppress(Exception):  # if the engine dies at this moment, its requests fail without an abort
                 await core.llm.abort([call.request_id for call in self._calls.all])
             await core.stop()
             if was_alive and self._log is not None:
                 self._log.remove()
 
     async def _prepare(self, core: EngineCore) -> None:
-        """Has the workers give exact log-probs, and proves that they do."""
-        await core.call(core.llm.get_supported_tasks())  # asked for once; later it takes no time
-        workers = await core.ask_workers("agent_loop_hello")
-        for answer in await core.ask_workers("agent_loop_scale_logprobs"):
-            if "error" in answer:
-                raise ConfigError(f"vLLM cannot be had to give exact log-probs: {answer['error']}")
+        """Switch the workers to exact log-probs, and check the log-probs.
+
+        Raises:
+            ConfigError: The log-probs are not exact.
+        """
+        await core.call(
+            core.llm.get_supported_tasks()
+        )  # vLLM caches the result, so that requests do not wait for it
+        workers = await core.call_workers("agent_loop_hello")
+        for result in await core.call_workers("agent_loop_scale_logprobs"):
+            if "error" in result:
+                raise ConfigError(f"vLLM cannot return exact log-probs: {result['error']}")
         await core.call(core.llm.update_weight_version("0"))
         plain = await self._probe(core, PROBE_PLAIN)
         found = identify_logprobs(plain, await self._probe(core, PROBE_HOT_TOP_1))
         if found not in (LogProbs.SCALED, LogProbs.UNKNOWN):
             raise ConfigError(
-                f"vLLM gives {found} log-probs in spite of our worker extension; report this with the version of vLLM "
-                "and rollout.engine_kwargs"
+                f"vLLM returns {found} log-probs although the worker extension was loaded; report this with the "
+                "version of vLLM and rollout.engine_kwargs"
             )
         if self._options.get("enable_sleep_mode") and all(worker["device"] == "cuda" for worker in workers):
             self.abilities |= {Ability.SLEEP}
 
     async def _probe(self, core: EngineCore, params: SamplingParams) -> dict[int, float]:
         prompt_ids = as_token_ids(PROBE_PROMPT)
-        wanted = self._limited.sampling("probe", prompt_ids=prompt_ids, params=params, attachments=())
-        more = {"logprobs": NUM_TOKENS, "flat_logprobs": False}
+        sampling = self._request_limits.sampling(
+            "probe", prompt_ids=prompt_ids, params=params, attachments=()
+        )
+        sampling |= {"logprobs": NUM_TOKENS, "flat_logprobs": False}
         with self._calls.enter("probe") as call, self._typed_errors(core, "probe"):
             last: Any = None
-            async for last in self._ask(core, call, prompt_ids, wanted | more, parts="FINAL_ONLY"):  # noqa: B007
+            async for last in self._generate(core, call, prompt_ids, sampling, kind="FINAL_ONLY"):  # noqa: B007
                 pass
         return {token: entry.logprob for token, entry in last.outputs[0].logprobs[0].items()}
 
-    def _ask(
-        self, core: EngineCore, call: VLLMRequest, prompt_ids: IntArray, wanted: Mapping[str, Any], *, parts: str
+    def _generate(
+        self,
+        core: EngineCore,
+        call: VLLMRequest,
+        prompt_ids: IntArray,
+        sampling: Mapping[str, Any],
+        *,
+        kind: str,
     ) -> AsyncGenerator[Any]:
-        """vLLM's own outputs. Up to the first of them nothing is awaited before the request is known to the engine's
-        client, so that an abort always finds it."""
-        options = {"flat_logprobs": True, "detokenize": False, **wanted}
-        kind = getattr(self._vllm.sampling_params.RequestOutputKind, parts)
+        """Return vLLM's generator of outputs.
+
+        The generator awaits nothing before the engine's client knows the request, so an abort always finds it.
+        """
+        options = {"flat_logprobs": True, "detokenize": False, **sampling}
+        output_kind = getattr(self._vllm.sampling_params.RequestOutputKind, kind)
         return core.llm.generate(
             {"type": "token", "prompt_token_ids": prompt_ids.tolist()},
-            self._vllm.SamplingParams(output_kind=kind, **options),
+            self._vllm.SamplingParams(output_kind=output_kind, **options),
             call.request_id,
         )
 
     async def _load(self, core: EngineCore, handle: str) -> None:
-        answers = await core.ask_workers("agent_loop_load_weights", handle)
-        self._mixed_weights = mixed_weights(answers)
+        results = await core.call_workers("agent_loop_load_weights", handle)
+        self._mixed_weights = mixed_weights(results)
         if self._mixed_weights:
             raise ServerError(self._mixed_weights, server=self.name)
 
     @property
-    def _limited(self) -> VLLMRequestLimits:
+    def _request_limits(self) -> VLLMRequestLimits:
         assert self._limits is not None, "checked by _ready_core"
         return self._limits
 
@@ -301,15 +323,15 @@ class VLLMServer(AsyncServerBase):
             ) from error
 
     async def _parts(
-        self, call: VLLMRequest, answers: AsyncGenerator[Any], params: SamplingParams
+        self, call: VLLMRequest, outputs: AsyncGenerator[Any], params: SamplingParams
     ) -> AsyncGenerator[UnstampedChunk]:
-        async with aclosing(answers):
-            async for answer in answers:
-                yield self._read(call, answer, params)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield self._read(call, output, params)
 
-    def _read(self, call: VLLMRequest, answer: Any, params: SamplingParams) -> UnstampedChunk:
+    def _read(self, call: VLLMRequest, output: Any, params: SamplingParams) -> UnstampedChunk:
         if self._core is None:
             raise ServerError(CLOSED, server=self.name, request_id=call.request_id)
         return read_part(
-            answer, call=call, server=self.name, weight_version=self._weight_version, params=params
+            output, call=call, server=self.name, weight_version=self._weight_version, params=params
         )

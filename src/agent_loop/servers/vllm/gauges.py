@@ -1,4 +1,4 @@
-"""What a vLLM server's metrics page says of its load."""
+"""Load of a vLLM server, read from its metrics page."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ _GAUGE = re.compile(r"^vllm:(kv_cache_usage_perc|num_requests_waiting)(?:\{[^}]*
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """As of its last step."""
+    """Load after the engine's last step."""
 
     kv_cache_share: float | None = None
-    """Of the KV cache, what running requests hold: the fullest engine's, where there are several; None if it is not
-    told."""
+    """Share of the KV cache that running requests hold, of the fullest engine; None if the page does not have it."""
     num_waiting: int = 0
-    """Requests of all clients that wait for a place."""
+    """Queued requests of all clients."""
 
     @classmethod
     def read(cls, page: str) -> Gauges:
-        """Args: page: In the text format of Prometheus."""
+        """Read a metrics page in the text format of Prometheus."""
         values: dict[str, list[float]] = {"kv_cache_usage_perc": [], "num_requests_waiting": []}
         for name, value in _GAUGE.findall(page):
             values[name].append(float(value))

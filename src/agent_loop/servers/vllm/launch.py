@@ -1,4 +1,4 @@
-"""Brings an in-process `AsyncLLM` up, in a thread, and takes it down."""
+"""Start of an in-process `AsyncLLM` in a thread, with a time limit."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ POLL_S = 0.2
 
 
 class SchedulerState:
-    """The scheduler's counts after its last step; vLLM makes it and writes to it."""
+    """Counts of the scheduler after its last step. A stat logger, which vLLM creates and calls."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.num_running = 0
         self.kv_cache_share = 0.0
 
     def record(self, scheduler_stats: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Called by vLLM after each step."""
+        """Store the counts of a step. Called by vLLM."""
         if scheduler_stats is not None:
             self.num_running = int(scheduler_stats.num_running_reqs)
             self.kv_cache_share = float(scheduler_stats.kv_cache_usage)
@@ -45,13 +45,13 @@ class SchedulerState:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Takes the place of the methods that vLLM calls on loggers."""
+    """Stub of the other methods that vLLM calls on stat loggers."""
 
 
 class EngineLauncher:
-    """One start of one engine; knows its processes, to end them if it takes too long.
+    """Starts one engine once, and kills the engine's processes if the start takes too long.
 
-    vLLM starts processes of its own. It does not say which while it starts, so that they are told by being new.
+    vLLM does not report its processes while it starts. They are the processes that did not exist before.
     """
 
     def __init__(self, server: str, *, options: Mapping[str, Any], log: EngineLog) -> None:
@@ -64,19 +64,19 @@ class EngineLauncher:
         self.scheduler: SchedulerState | None = None
 
     async def launch(self, *, timeout_s: float) -> Any:
-        """Returns the `AsyncLLM`.
+        """Start the engine and return its `AsyncLLM`.
 
         Raises:
             ConfigError: vLLM refuses an option.
-            ServerTimeout: It is not up in time.
-            ServerDied: It failed.
+            ServerTimeout: The engine did not start in time.
+            ServerDied: The engine failed.
         """
         try:
             return await run_bounded(lambda: run_in_thread(self._build), timeout_s=timeout_s)
         except DeadlineExpired:
             await run_in_thread(self._abandon)
             raise ServerTimeout(
-                f"vLLM did not come up within {timeout_s:g} s; raise rollout.start_timeout_s, or see what holds it up"
+                f"vLLM did not start within {timeout_s:g} s; raise rollout.start_timeout_s, or see its log"
                 + self._log.tail(),
                 server=self._server,
             ) from None
@@ -104,7 +104,7 @@ class EngineLauncher:
         usage = import_engine("vllm.usage.usage_lib", package=PACKAGE, supported=SUPPORTED)
         args_class: Any = arguments.AsyncEngineArgs
         refuse_unknown_options(self._options, known=[field.name for field in dataclasses.fields(args_class)])
-        # The trainer's process has threads and maybe a GPU context, which do not survive a fork.
+        # The trainer's process has threads and may have a GPU context, which do not survive a fork.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         logging_config = config.LoggingConfig(pylogging_config_file=str(self._log.config_path))
         try:
@@ -124,7 +124,7 @@ class EngineLauncher:
         return self.scheduler
 
     def _abandon(self) -> None:
-        """Ends the engine's processes as they appear, until vLLM gives up."""
+        """Kill the engine's processes as they appear, until vLLM gives up."""
         self._is_abandoned = True
         deadline = time.monotonic() + ABANDON_TIMEOUT_S
         while not self._is_over.wait(POLL_S) and time.monotonic() < deadline:
@@ -135,6 +135,6 @@ class EngineLauncher:
 
     def _died(self, error: Exception) -> ServerDied:
         return ServerDied(
-            f"vLLM ended while it came up ({type(error).__name__}: {error}){self._log.tail()}",
+            f"vLLM failed to start ({type(error).__name__}: {error}){self._log.tail()}",
             server=self._server,
         )

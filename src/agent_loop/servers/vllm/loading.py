@@ -1,4 +1,4 @@
-"""What the workers' answers to new weights mean."""
+"""Results of a weight update in vLLM's workers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from agent_loop.errors import WeightsError
 
 
-def mixed_weights(answers: Sequence[Mapping[str, Any]]) -> str:
-    """Why the engine holds a mix of old and new weights; empty if every worker holds the new ones.
+def mixed_weights(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return why the engine has a mix of old and new weights; empty if every worker has the new weights.
 
     Args:
-        answers: Of `WeightWorker.agent_loop_load_weights`, one per worker.
+        results: Results of `WeightWorker.agent_loop_load_weights`, one per worker.
 
     Raises:
-        WeightsError: They were refused, and every worker holds the old ones.
+        WeightsError: The weights were refused, and every worker has the old weights.
     """
-    errors = [answer for answer in answers if "error" in answer]
+    errors = [result for result in results if "error" in result]
     if not errors:
         return ""
-    if len(errors) == len(answers) and all(error["is_unchanged"] for error in errors):
+    if len(errors) == len(results) and all(error["is_unchanged"] for error in errors):
         raise WeightsError(errors[0]["error"])
     return (
-        f"loading new weights failed half-way ({errors[0]['error']}), so that the engine holds a mix of old and new "
-        "ones; publish again, or start another server"
+        f"loading new weights failed half-way ({errors[0]['error']}), so the engine has a mix of old and new "
+        "weights; publish again, or start another server"
     )

@@ -1,4 +1,4 @@
-"""Which log-probs a vLLM gives, found out by asking it."""
+"""Log-probs of vLLM: reading them, and finding out by probes which kind a vLLM returns."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from agent_loop.servers.base import Ability
 from agent_loop.types import SamplingParams, TokenArrays, top_logprob_arrays
 
 SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS, Ability.TOP_LOGPROBS})
-"""What a vLLM with exact log-probs offers."""
+"""Abilities of a vLLM with exact log-probs."""
 NUM_TOKENS = 5
-"""Candidates that a probe asks for."""
+"""Number of candidates that a probe requests."""
 MAX_LOGPROBS = 20
-"""vLLM's default of its option `max_logprobs`."""
+"""Default of vLLM's option `max_logprobs`."""
 PROBE_PLAIN = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
-PROBE_HOT_AND_CUT = SamplingParams(temperature=2.0, top_k=1, max_tokens=1, seed=0)
-NOTHING = -1e3
-"""What has a lower log-prob was cut away; over HTTP minus infinity is -9999."""
+PROBE_HOT_TOP_1 = SamplingParams(temperature=2.0, top_k=1, max_tokens=1, seed=0)
+MASKED_LOGPROB = -1e3
+"""Tokens with a lower log-prob were masked by top-k or top-p. Over HTTP, minus infinity is -9999."""
 TOLERANCE = 0.02
 
 
 class LogProbs(StrEnum):
-    """Of which distribution log-probs are."""
+    """Distribution that log-probs are taken of."""
 
     SCALED = "scaled"
-    """`log_softmax(logits / temperature)` before top-k and top-p: what `TokenOutput.logprobs` is defined as."""
+    """`log_softmax(logits / temperature)` before top-k and top-p, which defines `TokenOutput.log_probs`."""
     RAW = "raw"
     """`log_softmax(logits)`: vLLM's `raw_logprobs`, its default."""
     PROCESSED = "processed"
     """After temperature, top-k and top-p: vLLM's `processed_logprobs`."""
     UNKNOWN = "unknown"
-    """None of these, or the model is so sure or unsure that they cannot be told apart."""
+    """None of these, or the probes cannot distinguish them because the model is too certain or too uncertain."""
 
     def are_exact(self, params: SamplingParams) -> bool:
-        """Whether they are what `TokenOutput.logprobs` is defined as, for a completion sampled like this."""
+        """Return whether they equal `TokenOutput.log_probs` as defined, for these sampling parameters."""
         match self:
             case LogProbs.SCALED:
                 return True
@@ -53,7 +53,7 @@ class LogProbs(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Log-probs of sampled tokens, and more values of each."""
+    """Sampled tokens with log-probs and further values per token."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -61,9 +61,9 @@ class ScoredTokens:
 
 
 def num_logprobs(params: SamplingParams) -> int:
-    """Return vLLM's parameter `logprobs`: how many candidates it returns beside each sampled token.
+    """Return vLLM's parameter `logprobs`: the number of candidates that it returns with each sampled token.
 
-    Over HTTP vLLM counts the sampled token as one of them, so one more is needed.
+    Over HTTP, vLLM counts the sampled token as a candidate, so one more is needed.
     """
     return params.top_logprobs + 1 if params.top_logprobs else 0
 
@@ -111,14 +111,14 @@ def read_content(content: Sequence[Mapping[str, Any]], *, params: SamplingParams
     return ScoredTokens(token_ids, logprobs, extras)
 
 
-def tell_apart(plain: Mapping[int, float], hot_and_cut: Mapping[int, float]) -> LogProbs:
-    """Reads the answers to the two probes.
+def identify_logprobs(plain: Mapping[int, float], hot_top_1: Mapping[int, float]) -> LogProbs:
+    """Return the kind of log-probs that a vLLM returned for two probes of one prompt.
 
     Args:
-        plain: The likeliest tokens after a prompt, with their log-probs, for `PROBE_PLAIN`.
-        hot_and_cut: The same for `PROBE_HOT_AND_CUT`.
+        plain: Likeliest tokens with their log-probs, for `PROBE_PLAIN`.
+        hot_top_1: Likeliest tokens with their log-probs, for `PROBE_HOT_TOP_1`.
     """
-    left = {token: value for token, value in hot_and_cut.items() if value > NOTHING}
+    left = {token: value for token, value in hot_top_1.items() if value > MASKED_LOGPROB}
     if len(left) < len(plain):
         return LogProbs.PROCESSED if len(left) == 1 and max(left.values()) > -TOLERANCE else LogProbs.UNKNOWN
     common = sorted(plain.keys() & left.keys(), key=lambda token: plain[token])
@@ -129,7 +129,7 @@ def tell_apart(plain: Mapping[int, float], hot_and_cut: Mapping[int, float]) -> 
     hot_gap = left[highest] - left[lowest]
     if gap < 4 * TOLERANCE:
         return LogProbs.UNKNOWN
-    for kind, wanted in ((LogProbs.RAW, gap), (LogProbs.SCALED, gap / 2)):
-        if abs(hot_gap - wanted) < TOLERANCE * max(1.0, gap):
+    for kind, expected in ((LogProbs.RAW, gap), (LogProbs.SCALED, gap / 2)):
+        if abs(hot_gap - expected) < TOLERANCE * max(1.0, gap):
             return kind
     return LogProbs.UNKNOWN

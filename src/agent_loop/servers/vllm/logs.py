@@ -1,4 +1,4 @@
-"""The engine's log, kept in a file so that errors can end with its last lines."""
+"""Log file of the engine, whose last lines are quoted in errors."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 TAIL_LINES = 20
 TAIL_BYTES = 65536
 FIRST_ERROR = re.compile(r"^[\w.]*(Error|Exception): ")
-"""The last line of a traceback."""
+"""Last line of a traceback."""
 
 
 class EngineLog:
-    """A folder with the log of one engine: its own processes and its client write to one file."""
+    """Folder with the log of one engine. The engine's processes and its client write to the same file."""
 
     def __init__(self, server: str) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix=f"agent-loop-{server}-".replace("/", "-")))
         self.path = self._folder / "engine.log"
         self.config_path = self._folder / "logging.json"
-        """A `logging.config.dictConfig` for the engine's processes."""
+        """File with a `logging.config.dictConfig` for the engine's processes."""
         self.config_path.write_text(
             json.dumps(
                 {
@@ -44,7 +44,7 @@ class EngineLog:
         )
 
     def tail(self) -> str:
-        """The last lines, as the end of an error message; empty if there are none."""
+        """Return the last lines, as the end of an error message; empty if there are none."""
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
@@ -54,11 +54,11 @@ class EngineLog:
             return ""
         if not lines:
             return ""
-        # What went wrong first is often far above what broke in consequence.
+        # The first error, which caused the later ones, is often far above the last lines.
         first = next((line for line in lines if FIRST_ERROR.match(line)), "")
-        told = f"; the first error in its log is {first!r}" if first else ""
-        return f"{told}; its log ({self.path}) ends with:\n" + "\n".join(lines[-TAIL_LINES:])
+        cause = f"; the first error in its log is {first!r}" if first else ""
+        return f"{cause}; its log ({self.path}) ends with:\n" + "\n".join(lines[-TAIL_LINES:])
 
     def remove(self) -> None:
-        """Deletes the folder. The log of an engine that failed is left for the user to read."""
+        """Delete the folder. Not called for an engine that failed, so that the user can read its log."""
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""`rollout.engine_kwargs` for vLLM: what goes to `AsyncEngineArgs`, and what is not the user's to set."""
+"""Options of vLLM: `rollout.engine_kwargs`, and the options that this project sets."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from agent_loop.servers.vllm.logprobs import MAX_LOGPROBS, num_logprobs
 
 PACKAGE = "vllm"
 SUPPORTED = ">=0.32,<0.33"
-"""Every test of this server ran on 0.32.0. Earlier versions lack what it stands on: pausing that keeps requests, and
-a weight version on every token."""
+"""All tests ran with 0.32.0. Earlier versions cannot keep requests during a pause, and record no weight version per
+token."""
 WORKER_EXTENSION = "agent_loop.servers.vllm.worker.WeightWorker"
 LOG_PROBS_MODE = "processed_logprobs"
-"""The mode in which the sampler takes the log-probs of the function that the worker extension exchanges."""
+"""Mode in which the sampler returns the log-probs of the stage that the worker extension replaces."""
 
 REFUSED: Mapping[str, str] = {
     "speculative_config": "log-probs of accepted drafts are not those of the model",
-    "kv_transfer_config": "its cache outlives a weight update",
+    "kv_transfer_config": "its cache is not emptied by a weight update",
     "data_parallel_size": "set rollout.num_servers instead",
-    "enable_lora": "weights are published whole",
+    "enable_lora": "adapters are merged into the weights when they are loaded",
 }
-"""Options that would break what servers promise, and why."""
+"""Options that would break the guarantees of servers, and why."""
 
 
 def engine_options(spec: ServerSpec) -> dict[str, Any]:
-    """The arguments of `AsyncEngineArgs`, ours and the user's.
+    """Return the arguments of `AsyncEngineArgs`: the user's options and the required ones.
 
     Raises:
-        ConfigError: An option contradicts the rest of the configuration, or is refused.
+        ConfigError: An option contradicts the rest of the configuration, or is not supported.
     """
     ours: dict[str, Any] = {
         "model": spec.model.path,
@@ -44,7 +44,7 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
         "skip_tokenizer_init": True,
     }
     needed = num_logprobs(spec.sampling)
-    if 0 <= spec.engine_kwargs.get("max_logprobs", MAX_LOGPROBS) < needed:  # (-1 is no limit)
+    if 0 <= spec.engine_kwargs.get("max_logprobs", MAX_LOGPROBS) < needed:  # -1 means no limit
         ours["max_logprobs"] = needed
     set_by = {
         "model": "model.path",
@@ -55,7 +55,7 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
     }
     for key, value in spec.engine_kwargs.items():
         if key in REFUSED:
-            raise ConfigError(f"rollout.engine_kwargs.{key} is not offered: {REFUSED[key]}; leave it out")
+            raise ConfigError(f"rollout.engine_kwargs.{key} is not supported: {REFUSED[key]}; leave it out")
         if key in ours and value != ours[key]:
             raise ConfigError(
                 f"rollout.engine_kwargs.{key} is {value!r}, but "

@@ -1,4 +1,4 @@
-"""Finds out what a running vLLM server offers, and refuses one that this client cannot work with."""
+"""Inspection of a running vLLM server: what it offers, and whether it fits the configuration."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ FOR_WEIGHTS = f"VLLM_SERVER_DEV_MODE=1 in its environment and --worker-extension
 
 @dataclass(frozen=True, slots=True)
 class RemoteServerInfo:
-    """One running server."""
+    """What a running server offers."""
 
     model: str
-    """What the server calls it."""
+    """The server's name for the model."""
     logprobs: LogProbs
     reports_cached_tokens: bool
     takes_weights: bool
-    """It has our worker extension, and vLLM's development mode to reach it by."""
+    """Whether the server has our worker extension, and vLLM's development mode, which is needed to call it."""
     num_workers: int
     weight_version: int
 
 
 async def inspect_server(http: HttpClient, *, spec: ServerSpec) -> RemoteServerInfo:
-    """Asks the server for all of it; has it give exact log-probs if it can be had to.
+    """Find out what a server offers. If the server has our worker extension, switch it to exact log-probs.
 
     Raises:
-        ConfigError: It is no vLLM, of another version, serves another model or a shorter context, or offers no
-            tokens in and out.
-        ServerError: It cannot be reached.
+        ConfigError: The server is not a vLLM of a supported version, serves another model or a shorter context, or has
+            no endpoint for token ids.
+        ServerError: The server cannot be reached.
     """
     await _check_version(http, url=http.url)
     model = await _find_model(http, spec=spec)
     workers: list[dict[str, Any]] = []
     version = 0
     if await _has_extension(http):
-        workers = await _ask_workers(http, "agent_loop_hello")
-        await _ask_workers(http, "agent_loop_scale_logprobs")
+        workers = await _call_workers(http, "agent_loop_hello")
+        await _call_workers(http, "agent_loop_scale_logprobs")
         info = await http.get_json("/weight_info", timeout_s=PROBE_TIMEOUT_S)
         with http.validating("/weight_info"):
             version = as_version(info.get("weight_version"), default=0)
@@ -80,18 +80,18 @@ async def _check_version(http: HttpClient, *, url: str) -> None:
         is_supported = SpecifierSet(SUPPORTED, prereleases=True).contains(version)
     except (HttpStatusError, BadServerReply, InvalidVersion, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{url} does not tell a version of vLLM ({error}); give the URL of a vLLM server, without /v1"
+            f"{url} does not report a version of vLLM ({error}); give the URL of a vLLM server, without /v1"
         ) from error
     if not is_supported:
         raise ConfigError(
-            f"{url} runs vLLM {version}, but only {SUPPORTED} is supported; run one of those there"
+            f"{url} runs vLLM {version}, but only {SUPPORTED} is supported; install that version there"
         )
 
 
 async def _find_model(http: HttpClient, *, spec: ServerSpec) -> str:
-    answer = await http.get_json("/v1/models", timeout_s=PROBE_TIMEOUT_S)
+    reply = await http.get_json("/v1/models", timeout_s=PROBE_TIMEOUT_S)
     with http.validating("/v1/models"):
-        served = [dict[str, Any](entry) for entry in answer["data"]]
+        served = [dict[str, Any](entry) for entry in reply["data"]]
     wanted = spec.engine_kwargs.get("served_model_name")
     base = PurePath(spec.model.path).name
     for entry in served:
@@ -100,32 +100,34 @@ async def _find_model(http: HttpClient, *, spec: ServerSpec) -> str:
             longest = entry.get("max_model_len")
             if longest is not None and int(longest) < spec.max_model_len:
                 raise ConfigError(
-                    f"{http.url} takes contexts of {longest} tokens, but rollout.prompt_length and "
-                    f"rollout.response_length make {spec.max_model_len}; start it with --max-model-len "
+                    f"{http.url} accepts contexts of {longest} tokens, but rollout.prompt_length and "
+                    f"rollout.response_length add up to {spec.max_model_len}; start it with --max-model-len "
                     f"{spec.max_model_len}, or lower them"
                 )
             return names[0]
     have = ", ".join(repr(entry.get("id")) for entry in served)
     raise ConfigError(
         f"{http.url} serves {have}, not {wanted or base!r}; start it with the model in model.path, or, if it is the "
-        "same model under another name, give that as rollout.engine_kwargs.served_model_name"
+        "same model under another name, set rollout.engine_kwargs.served_model_name to that name"
     )
 
 
 async def _has_extension(http: HttpClient) -> bool:
-    """Whether our worker extension is there and can be reached. The workers themselves cannot be asked: an engine dies
-    of a method that they do not have."""
+    """Return whether our worker extension is loaded and can be called.
+
+    The workers are not asked, because an engine dies if they are called with an unknown method.
+    """
     try:
         info = await http.get_json("/server_info?config_format=json", timeout_s=PROBE_TIMEOUT_S)
         return info["vllm_config"]["parallel_config"]["worker_extension_cls"] == WORKER_EXTENSION
     except (HttpStatusError, BadServerReply, KeyError, TypeError):
-        return False  # outside of its development mode, vLLM does not tell
+        return False  # vLLM without its development mode has no such page
 
 
-async def _ask_workers(http: HttpClient, method: str) -> list[dict[str, Any]]:
-    answer = await http.post_json("/collective_rpc", {"method": method}, timeout_s=PROBE_TIMEOUT_S)
+async def _call_workers(http: HttpClient, method: str) -> list[dict[str, Any]]:
+    reply = await http.post_json("/collective_rpc", {"method": method}, timeout_s=PROBE_TIMEOUT_S)
     with http.validating("/collective_rpc"):
-        return [dict[str, Any](result) for result in answer["results"]]
+        return [dict[str, Any](result) for result in reply["results"]]
 
 
 async def _probe(
@@ -154,5 +156,5 @@ async def _probe(
         if error.status != 404:
             raise
         raise ConfigError(
-            f"{http.url} offers no {GENERATE}, which takes and gives tokens; start it with --enable-scale-out"
+            f"{http.url} has no {GENERATE}, the endpoint for token ids; start it with --enable-scale-out"
         ) from error

@@ -1,4 +1,4 @@
-"""Reads what a vLLM server answers on `/inference/v1/generate`."""
+"""Reader of replies of `/inference/v1/generate`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULTS = SamplingParams()
 
 
 class ReplyReader:
-    """Turns JSON into tokens, or refuses it."""
+    """Reads completions and their parts from JSON, and refuses invalid replies."""
 
     def __init__(self, server: str) -> None:
         self._server = server
@@ -30,15 +30,15 @@ class ReplyReader:
         has_logprobs: bool,
         params: SamplingParams = DEFAULTS,
     ) -> TokenChunk:
-        """The tokens of one part of a stream, or of a whole completion.
+        """Read the tokens of one part of a stream, or of a whole completion.
 
         Args:
-            weight_version: For a part whose version the reply does not tell.
-            has_logprobs: Whether the log-probs in the reply are what `TokenOutput.logprobs` is defined as.
+            weight_version: Weight version of the chunk.
+            has_logprobs: Whether the log-probs in the reply equal `TokenOutput.log_probs` as defined.
             params: Sampling parameters of the request.
 
         Raises:
-            BadServerReply: It is no completion.
+            BadServerReply: The reply is not a completion.
         """
         try:
             choice = cast(dict[str, Any], reply["choices"][0])
@@ -48,9 +48,9 @@ class ReplyReader:
             reason = cast("str | None", choice["finish_reason"])
             scored = read_content(entries, params=params)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise self._bad(f"an answer has no completion in it ({error!r})", reply, request_id) from error
+            raise self._bad(f"a reply contains no completion ({error!r})", reply, request_id) from error
         if scored.token_ids != token_ids:
-            why = f"log-probs are for {len(scored.token_ids)} tokens of {len(token_ids)}"
+            why = f"log-probs are for {len(scored.token_ids)} tokens instead of {len(token_ids)}"
             raise self._bad(why, reply, request_id)
         if reason is not None and reason not in STOP_REASONS:
             raise self._bad(f"the completion ended with {reason!r}", reply, request_id)
@@ -72,7 +72,7 @@ class ReplyReader:
         has_logprobs: bool,
         params: SamplingParams = DEFAULTS,
     ) -> UnstampedChunk:
-        """Return one part of a stream. See `chunk`."""
+        """Read one part of a stream. See `chunk`."""
         chunk = self.chunk(
             event,
             request_id=request_id,
@@ -91,7 +91,7 @@ class ReplyReader:
         has_logprobs: bool,
         params: SamplingParams = DEFAULTS,
     ) -> TokenOutput:
-        """A whole completion, stamped by the engine itself. See `chunk`."""
+        """Read a whole completion, with the weight versions that the engine reports. See `chunk`."""
         part = self.part(
             reply,
             request_id=request_id,
@@ -104,16 +104,16 @@ class ReplyReader:
         return TokenOutput.from_chunks([preempted, *stamp(part)])
 
     def top_tokens(self, reply: Any, *, request_id: str) -> dict[int, float]:
-        """The likeliest candidates for the first token, with their log-probs.
+        """Read the likeliest candidates for the first token, with their log-probs.
 
         Raises:
-            BadServerReply: There are none.
+            BadServerReply: The reply has no candidates.
         """
         try:
             entries = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
             return {int(entry["token_id"]): float(entry["logprob"]) for entry in entries}
         except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-            raise self._bad(f"an answer has no log-probs in it ({error!r})", reply, request_id) from error
+            raise self._bad(f"a reply contains no log-probs ({error!r})", reply, request_id) from error
 
     def _spans(self, reply: Any, request_id: str, *, default: int) -> list[VersionSpan]:
         try:
@@ -133,15 +133,15 @@ class ReplyReader:
 
 
 def cached_tokens(reply: Mapping[str, Any]) -> int | None:
-    """Prompt tokens that vLLM found in its cache; None if it does not tell."""
+    """Return the number of prompt tokens that were cached; None if vLLM does not report it."""
     try:
         usage: Any = reply.get("usage") or {}
         details: Any = usage.get("prompt_tokens_details") or {}
         return details.get("cached_tokens")
-    except AttributeError:  # of another form: a statistic is no reason to lose the completion
+    except AttributeError:  # the completion is not lost because of an invalid statistic
         return None
 
 
 def as_version(label: Any, *, default: int) -> int:
-    """The number in vLLM's label of a weight version; the default if it is none of ours."""
+    """Return the number in vLLM's label of a weight version; the default if the label is not a number."""
     return int(label) if isinstance(label, str) and label.isdecimal() else default

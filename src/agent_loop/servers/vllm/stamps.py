@@ -19,7 +19,7 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnstampedChunk:
-    """Tokens as they come from the engine, whose weight version may be out of date."""
+    """Tokens as they come from the engine. Their weight version may be out of date."""
 
     chunk: TokenChunk
     spans: Sequence[VersionSpan] = ()
@@ -29,7 +29,7 @@ class UnstampedChunk:
 async def stamped(
     parts: AsyncGenerator[UnstampedChunk], *, current_version: Callable[[], int]
 ) -> AsyncGenerator[TokenChunk]:
-    """Yield chunks as they come until the first weight update; hold back later ones until the completion ends.
+    """Yield chunks as they come until the first weight update, and the later tokens at the end of the completion.
 
     vLLM reports which version sampled which token when the completion is over. Before the first update only one
     version is possible. A chunk that is read after the update may have been sampled before it.

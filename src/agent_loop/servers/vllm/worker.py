@@ -1,6 +1,6 @@
-"""What runs inside vLLM's worker processes: takes weights, and has the sampler give log-probs as trainers need them.
+"""Extension of vLLM's worker processes: loads weights, and switches the sampler to exact log-probs.
 
-vLLM mixes `WeightWorker` into its worker class; the servers here call its methods by `collective_rpc`.
+vLLM adds `WeightWorker` to the bases of its worker class. Servers call the methods by `collective_rpc`.
 """
 
 from __future__ import annotations
@@ -23,40 +23,43 @@ logger = logging.getLogger("vllm.agent_loop")
 
 
 class WeightWorker:
-    """Mixed into vLLM's worker. All methods answer with plain data, which any control channel carries, and none raises:
-    an engine dies of that."""
+    """Mixin of vLLM's worker. All methods return plain data, and none raises: an exception kills the engine."""
 
     model_runner: Any
     rank: int
 
     def agent_loop_hello(self) -> dict[str, Any]:
-        """Tells that this class is there, and on what the engine runs."""
+        """Return the rank, the device and the size of the model."""
         device = str(self.model_runner.device.type)
         return {"rank": self.rank, "device": device, "num_parameters": self._agent_loop_size()}
 
     def agent_loop_scale_logprobs(self) -> dict[str, Any]:
-        """Has the sampler give `log_softmax(logits / temperature)` before top-k and top-p."""
+        """Switch the sampler to `log_softmax(logits / temperature)` before top-k and top-p.
+
+        Returns:
+            `patched` with the replaced part of the sampler, or `error`.
+        """
         sampler = getattr(self.model_runner, "sampler", None)
         if sampler is None:  # a stage of a pipeline that does not sample
             return {"patched": "nothing"}
         if hasattr(sampler, "topk_topp_sampler"):
             try:
-                sampler.topk_topp_sampler = BeforeCut.around(sampler)
+                sampler.topk_topp_sampler = FullLogProbsStage.wrap(sampler)
             except Exception as error:
-                logger.exception("the sampler could not be exchanged")
+                logger.exception("the last stage of the sampler could not be replaced")
                 return {"error": describe_error(error)}
             return {"patched": "topk_topp_sampler"}
         if hasattr(sampler, "_sample_random"):
             sampler.logprobs_mode = "processed_logprobs"
-            sampler._sample_random = keep_logits_before_cut(sampler._sample_random)
+            sampler._sample_random = return_full_logits(sampler._sample_random)
             return {"patched": "_sample_random"}
-        return {"error": f"the sampler is a {type(sampler).__name__}, which has no known place for log-probs"}
+        return {"error": f"the sampler is a {type(sampler).__name__}, which is not supported"}
 
     def agent_loop_load_weights(self, handle: str) -> dict[str, Any]:
-        """Replaces the model's weights by those of an offer.
+        """Load the weights of a `WeightHandle` into the model.
 
         Returns:
-            Nothing, or `error` with what is wrong and `is_unchanged` that tells whether the old weights are whole.
+            An empty dict, or `error`, and `is_unchanged`: whether the model still has all its old weights.
         """
         try:
             weights = self._agent_loop_receiver().receive_all(handle)
@@ -88,11 +91,10 @@ class WeightWorker:
         return sum(parameter.numel() for parameter in self.model_runner.get_model().parameters())
 
 
-class BeforeCut(nn.Module):
-    """Takes the place of the sampler's last stage: samples as it does, but gives log-probs from before the cut.
+class FullLogProbsStage(nn.Module):
+    """Last stage of the sampler, which samples as before, and returns log-probs from before top-k and top-p.
 
-    It gets logits that are scaled by the temperature already (1 for greedy requests), of shape
-    [num_requests, vocab_size].
+    Its input are logits that are scaled by the temperature (1 for greedy requests); shape [num_requests, vocab_size].
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -100,9 +102,8 @@ class BeforeCut(nn.Module):
         self.inner = inner
 
     @classmethod
-    def around(cls, sampler: Any) -> BeforeCut:
-        """Wraps a sampler's stage once. The stage itself gives no log-probs any more, so that it may take its fastest
-        way."""
+    def wrap(cls, sampler: Any) -> FullLogProbsStage:
+        """Wrap a sampler's last stage, unless it is wrapped. The inner stage returns no log-probs, which is faster."""
         stage = sampler.topk_topp_sampler
         if isinstance(stage, cls):
             return stage
@@ -112,14 +113,19 @@ class BeforeCut(nn.Module):
     def forward(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)  # first: the stage writes to the logits
+        logprobs = logits.log_softmax(
+            dim=-1, dtype=torch.float32
+        )  # before sampling, which writes to the logits
         sampled, _ = self.inner(logits, generators, k, p)
         return sampled, logprobs
 
 
-def keep_logits_before_cut(sample_random: Any) -> Any:
-    """The same for the sampler of vLLM's second model runner, which returns the logits that log-probs are taken of."""
-    if getattr(sample_random, "keeps_logits", False):
+def return_full_logits(sample_random: Any) -> Any:
+    """Wrap `_sample_random` of vLLM's second model runner, to return the logits from before top-k and top-p.
+
+    That model runner takes the log-probs of the returned logits.
+    """
+    if getattr(sample_random, "returns_full_logits", False):
         return sample_random
 
     def sample(processed_logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -127,20 +133,20 @@ def keep_logits_before_cut(sample_random: Any) -> Any:
         sampled, _ = sample_random(processed_logits, *args, **kwargs)
         return sampled, before
 
-    sample.keeps_logits = True  # type: ignore[attr-defined]
+    sample.returns_full_logits = True  # type: ignore[attr-defined]
     return sample
 
 
 def pack_tied_heads(model: nn.Module) -> None:
-    """Packs output heads anew that share their weight with the embedding.
+    """Pack the output heads that share their weight with the embedding.
 
-    Builds for CPUs multiply with a packed copy of it, which a reload makes anew only for weights that it loads under
-    the layer's own name.
+    vLLM for CPUs multiplies with a packed copy of the weight. A reload updates the copy only for weights that it loads
+    under the layer's own name.
     """
     embeddings: Any = import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     layers: list[Any] = list(model.modules())
     for layer in layers:
-        # An output head is an embedding, too.
+        # vLLM's output heads are subclasses of the embedding.
         if isinstance(layer, embeddings.VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)
 

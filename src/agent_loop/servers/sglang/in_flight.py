@@ -1,4 +1,4 @@
-"""The completions that run: at most one per session, none sent while the engine takes weights."""
+"""Requests in flight: at most one per session, and none is sent during a weight update."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from agent_loop.errors import ServerError
 
 
 def _new_rid() -> str:
-    """SGLang aborts all requests whose ids begin with the given one: all have one length."""
+    """Return a new id. All ids have one length, because SGLang aborts all requests whose ids start with a given id."""
     return uuid4().hex
 
 
 @dataclass(slots=True, eq=False)
-class Running:
-    """One completion."""
+class SGLangRequest:
+    """Request in flight."""
 
     request_id: str
     rid: str = field(default_factory=_new_rid)
-    """The engine's name for it."""
+    """Id of the request in the engine."""
     is_sent: bool = False
     is_aborted: bool = False
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class RunningRequests:
-    """Admits completions."""
+class SGLangRequests:
+    """Registry of the requests in flight."""
 
     def __init__(self, server: str) -> None:
         self._server = server
-        self._by_session: dict[str, Running] = {}
+        self._by_session: dict[str, SGLangRequest] = {}
         self._may_send = asyncio.Event()
         self._may_send.set()
         self.num_holds = 0
-        """How often sending was held up."""
+        """Number of times that sending was paused."""
 
     def __len__(self) -> int:
         return len(self._by_session)
 
-    def get(self, request_id: str) -> Running | None:
+    def get(self, request_id: str) -> SGLangRequest | None:
         return self._by_session.get(request_id)
 
     @property
-    def all(self) -> list[Running]:
+    def all(self) -> list[SGLangRequest]:
         return list(self._by_session.values())
 
     @property
@@ -54,11 +54,11 @@ class RunningRequests:
         return sum(running.is_sent for running in self._by_session.values())
 
     @contextmanager
-    def enter(self, request_id: str) -> Generator[Running]:
-        """Counts a completion while the context is open.
+    def enter(self, request_id: str) -> Generator[SGLangRequest]:
+        """Register a request while the body runs.
 
         Raises:
-            ServerError: One of this session runs already.
+            ServerError: The session has a request in flight.
         """
         if request_id in self._by_session:
             raise ServerError(
@@ -66,22 +66,22 @@ class RunningRequests:
                 server=self._server,
                 request_id=request_id,
             )
-        running = self._by_session[request_id] = Running(request_id)
+        running = self._by_session[request_id] = SGLangRequest(request_id)
         try:
             yield running
         finally:
             del self._by_session[request_id]
             running.is_over.set()
 
-    async def send(self, running: Running) -> bool:
-        """Waits until it may be sent; False if it was aborted before."""
+    async def send(self, running: SGLangRequest) -> bool:
+        """Wait until the request may be sent. Return False if it was aborted before."""
         await self._may_send.wait()
         running.is_sent = not running.is_aborted
         return running.is_sent
 
     @contextmanager
     def hold(self) -> Generator[None]:
-        """Sends nothing while the context is open."""
+        """Pause sending while the body runs."""
         self.num_holds += 1
         self._may_send.clear()
         try:

@@ -1,4 +1,4 @@
-"""Frames between the process of a server and that of its engine, over a socket that only these two share."""
+"""Messages between the process of a server and the process of its engine, over a socket pair."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ FrameKind = Literal["start", "call", "stream", "cancel", "ready", "part", "end",
 
 
 class Frame(NamedTuple):
-    """One message. To the engine: start, call, stream, cancel. From it: ready, part, end, error, refused."""
+    """Message. To the engine: start, call, stream, cancel. From the engine: ready, part, end, error, refused."""
 
     kind: FrameKind
     call: int
-    """Which call it belongs to; 0 for the engine itself."""
+    """Number of the call that the message belongs to; 0 for the engine itself."""
     value: Any
 
 
 class FrameProtocol(asyncio.Protocol):
-    """Splits what arrives into frames, and writes frames.
+    """Reads and writes frames.
 
     Args:
-        on_frame: Given each frame as it comes.
-        on_end: Called once, when the other side is gone.
+        on_frame: Called with each frame that arrives.
+        on_end: Called once, when the connection is closed or lost.
     """
 
     def __init__(self, *, on_frame: Callable[[Frame], None], on_end: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ class FrameProtocol(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's are no subclasses
+        self._transport = cast(asyncio.WriteTransport, transport)  # transports of uvloop are not subclasses
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -57,7 +57,7 @@ class FrameProtocol(asyncio.Protocol):
         self._on_end()
 
     def send(self, frame: Frame) -> None:
-        """Never blocks; does nothing if the other side is gone."""
+        """Send a frame without blocking. Does nothing if the connection is lost."""
         if self._transport is not None:
             data = pickle.dumps(tuple(frame), protocol=pickle.HIGHEST_PROTOCOL)
             self._transport.write(HEADER.pack(len(data)) + data)
