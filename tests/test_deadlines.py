@@ -149,6 +149,6 @@ def test_the_earliest_of_several_limits_counts_and_ended_ones_do_not() -> None:
                 await asyncio.sleep(1000)
             finally:
                 deadlines.end(TimeLimit.TURN)
-        assert (deadlines.passed, asyncio.get_running_loop().time()) == (TimeLimit.TURN, 25)
+        assert (deadlines.exceeded, asyncio.get_running_loop().time()) == (TimeLimit.TURN, 25)
 
     run_virtual(main())

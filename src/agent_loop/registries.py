@@ -33,24 +33,25 @@ class RegisteredFunction:
 class FunctionRegistry:
     """Functions by name, for a setting that takes a registered name, `file.py:name` or `module:name`.
 
-    A class takes the place of a function: it is constructed without arguments, and its instance is called.
+    An entry may also be a class, which is constructed without arguments. Its instance is called as the function.
     """
 
     kind: str
-    """What the functions are, for messages: `advantage estimator`."""
+    """Kind of the functions, for messages: `advantage estimator`."""
     key: str
-    """The setting: `algorithm.adv_estimator`."""
+    """Name of the setting: `algorithm.adv_estimator`."""
     _functions: dict[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
     _options: dict[int, tuple[Callable[..., Any], Any]] = field(
         default_factory=dict[int, tuple[Callable[..., Any], Any]]
     )
-    """By `id`, as objects without a hash are callable too; the function is kept so that its id is not used again."""
+    """Options by the function's `id`, because callable objects may be unhashable. The function is stored too, so that
+    its id is not reused."""
 
     def add(self, name: str, function: Callable[..., Any], *, options: Any = None) -> None:
         """Register a function under a name, with options that `options_of` returns.
 
-        A name that is taken goes to the new function, with a warning. A user's function keeps its name if the built-in
-        functions are imported after it.
+        A function that has the name already is replaced, with a warning. A built-in function does not replace a user's
+        function.
         """
         known, what = self._functions.get(name), f"{self.kind} {name!r}"
         is_built_in = getattr(function, "__module__", "").startswith("agent_loop.")
@@ -74,7 +75,7 @@ class FunctionRegistry:
 
         Args:
             reference: A registered name, `file.py:name` or `module:name`.
-            example: Parameters that the function is called with, as in `rewards, *, config`.
+            example: Parameters of the call, for example `rewards, *, config`.
 
         Raises:
             ConfigError: The function does not exist, cannot be constructed, or does not take these parameters.
@@ -95,7 +96,7 @@ class FunctionRegistry:
             return load_object(reference, key=self.key)
         raise ConfigError(
             f"{self.key} is {reference!r}: unknown {self.kind}{did_you_mean(reference, self._functions)}; "
-            "a function of your own is file.py:name"
+            "give file.py:name for a function of your own"
         )
 
 
@@ -104,13 +105,14 @@ def warn_if_replaced(
 ) -> None:
     """Warn that a registered class or function is replaced.
 
-    A class that is defined again, as when its module is loaded twice, replaces itself without a warning.
+    There is no warning if the same class or function is registered again, for example because its module was imported
+    twice.
 
     Args:
         known: The class or function that has the name already, or its full name; None if the name is free.
         by: The class or function that gets the name.
-        what: The name, for the message: `agent loop 'tool_agent'`.
-        stacklevel: Frames up to the caller of the decorator, which the warning points to.
+        what: Description of the name, for the message: `agent loop 'tool_agent'`.
+        stacklevel: Number of frames up to the caller of the decorator, which the warning refers to.
     """
     before = known if isinstance(known, str) or known is None else _full_name(known)
     if before is not None and before != _full_name(by):
@@ -118,21 +120,21 @@ def warn_if_replaced(
 
 
 def read_entries(path: str | Path, *, entry_type: type[EntryT], list_key: str, key: str) -> list[EntryT]:
-    """Return the entries of the list that a YAML file holds under `list_key`, with OmegaConf's `${...}` resolved.
+    """Return the entries of the list under `list_key` in a YAML file. OmegaConf's `${...}` are resolved.
 
     Args:
-        path: A YAML file, relative to the working directory.
+        path: YAML file, relative to the working directory.
         entry_type: Section that each entry is parsed as.
-        list_key: The only key that the file may hold.
-        key: The setting that names the file, for the error.
+        list_key: The only key that the file may contain.
+        key: Setting that names the file, for the error.
 
     Raises:
-        ConfigError: The file is missing, is not YAML, or does not hold such a list.
+        ConfigError: The file is missing, is not valid YAML, or does not contain such a list.
     """
     content = read_yaml(path, what=f"{key}: file", resolve=True)
     entries: Any = cast(dict[str, Any], content).get(list_key) if isinstance(content, dict) else None
     if not isinstance(entries, list):
-        raise ConfigError(f"{path}: there is no list under {list_key!r}; begin the file with `{list_key}:`")
+        raise ConfigError(f"{path} has no list under {list_key!r}; begin the file with `{list_key}:`")
     for name in cast(dict[str, Any], content):
         if name != list_key:
             raise ConfigError(f"{path}: unknown key {name!r}{did_you_mean(name, [list_key])}")

@@ -52,16 +52,16 @@ def updated(
 
 
 def test_servers_that_tell_nothing_of_themselves_bound_nothing() -> None:
-    control = AdmissionControl(num_places=None)
+    control = AdmissionControl(num_slots=None)
     for _ in range(50):
         assert updated(control, cheap(100), num_in_flight=100, num_waiting=90) == math.inf
-    control = AdmissionControl(num_places=8)
+    control = AdmissionControl(num_slots=8)
     bounds = [updated(control, num_in_flight=int(control.bound)) for _ in range(6)]
     assert bounds == [16, 32, 64, 128, 256, 512]
 
 
 def test_the_bound_doubles_only_while_the_caches_are_almost_empty() -> None:
-    control = AdmissionControl(num_places=64)
+    control = AdmissionControl(num_slots=64)
     assert updated(control, num_in_flight=64, demand=0.1) == 128
     assert updated(control, num_in_flight=128, demand=0.3) == 128
     assert updated(control, num_in_flight=128, demand=0.1) == 128
@@ -70,7 +70,7 @@ def test_the_bound_doubles_only_while_the_caches_are_almost_empty() -> None:
 
 
 def test_after_a_costly_round_the_bound_falls_by_those_that_wait_and_no_further() -> None:
-    control = AdmissionControl(num_places=64)
+    control = AdmissionControl(num_slots=64)
     assert updated(control, costly(64), num_in_flight=64, num_waiting=10, demand=1.0) == 54
     # ten of the old ones have still to end: nothing is learnt from them
     assert updated(control, costly(64), num_in_flight=60, num_waiting=10, demand=1.0) == 54
@@ -79,12 +79,12 @@ def test_after_a_costly_round_the_bound_falls_by_those_that_wait_and_no_further(
 
 
 def test_a_bound_that_was_infinite_falls_too() -> None:
-    control = AdmissionControl(num_places=None)
+    control = AdmissionControl(num_slots=None)
     assert updated(control, costly(1000), num_in_flight=1000, num_waiting=900) == 700
 
 
 def test_the_bound_never_falls_below_one() -> None:
-    control = AdmissionControl(num_places=4)
+    control = AdmissionControl(num_slots=4)
     for _ in range(40):
         in_flight = int(control.bound)
         updated(control, costly(in_flight), num_in_flight=in_flight, num_waiting=in_flight, demand=2.0)
@@ -92,7 +92,7 @@ def test_the_bound_never_falls_below_one() -> None:
 
 
 def test_what_is_computed_again_while_the_caches_have_room_is_no_reason() -> None:
-    control = AdmissionControl(num_places=20)
+    control = AdmissionControl(num_slots=20)
     assert updated(control, costly(20), num_in_flight=20, num_waiting=10, demand=0.3) == 25
     assert updated(control, costly(25), num_in_flight=25, num_waiting=10, demand=0.8) == 25
 
@@ -107,7 +107,7 @@ def test_a_completion_reports_how_many_tokens_were_recomputed() -> None:
 
 
 def test_slow_tools_do_not_leave_servers_idle_however_much_is_computed_again() -> None:
-    control = AdmissionControl(num_places=64)
+    control = AdmissionControl(num_slots=64)
     for bound in (80, 100, 125):
         in_flight = int(control.bound)
         assert updated(control, costly(4), num_in_flight=in_flight, num_running=9, demand=1.2) == bound

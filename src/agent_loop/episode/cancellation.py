@@ -1,4 +1,4 @@
-"""The shared event that asks trajectories to stop where they are, so that they can go on later."""
+"""Cancellation of running trajectories by a shared event. Cancelled trajectories can be resumed later."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from agent_loop.runtime.time_scope import TimeScope
 ResultT = TypeVar("ResultT")
 
 FINISH_GRACE_S = 10.0
-"""How long a call that may be run only once gets to end, once its trajectory is cancelled."""
+"""Seconds that a call that may run only once has to end after its trajectory is cancelled."""
 
 
 class Cancellation:
-    """What is in flight in one trajectory, against the event that cancels it.
+    """Cancellation of the calls of one trajectory by a shared event.
 
     Args:
-        event: Shared by all trajectories that are cancelled together; None never comes.
+        event: Event that cancels all trajectories that share it. With None, the trajectory is never cancelled.
     """
 
     def __init__(self, event: asyncio.Event | None) -> None:
         self.signal = None if event is None else Signal(event)
-        """Callbacks for the event."""
+        """Callbacks that run when the event is set."""
 
     async def call(
         self, function: Callable[[], Coroutine[Any, Any, ResultT]], *, on_replay: OnReplay
     ) -> ResultT:
-        """What a tool or an interaction gives. A call that may be run only once gets `FINISH_GRACE_S` to end; any
-        other is cut at once, since it is run again later.
+        """Call a tool or an interaction and return its result. The call is cancelled when the event is set.
+
+        A call that may run only once has `FINISH_GRACE_S` to end. Other calls are cancelled immediately, because they
+        are repeated on resume.
 
         Raises:
-            CallAborted: The event was set before, or the function did not end in time.
+            CallAborted: The event was already set, or the call did not end in time.
         """
         signal = self.signal
         if signal is None:

@@ -1,4 +1,4 @@
-"""The time limits of an episode, of which the earliest counts."""
+"""Time limits of an episode. The earliest applies."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from agent_loop.trajectory import IncidentKind
 
 
 class TimeLimit(StrEnum):
-    """What has to end in time; the value is the configuration's key."""
+    """Time limit of an episode. The value is the name of its setting."""
 
     GENERATE = "rollout.generate_timeout_s"
     TURN = "rollout.multi_turn.turn_timeout_s"
     TRAJECTORY = "rollout.trajectory_timeout_s"
 
 
-_CUT_OFF = {
+_INCIDENTS = {
     TimeLimit.GENERATE: (IncidentKind.GENERATE_TIMEOUT, "its completion"),
     TimeLimit.TURN: (IncidentKind.TURN_TIMEOUT, "the completion and the reply to it"),
 }
 
 
 class Deadlines:
-    """A time scope for `with` whose end moves as limits begin and end. Single use.
+    """Time scope for a `with` block whose end is the earliest of the limits that are set. Single use.
 
-    Leaving it raises TimeoutError if a limit had passed; `passed` tells which.
+    Leaving the block raises TimeoutError if a limit was exceeded; `exceeded` is that limit.
     """
 
     def __init__(self) -> None:
@@ -44,27 +44,27 @@ class Deadlines:
         self._scope.__exit__(kind, error, traceback)
 
     def begin(self, limit: TimeLimit, *, seconds: float) -> None:
-        """Counts from here."""
+        """Start a limit that ends in `seconds` from now."""
         self._seconds[limit] = seconds
         self._ends[limit] = asyncio.get_running_loop().time() + seconds
         self._scope.move(min(self._ends.values()))
 
     def end(self, limit: TimeLimit) -> None:
-        """What was limited ended in time."""
+        """Remove a limit. Does nothing if a limit was exceeded before."""
         if limit in self._ends and not self._scope.has_expired:
             del self._ends[limit]
             self._scope.move(min(self._ends.values(), default=None))
 
     @property
     def incident(self) -> tuple[IncidentKind, str] | None:
-        """What the limit that passed cut off, once one has; None if that was the trajectory."""
-        if self.passed is TimeLimit.TRAJECTORY:
+        """Kind and description of the incident; None for the trajectory's own limit. Valid once a limit is exceeded."""
+        if self.exceeded is TimeLimit.TRAJECTORY:
             return None
-        kind, what = _CUT_OFF[self.passed]
-        seconds = self._seconds[self.passed]
-        return kind, f"the turn was cut: {what} took longer than {seconds:g} s ({self.passed})"
+        kind, what = _INCIDENTS[self.exceeded]
+        seconds = self._seconds[self.exceeded]
+        return kind, f"the turn was cut: {what} took longer than {seconds:g} s ({self.exceeded})"
 
     @property
-    def passed(self) -> TimeLimit:
-        """The limit that passed first, once one has."""
+    def exceeded(self) -> TimeLimit:
+        """Limit that was exceeded first. Valid once a limit is exceeded."""
         return min(self._ends, key=self._ends.__getitem__)

@@ -21,13 +21,14 @@ from agent_loop.types import Message, Origin, ToolCall
 
 
 class TrajectoryEnvironment:
-    """Tools and interaction of one trajectory, and the rewards they gave. Single use.
+    """Tools and interaction of one trajectory, and the rewards they returned. Single use.
 
     Args:
-        tools: None for an episode without tools.
-        interaction: None for one without an interaction.
-        log: Returns recorded results, and records new ones.
-        cancellation: Cuts what is in flight. A cut call or reply raises `CallAborted`, once those beside it have ended.
+        tools: Tools of the episode; None if the episode has no tools.
+        interaction: Interaction of the episode; None if the episode has no interaction.
+        log: Log that returns recorded results and records new results.
+        cancellation: Cancellation of calls in flight. A cancelled call raises `CallAborted` after concurrent calls
+            have ended.
     """
 
     def __init__(
@@ -41,14 +42,15 @@ class TrajectoryEnvironment:
         self.feedback: list[Feedback] = []
         """Feedback of each tool call and each reply of the interaction, in order."""
         self.verdicts: list[float] = []
-        """Rewards of the whole trajectory, from its tools and its interaction."""
+        """Rewards that tools and the interaction returned for the whole trajectory."""
         self._tools = tools
         self._interaction = interaction
         self._log = log
         self._cancellation = cancellation
 
     def new_instance(self, log: TurnLog, *, num_feedback: int) -> TrajectoryEnvironment:
-        """Return an environment with tool and interaction instances of its own and the first feedbacks."""
+        """Return an environment with new tool and interaction instances and the first `num_feedback` entries of
+        `feedback`."""
         environment = TrajectoryEnvironment(
             tools=None if self._tools is None else self._tools.fresh(),
             interaction=None if self._interaction is None else self._interaction.fresh(),
@@ -77,12 +79,12 @@ class TrajectoryEnvironment:
         """Return the prompt with the interaction's greeting.
 
         Raises:
-            EpisodeError: There is no interaction.
-            InteractionBug: It raised or took too long.
-            InteractionUnavailable: What it needs cannot be reached.
+            EpisodeError: The episode has no interaction.
+            InteractionBug: The interaction raised or exceeded its time limit.
+            InteractionUnavailable: A service that the interaction needs is not available.
         """
         if self._interaction is None:
-            raise EpisodeError("this episode has no interaction; the row needs interaction_kwargs.name")
+            raise EpisodeError("the episode has no interaction; set interaction_kwargs.name in the row")
         reply = await self._reply_of(self._interaction, self._interaction.greet, num_messages=len(messages))
         return append_to_user_message(messages, f"\n\n{reply.content}") if reply.content else list(messages)
 
@@ -95,11 +97,11 @@ class TrajectoryEnvironment:
             place: Index in the response of the last token of the turn that made the calls.
 
         Raises:
-            EpisodeError: There are no tools.
-            ToolBug: A tool raised something else than `ToolError`; the calls beside it are cancelled.
+            EpisodeError: The episode has no tools.
+            ToolBug: A tool raised an exception other than `ToolError`. The other calls are cancelled.
         """
         if self._tools is None:
-            raise EpisodeError("this episode has no tools; pass tools= to AgentLoopBase.episode")
+            raise EpisodeError("the episode has no tools; pass tools= to AgentLoopBase.episode")
         turn = self._log.next_turn()
         runs = [
             partial(self._result_of, call, self._tools, turn=turn, number=number, place=place)
@@ -129,23 +131,23 @@ class TrajectoryEnvironment:
             place: Index in the response of the last token of the turn to reply to.
 
         Raises:
-            EpisodeError: There is no interaction.
-            InteractionBug: It raised or took too long.
-            InteractionUnavailable: What it needs cannot be reached.
+            EpisodeError: The episode has no interaction.
+            InteractionBug: The interaction raised or exceeded its time limit.
+            InteractionUnavailable: A service that the interaction needs is not available.
         """
         if self._interaction is None:
-            raise EpisodeError("this episode has no interaction; the row needs interaction_kwargs.name")
+            raise EpisodeError("the episode has no interaction; set interaction_kwargs.name in the row")
         respond = partial(self._interaction.respond, messages)
         reply = await self._reply_of(self._interaction, respond, num_messages=len(messages))
         self.feedback.append(Feedback(Origin.INTERACTION, place=place, reward=reply.score, extra=reply.extra))
         return reply
 
-    async def judge(self) -> None:
-        """Collect the rewards of the whole trajectory.
+    async def collect_verdicts(self) -> None:
+        """Collect the rewards of the whole trajectory from the tools and the interaction.
 
         Raises:
-            ToolBug: A tool's `calc_reward` raised or took too long.
-            InteractionBug: The interaction's `calculate_score` did.
+            ToolBug: A tool's `calc_reward` raised or exceeded its time limit.
+            InteractionBug: The interaction's `calculate_score` raised or exceeded its time limit.
         """
         if self._tools is not None:
             verdicts = {name: v for name, v in self._log.kept_verdicts().items() if v is not None}
@@ -160,9 +162,9 @@ class TrajectoryEnvironment:
                 self.verdicts.append(score)
 
     async def keep_verdicts(self) -> None:
-        """Keep what tools find of an episode that is cut, so that it can be resumed without those that end with it.
+        """Record the rewards of tools whose state cannot be restored when the cancelled episode is resumed.
 
-        A tool that fails here is asked for no verdict later: its trajectory begins anew.
+        No reward is recorded if a tool fails; the trajectory then restarts from its prompt.
         """
         if self._tools is None or not self._tools.has_verdict or not self._log.is_kept:
             return
@@ -172,9 +174,9 @@ class TrajectoryEnvironment:
     async def close(self) -> list[Incident]:
         """Close all open instances, even if the caller is cancelled. Return the incidents."""
         incidents: list[Incident] = []
-        for part in (self._tools, self._interaction):
-            if part is not None:
-                incidents += await part.close()
+        for session in (self._tools, self._interaction):
+            if session is not None:
+                incidents += await session.close()
         return incidents
 
     async def _result_of(
@@ -215,7 +217,7 @@ async def _run_concurrently(
     """Run at most `max_parallel` calls concurrently; queue the rest.
 
     Raises:
-        CallAborted: One was; the others have ended.
+        CallAborted: A call was aborted. All other calls have ended.
     """
     slots = asyncio.Semaphore(max_parallel)
 

@@ -1,4 +1,4 @@
-"""Episode: one running trajectory, and the only writer of its tokens."""
+"""Episode: the state of one running trajectory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.episode.sampling import TurnRequest, TurnSampler
 from agent_loop.episode.stopwatch import Stopwatch
 from agent_loop.episode.transcript import Transcript
-from agent_loop.episode.turn_log import TurnLog, Unlogged
+from agent_loop.episode.turn_log import NoTurnLog, TurnLog
 from agent_loop.episode.turns import Completion, EpisodeMark, EpisodeStopped
 from agent_loop.errors import EpisodeError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
@@ -42,11 +42,14 @@ ResultT = TypeVar("ResultT")
 
 
 class Episode:
-    """One running trajectory: the only writer of its tokens, and the place where its limits are enforced.
+    """One running trajectory. Only the episode adds tokens to the trajectory, and the episode enforces its limits.
 
-    Single use, with `async with`. Entering renders the prompt; leaving closes the tools and the interaction in any
-    case. Verbs: `generate`, `observe`, `call_tools`, `interact`, `finish`, `output`. A verb on an episode that is
-    over raises `EpisodeStopped`, which the worker turns into the trajectory's record; a loop need not catch it.
+    Single use, with `async with`. Entering renders the prompt. Leaving closes the tools and the interaction, also after
+    an exception.
+
+    A loop calls `generate`, `observe`, `call_tools`, `interact`, `finish` and `output`. After the episode is over,
+    `generate` and `observe` raise `EpisodeStopped`. A loop need not catch it: the worker returns the trajectory's
+    record.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Episode:
         self._template = template
         self._server_manager = server_manager
         self._cancelled = cancellation
-        self._log = log or Unlogged()
+        self._log = log or NoTurnLog()
         cancelling = Cancellation(cancellation)
         self._sampler = TurnSampler(server_manager, request_id=self.request_id, signal=cancelling.signal)
         self._environment = TrajectoryEnvironment(
@@ -81,7 +84,7 @@ class Episode:
         self._is_closed = False
         self._is_abandoned = False
 
-    # -- life ------------------------------------------------------------------------------------------------------
+    # -- start and end ---------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         self._stopwatch.start()
@@ -113,14 +116,16 @@ class Episode:
             await self._close(StopReason.FAILED)
 
     async def finish(self, reason: StopReason = StopReason.ANSWERED) -> None:
-        """Ends the episode: tools and interaction give their verdicts and are closed; without verdicts, if it was
-        cancelled.
+        """End the episode: collect the rewards of tools and interaction, and close both.
 
-        A reason that already stands remains. Finishing twice is the same as once.
+        No rewards are collected if the episode was cancelled. A second call does nothing.
+
+        Args:
+            reason: Stop reason; ignored if the episode has a stop reason already.
 
         Raises:
-            ToolBug: A tool's `calc_reward` raised or took too long.
-            InteractionBug: The interaction's `calculate_score` did.
+            ToolBug: A tool's `calc_reward` raised or exceeded its time limit.
+            InteractionBug: The interaction's `calculate_score` raised or exceeded its time limit.
         """
         if self._is_closed:
             return
@@ -130,19 +135,19 @@ class Episode:
             if self.stop_reason is StopReason.CANCELLED:
                 await self._environment.keep_verdicts()
             else:
-                await self._environment.judge()
+                await self._environment.collect_verdicts()
         finally:
             await self._close(reason)
 
     async def abandon(self, reason: StopReason) -> None:
-        """End the episode from outside, where the code that entered it was abandoned. Its verbs raise from here on.
+        """End the episode from outside the loop that entered it, because the worker no longer waits for the loop.
 
-        Does nothing if the episode has ended.
+        Later calls of the loop raise. Does nothing if the episode has ended.
         """
         self._is_abandoned = True
         await self._close(reason)
 
-    # -- verbs -----------------------------------------------------------------------------------------------------
+    # -- steps -----------------------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -153,14 +158,14 @@ class Episode:
     ) -> Completion:
         """Sample one assistant turn.
 
-        A turn that is cut by `response_length` or aborted ends the episode. One that is cut by `max_turn_tokens` does
-        not: the next `observe` closes it.
+        The episode ends if the turn is aborted or cut by `response_length`. The episode continues if the turn is cut by
+        `max_turn_tokens`: the next `observe` adds the missing end of the turn.
 
         Args:
-            sampling_params: See `SamplingParams`; `max_tokens` is lowered to what the limits leave.
-            stop_token_ids: More stop tokens, for this turn alone.
-            on_token: Called with each token as it is sampled; returns whether to continue. If not, the turn ends with
-                that token. Not called for a turn that is replayed from the log.
+            sampling_params: See `SamplingParams`. `max_tokens` is lowered to the tokens that the limits leave.
+            stop_token_ids: Additional stop tokens for this turn only.
+            on_token: Called with each sampled token; returns whether to continue. The turn ends with the token for
+                which it returns False. Not called for a turn that is replayed from the log.
 
         Raises:
             EpisodeStopped: The episode is over, or a limit allows no further turn.
@@ -176,7 +181,8 @@ class Episode:
             SamplingParams.parse(sampling_params), num_tokens=used, stop_token_ids=stop_token_ids
         )
         context = ledger.context
-        # The log is asked without the seed: a completion that is on record keeps its place in the order of seeds.
+        # The log gets the parameters without the seed. A replayed completion uses up a seed too, so that later turns
+        # have the same seeds as without replay.
         seed = self._server_manager.next_seed(context) if params.seed is None else params.seed
         turn = TurnRequest(context, structs.replace(params, seed=seed), ledger.attachments, on_token)
         if limits.turn_timeout_s is not None:
@@ -202,15 +208,15 @@ class Episode:
         return completion
 
     async def observe(self, messages: Sequence[Message]) -> bool:
-        """Add messages of tools, a user or an environment; the model's turn is next.
+        """Add messages of tools, a user or an environment, to which the model replies next.
 
         Returns:
-            Whether it was added. It is not if it does not fit into `response_length`; the episode is over then, as it
-            is if it fits exactly.
+            Whether the messages were added. Messages that exceed `response_length` are not added, and the episode ends.
+            The episode also ends if the messages fill `response_length` exactly.
 
         Raises:
             EpisodeStopped: The episode is over, or a limit allows no further turn.
-            ChatTemplateError: The template does not accept the messages; the episode is as it was.
+            ChatTemplateError: The template does not accept the messages. The episode is unchanged.
         """
         self._refuse_if_over()
         if not self.may_go_on():
@@ -228,19 +234,20 @@ class Episode:
         """Run calls on the trajectory's own tool instances and record their rewards.
 
         Args:
-            max_parallel: Number of calls that run concurrently; the rest are queued.
+            calls: Calls to run.
+            max_parallel: Maximum number of calls that run concurrently; the rest are queued.
 
         Returns:
             One result per call, in order.
 
         Raises:
             EpisodeStopped: The episode was cancelled before all calls had ended.
-            ToolBug: A tool raised something else than `ToolError`; the calls beside it are cancelled.
+            ToolBug: A tool raised an exception other than `ToolError`. The other calls are cancelled.
         """
         self._stopwatch.count("num_tool_calls", len(calls))
         place = self._transcript.ledger.last_sampled
         calling = self._environment.call_tools(calls, max_parallel=max_parallel, place=place)
-        results = await self._outside(calling)
+        results = await self._timed(calling)
         for result in results:
             if result.incident is not None:
                 self.note(result.incident.kind, result.incident.detail)
@@ -250,14 +257,14 @@ class Episode:
         """Return the interaction's reply to the conversation, and record the turn's score.
 
         Raises:
-            EpisodeStopped: The episode was cancelled before there was one.
-            InteractionBug: It raised or took too long.
+            EpisodeStopped: The episode was cancelled before the interaction replied.
+            InteractionBug: The interaction raised or exceeded its time limit.
         """
         messages, place = list(self._transcript.messages), self._transcript.ledger.last_sampled
-        return await self._outside(self._environment.interact(messages, place=place))
+        return await self._timed(self._environment.interact(messages, place=place))
 
     def stop(self, reason: StopReason) -> None:
-        """Set the stop reason, after which no further turn is possible. The first reason stays."""
+        """Set the stop reason. No further turn is possible afterwards. Does nothing if a reason is already set."""
         if self.stop_reason is None:
             self.stop_reason = reason
 
@@ -279,22 +286,22 @@ class Episode:
         """Return the trajectory's record. The stop reason is `answered` if none was set.
 
         Args:
-            reward_score: The loop's own reward; None leaves it to the tools and the interaction, and if they have none
-                to the reward function.
-            extra_fields: Whatever else to hand on; becomes columns of the batch.
-            failure: What made it fail.
+            reward_score: Reward that the loop computed. With None, the reward is the sum of the rewards of the tools
+                and the interaction; without such rewards, the reward function computes it.
+            extra_fields: Additional values, which become columns of the batch.
+            failure: Failure of the trajectory, if it failed.
 
         Raises:
-            EpisodeError: Tools or an interaction are open; `await finish()` first.
+            EpisodeError: Tools or an interaction are still open. Call `await finish()` first.
         """
         if self._environment.num_open and not self._is_abandoned:
             raise EpisodeError(
-                "tools or an interaction are still open; await episode.finish() before output()"
+                "tools or an interaction are still open; call `await episode.finish()` before output()"
             )
         if reward_score is None and self._environment.verdicts:
             reward_score = sum(self._environment.verdicts)
         segments = self._transcript.ledger.segments()
-        self._log.holds(segments)
+        self._log.link_segments(segments)
         stop_reason = StopReason.FAILED if failure else self.stop_reason or StopReason.ANSWERED
         return AgentLoopOutput(
             segments=segments,
@@ -316,16 +323,17 @@ class Episode:
         )
 
     def branch(self, *, at: EpisodeMark | None = None) -> Episode:
-        """Return an episode that continues from here on its own, for `async with`: best-of-n, search, self-review.
+        """Return a new episode that starts from a copy of this one, for best-of-n, search or self-review.
 
-        It has this one's conversation, tokens and turn counts, a session of its own on the servers, and tool and
-        interaction instances of its own, made at first use. In a batch, what the two have in common is trained once.
+        Enter the new episode with `async with`. It has the conversation, tokens and turn counts of this episode. It
+        has its own session on the servers, and its own tool and interaction instances, created at first use. In a
+        batch, the tokens that both episodes share are trained once.
 
         Args:
-            at: Where this episode stood, which may be over meanwhile; None is where it stands.
+            at: Earlier position to start from, which may be in an episode that is over. None is the current position.
 
         Raises:
-            EpisodeStopped: This episode is over.
+            EpisodeStopped: This episode is over, and `at` is None.
         """
         if at is None:
             self._refuse_if_over()
@@ -345,7 +353,7 @@ class Episode:
         branch._transcript = transcript
         return branch
 
-    # -- what loops may ask ----------------------------------------------------------------------------------------
+    # -- state for loops to read -----------------------------------------------------------------------------------
 
     @property
     def assistant_turns(self) -> int:
@@ -358,7 +366,7 @@ class Episode:
 
     @property
     def messages(self) -> Sequence[Message]:
-        """A copy of the conversation so far."""
+        """Copy of the conversation so far."""
         return tuple(copied(self._transcript.messages))
 
     @property
@@ -387,35 +395,37 @@ class Episode:
 
     @property
     def num_tokens_left(self) -> int:
-        """Number of tokens that `response_length` leaves."""
+        """Number of response tokens that `response_length` still allows."""
         return self.limits.response_length - self._transcript.ledger.num_response_tokens
 
     @property
     def is_last_turn(self) -> bool:
-        """Whether nothing that the next assistant turn asks for could be answered: a turn limit stands behind it."""
-        told = self._transcript
-        return self.limits.is_last_turn(assistant_turns=told.assistant_turns, user_turns=told.user_turns)
+        """Whether a turn limit allows no reply after the next assistant turn."""
+        transcript = self._transcript
+        return self.limits.is_last_turn(
+            assistant_turns=transcript.assistant_turns, user_turns=transcript.user_turns
+        )
 
     def may_go_on(self) -> bool:
-        """Whether a reply and another assistant turn are allowed; if not, the episode is over with the reason."""
-        told = self._transcript
+        """Whether a reply and another assistant turn are allowed. If not, the episode ends with the limit's reason."""
+        transcript = self._transcript
         forbidden = self.limits.forbids_reply(
-            assistant_turns=told.assistant_turns,
-            user_turns=told.user_turns,
-            num_tokens=told.ledger.num_response_tokens,
+            assistant_turns=transcript.assistant_turns,
+            user_turns=transcript.user_turns,
+            num_tokens=transcript.ledger.num_response_tokens,
         )
         if forbidden is not None:
             self.stop(forbidden)
         return self.stop_reason is None
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------------------
 
     async def _open(self) -> None:
         transcript = self._transcript
         if len(transcript.ledger):  # a branch has its prompt already
             return
         if self._environment.opens_conversation:
-            transcript.messages = await self._outside(self._environment.opened(transcript.messages))
+            transcript.messages = await self._timed(self._environment.opened(transcript.messages))
         encoded = await self._log.tokens(transcript.messages, encode=transcript.encoded_prompt)
         if not transcript.add_prompt(
             encoded, max_tokens=self.limits.prompt_length, truncate=self.limits.truncate_prompt
@@ -423,7 +433,7 @@ class Episode:
             self.stop(StopReason.PROMPT_LENGTH)
 
     def _refuse_if_over(self) -> None:
-        self._stopwatch.now()  # raises where the episode is not open
+        self._stopwatch.now()  # raises if the episode is not open
         if self.stop_reason is not None:
             raise EpisodeStopped(self.stop_reason)
 
@@ -431,8 +441,8 @@ class Episode:
         self.stop(reason)
         return EpisodeStopped(reason)
 
-    async def _outside(self, call: Awaitable[ResultT]) -> ResultT:
-        """What tools or an interaction give; adds the seconds that they take. A call that is cut ends the episode."""
+    async def _timed(self, call: Awaitable[ResultT]) -> ResultT:
+        """Await a call of tools or an interaction and count its seconds. An aborted call ends the episode."""
         now = self._stopwatch.now
         began_at = now()
         try:

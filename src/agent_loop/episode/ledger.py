@@ -1,4 +1,4 @@
-"""The packed token record of one trajectory."""
+"""Token ledger: append-only record of a trajectory's tokens and of who wrote them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ INITIAL_CAPACITY = 1024
 
 
 class TokenLedger:
-    """The segments of one trajectory, and all their token ids in one growing int32 buffer.
+    """Append-only list of a trajectory's segments, and all their token ids in one growing int32 buffer.
 
-    Appending costs amortised O(1) per token. What was appended never changes, so the views that `context` hands out
-    stay true while the ledger grows.
+    Appending costs amortised O(1) per token. Appended tokens never change, so views that `context` returned stay valid
+    while the ledger grows.
     """
 
     def __init__(self) -> None:
@@ -27,16 +27,16 @@ class TokenLedger:
         self._segments: list[Segment] = []
         self._num_tokens = 0
         self.num_prompt_tokens = 0
-        self.num_response_tokens = 0  # (kept, since limits ask for it many times per turn)
+        self.num_response_tokens = 0  # (stored, because limits read it many times per turn)
         self.attachments: tuple[Attachment, ...] = ()
-        """Everything attached so far, counted from the first token of `context`."""
+        """Attachments of all segments. Their positions count from the first token of `context`."""
 
     def __len__(self) -> int:
         return self._num_tokens
 
     @property
     def context(self) -> IntArray:
-        """Everything so far, shape [num_tokens]; a read-only view, not a copy."""
+        """All tokens so far, shape [num_tokens]: a read-only view, not a copy."""
         view = self._buffer[: self._num_tokens]
         view.flags.writeable = False
         return view
@@ -47,7 +47,7 @@ class TokenLedger:
 
     @property
     def last_sampled(self) -> int | None:
-        """Where in the response the model's last token is; None if there is none."""
+        """Index in the response of the last sampled token; None if no token was sampled."""
         end = self.num_response_tokens
         for segment in reversed(self._segments):
             if segment.origin is Origin.MODEL:
@@ -56,22 +56,22 @@ class TokenLedger:
         return None
 
     def append(self, token_ids: TokenIds, *, origin: Origin, attachments: Sequence[Attachment] = ()) -> None:
-        """Adds tokens that no model sampled here.
+        """Append tokens of the prompt, a tool or an interaction as one segment.
 
         Args:
-            token_ids: The tokens.
-            origin: Who wrote them.
-            attachments: What is attached to them, counted from the first of them.
+            token_ids: Ids of the tokens.
+            origin: Author of the tokens.
+            attachments: Attachments of the tokens. Their positions count from the first of `token_ids`.
 
         Raises:
-            EpisodeError: A prompt after something else, tokens that claim to be the model's, or an attachment where
-                there are no tokens for it.
+            EpisodeError: A prompt follows other tokens, the origin is the model, or an attachment lies outside the
+                tokens.
         """
         if origin is Origin.MODEL:
-            raise EpisodeError("model tokens come from a server's TokenOutput; use append_completion")
+            raise EpisodeError("tokens of the model come from a server's TokenOutput; use append_completion")
         if origin is Origin.PROMPT and self.num_response_tokens:
-            raise EpisodeError("the prompt comes first; later tokens are tool or interaction tokens")
-        segment = Segment(_kept(token_ids), origin, attachments=tuple(attachments))
+            raise EpisodeError("the prompt comes first; give later tokens the origin tool or interaction")
+        segment = Segment(_read_only_copy(token_ids), origin, attachments=tuple(attachments))
         if attachments:
             self.attachments += tuple(attachment.moved(self._num_tokens) for attachment in attachments)
         self._add(segment)
@@ -82,11 +82,10 @@ class TokenLedger:
             self._add(Segment.of_model(chunk))
 
     def fork(self, num_tokens: int | None = None) -> TokenLedger:
-        """A ledger that goes on from here, or from where this one had so many tokens. Both hold the same `Segment`
-        objects for what they have in common.
+        """Return a copy of the ledger, or of its first `num_tokens` tokens. Both share the `Segment` objects.
 
         Raises:
-            EpisodeError: So many tokens end in the middle of what was appended at once.
+            EpisodeError: No segment ends after `num_tokens` tokens.
         """
         num_tokens = self._num_tokens if num_tokens is None else num_tokens
         ends = [0, *accumulate(map(len, self._segments))]
@@ -102,7 +101,7 @@ class TokenLedger:
         return fork
 
     def segments(self) -> tuple[Segment, ...]:
-        """The record."""
+        """Return all segments, oldest first."""
         return tuple(self._segments)
 
     def _add(self, segment: Segment) -> None:
@@ -123,8 +122,7 @@ class TokenLedger:
         self._segments.append(segment)
 
 
-def _kept(token_ids: TokenIds) -> IntArray:
-    """A copy of the ids that nobody can change."""
+def _read_only_copy(token_ids: TokenIds) -> IntArray:
     ids = np.array(token_ids, np.int32) if isinstance(token_ids, np.ndarray) else as_token_ids(token_ids)
     ids.flags.writeable = False
     return ids

@@ -1,4 +1,4 @@
-"""What ends an episode. Pure: counts in, verdicts out."""
+"""Limits that end an episode, as pure functions of counts."""
 
 from __future__ import annotations
 
@@ -10,33 +10,38 @@ from agent_loop.types import SamplingParams, StopReason
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """The limits of an episode. None is no limit."""
+    """Limits of an episode. None means no limit."""
 
     prompt_length: int
-    """Tokens of the first prompt."""
+    """Maximum number of tokens of the first prompt."""
     response_length: int
-    """Tokens after the first prompt."""
+    """Maximum number of tokens after the first prompt."""
     truncate_prompt: str = "no"
-    """`left` or `right`: cut the beginning or the end of a longer prompt, instead of ending the episode."""
+    """`left` or `right`: cut the beginning or the end of a longer prompt. `no` ends the episode instead."""
     max_assistant_turns: int | None = None
     max_user_turns: int | None = None
     max_turn_tokens: int | None = None
-    """Tokens of one assistant turn."""
+    """Maximum number of tokens of one assistant turn."""
     deadline_s: float | None = None
-    """Seconds from opening."""
+    """Seconds from entering the episode to its end."""
     turn_timeout_s: float | None = None
-    """Seconds from the beginning of a completion until the reply to it is there."""
+    """Seconds from the start of a completion until the reply to the completion is added."""
     generate_timeout_s: float | None = None
-    """Seconds of one completion, its time in line and at other servers included."""
+    """Seconds of one completion, including its time in the queue and retries on other servers."""
 
     def forbids_turn(self, *, assistant_turns: int, num_tokens: int) -> StopReason | None:
-        """Why there can be no further assistant turn after so many turns and response tokens; None if there can."""
+        """Return the limit that forbids another assistant turn; None if another turn is allowed.
+
+        Args:
+            assistant_turns: Number of assistant turns so far.
+            num_tokens: Number of response tokens so far.
+        """
         if self.max_assistant_turns is not None and assistant_turns >= self.max_assistant_turns:
             return StopReason.MAX_ASSISTANT_TURNS
         return StopReason.RESPONSE_LENGTH if num_tokens >= self.response_length else None
 
     def forbids_reply(self, *, assistant_turns: int, user_turns: int, num_tokens: int) -> StopReason | None:
-        """Why there can be no reply with a further assistant turn behind it; None if there can."""
+        """Return the limit that forbids a reply followed by another assistant turn; None if both are allowed."""
         forbidden = self.forbids_turn(assistant_turns=assistant_turns, num_tokens=num_tokens)
         if forbidden is StopReason.MAX_ASSISTANT_TURNS:
             return forbidden
@@ -45,7 +50,7 @@ class EpisodeLimits:
         return forbidden
 
     def is_last_turn(self, *, assistant_turns: int, user_turns: int) -> bool:
-        """Whether a turn limit stands behind the next assistant turn, so that nothing it asks for could be answered."""
+        """Whether a turn limit allows no reply after the next assistant turn."""
         if self.max_assistant_turns is not None and assistant_turns + 1 >= self.max_assistant_turns:
             return True
         return self.max_user_turns is not None and user_turns >= self.max_user_turns
@@ -53,7 +58,12 @@ class EpisodeLimits:
     def applied(
         self, params: SamplingParams, *, num_tokens: int, stop_token_ids: Sequence[int] = ()
     ) -> SamplingParams:
-        """The parameters of a turn after so many response tokens: `max_tokens` lowered, stop tokens added."""
+        """Return the sampling parameters with `max_tokens` lowered to the limits and with more stop tokens.
+
+        Args:
+            num_tokens: Number of response tokens so far.
+            stop_token_ids: Stop tokens to add.
+        """
         left = self.response_length - num_tokens
         if self.max_turn_tokens is not None:
             left = min(left, self.max_turn_tokens)

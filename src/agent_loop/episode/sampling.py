@@ -26,10 +26,10 @@ class TurnRequest(Struct, frozen=True):
     params: SamplingParams
     attachments: Sequence[Attachment]
     on_token: Callable[[TokenChunk], bool] | None
-    """Called with each token; returns whether to continue sampling."""
+    """Callback for each token, which returns whether to continue sampling."""
 
     def after(self, begun: TokenOutput) -> TurnRequest:
-        """Return the request for the rest of a turn that has begun."""
+        """Return the request for the rest of a turn whose first tokens were sampled before."""
         context = as_token_ids([*self.context.tolist(), *begun.token_ids])
         return structs.replace(self, context=context, params=self.params.after(len(begun.token_ids)))
 
@@ -38,9 +38,10 @@ class TurnSampler:
     """Samples the turns of one episode in one session.
 
     Args:
-        server_manager: The servers.
-        request_id: The session.
-        signal: Aborts a completion, whose tokens so far are returned as `aborted`. None never aborts.
+        server_manager: Client of the servers.
+        request_id: Id of the session on the servers.
+        signal: Signal that aborts a completion. The tokens so far are returned with the stop reason `aborted`.
+            With None, completions are never aborted.
     """
 
     def __init__(
@@ -57,15 +58,16 @@ class TurnSampler:
         *,
         keep_partial: Callable[[TokenOutput], object],
     ) -> Awaitable[TokenOutput]:
-        """Sample a turn, or the rest of one.
+        """Sample a turn, or the rest of an aborted turn.
 
         Args:
-            begun: Tokens of the turn that were sampled before it was aborted.
+            turn: Request for the whole turn.
+            begun: Tokens of the turn that were sampled before the turn was aborted; None for a new turn.
             keep_partial: Called with the tokens so far if the caller is cancelled.
 
-        Raises, when it is awaited:
-            CallAborted: The episode was cancelled, and nothing was sampled.
-            ServerError: The server failed.
+        Raises:
+            CallAborted: The episode was cancelled, and no token was sampled. Raised when the result is awaited.
+            ServerError: The server failed. Raised when the result is awaited.
         """
         if begun is not None:
             return self._sample_rest(turn, begun, keep_partial=keep_partial)

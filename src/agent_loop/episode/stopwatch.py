@@ -17,10 +17,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.now: Callable[[], float] = _raise_not_open
-        """The event loop's time.
-
-        Raises: EpisodeError: It was not started.
-        """
+        """Clock of the event loop. Raises EpisodeError if the stopwatch was not started."""
         self._sums: defaultdict[str, Any] = defaultdict(int)
         """Sums by metric name."""
         self._started_at = 0.0
@@ -30,9 +27,13 @@ class Stopwatch:
         return self.now is not _raise_not_open
 
     def start(self) -> None:
-        """Raises: EpisodeError: It was started before."""
+        """Start the clock.
+
+        Raises:
+            EpisodeError: The clock was started before.
+        """
         if self.is_started:
-            raise EpisodeError("an episode is used once; make a new one")
+            raise EpisodeError("the episode was entered before and can be used once; create a new episode")
         self.now = clock_of(asyncio.get_running_loop())
         self._started_at = self.now()
 
@@ -48,4 +49,4 @@ class Stopwatch:
 
 
 def _raise_not_open() -> float:
-    raise EpisodeError("the episode is not open; use it with `async with`")
+    raise EpisodeError("the episode is not open; enter it with `async with`")

@@ -18,7 +18,7 @@ from agent_loop.types import Message, Origin, TokenOutput, ToolCall
 
 
 class Transcript:
-    """Messages of one episode, their tokens, and the number of turns. Only the episode writes to it.
+    """Messages of one episode, their tokens, and the number of turns. Only the episode changes a transcript.
 
     Args:
         messages: The prompt.
@@ -80,12 +80,18 @@ class Transcript:
         return self._encoded(messages, encode)
 
     def add_prompt(self, encoded: Encoded, *, max_tokens: int, truncate: str) -> bool:
-        """Add the first prompt, cut on the side `truncate` if it is too long. Return whether it was added."""
+        """Add the first prompt and return whether it was added.
+
+        Args:
+            encoded: Tokens and attachments of the prompt.
+            max_tokens: Maximum number of tokens.
+            truncate: Side on which a longer prompt is cut, `left` or `right`. With `no`, a longer prompt is not added.
+        """
         num_tokens = len(encoded.token_ids)
         if num_tokens > max_tokens:
             detail = f"the prompt has {num_tokens} tokens, over prompt_length {max_tokens}"
             if truncate == "no":
-                self.note(IncidentKind.TRUNCATED_PROMPT, f"{detail}; no token of it was used")
+                self.note(IncidentKind.TRUNCATED_PROMPT, f"{detail}; the prompt was not used")
                 return False
             self.note(IncidentKind.TRUNCATED_PROMPT, f"{detail}; cut on the {truncate}")
             encoded = encoded.last(max_tokens) if truncate == "left" else encoded.first(max_tokens)
@@ -106,13 +112,16 @@ class Transcript:
         return Completion(sampled, parsed, is_cut)
 
     def add_reply(self, messages: Sequence[Message], encoded: Encoded, *, max_tokens: int) -> bool:
-        """Add a reply to the model. Return whether it fits; the model does not see a reply that does not."""
+        """Add a reply to the model, and return whether its tokens were added.
+
+        The tokens of a reply with more than `max_tokens` are not added, so that the model does not see the reply.
+        """
         self.messages += copied(list(messages))
         num_tokens = len(encoded.token_ids)
         if num_tokens > max_tokens:
             self.note(
                 IncidentKind.DROPPED_OBSERVATION,
-                f"the reply has {num_tokens} tokens where {max_tokens} are left",
+                f"the reply has {num_tokens} tokens, and {max_tokens} are left; the reply was not used",
             )
             return False
         roles = [message["role"] for message in messages]

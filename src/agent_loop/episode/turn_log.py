@@ -1,4 +1,4 @@
-"""Where an episode's turns are kept as they happen, so that the same episode can be run again and be told the same."""
+"""Episode log: interface through which an episode records its turns and replays recorded turns."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
 
 
 class ReplayMismatch(AgentLoopError):
-    """The episode asks something else than it did the first time, or what it asks for cannot be given again."""
+    """Raised when an episode differs from its record, or when a recorded step cannot be repeated."""
 
 
 class TurnLog(Protocol):
-    """The record of one episode, in the order of its verbs.
+    """Log of one episode: its steps in order.
 
-    Each method is asked what the episode is about to do, and either returns what is on record or does it, keeps what
-    came of it and returns that. Asked for anything else than the record has at this place, it raises `ReplayMismatch`;
-    where the episode was cancelled and nothing is on record, it may raise `CallAborted`.
+    The episode calls a method before each step. The method returns the recorded result if the log has one. Otherwise
+    the method runs the step, records the result and returns it.
+
+    Methods raise `ReplayMismatch` if the step differs from the recorded step. They may raise `CallAborted` if the
+    episode was cancelled and the log has no result.
     """
 
     def position(self) -> Any:
-        """How far the episode has come, for `branch`."""
+        """Return the current position in the log, for `branch`."""
         ...
 
     def branch(self, *, at: Any) -> TurnLog:
-        """The record of an episode that goes on in another way from where this one was at a position."""
+        """Return the log of an episode that branches off at a position."""
         ...
 
     def next_turn(self) -> int:
-        """Takes the number of a turn whose calls are then logged one by one."""
+        """Return the number of the next turn, for the `turn` of `tool_result`."""
         ...
 
     def tokens(
         self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
     ) -> Awaitable[Encoded]:
-        """The tokens of a prompt or an observation."""
+        """Return the tokens of a prompt or an observation."""
         ...
 
     def completion(
@@ -51,8 +53,13 @@ class TurnLog(Protocol):
         num_context: int,
         sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
     ) -> Awaitable[TokenOutput]:
-        """What the model says to `num_context` tokens. `sample` is given what there is of a completion that was cut
-        before, and returns the rest."""
+        """Return the completion of a context of `num_context` tokens.
+
+        Args:
+            params: Sampling parameters of the turn.
+            num_context: Number of tokens of the context.
+            sample: Samples a completion. Called with the recorded part of an aborted completion, it returns the rest.
+        """
         ...
 
     def tool_result(
@@ -66,23 +73,30 @@ class TurnLog(Protocol):
         execute: Callable[[], Awaitable[ToolResult]],
         prepare: Callable[[], Awaitable[object]],
     ) -> Awaitable[ToolResult]:
-        """What a call gives: the `number`-th of a turn. `prepare` sets the tool's instance up without a call.
+        """Return the result of a tool call.
 
-        `is_read_later` says that the trajectory reads the tool's state after its last call, for a verdict.
+        Args:
+            call: Name and arguments.
+            turn: Number of the turn, from `next_turn`.
+            number: Index of the call in its turn.
+            on_replay: How the call is replayed.
+            is_read_later: Whether the tool's state is read after its last call, for a reward.
+            execute: Runs the call.
+            prepare: Creates the tool's instance without a call.
         """
         ...
 
     @property
     def is_kept(self) -> bool:
-        """Whether the episode can be run again from this log."""
+        """Whether the log is stored, so that the episode can be resumed from it."""
         ...
 
     def keep_verdicts(self, verdicts: Mapping[str, float | None]) -> None:
-        """Keep the verdicts, by tool, of an episode that is cut: those of tools whose state cannot be brought back."""
+        """Record the rewards, by tool, of a cancelled episode's tools whose state cannot be restored."""
         ...
 
     def kept_verdicts(self) -> Mapping[str, float | None]:
-        """Return the verdicts that were kept when the episode was cut, for tools that are not called again."""
+        """Return the rewards, by tool, that were recorded when the episode was cancelled."""
         ...
 
     def interaction_reply(
@@ -93,16 +107,24 @@ class TurnLog(Protocol):
         respond: Callable[[], Awaitable[InteractionReply]],
         prepare: Callable[[], Awaitable[object]],
     ) -> Awaitable[InteractionReply]:
-        """What the interaction says to a conversation of `num_messages`."""
+        """Return the interaction's reply to a conversation of `num_messages` messages.
+
+        Args:
+            num_messages: Number of messages of the conversation.
+            on_replay: How the reply is replayed.
+            respond: Calls the interaction.
+            prepare: Creates the interaction's instance without a reply.
+        """
         ...
 
-    def holds(self, segments: Sequence[Segment]) -> None:
-        """Takes note that these segments are the tokens on record up to here."""
+    def link_segments(self, segments: Sequence[Segment]) -> None:
+        """Note that the log contains the tokens of `segments`, so that the record of the output need not repeat
+        them."""
         ...
 
 
-class Unlogged:
-    """Keeps nothing: every turn is live."""
+class NoTurnLog:
+    """Log that records nothing and runs every step."""
 
     is_kept = False
 
@@ -115,7 +137,7 @@ class Unlogged:
     def position(self) -> None:
         pass
 
-    def branch(self, *, at: Any) -> Unlogged:
+    def branch(self, *, at: Any) -> NoTurnLog:
         return self
 
     def next_turn(self) -> int:
@@ -158,5 +180,5 @@ class Unlogged:
     ) -> Awaitable[InteractionReply]:
         return respond()
 
-    def holds(self, segments: Sequence[Segment]) -> None:
+    def link_segments(self, segments: Sequence[Segment]) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What an episode tells of itself: a turn, a place between turns, and its end."""
+"""Types that an episode returns or raises: completions, marks, and the error that ends a loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agent_loop.types import MalformedCall, ParsedCompletion, StopReason, TokenO
 
 
 class EpisodeStopped(AgentLoopError):
-    """Raised by an episode that is over, to leave the loop's body; the trajectory's record is complete."""
+    """Raised by the methods of an episode that is over, so that the loop ends. The trajectory's record is complete."""
 
     def __init__(self, reason: StopReason) -> None:
         super().__init__(f"the episode is over: {reason}")
@@ -20,12 +20,12 @@ class EpisodeStopped(AgentLoopError):
 
 
 class Completion(Struct, frozen=True):
-    """One assistant turn, as it was sampled and as it reads."""
+    """One assistant turn: its sampled tokens, and their text and tool calls."""
 
     sampled: TokenOutput
     parsed: ParsedCompletion
     is_cut: bool
-    """It ended by a limit, not by the model's own stop token."""
+    """Whether a limit or an abort ended the turn, not a stop token."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -41,7 +41,7 @@ class Completion(Struct, frozen=True):
 
 
 class EpisodeMark(Struct, frozen=True):
-    """A place in an episode, between its verbs, from which it may branch later."""
+    """Position in an episode from which `Episode.branch` can start."""
 
     num_tokens: int
     num_messages: int
@@ -50,4 +50,4 @@ class EpisodeMark(Struct, frozen=True):
     last_calls: Sequence[ToolCall]
     num_feedback: int
     log_position: Any
-    """As the episode's record counts."""
+    """Position in the episode's log, as its `TurnLog.position` returned it."""

@@ -123,6 +123,6 @@ class CombinedLog:
     def kept_verdicts(self) -> Mapping[str, float | None]:
         return {**self._second.kept_verdicts(), **self._first.kept_verdicts()}
 
-    def holds(self, segments: Sequence[Segment]) -> None:
-        self._first.holds(segments)
-        self._second.holds(segments)
+    def link_segments(self, segments: Sequence[Segment]) -> None:
+        self._first.link_segments(segments)
+        self._second.link_segments(segments)

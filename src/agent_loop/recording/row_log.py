@@ -312,7 +312,7 @@ class EpisodeLog:
         entry = self._row.recorded(RecordKind.VERDICTS, position, "")
         return {} if entry is None else _got(entry)
 
-    def holds(self, segments: Sequence[Segment]) -> None:
+    def link_segments(self, segments: Sequence[Segment]) -> None:
         # A prompt or an observation over the length limit is on record, but is not part of the episode's tokens.
         if sum(map(len, segments)) == self._num_tokens:
             self._row.hold(segments, episode=self._number)

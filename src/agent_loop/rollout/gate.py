@@ -1,4 +1,4 @@
-"""Where trajectories wait before they begin."""
+"""Admission gates: limits on the number of trajectories in flight, and the queue of trajectories that wait to start."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.usage import ServerUsage
 
-LOOK_EVERY_S = 1.0
-"""How often the bound is adapted."""
-ASSUMED_PLACES = 64
-"""Of a server that tells how full its KV cache is, but not how many requests it computes at once; a beginning."""
+UPDATE_INTERVAL_S = 1.0
+"""Seconds between updates of the bound."""
+ASSUMED_SLOTS = 64
+"""Initial estimate of the requests that a server computes concurrently, if the server reports only the share of its KV
+cache that is in use."""
 
 
 class AdmissionGate:
-    """Lets trajectories begin in their order, so many at once, each with `async with`. One that has begun is never
-    stopped."""
+    """Limit on the number of trajectories in flight. A trajectory enters the gate with `async with`.
+
+    Trajectories start in the order in which they arrived. A trajectory that has started is never stopped.
+
+    Args:
+        bound: Maximum number of trajectories in flight.
+    """
 
     def __init__(self, *, bound: float = math.inf) -> None:
         self.bound = bound
-        """Trajectories in flight at most."""
+        """Maximum number of trajectories in flight."""
         self.num_in_flight = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
@@ -35,7 +41,7 @@ class AdmissionGate:
         return len(self._waiting)
 
     async def __aenter__(self) -> None:
-        """Waits for its turn, and counts as in flight from here on."""
+        """Wait until the trajectory may start, and count it as in flight."""
         if self._waiting or self.num_in_flight >= self.bound:
             await self._wait()
         else:
@@ -46,66 +52,71 @@ class AdmissionGate:
         self.set_bound(self.bound)
 
     def set_bound(self, bound: float) -> None:
-        """Changes the bound, and lets in whoever fits."""
+        """Change the bound, and start queued trajectories up to the bound."""
         self.bound = bound
         while self._waiting and self.num_in_flight < self.bound:
-            first = self._waiting.popleft()
-            if not first.done():
+            admitted = self._waiting.popleft()
+            if not admitted.done():
                 self.num_in_flight += 1
-                first.set_result(None)
+                admitted.set_result(None)
 
     @asynccontextmanager
     async def adapting(self) -> AsyncGenerator[None]:
-        """Keeps the bound right meanwhile."""
+        """Update the bound during the `with` block, if the bound is adaptive."""
         yield
 
     async def _wait(self) -> None:
-        """Returns when it is counted."""
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(mine)
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(admitted)
         try:
-            await mine
+            await admitted
         except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():  # it was let in at this very moment
+            if (
+                admitted.done() and not admitted.cancelled()
+            ):  # admitted and cancelled in the same step of the loop
                 self.num_in_flight -= 1
                 self.set_bound(self.bound)
             raise
 
 
 class AdaptiveGate(AdmissionGate):
-    """One whose bound follows what the servers do."""
+    """Admission gate whose bound follows the load of the servers.
+
+    Args:
+        pool: Servers that sample the trajectories.
+    """
 
     def __init__(self, pool: ServerPool) -> None:
         super().__init__()
         self._pool = pool
         self._control: AdmissionControl | None = None
-        self._use = ServerUsage()
-        """What the servers had done at the last look."""
-        self._look_at = 0.0
-        """When the next look is due."""
+        self._usage = ServerUsage()
+        """Counters of the servers at the last update."""
+        self._next_update_at = 0.0
+        """Time of the next update on the event loop's clock."""
 
     @asynccontextmanager
     async def adapting(self) -> AsyncGenerator[None]:
         if self._control is None:
-            num_places = self._num_places(await self._pool.health())
-            self._control = self._control or AdmissionControl(num_places=num_places)
+            num_slots = self._num_slots(await self._pool.health())
+            self._control = self._control or AdmissionControl(num_slots=num_slots)
             self.set_bound(self._control.bound)
         async with running_in_background(self._adapt(self._control)):
             yield
 
     async def _adapt(self, control: AdmissionControl) -> None:
-        """For ever. Several may do so at a time: each look is taken once."""
+        """Update the bound every `UPDATE_INTERVAL_S`, without end. Concurrent calls share the updates."""
         clock = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if clock() < self._look_at:
+            await asyncio.sleep(UPDATE_INTERVAL_S)
+            if clock() < self._next_update_at:
                 continue
-            self._look_at = clock() + LOOK_EVERY_S
+            self._next_update_at = clock() + UPDATE_INTERVAL_S
             if control.is_probing and self.num_in_flight >= control.bound:
-                await self._pool.health()  # what the watch knows is too old for this
-            earlier, self._use = self._use, self._pool.usage
+                await self._pool.health()  # the last health check may be too old to double the bound
+            earlier, self._usage = self._usage, self._pool.usage
             bound = control.update(
-                self._use.since(earlier),
+                self._usage.since(earlier),
                 num_in_flight=self.num_in_flight,
                 num_running=self._pool.num_running,
                 num_waiting=self._pool.num_waiting,
@@ -114,14 +125,14 @@ class AdaptiveGate(AdmissionGate):
             )
             self.set_bound(bound)
 
-    def _num_places(self, healths: Sequence[ServerHealth]) -> int | None:
-        """Requests that all servers compute at once; None if of one nothing is known."""
+    def _num_slots(self, healths: Sequence[ServerHealth]) -> int | None:
+        """Return the number of requests that all servers compute concurrently; None if it is unknown for a server."""
         total = 0
         for server, health in zip(self._pool.servers, healths, strict=True):
             if server.max_concurrent is not None:
                 total += server.max_concurrent
             elif health.kv_cache_share is not None:
-                total += ASSUMED_PLACES
+                total += ASSUMED_SLOTS
             else:
                 return None
         return total
