@@ -1,12 +1,12 @@
-"""What rolling out ahead saves when tools are slow: time of training with it to that without.
+"""Training time with `trainer.mode: async`, relative to `sync`, with slow tools.
 
     python benchmarks/bench_async.py [--quick] [--json FILE]
 
-The two-hop look-up of the examples, on the embedded engine, with tools whose latency is log-normal: median 0.2 s, 99th
-percentile 5 s. Every run trains the same number of trajectories from the same model; a step without rolling out ahead
-waits for the slowest of them. Modes take turns, each training in a process of its own; those of a round draw the same
-latencies, in the order of their calls. The table shows medians: the time of all steps, the CPU time of the training
-and all below it, and the ratio of the times to `trainer.mode: sync`.
+The task is the two-hop look-up of the examples, on the embedded engine. The latency of its tools is log-normal, with a
+median of 0.2 s and a 99th percentile of 5 s. Every run trains on the same number of trajectories from the same model. A
+step of `sync` waits for the slowest trajectory. Modes alternate, and every training runs in a new process. The
+trainings of a round draw the same latencies, in the order of their calls. The table shows medians: the time of all
+steps, the CPU time of the training and its child processes, and the ratio of the time to that of `trainer.mode: sync`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outcome import conclude
 from overhead.processes import tree_cpu_seconds
 from rich.console import Console
 from rich.table import Table
-from training_rounds import TASK_CONFIG, be_quiet, in_a_process, make_task_model
+from training_rounds import TASK_CONFIG, make_task_model, run_in_new_process, silence_libraries
 
 from agent_loop.config import load_config
 from agent_loop.tools.base import ToolResponse
@@ -42,17 +42,17 @@ MEDIAN_S, P99_S = 0.2, 5.0
 STANDARD_SCORE_OF_P99 = 2.326
 WARM_START_STEPS = 300
 BOUND_OF_TARGET, TARGET = 4, 0.6
-"""The time of `async` with this bound, to that of `sync`."""
+"""Bound of the staleness, and the largest accepted ratio of the time of `async` to that of `sync`."""
 
 
 def latency_s(chance: random.Random) -> float:
-    """Of one call."""
+    """Return a random latency of one call."""
     sigma = math.log(P99_S / MEDIAN_S) / STANDARD_SCORE_OF_P99
     return chance.lognormvariate(math.log(MEDIAN_S), sigma)
 
 
-class Slow:
-    """Makes a tool wait before it answers."""
+class SlowTool:
+    """Mixin that delays the calls of a tool."""
 
     chance = random.Random(0)
 
@@ -64,43 +64,51 @@ class Slow:
         return answer
 
 
-class SlowPartOfOrder(Slow, task.PartOfOrder):
+class SlowPartOfOrder(SlowTool, task.PartOfOrder):
     pass
 
 
-class SlowShelfOfPart(Slow, task.ShelfOfPart):
+class SlowShelfOfPart(SlowTool, task.ShelfOfPart):
     pass
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One training."""
+    """Measurements of one training."""
 
     seconds: float
-    """Of all steps."""
+    """Duration of all steps."""
     cpu_s: float
-    """From its start to its end."""
+    """CPU time of the whole training."""
     waiting: float
     """Share of the time in which the trainer waits for rollouts."""
     staleness: float
-    """Mean, in steps."""
+    """Mean staleness in steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Medians of a mode's rounds."""
+    """Medians over the rounds of a mode."""
 
     mode: str
     seconds: float
     cpu_s: float
     to_sync: float
-    """Time."""
+    """Ratio of the time to that of `sync`."""
     waiting: float
     staleness: float
 
 
 def train(model: Path, *, folder: Path, num_steps: int, bound: int, seed: int) -> Measured:
-    """Args: bound: Of the staleness; 0 is `trainer.mode: sync`. seed: Of the latencies."""
+    """Train the model and return measurements.
+
+    Args:
+        model: Folder of the model.
+        folder: Folder of the run.
+        num_steps: Number of training steps.
+        bound: Bound of the staleness; 0 is `trainer.mode: sync`.
+        seed: Seed of the latencies.
+    """
     tools = ",".join(f"{__file__}:{tool.__name__}" for tool in (SlowPartOfOrder, SlowShelfOfPart))
     config = load_config(
         TASK_CONFIG,
@@ -114,7 +122,7 @@ def train(model: Path, *, folder: Path, num_steps: int, bound: int, seed: int) -
         ],
     )
     for tool in load_tools(config.rollout.multi_turn.tools).values():
-        cast(Slow, tool).chance.seed(seed)
+        cast(SlowTool, tool).chance.seed(seed)
     cpu_s = tree_cpu_seconds()
     asyncio.run(PPOTrainer(config, console=Console(file=io.StringIO())).fit())
     cpu_s = tree_cpu_seconds() - cpu_s
@@ -133,7 +141,11 @@ def mode_of(bound: int) -> str:
 
 
 def results(rounds: Sequence[Mapping[int, Measured]]) -> list[Result]:
-    """Args: rounds: By bound, each with that of `sync`."""
+    """Return the medians of all rounds.
+
+    Args:
+        rounds: Measurements by bound of the staleness. Each round includes `sync`.
+    """
     return [
         Result(
             mode=mode_of(bound),
@@ -154,11 +166,12 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one round of four steps and one bound, not three of twelve and two; the target is not enforced",
+        help="one round of four steps with one bound, instead of three rounds of twelve steps with two bounds; the "
+        "target is not enforced",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     options = parser.parse_args()
-    be_quiet()
+    silence_libraries()
     num_rounds, num_steps, bounds = (1, 4, (0, 4)) if options.quick else (3, 12, (0, 1, 4))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -167,7 +180,7 @@ def main() -> None:
         for seed in range(num_rounds):
             by_bound: dict[int, Measured] = {}
             for bound in bounds:
-                by_bound[bound] = in_a_process(
+                by_bound[bound] = run_in_new_process(
                     train,
                     folder / "model",
                     folder=folder / f"run-{seed}-{bound}",

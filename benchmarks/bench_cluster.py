@@ -1,9 +1,9 @@
-"""What a Ray cluster costs, against one process, and where the balancer should sit.
+"""CPU time on a Ray cluster, relative to one process, with the balancer in the workers or in one actor.
 
     python benchmarks/bench_cluster.py [--rows 400] [--sessions 400]
 
-Needs `pip install "agent-loop[ray]"`. Servers are scripted. CPU time is that of the whole tree of processes, Ray's own
-included; read the ratios, which come from one run.
+Needs `pip install "agent-loop[ray]"`. Servers are scripted. CPU time includes all child processes and Ray's own
+processes. The ratios are more reliable than the absolute times.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Cost:
 
 
 async def measure_manager(config: Config, *, num_rows: int) -> Cost:
-    """CPU and wall time per trajectory."""
+    """Return the CPU and wall time per trajectory."""
     manager: AgentLoopManager = create_manager(config)
     async with manager:
         await manager.run(rows(num_rows))
@@ -99,7 +99,7 @@ def trajectories_table(folder: Path, *, num_rows: int) -> Table:
 
 
 class BalancerActor:
-    """One balancer for all workers."""
+    """Balancer shared by all workers."""
 
     def __init__(self, servers: list[str]) -> None:
         self._balancer = LoadBalancer(servers)
@@ -117,15 +117,18 @@ class BalancerActor:
 
 
 class Client:
-    """A worker that does nothing but ask."""
+    """Worker that only sends requests."""
 
-    def __init__(self, index: int, servers: list[Any], balancer: Any, *, tells: bool) -> None:
+    def __init__(self, index: int, servers: list[Any], balancer: Any, *, shares_counts: bool) -> None:
         self._index = index
         self._balancer = balancer
         order = [*servers[index % len(servers) :], *servers[: index % len(servers)]]
         self._servers = {
             info.name: RemoteServer(
-                actor, client=f"client-{index}", info=info, on_other_requests=self._note if tells else None
+                actor,
+                client=f"client-{index}",
+                info=info,
+                on_other_requests=self._note if shares_counts else None,
             )
             for actor, info in order
         }
@@ -171,7 +174,7 @@ class Client:
 async def measure_balancer(
     variant: str, *, script: str, latencies_ms: list[list[int]], num_turns: int
 ) -> tuple[Cost, float]:
-    """Cost per turn, and the mean of max / mean requests per server while it runs."""
+    """Return the cost per turn, and the mean ratio of the largest to the mean number of requests per server."""
     config = parse_section(
         Config, {"rollout": {"engine": "scripted", "engine_kwargs": {"script": script}}}, where="bench"
     )
@@ -194,7 +197,7 @@ async def measure_balancer(
         )
     make_client = ray.remote(num_cpus=0)(Client)
     clients = [
-        make_client.remote(n, servers, balancer, tells=variant == "in the workers, told")
+        make_client.remote(n, servers, balancer, shares_counts=variant == "in the workers, shared counts")
         for n in range(NUM_WORKERS)
     ]
     await run_together(wait_for(client.run.remote([0], num_turns=1)) for client in clients)
@@ -232,7 +235,7 @@ def balancer_table(folder: Path, *, num_sessions: int) -> Table:
     (folder / "bench_script.py").write_text(SCRIPT, encoding="utf-8")
     rng = random.Random(0)
     idle = [[0] * (num_sessions // NUM_WORKERS) for _ in range(NUM_WORKERS)]
-    # The first worker has the long conversations: what the others do not know hurts most.
+    # The first worker has the long conversations, which is the worst case for balancers without shared information.
     tails = [
         [min(int(1000 * rng.lognormvariate(0.0, 0.8)), 8000) * (3 if worker == 0 else 1) for _ in own]
         for worker, own in enumerate(idle)
@@ -246,7 +249,7 @@ def balancer_table(folder: Path, *, num_sessions: int) -> Table:
         title=f"{NUM_WORKERS} workers, {NUM_SERVERS} servers, {NUM_TURNS} turns of {TOKENS_PER_TURN} tokens",
     )
     first: Cost | None = None
-    for variant in ("in the workers, told", "in the workers, alone", "one actor"):
+    for variant in ("in the workers, shared counts", "in the workers, own counts", "one actor"):
         cost, _ = asyncio.run(
             measure_balancer(
                 variant, script=f"{folder}/bench_script.py:at_once", latencies_ms=idle, num_turns=NUM_TURNS

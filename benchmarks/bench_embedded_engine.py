@@ -2,10 +2,10 @@
 
     python benchmarks/bench_embedded_engine.py [--quick] [--json FILE] [--deterministic]
 
-The peers are `generate` on one padded batch, and continuous batching. All sample at temperature 1, each on its own
-copy of the model, with the same number of threads in one process. Rounds alternate between the engines; the table
-shows medians, and as ratios the medians of the rounds' own ratios, which a busy machine disturbs least. With
-`--deterministic` the one peer is the embedded engine as `rollout.deterministic` has it.
+The peers are `generate` on one padded batch, and continuous batching. All sample at temperature 1 on their own copies
+of the model, with the same number of threads, in one process. Rounds alternate between the engines. The table shows
+medians of the speeds, and medians of the ratios within a round, which other load on the machine affects least. With
+`--deterministic`, the only peer is the embedded engine with `rollout.deterministic`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RESULT_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that all come at once."""
+    """Requests that are sent at the same time."""
 
     concurrency: int
     prompt_tokens: int
@@ -51,7 +51,7 @@ class Workload:
         return f"{self.concurrency} x ({self.prompt_tokens} + {self.new_tokens})"
 
     def prompts(self, *, seed: int) -> list[list[int]]:
-        # Another seed for each workload: a prompt seen before would be found in the cache.
+        # Each workload has its own seed, because a repeated prompt would be in the prefix cache.
         rng = np.random.default_rng([seed, self.concurrency, self.prompt_tokens])
         return rng.integers(1, VOCAB_SIZE, (self.concurrency, self.prompt_tokens)).tolist()
 
@@ -67,7 +67,7 @@ WORKLOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One engine's run of one workload."""
+    """Measurements of one run of an engine."""
 
     engine: str
     workload: Workload
@@ -84,13 +84,13 @@ class Sample:
         return self.workload.concurrency * self.workload.new_tokens / self.cpu_s
 
 
-class Engine(Protocol):
-    """Runs all prompts to their full length; what it needs beforehand is not timed."""
+class BenchmarkedEngine(Protocol):
+    """Engine that samples all completions to their full length."""
 
     name: str
 
     def run(self, workload: Workload, prompts: list[list[int]]) -> tuple[float, float]:
-        """Returns wall and CPU seconds."""
+        """Sample the completions, and return wall and CPU seconds without the preparation."""
         ...
 
 
@@ -147,7 +147,7 @@ class ContinuousBatching:
         generation_config = GenerationConfig(
             do_sample=True, temperature=1.0, top_k=0, max_new_tokens=workload.new_tokens, eos_token_id=-1
         )
-        # Room for 64 sequences of 1024 tokens, and the same prefill budget as ours.
+        # Capacity for 64 sequences of 1024 tokens, and the same prefill budget as the embedded engine.
         batching_config = ContinuousBatchingConfig(
             page_size=64, num_blocks=1024, max_batch_tokens=576, max_requests_per_batch=64
         )
@@ -174,7 +174,7 @@ def clocked(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def make_model() -> Any:
-    """3.7 million parameters in the shape of Qwen3."""
+    """Return a Qwen3 model with 3.7 million random parameters."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -193,8 +193,10 @@ def make_model() -> Any:
     return model.eval()
 
 
-def measure(engines: list[Engine], workloads: tuple[Workload, ...], *, rounds: int) -> list[Sample]:
-    """Runs every engine once per round and workload, after one small run to warm up."""
+def measure(
+    engines: list[BenchmarkedEngine], workloads: tuple[Workload, ...], *, rounds: int
+) -> list[Sample]:
+    """Run every engine once per round and workload, after one small warm-up run."""
     for engine in engines:
         warm_up = Workload(2, 16, 8)
         engine.run(warm_up, warm_up.prompts(seed=0))
@@ -202,7 +204,7 @@ def measure(engines: list[Engine], workloads: tuple[Workload, ...], *, rounds: i
     for workload in workloads:
         for number in range(rounds):
             prompts = workload.prompts(seed=number + 1)
-            # Turn the order round, so that no engine always comes after the same other one.
+            # Rotate the order, so that no engine always follows the same other engine.
             for engine in engines[number % len(engines) :] + engines[: number % len(engines)]:
                 wall_s, cpu_s = engine.run(workload, prompts)
                 samples.append(Sample(engine.name, workload, number, wall_s, cpu_s))
@@ -210,7 +212,7 @@ def measure(engines: list[Engine], workloads: tuple[Workload, ...], *, rounds: i
 
 
 def ratio(samples: list[Sample], workload: Workload, peer: str, *, of_cpu: bool = False) -> float:
-    """Our tokens per second over the peer's: the median of the rounds."""
+    """Return the ratio of our tokens per second to the peer's, as the median of the rounds."""
 
     def speeds(engine: str) -> list[float]:
         own = [s for s in samples if (s.engine, s.workload) == (engine, workload)]
@@ -259,15 +261,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="one round of two short workloads")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--deterministic", action="store_true", help="measure what determinism costs")
+    parser.add_argument("--deterministic", action="store_true", help="compare with deterministic sampling")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     workloads = (Workload(8, 64, 32), Workload(32, 64, 32)) if options.quick else WORKLOADS
     model = make_model()
-    engines: list[Engine] = [Embedded(copy.deepcopy(model), threads=options.threads)]
+    engines: list[BenchmarkedEngine] = [Embedded(copy.deepcopy(model), threads=options.threads)]
     if options.deterministic:
         engines.append(Embedded(copy.deepcopy(model), threads=options.threads, deterministic=True))
     else:

@@ -1,11 +1,11 @@
-"""What the texts of one trajectory cost to encode, by `tokenizers` and by `tiktoken`, with constant text and without.
+"""CPU time to encode the texts of a trajectory, with `tokenizers` and with `tiktoken`.
 
     python benchmarks/bench_encoder.py [--quick] [--json FILE]
 
-Two trajectories: a short one (a prompt of 470 tokens with tools, 3 turns of the model, 2 of tools) and a long one (a
-prompt of 2270 tokens, 10 turns of 500). The floor encodes what is new, and nothing else, with the same library; the
-other rows are the work of `ChatTemplate`: the first prompt and the bridges, by running the template each time or from
-forms, and the reading of the completions. CPU time, medians of rounds that take turns.
+There are two trajectories: a short one (a prompt of 470 tokens with tools, 3 turns of the model, 2 tool results), and a
+long one (a prompt of 2270 tokens, 10 turns of 500 tokens). The floor only encodes the new text, with the same library.
+The other columns are calls of `ChatTemplate`: it renders the first prompt and the bridges with the template on every
+call, or from cached forms, and it parses the completions. Times are CPU times, medians of alternating rounds.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from agent_loop.types import IntArray, Message, as_token_ids
 
 LIBRARIES: tuple[EncoderChoice, ...] = ("tokenizers", "tiktoken")
 NUM_VARIANTS = 20
-"""Trajectories of a workload; each has texts of its own and shares the system prompt and the tools."""
+"""Trajectories of a workload. Each has its own texts; system prompt and tools are shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Lengths in tokens."""
+    """Workload with its lengths in tokens."""
 
     name: str
     system: int
@@ -52,25 +52,25 @@ WORKLOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The texts of one trajectory."""
+    """Texts of one trajectory."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
     completions: list[list[int]]
     replies: list[Message]
     head: str
-    """The prompt up to the question, rendered."""
+    """Rendered prompt before the question."""
 
 
-class Contestant:
-    """One library's template, and the ways to do its work."""
+class Candidate:
+    """Chat template with one encoding library, and the compared ways to encode a trajectory."""
 
     def __init__(self, tokenizer: Any, library: EncoderChoice) -> None:
         self.library = library
         self.template = ChatTemplate(tokenizer, encoder=library)
 
     def floor(self, script: Script) -> list[list[int]]:
-        """Encodes the question and the replies, with the constant text around them."""
+        """Encode the question and the tool results, with the constant text around them."""
         encode = self.template.encoder.encode
         question = script.messages[-1]["content"]
         texts = [f"{question}<|im_end|>\n<|im_start|>assistant\n"]
@@ -81,11 +81,11 @@ class Contestant:
         return [encode(text) for text in texts]
 
     def floor_with_head(self, script: Script) -> list[list[int]]:
-        """As the floor, and the constant head of the prompt too."""
+        """Encode the same as `floor`, and the constant beginning of the prompt."""
         return [self.template.encoder.encode(script.head), *self.floor(script)]
 
     def rendered(self, script: Script) -> list[list[int]]:
-        """Runs the template for the prompt and for each reply."""
+        """Render the template for the prompt and for each tool result, and encode the new text."""
         template = self.template
         ids = [template.encoder.encode(template.renderer.text(script.messages, tools=script.tools))]
         for reply in script.replies:
@@ -99,7 +99,7 @@ class Contestant:
         return ids
 
     def from_forms(self, script: Script) -> list[IntArray]:
-        """What an episode does."""
+        """Encode the prompt and the tool results as an episode does, from cached forms."""
         opened = self.template.open(script.messages, tools=script.tools)
         return [opened, *(self.template.bridge([reply]) for reply in script.replies)]
 
@@ -142,10 +142,10 @@ def tool(name: str) -> dict[str, Any]:
     }
 
 
-def measure(contestants: list[Contestant], scripts: list[Script], *, num_rounds: int) -> dict[str, float]:
-    """Milliseconds per trajectory, by library and way; the ways take turns."""
+def measure(candidates: list[Candidate], scripts: list[Script], *, num_rounds: int) -> dict[str, float]:
+    """Return milliseconds per trajectory, by library and way. Rounds alternate between the ways."""
     ways: dict[str, Callable[[Script], object]] = {}
-    for one in contestants:
+    for one in candidates:
         for way in (one.floor_with_head, one.floor, one.rendered, one.from_forms, one.parse):
             ways[f"{one.library}: {way.__name__}"] = way
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -157,13 +157,13 @@ def measure(contestants: list[Contestant], scripts: list[Script], *, num_rounds:
     return {name: statistics.median(values) * 1e3 for name, values in times.items()}
 
 
-def check(contestants: list[Contestant], scripts: list[Script]) -> None:
-    """The ids are the same, whatever the library and the way."""
-    expected = [contestants[0].rendered(script) for script in scripts]
-    for one in contestants:
+def check(candidates: list[Candidate], scripts: list[Script]) -> None:
+    """Check that all libraries and ways return the same ids."""
+    expected = [candidates[0].rendered(script) for script in scripts]
+    for one in candidates:
         for way in (one.rendered, one.from_forms):
             if [[list(ids) for ids in way(script)] for script in scripts] != expected:
-                raise SystemExit(f"{one.library}, {way.__name__}: other ids")
+                raise SystemExit(f"{one.library}, {way.__name__}: the ids differ")
 
 
 def main() -> None:
@@ -171,17 +171,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all medians there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all medians to this file")
     options = parser.parse_args()
     writer = Writer(seed=0)
     tokenizer = make_tokenizer(writer)
-    contestants = [Contestant(tokenizer, library) for library in LIBRARIES]
+    candidates = [Candidate(tokenizer, library) for library in LIBRARIES]
     results: dict[str, dict[str, float]] = {}
     for workload in WORKLOADS:
         scripts = [script_of(workload, writer, tokenizer, number=number) for number in range(NUM_VARIANTS)]
-        check(contestants, scripts)
-        results[workload.name] = measure(contestants, scripts, num_rounds=3 if options.quick else 9)
-        num_tokens = len(contestants[0].template.open(scripts[0].messages, tools=scripts[0].tools))
+        check(candidates, scripts)
+        results[workload.name] = measure(candidates, scripts, num_rounds=3 if options.quick else 9)
+        num_tokens = len(candidates[0].template.open(scripts[0].messages, tools=scripts[0].tools))
         table = Table(title=f"{workload.name}: prompt of {num_tokens} tokens, ms of CPU per trajectory")
         for column in (
             "library",
@@ -194,10 +194,12 @@ def main() -> None:
         ):
             table.add_column(column, justify="left" if column == "library" else "right")
         for library in LIBRARIES:
-            of = {way: results[workload.name][f"{library}: {way}"] for way in WAYS}
-            cells = [of[way] for way in WAYS[:4]]
-            ratio = of["from_forms"] / of["floor"]
-            table.add_row(library, *(f"{cell:.3f}" for cell in cells), f"{ratio:.2f}", f"{of['parse']:.3f}")
+            medians = {way: results[workload.name][f"{library}: {way}"] for way in WAYS}
+            cells = [medians[way] for way in WAYS[:4]]
+            ratio = medians["from_forms"] / medians["floor"]
+            table.add_row(
+                library, *(f"{cell:.3f}" for cell in cells), f"{ratio:.2f}", f"{medians['parse']:.3f}"
+            )
         Console(width=120).print(table)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1))

@@ -1,11 +1,11 @@
-"""What a turn costs to encode in a conversation of 200 turns and 140,000 tokens.
+"""CPU time to encode a turn in a conversation of 200 turns and 140,000 tokens.
 
     python benchmarks/bench_encoding.py [--quick] [--json FILE]
 
-A turn is the bridge behind a completion (close, tool reply, next prompt) and its place in the ledger. Its CPU time is
-compared early and late in the conversation, with the bare cost of encoding the same text with the same library, and
-with rendering and encoding the whole conversation again with `tokenizers`. All three are measured turn by turn in the
-same rounds; the table shows medians.
+A turn is the bridge after a completion (end of turn, tool result, next prompt) and its entry in the ledger. Its CPU
+time is compared early and late in the conversation, with the bare cost of encoding the same text with the same library,
+and with rendering and encoding the whole conversation with `tokenizers`. All three are measured turn by turn in the
+same rounds. The table shows medians.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMPLETION_TOKENS = 100
 REPLY_TOKENS = 600
 WATCHED = (10, 100, 200)
 WINDOW = 10
-"""So many turns up to a watched one are measured."""
+"""Number of measured turns up to and including a watched turn."""
 NUM_CONTROL_TOKENS = 200
 TARGET_OF_GROWTH = 1.2
 TARGET_OF_BARE = 2.0
@@ -76,7 +76,7 @@ MARKERS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_r
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One turn's CPU time, three ways."""
+    """CPU times of one turn."""
 
     round: int
     turn: int
@@ -87,7 +87,7 @@ class Sample:
 
 
 class Writer:
-    """Makes texts of so many tokens."""
+    """Generator of random texts with a given number of tokens."""
 
     def __init__(self, *, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -118,18 +118,18 @@ def make_tokenizer(writer: Writer) -> Any:
 
 
 def converse(template: ChatTemplate, writer: Writer, *, number: int) -> Iterator[Sample]:
-    """One conversation; yields the watched turns."""
+    """Run one conversation, and yield the measurements of the watched turns."""
     backend: Tokenizer = template.tokenizer.backend_tokenizer
     end = template.encoder.encode("<|im_end|>")
     messages: list[Message] = [{"role": "user", "content": writer.text(40)}]
     ledger = TokenLedger()
     ledger.append(template.open(messages), origin=Origin.PROMPT)
     for turn in range(1, NUM_TURNS + 1):
-        said = writer.text_of(COMPLETION_TOKENS, backend)
-        completion = [*template.encode(said), *end]
+        answer = writer.text_of(COMPLETION_TOKENS, backend)
+        completion = [*template.encode(answer), *end]
         ledger.append_completion(TokenOutput(completion, [-0.5] * len(completion), "stop"))
         reply: Message = {"role": "tool", "name": "search", "content": writer.text_of(REPLY_TOKENS, backend)}
-        messages += [{"role": "assistant", "content": said}, reply]
+        messages += [{"role": "assistant", "content": answer}, reply]
         text = template.decode(template.bridge([reply]))
 
         def bridge(reply: Message = reply) -> None:
@@ -145,7 +145,7 @@ def converse(template: ChatTemplate, writer: Writer, *, number: int) -> Iterator
             )
             return backend.encode(rendered, add_special_tokens=False).ids
 
-        # Turn the order round, so that neither always finds the words in the tokenizer's cache.
+        # Alternate the order, so that neither always finds the words in the tokenizer's cache.
         first, second = (bridge, bare) if turn % 2 else (bare, bridge)
         seconds = {first: cpu_seconds(first), second: cpu_seconds(second)}
         if any(watched - WINDOW < turn <= watched for watched in WATCHED):
@@ -168,7 +168,7 @@ def cost(samples: list[Sample], watched: int) -> float:
 
 
 def growth(samples: list[Sample], watched: int) -> float:
-    """The cost at a turn over that at the first watched one: the median of the rounds."""
+    """Return the ratio of the cost at a turn to that at the first watched turn, as the median of the rounds."""
     rounds = sorted({sample.round for sample in samples})
     own = [[sample for sample in samples if sample.round == number] for number in rounds]
     return statistics.median(cost(of_round, watched) / cost(of_round, WATCHED[0]) for of_round in own)
@@ -187,7 +187,7 @@ def print_table(samples: list[Sample]) -> None:
         "ratio to turn 10",
         "bare, ms",
         "ratio to bare",
-        "all again, ms",
+        "whole conversation, ms",
     ):
         table.add_column(column, justify="right")
     for watched in WATCHED:
@@ -220,7 +220,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="one round; targets are not enforced")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     options = parser.parse_args()
     writer = Writer(seed=0)
     template = ChatTemplate(make_tokenizer(writer))

@@ -1,9 +1,9 @@
-"""What the journal costs a rollout: CPU time per trajectory with it and without, on servers that answer at once.
+"""CPU time per trajectory with and without the journal, on servers without latency.
 
     python benchmarks/bench_journal.py [--quick]
 
-A trajectory is three turns with a tool call and an answer, so that all of the time is the loop's own: templates,
-tokens, parsing, tools, records. Rounds with and without the journal take turns; the table shows medians.
+A trajectory has three turns with a tool call, and an answer. All of the time is spent in the loop: on templates,
+tokens, parsing, tools and records. Rounds with and without the journal alternate. The table shows medians.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from scripted_rollouts import NUM_CALLS, NUM_ROWS, ScriptedRollouts, in_turns, lookup, median_ratio
+from scripted_rollouts import NUM_CALLS, NUM_ROWS, ScriptedRollouts, lookup, measure_alternating, median_ratio
 
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
@@ -34,19 +34,19 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 assert ToolAgentLoop
 
 TARGET = 1.10
-"""Of the CPU time."""
+"""Largest accepted ratio of the CPU times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one rollout, in seconds."""
+    """Times of one rollout in seconds."""
 
     cpu: float
     wall: float
 
 
 async def roll_out(rollouts: ScriptedRollouts, path: Path | None) -> Cost:
-    """One rollout, with a journal there or with none."""
+    """Run one rollout, with a journal at `path`, or without a journal."""
     worker = AgentLoopWorker(
         LoopContext(
             server_manager=AsyncLLMServerManager([rollouts.server()]),
@@ -79,7 +79,7 @@ async def main() -> None:
     await roll_out(rollouts, None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal"
-        pairs = await in_turns(
+        pairs = await measure_alternating(
             lambda: roll_out(rollouts, None), lambda: roll_out(rollouts, path), num_rounds=num_rounds
         )
         num_bytes = path.stat().st_size
@@ -97,7 +97,7 @@ async def main() -> None:
     console.print(f"{num_bytes / NUM_ROWS:.0f} bytes per trajectory")
     cpu = median_ratio(pairs, attrgetter("cpu"))
     if cpu > TARGET and not options.quick:
-        console.print(f"missed: {cpu:.3f} of the CPU time without, above {TARGET}")
+        console.print(f"missed: {cpu:.3f} times the CPU time without the journal, above {TARGET}")
         raise SystemExit(1)
 
 

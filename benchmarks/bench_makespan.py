@@ -1,14 +1,14 @@
-"""How much longer a rollout takes than its longest trajectory: heavy-tailed latencies, all at once in one process.
+"""Duration of a rollout with heavy-tailed latencies, relative to its longest trajectory.
 
     python benchmarks/bench_makespan.py [--quick] [--json FILE]
 
-The latencies of completions are drawn from a Pareto distribution and scaled so that the trajectory with the most of
-them waits 1.6 s in all: no rollout can take less, and one that computed nothing would take no more. Efficiency is that
-bound over the time taken. The floor is the encoding work alone in bare asyncio tasks, with the same encoder and the
-same latencies. Trajectories are the `short` ones of `bench_overhead.py`.
+All trajectories run concurrently in one process. The latencies of completions follow a Pareto distribution, scaled so
+that the trajectory with the largest sum waits 1.6 s. No rollout can take less, and a rollout without computation would
+take exactly as long. Efficiency is this bound divided by the measured time. The floor only encodes, in plain asyncio
+tasks, with the same encoder and the same latencies. Trajectories are the `short` ones of `bench_overhead.py`.
 
-Time is the CPU time of this process plus the time in which it has nothing to do but wait, which is skipped: what it
-would take on a core of its own, however busy the machine is.
+Time is the CPU time of this process plus its idle time, which is skipped. It is the time on a dedicated core, and does
+not depend on other load on the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from outcome import conclude
 from overhead.floor import FloorRunner
-from overhead.ours import ENCODERS, KnowingServer, OurRunner, load_template
+from overhead.ours import ENCODERS, LookupServer, OurRunner, load_template
 from overhead.shapes import SHAPES, Turn, Workload
 from overhead.workload import make_workloads
 from rich.console import Console
@@ -42,12 +42,12 @@ TARGETS = {512: 0.85, 2048: 0.60}
 """Efficiency with tiktoken."""
 BOUND_S = 1.6
 TAIL_INDEX = 1.5
-"""Of the Pareto distribution; the smaller, the heavier its tail."""
+"""Index of the Pareto distribution. A smaller index has a heavier tail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """So many trajectories at once."""
+    """Medians of one side with one number of concurrent trajectories."""
 
     side: str
     encoder: str
@@ -61,17 +61,17 @@ class Result:
 
 
 def latencies(num_trajectories: int, *, seed: int = 0) -> list[list[float]]:
-    """Seconds of each completion of each trajectory."""
+    """Return the latency of each completion of each trajectory, in seconds."""
     chance = random.Random(seed)
     drawn = [
         [chance.paretovariate(TAIL_INDEX) for _ in range(SHAPE.num_turns)] for _ in range(num_trajectories)
     ]
-    scale = BOUND_S / max(sum(of_one) for of_one in drawn)
-    return [[scale * seconds for seconds in of_one] for of_one in drawn]
+    scale = BOUND_S / max(map(sum, drawn))
+    return [[scale * seconds for seconds in trajectory] for trajectory in drawn]
 
 
-class SlowServer(KnowingServer):
-    """Takes the time that the latencies give; sessions are counted in the order in which they begin."""
+class SlowServer(LookupServer):
+    """Server with given latencies. Sessions are numbered in the order of their first requests."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
@@ -81,10 +81,10 @@ class SlowServer(KnowingServer):
     async def generate(
         self, prompt_ids: Any, sampling_params: Any, request_id: str, **more: Any
     ) -> TokenOutput:
-        left = self._sessions.get(request_id)
-        if left is None:
-            left = self._sessions[request_id] = next(self.latencies)[::-1]
-        await asyncio.sleep(left.pop())
+        remaining = self._sessions.get(request_id)
+        if remaining is None:
+            remaining = self._sessions[request_id] = next(self.latencies)[::-1]
+        await asyncio.sleep(remaining.pop())
         return await super().generate(prompt_ids, sampling_params, request_id, **more)
 
     def end_session(self, request_id: str) -> None:
@@ -92,13 +92,13 @@ class SlowServer(KnowingServer):
 
 
 class SlowFloor(FloorRunner):
-    """The floor with the same latencies."""
+    """Floor with the same latencies."""
 
     latencies: Sequence[Sequence[float]] = ()
 
-    async def answer(self, tail: tuple[int, ...], *, number: int, num_said: int) -> Turn:
-        await asyncio.sleep(self.latencies[number][num_said])
-        return await super().answer(tail, number=number, num_said=num_said)
+    async def answer(self, tail: tuple[int, ...], *, number: int, num_turns_done: int) -> Turn:
+        await asyncio.sleep(self.latencies[number][num_turns_done])
+        return await super().answer(tail, number=number, num_turns_done=num_turns_done)
 
 
 async def run_ours(workload: Workload, template: Any, num_in_flight: int) -> None:
@@ -121,7 +121,7 @@ RUNS = {"ours": run_ours, "floor": run_floor}
 
 
 class CoreLoop(asyncio.SelectorEventLoop):
-    """Its clock goes on as the process computes, and jumps where all that is left to do is to wait."""
+    """Event loop with a clock of CPU time that skips idle time."""
 
     def __init__(self) -> None:
         self.skipped_s = 0.0
@@ -146,7 +146,7 @@ class _SkippingSelector(selectors.DefaultSelector):
 def measure(
     workload: Workload, *, encoder: str, template: Any, num_in_flight: int, num_rounds: int
 ) -> list[Result]:
-    """The median round of each side, the rounds taken in turn."""
+    """Return the medians of each side, with alternating rounds."""
     taken: dict[str, list[tuple[float, float]]] = {side: [] for side in RUNS}
     for _ in range(num_rounds):
         for side, run in RUNS.items():
@@ -200,9 +200,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="at most 2048, one round; targets are not enforced"
+        "--quick", action="store_true", help="at most 2048 trajectories, one round; targets are not enforced"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     options = parser.parse_args()
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:

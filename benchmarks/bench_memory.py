@@ -1,10 +1,10 @@
-"""How much memory a trajectory takes at the peak of a rollout, against what comes out of it.
+"""Peak memory of a rollout per trajectory, relative to the size of its results.
 
     python benchmarks/bench_memory.py [--quick] [--json FILE]
 
-All trajectories are in flight at once, and their batch is made of them at the end. The measure is what comes out: the
-tensors of the batch, and the text of the conversations. Memory is what Python and numpy allocated (`tracemalloc`); the
-batch's tensors are numpy's.
+All trajectories run concurrently, and their batch is created at the end. The results are the tensors of the batch and
+the text of the conversations. Memory is what Python and numpy allocated, as `tracemalloc` reports it; the batch's
+tensors use memory of numpy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from outcome import conclude
-from overhead.ours import ENCODERS, KnowingServer, OurRunner, load_template
+from overhead.ours import ENCODERS, LookupServer, OurRunner, load_template
 from overhead.shapes import SHAPES, Workload
 from overhead.workload import make_workloads
 from rich.console import Console
@@ -39,14 +39,14 @@ TARGET = 1.3
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Bytes per trajectory."""
+    """Sizes in bytes per trajectory."""
 
     scenario: str
     num_in_flight: int
     tensors: float
     text: float
     in_flight: float
-    """At the moment when the first trajectory ended."""
+    """Memory at the end of the first trajectory."""
     peak: float
 
     @property
@@ -54,8 +54,8 @@ class Result:
         return self.peak / (self.tensors + self.text)
 
 
-class WaitingServer(KnowingServer):
-    """Lets all others go on before it answers, so that no trajectory ends before all have begun."""
+class WaitingServer(LookupServer):
+    """Server with a short delay, so that all trajectories begin before the first one ends."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         await asyncio.sleep(0.01)
@@ -65,7 +65,7 @@ class WaitingServer(KnowingServer):
 async def measure(workload: Workload, *, template: Any, num_samples: int) -> Result:
     runner = OurRunner(workload, template=template, server=WaitingServer(workload))
     tracemalloc.start()
-    await runner.manager.run(runner.rows, n=num_samples)  # fills what is kept from run to run
+    await runner.manager.run(runner.rows, n=num_samples)  # fills the caches
     gc.collect()
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
@@ -115,7 +115,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="short trajectories; the target is not enforced")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     options = parser.parse_args()
     results: list[Result] = []
     shapes = [SHORT] if options.quick else [SHORT, LONG]

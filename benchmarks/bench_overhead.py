@@ -1,11 +1,12 @@
-"""What a trajectory costs beside the model: CPU time against verl's own loop and against a loop written by hand.
+"""CPU time of a trajectory without the model, compared with verl's loop and with a loop written by hand.
 
     python benchmarks/bench_overhead.py [--environment FOLDER] [--quick] [--json FILE] [--scenario NAME ...]
 
-Only the model is faked: it answers at once with tokens that were made before. All sides get the same prompts, answers
-and tool replies, and must give the same padded prompts, responses, masks and log-probs; no time is printed before that
-was compared. Each side is a process of its own, with its CPU time measured in it; rounds take turns, the table shows
-medians. `--environment` is where verl is installed, or is to be (3 GB); without it, verl is left out.
+Only the model is a stub: it returns prepared tokens without delay. All sides receive the same prompts, completions and
+tool results, and must return the same padded prompts, responses, masks and log-probs. The benchmark compares them
+before it prints times. Each side runs in its own process, which measures its CPU time. Rounds alternate, and the table
+shows medians. `--environment` is the folder of an environment with verl, which is installed if it is missing (3 GB).
+Without it, verl is omitted.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ TARGETS_TO_VERL: Mapping[tuple[str, str], float] = {
     ("short", "tokenizers"): 6,
     ("long", "tokenizers"): 4,
 }
-"""verl's CPU time is to be at least so many times ours."""
+"""Least accepted ratio of verl's CPU time to ours, by scenario and encoder."""
 TARGET_TO_FLOOR = 2.0
-"""Ours is to be at most so many times the floor's, with the same encoder."""
+"""Largest accepted ratio of our CPU time to the floor's, with the same encoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,11 @@ class Result:
     wall_ms: float
     verl_to_it: float | None
     it_to_floor: float | None
-    """With the same encoder."""
+    """Ratio of the CPU time to that of the floor with the same encoder."""
 
 
 def commands(folder: Path, *, environment: Path | None) -> dict[str, list[str]]:
-    """How each side is started, by its name."""
+    """Return the command line of each side by its name."""
     started = {
         f"{side}, {encoder}": [sys.executable, "-m", f"overhead.{side}", str(folder), encoder]
         for side in ("ours", "floor")
@@ -90,7 +91,7 @@ def results_of(shape: Shape, rounds: Mapping[str, Sequence[Round]]) -> list[Resu
 
 
 def print_table(results: Sequence[Result]) -> None:
-    table = Table(title="One trajectory beside the model")
+    table = Table(title="One trajectory without the model")
     for column in ("scenario", "side", "encoder"):
         table.add_column(column)
     for column in ("CPU, ms", "wall, ms", "verl to it", "it to the floor"):

@@ -1,17 +1,18 @@
-"""What a trajectory costs beside the model under Ray: CPU time against verl's manager, and a second worker's gain.
+"""CPU time of a trajectory without the model on Ray, compared with verl, and the speedup of a second worker.
 
     python benchmarks/bench_overhead_ray.py [--environment FOLDER] [--quick] [--json FILE] [--scenario NAME ...]
 
-Needs `pip install "agent-loop[ray]"`. As `bench_overhead.py`, but each side is a Ray cluster: rows go from the driver
-to one worker actor, which asks one server actor; the driver makes the batch. CPU time is that of the driver and of
-everything below it: actors, and Ray's own processes. Only the engine in the server actor is faked: it answers at once
-with tokens that were made before. Tokens, masks and log-probs of all sides must agree before a time is printed.
+Needs `pip install "agent-loop[ray]"`. The method is that of `bench_overhead.py`, but each side is a Ray cluster. The
+driver sends rows to one worker actor, which sends requests to one server actor, and the driver creates the batch. CPU
+time includes the driver and its child processes: actors, and Ray's own processes. Only the engine in the server actor
+is a stub: it returns prepared tokens without delay. Tokens, masks and log-probs of all sides must agree before a time
+is printed.
 
-The second table has batches of 512 trajectories, the same rows again and again, on one worker and on two. (With few
-trajectories per worker fewer completions share a message, so that each takes more CPU time, on however many workers.)
-First all processes share the machine's cores, of which workers, server, driver and Ray would need four. Then the
-workers share one core, on which each is held for half of the time, and all else has another one: slower, but in the
-proportions of a cluster, where each worker has a core of its own. The aim is for that.
+The second table has batches of 512 trajectories, copies of the same rows, on one worker and on two. (With few
+trajectories per worker, fewer completions share a message, so that each takes more CPU time.) First all processes share
+the machine's cores, although workers, server, driver and Ray would need four. Then the workers share one core, on which
+each is stopped for half of the time, and all other processes share another core. This is slower, but has the
+proportions of a cluster with one core per worker. The target applies to this case.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from rich.console import Console
 from rich.table import Table
 
 NUM_TO_SCALE = 512
-"""Trajectories in a batch that one worker or two run."""
+"""Number of trajectories in a batch of the second table."""
 NUM_BATCHES_TO_SCALE = 2
-"""In each round."""
+"""Number of batches in each round of the second table."""
 SHARED, HALVES = "shared by all", "half of one for each worker"
 VERL = "verl"
 SCENARIOS = tuple(shape for shape in SHAPES if shape.name in ("short", "long"))
 TARGETS_TO_VERL: Mapping[str, float] = {"short": 4, "long": 3}
-"""verl's CPU time is to be at least so many times ours."""
+"""Least accepted ratio of verl's CPU time to ours, by scenario."""
 TARGET_OF_TWO_WORKERS = 1.7
-"""They are to do at least so many times what one does, where each has a core, or half of one, of its own."""
+"""Least accepted speedup of two workers over one, if each has its own core or half a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +56,22 @@ class Result:
     cpu_ms: float
     wall_ms: float
     verl_to_it: float | None
-    """CPU time."""
+    """Ratio of verl's CPU time to that of this side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Medians of one scenario, with the cores shared out in one way."""
+    """Medians of one scenario with one assignment of cores."""
 
     scenario: str
     cores: str
     one_worker_per_s: float
-    """Trajectories."""
+    """Trajectories per second with one worker."""
     two_workers_per_s: float
     cores_of_one: float
-    """CPU time to time, with one worker. What it leaves free of the machine is what a second worker has."""
+    """Ratio of CPU time to wall time with one worker. The other cores are free for a second worker."""
     cpu_of_two_to_one: float
-    """CPU time per trajectory. Where it is 1 and no other process is at its limit, workers lack nothing but cores."""
+    """Ratio of the CPU times per trajectory. At 1, two workers scale perfectly if there are enough cores."""
 
     @property
     def gain(self) -> float:
@@ -82,7 +83,7 @@ def our_command(folder: Path, encoder: str, *options: str) -> list[str]:
 
 
 def compare(shape: Shape, folder: Path, *, environment: Path | None, num_rounds: int) -> list[Result]:
-    """Ours with one worker, with each encoder, and verl's."""
+    """Compare our side, with one worker and each encoder, with verl."""
     commands = {f"ours, {encoder}": our_command(folder, encoder) for encoder in ENCODERS}
     if environment is not None:
         commands[VERL] = [str(environment / "bin" / "python"), "-m", "overhead.verl_on_ray", str(folder)]
@@ -106,7 +107,14 @@ def compare(shape: Shape, folder: Path, *, environment: Path | None, num_rounds:
 
 
 def scale(shape: Shape, folder: Path, *, on_halves: bool, num_rounds: int) -> Scaling:
-    """Ours with one worker and with two."""
+    """Measure our side with one worker and with two.
+
+    Args:
+        shape: The scenario.
+        folder: Folder of the workloads.
+        on_halves: Whether each worker runs on half a core.
+        num_rounds: Number of rounds.
+    """
     num_copies = NUM_TO_SCALE // shape.num_conversations
     options = ["--copies", str(num_copies), "--batches", str(NUM_BATCHES_TO_SCALE)]
     options += ["--halves"] if on_halves else []
@@ -132,7 +140,7 @@ def scale(shape: Shape, folder: Path, *, on_halves: bool, num_rounds: int) -> Sc
 
 
 def print_results(results: Sequence[Result], scalings: Sequence[Scaling]) -> None:
-    table = Table(title="One trajectory beside the model, one worker under Ray")
+    table = Table(title="One trajectory without the model, one worker on Ray")
     for column in ("scenario", "side", "CPU, ms", "wall, ms", "verl to it"):
         table.add_column(column, justify="left" if column in ("scenario", "side") else "right")
     for result in results:
@@ -143,7 +151,7 @@ def print_results(results: Sequence[Result], scalings: Sequence[Scaling]) -> Non
         "scenario",
         "cores",
         "one worker",
-        "cores that it takes",
+        "cores used by it",
         "two workers",
         "gain",
         "CPU of two to one",

@@ -1,9 +1,9 @@
-"""What packing saves in a pass over a batch of ragged trajectories, forward and backward, on a CPU.
+"""CPU time of a forward and backward pass over trajectories of different lengths, with and without packing.
 
     python benchmarks/bench_packing.py [--quick]
 
-Log-normal response lengths, a small Qwen3; CPU seconds, the median of the rounds, of rows that are padded each on its
-own (sorted by length, as `actor.use_packing=false` has it) and of rows that share lines.
+Response lengths are log-normal, and the model is a small Qwen3 on a CPU. Without packing, each row is padded and rows
+are sorted by length (`actor.use_packing=false`). With packing, rows share lines. The table shows medians of the rounds.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from agent_loop.types import Origin, as_token_ids
 
 VOCABULARY = 4000
 BUDGETS = (2048, 8192)
-"""Tokens of a micro-batch."""
+"""Token budgets of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass over the batch."""
+    """Measurements of one pass over the batch."""
 
     cpu_s: float
     num_tokens: int
-    """What the model saw, padding included."""
+    """Number of tokens of the model's inputs, including padding."""
 
 
 def main() -> None:
-    """Prints the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rows and rounds")
     quick: bool = parser.parse_args().quick
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def run(model: PreTrainedModel, batch: RolloutBatch, *, budget: int, packs: bool) -> Pass:
-    """Log-probs and their gradients of all rows."""
+    """Compute the log-probs of all rows and their gradients."""
     num_tokens = 0
     start_s = time.process_time()
     for micro_batch in micro_batches(
@@ -82,7 +82,7 @@ def run(model: PreTrainedModel, batch: RolloutBatch, *, budget: int, packs: bool
 
 
 def make_model() -> PreTrainedModel:
-    """Four layers, 1.2 million weights."""
+    """Return a Qwen3 model with four layers and 1.2 million random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -98,7 +98,7 @@ def make_model() -> PreTrainedModel:
 
 
 def make_batch(*, num_rows: int) -> RolloutBatch:
-    """Prompts of 50 to 200 tokens, responses of about 150, the longest much longer."""
+    """Return a batch with prompts of 50 to 200 tokens and log-normal response lengths with a median of about 150."""
     numbers = np.random.default_rng(0)
     trajectories: list[Trajectory] = []
     for row in range(num_rows):

@@ -1,9 +1,9 @@
-"""What shutting code in costs: many trajectories at once, each with a sandbox of its own and three calls.
+"""Overhead of sandboxes: many concurrent trajectories, each with its own sandbox and three calls.
 
     python benchmarks/bench_sandbox.py [--quick] [--mechanism landlock] [--python /usr/bin/python3]
 
-The floor is a bare `python -c` for each call: no isolation, no state kept between calls. Both run in turns, so that
-both meet the same machine.
+The floor is a bare `python -c` for each call, without isolation and without state between calls. Rounds alternate
+between the two, so that other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TARGET = 0.6
 
 @dataclass
 class Round:
-    """Times of one round, in seconds."""
+    """Times of one round in seconds."""
 
     wall: float = 0.0
     opens: list[float] = field(default_factory=list[float])
@@ -41,7 +41,7 @@ class Round:
 
 
 async def run_sandboxes(host: SandboxHost, number: int) -> Round:
-    """All sandboxes at once; all of them are open before the first is closed."""
+    """Run all sandboxes concurrently. All are open before the first one closes."""
     taken = Round()
     started = time.perf_counter()
 
@@ -75,14 +75,14 @@ async def run_sandboxes(host: SandboxHost, number: int) -> Round:
 
 
 async def run_bare(python: str, number: int) -> Round:
-    """A process for each call; as many at once as there are processors."""
+    """Run a process for each call, with as many concurrent processes as there are processors."""
     taken = Round()
     started = time.perf_counter()
-    places = asyncio.Semaphore(os.cpu_count() or 1)
+    slots = asyncio.Semaphore(os.cpu_count() or 1)
 
     async def converse() -> None:
         for _ in range(NUM_CALLS):
-            async with places:
+            async with slots:
                 clock = time.perf_counter()
                 process = await asyncio.create_subprocess_exec(
                     python, "-c", CODE, stdout=asyncio.subprocess.PIPE
@@ -98,7 +98,7 @@ async def run_bare(python: str, number: int) -> Round:
 
 
 def memory_below_mb(root: int) -> float:
-    """Memory of all processes below one, shared pages divided among those that share them."""
+    """Return the memory of all descendants of a process, with shared pages divided among their processes (PSS)."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -112,7 +112,7 @@ def memory_below_mb(root: int) -> float:
         try:
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
         except OSError:
-            return float("nan")  # without privileges the supervisors cannot be looked into
+            return float("nan")  # reading the memory of the supervisors needs privileges
         total += int(rollup.partition("\nPss:")[2].split()[0])
     return total / 1024
 
@@ -128,7 +128,7 @@ async def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="32 sandboxes; the target is not enforced")
     parser.add_argument("--mechanism", default="auto")
-    parser.add_argument("--python", default=sys.executable, help="of both sides")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of both sides")
     options = parser.parse_args()
     number, rounds = (32, 1) if options.quick else (256, 3)
     host = SandboxHost(SandboxSettings(mechanism=options.mechanism, python=options.python))
@@ -137,7 +137,7 @@ async def main() -> None:
     ]
     host.close()
 
-    bare, shut_in = ([pair[place] for pair in pairs] for place in (0, 1))
+    bare, sandboxed = ([pair[index] for pair in pairs] for index in (0, 1))
     table = Table(title=f"{number} trajectories of {NUM_CALLS} calls; {host.isolation.mechanism}")
     for column in ("", "bare processes", "sandboxes"):
         table.add_column(column, justify="right")
@@ -147,22 +147,25 @@ async def main() -> None:
 
     row(
         "trajectories/s",
-        *(f"{statistics.median(number / r.wall for r in side):.1f}" for side in (bare, shut_in)),
+        *(f"{statistics.median(number / r.wall for r in side):.1f}" for side in (bare, sandboxed)),
     )
     row(
         "calls/s",
-        *(f"{statistics.median(NUM_CALLS * number / r.wall for r in side):.1f}" for side in (bare, shut_in)),
+        *(
+            f"{statistics.median(NUM_CALLS * number / r.wall for r in side):.1f}"
+            for side in (bare, sandboxed)
+        ),
     )
-    row("start, ms p50 / p95", "-", percentiles(time for r in shut_in for time in r.opens))
+    row("start, ms p50 / p95", "-", percentiles(time for r in sandboxed for time in r.opens))
     row(
         "call, ms p50 / p95",
-        *(percentiles(time for r in side for time in r.calls) for side in (bare, shut_in)),
+        *(percentiles(time for r in side for time in r.calls) for side in (bare, sandboxed)),
     )
-    row("end, ms p50 / p95", "-", percentiles(time for r in shut_in for time in r.closes))
-    row("memory each, MB", "-", f"{statistics.median(r.memory_mb for r in shut_in):.1f}")
+    row("end, ms p50 / p95", "-", percentiles(time for r in sandboxed for time in r.closes))
+    row("memory each, MB", "-", f"{statistics.median(r.memory_mb for r in sandboxed):.1f}")
     console = Console(width=100)
     console.print(table)
-    ratio = statistics.median(closed.wall / opened.wall for opened, closed in pairs)
+    ratio = statistics.median(sandbox.wall / process.wall for process, sandbox in pairs)
     console.print(f"{ratio:.2f} of the time of bare processes (target: at most {TARGET})")
     console.print(str(host.isolation), markup=False)
     if ratio > TARGET and not options.quick:

@@ -1,13 +1,18 @@
-"""What traces cost a rollout: CPU time with each writer and without, on servers that answer at once.
+"""CPU time of a rollout with and without traces, for each writer, on servers without latency.
 
     python benchmarks/bench_tracing.py [--quick] [--backends file mlflow otel]
 
-A trajectory is four turns, three of them with a tool call, so that all of the time is the loop's own. Judged is
-`process`: the CPU time of all threads until everything is written to that of the event loop's thread alone, in the same
-rollout, by the same without traces. Other work on the machine slows both sides of it alike. `event loop` is what that
-leaves out: the CPU time of that thread with traces to without, rounds with and without taking turns. Medians. `more`
-and `of` are milliseconds per trajectory: what traces add to the process, and what it needs without. Where a writer
-misses the target, the verdict says how much a trajectory has to cost by itself for the same to be 5 % of it.
+A trajectory has four turns, three of them with a tool call. All of the time is spent in the loop. Rounds with and
+without traces alternate, and all figures are medians. The columns are:
+
+- `process`: the figure with a target. In each rollout, the CPU time of all threads until everything is written is
+divided by
+  that of the event loop's thread. `process` is this quotient with traces, divided by the quotient without. Other load
+  on the machine affects both alike.
+- `event loop`: the ratio of the CPU time of the event loop's thread with traces to that without.
+- `more` and `of`: milliseconds per trajectory that traces add to the process, and that the process needs without
+traces.
+- `verdict`: whether the target is met. If not, the CPU time per trajectory from which on the added time is at most 5 %.
 """
 
 from __future__ import annotations
@@ -30,28 +35,28 @@ from typing import Any
 import scripted_rollouts
 from rich.console import Console
 from rich.table import Table
-from scripted_rollouts import NUM_CALLS, NUM_ROWS, ScriptedRollouts, in_turns, median_ratio
+from scripted_rollouts import NUM_CALLS, NUM_ROWS, ScriptedRollouts, measure_alternating, median_ratio
 
 from agent_loop.config import AgentConfig, MultiTurnConfig, RolloutConfig, TraceConfig
 from agent_loop.rollout.manager import AgentLoopManager
 
 TARGET = 1.05
-"""Of the process's CPU time."""
+"""Largest accepted ratio `process`."""
 BACKENDS = ("file", "mlflow", "otel")
 ENFORCED = ("file",)
-"""Those that miss the target, others that do not have it say so alone."""
+"""Writers for which a missed target is an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one rollout, in seconds."""
+    """Times of one rollout in seconds."""
 
     event_loop: float
-    """CPU time of its thread, until everything is written."""
+    """CPU time of the event loop's thread until everything is written."""
     wall: float
-    """By the clock, while trajectories ran."""
+    """Wall time while trajectories ran."""
     process: float
-    """CPU time of all threads, until everything is written."""
+    """CPU time of all threads until everything is written."""
     num_dropped: int
 
     @property
@@ -60,7 +65,7 @@ class Cost:
 
 
 async def roll_out(rollouts: ScriptedRollouts, trace: TraceConfig) -> Cost:
-    """One rollout."""
+    """Run one rollout."""
     config = RolloutConfig(
         trace=trace,
         prompt_length=4096,
@@ -79,15 +84,15 @@ async def roll_out(rollouts: ScriptedRollouts, trace: TraceConfig) -> Cost:
 async def compare(
     rollouts: ScriptedRollouts, trace: TraceConfig, *, num_rounds: int
 ) -> list[tuple[Cost, Cost]]:
-    """Without and with, round by round."""
-    await roll_out(rollouts, trace)  # makes the store, imports what is needed
-    return await in_turns(
+    """Return the costs without and with traces, round by round."""
+    await roll_out(rollouts, trace)  # warm-up: creates the store and imports modules
+    return await measure_alternating(
         lambda: roll_out(rollouts, TraceConfig()), lambda: roll_out(rollouts, trace), num_rounds=num_rounds
     )
 
 
 def collect(pipe: Connection) -> None:
-    """A collector that takes everything, in a process of its own."""
+    """Run a trace collector that accepts everything, and send its port through the pipe."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -108,7 +113,7 @@ def collect(pipe: Connection) -> None:
 
 @contextmanager
 def collector() -> Generator[str]:
-    """Its address."""
+    """Run a trace collector in a new process, and yield its URL."""
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=collect, args=(there,), daemon=True)
     process.start()
@@ -152,7 +157,7 @@ async def main() -> None:
     console = Console(width=120)
     console.print(table)
     if missed and not options.quick:
-        console.print(f"missed: {'; '.join(missed)} of the process's CPU time without, above {TARGET}")
+        console.print(f"missed: {'; '.join(missed)} times the CPU time without traces, above {TARGET}")
         raise SystemExit(1)
 
 

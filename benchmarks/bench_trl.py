@@ -1,20 +1,20 @@
-"""A training step, rollout and update, of our GRPO against TRL's `GRPOTrainer` with its own tools.
+"""Time of a GRPO step (rollout and update), compared with TRL's `GRPOTrainer` and its tools.
 
     python benchmarks/bench_trl.py [--quick] [--json FILE]
 
-Both train the two-hop look-up of `examples/` on the CPU: the same warm-started model, the same rows, 16 prompts with 8
-samples, temperature 1, up to 4 turns and 128 tokens, and 4 updates of 64 samples in float32, without a reference model.
-TRL samples with the `generate` of `transformers`, all 128 samples in one batch, and runs the tools of an
-`environment_factory`. Ours has a place in the engine for each sample, and computes in an update what samples begin with
-alike once (`actor.share_prefixes`). A call that cannot be read ends a conversation, as it does with TRL. Neither writes
-journals or trajectories. The learning rate is so low that both sample from the same policy from the first step to the
-last: the tokens sampled per step say so.
+Both train the two-hop look-up of `examples/` on the CPU, with the same warm-started model and the same rows. A step has
+16 prompts with 8 samples, temperature 1, up to 4 turns and 128 tokens, and 4 updates of 64 samples in float32, without
+a reference model. TRL samples all 128 samples in one batch with `generate` of `transformers`, and runs the tools of an
+`environment_factory`. Our engine has a slot for each sample, and an update computes shared prefixes of samples once
+(`actor.share_prefixes`). On both sides, a malformed call ends the conversation. Neither side writes journals or
+trajectories. The learning rate is so low that the policy does not change; the number of sampled tokens per step
+confirms it.
 
-Compared are one core with one and two with two. On one core, torch has one thread on both sides. Of a second core, TRL
-makes use by a second thread of torch, and ours by an engine in a process of its own (`rollout.engine:
-embedded_process`) and by training on two micro-batches at once (`trainer.num_threads`). Rounds take turns, each in a
-process of its own. The first steps of each are left out: both get faster for a while. The table shows medians of the
-others, and the CPU time of the whole training, its processes and threads counted, per step. Needs the extra `trl`.
+The comparison is on one core and on two cores. On one core, both sides use one torch thread. On two cores, TRL uses a
+second torch thread. Ours uses an engine in a separate process (`rollout.engine: embedded_process`) and trains on two
+micro-batches concurrently (`trainer.num_threads`). Rounds alternate, each in a new process. The first steps of a round
+are warm-up and are not counted. The table shows medians of the other steps, and the CPU time of the whole training per
+step, including all processes and threads. Needs the extra `trl`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from outcome import conclude
 from overhead.processes import tree_cpu_seconds
 from rich.console import Console
 from rich.table import Table
-from training_rounds import TASK_CONFIG, be_quiet, in_a_process, make_task_model
+from training_rounds import TASK_CONFIG, make_task_model, run_in_new_process, silence_libraries
 
 from agent_loop.config import load_config
 from agent_loop.training.metrics import MODEL_TOKENS, REWARD_MEAN, STEP_SECONDS, read_metrics
@@ -58,21 +58,21 @@ NUM_WARM_UP_STEPS = 4
 LEARNING_RATE = 1e-9
 TARGET = 0.5
 ENGINES = {1: "embedded", 2: "embedded_process"}
-"""Ours, by the cores that it uses."""
+"""Our engine by number of cores."""
 TITLE = f"GRPO, {NUM_PROMPTS} prompts with {GROUP_SIZE} samples, seconds per step (median)"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One round."""
+    """Measurements of one round."""
 
     all_step_s: list[float]
     cpu_s: float
-    """Of the whole training, per step."""
+    """CPU time of the whole training per step."""
     reward: float
-    """Mean of the last step: that both do the same work."""
+    """Mean reward of the last step, which shows that both sides do the same work."""
     num_tokens: float
-    """Sampled per trajectory in the last step, for the same reason."""
+    """Sampled tokens per trajectory in the last step, which also shows that both sides do the same work."""
 
     @property
     def step_s(self) -> list[float]:
@@ -84,23 +84,23 @@ Runner = Callable[..., Measured]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One side on so many cores."""
+    """Medians of one side on a number of cores."""
 
     side: str
     cores: int
     step_s: float
-    """Median."""
+    """Median time of a step."""
     cpu_s: float
-    """Per step, median of the rounds."""
+    """CPU time per step, as the median of the rounds."""
     to_trl: float
-    """Time of a step, median of the rounds' ratios."""
+    """Ratio of the time of a step to TRL's, as the median of the rounds."""
     reward: float
     num_tokens: float
-    """Sampled per trajectory."""
+    """Sampled tokens per trajectory."""
 
 
-class Shelves:
-    """TRL's form of the example's tools: one per sample, its methods are the tools."""
+class ShelfEnvironment:
+    """Tools of the example as a TRL environment. Its methods are the tools, and each sample has its own instance."""
 
     def reset(self, *, tables: str, **_: Any) -> None:
         self._tables = json.loads(tables)
@@ -126,8 +126,8 @@ class Shelves:
         return "There is no such number." if found is None else str(found)
 
 
-def earned(completions: list[Any], shelf: list[int], **_: Any) -> list[float]:
-    """The example's reward, as TRL calls it."""
+def trl_reward(completions: list[Any], shelf: list[int], **_: Any) -> list[float]:
+    """Return the example's rewards, with the signature of a TRL reward function."""
     return [
         float(str(messages[-1].get("content")).strip() == task.ANSWER.format(number))
         for messages, number in zip(completions, shelf, strict=True)
@@ -135,7 +135,7 @@ def earned(completions: list[Any], shelf: list[int], **_: Any) -> list[float]:
 
 
 def run_ours(model_path: Path, *, folder: Path, num_steps: int, num_cores: int) -> Measured:
-    """Steps of `agent-loop train`, the journal and the publishing of weights included."""
+    """Measure steps of `agent-loop train`, including the publishing of weights."""
     torch.set_num_threads(1)
     config = load_config(
         TASK_CONFIG,
@@ -167,7 +167,7 @@ def run_ours(model_path: Path, *, folder: Path, num_steps: int, num_cores: int) 
 
 
 def run_trl(model_path: Path, *, folder: Path, num_steps: int, num_cores: int) -> Measured:
-    """Steps of `GRPOTrainer`: one rollout and its updates each."""
+    """Measure steps of `GRPOTrainer`, each with one rollout and its updates."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
     from trl.chat_template_utils import qwen3_template
@@ -178,8 +178,8 @@ def run_trl(model_path: Path, *, folder: Path, num_steps: int, num_cores: int) -
     torch.set_num_threads(num_cores)
     trainer = GRPOTrainer(
         str(model_path),
-        reward_funcs=earned,
-        environment_factory=Shelves,
+        reward_funcs=trl_reward,
+        environment_factory=ShelfEnvironment,
         processing_class=tokenizer,
         train_dataset=Dataset.from_list([trl_row(row) for row in task.train_rows()]),
         callbacks=[clock],
@@ -217,13 +217,13 @@ def run_trl(model_path: Path, *, folder: Path, num_steps: int, num_cores: int) -
 
 
 def trl_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The tables as text: Arrow would give each row the keys of all."""
+    """Return a row with its tables as JSON text, because Arrow would add the keys of all rows to each row."""
     tables = {name: tool["create_kwargs"]["table"] for name, tool in row["tools_kwargs"].items()}
     return {"prompt": row["prompt"], "tables": json.dumps(tables), "shelf": row["shelf"]}
 
 
 class UpdateClock(transformers.TrainerCallback):
-    """When the training began, and when each update ended."""
+    """Callback that records the start of the training and the end of each update."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -244,13 +244,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="one short round; the target is not enforced")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     options = parser.parse_args()
     console = Console(width=120)
     if importlib.util.find_spec("trl") is None:
-        console.print('bench_trl needs TRL; skipped. To run it: pip install "agent-loop[trl]"')
+        console.print('skipped: bench_trl needs TRL; run: pip install "agent-loop[trl]"')
         return
-    be_quiet()
+    silence_libraries()
     num_rounds, num_steps = (1, 2) if options.quick else (3, 8)
     rounds: dict[tuple[Runner, int], list[Measured]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
@@ -260,7 +260,7 @@ def main() -> None:
             for num_cores in ENGINES:
                 for run in (run_ours, run_trl):
                     shutil.rmtree(folder / "run", ignore_errors=True)
-                    measured = in_a_process(
+                    measured = run_in_new_process(
                         run,
                         folder / "model",
                         folder=folder / "run",

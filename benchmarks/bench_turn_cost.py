@@ -1,10 +1,10 @@
-"""What a turn costs early and late in a conversation of 200 turns and 36,000 tokens, in the whole loop.
+"""CPU time of a turn in the whole loop, early and late in a conversation of 200 turns and 36,000 tokens.
 
     python benchmarks/bench_turn_cost.py [--quick] [--json FILE]
 
-The model is faked and answers at once with 100 tokens and a call; the tool's reply makes 78. A turn's cost is the CPU
-time from one answer of the model to its next question: the ledger, the parser, the tool, the template, the balancer.
-Conversations run one after the other; the table shows medians of the ten turns up to the one that is named.
+The model is a stub that returns 100 tokens with a tool call, without delay. The tool result has 78 tokens. The cost of
+a turn is the CPU time from one completion to the next request: ledger, parser, tool, template and balancer.
+Conversations run one after the other. The table shows medians of the ten turns up to the named turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from overhead.ours import ENCODERS, KnowingServer, OurRunner, load_template
+from overhead.ours import ENCODERS, LookupServer, OurRunner, load_template
 from overhead.shapes import SHAPES, Workload
 from overhead.workload import make_workloads
 from rich.console import Console
@@ -35,13 +35,13 @@ WINDOW = 10
 TARGET = 1.2
 
 
-class TimingServer(KnowingServer):
-    """Notes the CPU time of each question and answer."""
+class TimingServer(LookupServer):
+    """Server that records the CPU time between a completion and the next request."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
         self.seconds: list[float] = []
-        """From each answer to the next question."""
+        """CPU times from each completion to the next request."""
         self._answered_at: float | None = None
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
@@ -56,7 +56,7 @@ class TimingServer(KnowingServer):
 
 
 async def measure(workload: Workload, *, template: Any, num_rounds: int) -> list[list[float]]:
-    """The seconds of all turns of each conversation but the first, which warms up."""
+    """Return the CPU seconds of all turns, by conversation. The first conversation is warm-up and not counted."""
     server = TimingServer(workload)
     runner = OurRunner(workload, template=template, server=server)
     conversations: list[list[float]] = []
@@ -69,12 +69,12 @@ async def measure(workload: Workload, *, template: Any, num_rounds: int) -> list
 
 
 def cost(conversations: Sequence[Sequence[float]], turn: int) -> float:
-    """Seconds of a turn: the median of the window and of the conversations."""
+    """Return the CPU seconds of a turn, as the median of the window and of the conversations."""
     return statistics.median(statistics.median(seconds[turn - WINDOW : turn]) for seconds in conversations)
 
 
 def growth(conversations: Sequence[Sequence[float]], turn: int) -> float:
-    """To the first watched turn of the same conversation; the median of all."""
+    """Return the ratio of a turn's cost to that of the first watched turn, as the median of the conversations."""
     return statistics.median(cost([seconds], turn) / cost([seconds], WATCHED[0]) for seconds in conversations)
 
 
@@ -102,7 +102,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="one round; the target is not enforced")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds of all turns there")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the CPU seconds of all turns to this file"
+    )
     options = parser.parse_args()
     measured: dict[str, list[list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +118,7 @@ def main() -> None:
     print_table(measured)
     if options.json is not None:
         options.json.write_text(json.dumps(measured, indent=1))
-    missed = [encoder for encoder, held in measured.items() if growth(held, WATCHED[-1]) > TARGET]
+    missed = [encoder for encoder, turns in measured.items() if growth(turns, WATCHED[-1]) > TARGET]
     for encoder in missed:
         Console().print(
             f"missed: {encoder}: turn {WATCHED[-1]} costs more than {TARGET} times turn {WATCHED[0]}"

@@ -1,14 +1,14 @@
-"""What it costs to bring new weights into another process, on the CPU.
+"""Time to send new weights to another process on the CPU.
 
     python benchmarks/bench_weight_transfer.py [--quick] [--json FILE]
 
-One receiver in another process takes each offer and copies every tensor into a place of its own, as an engine does. The
-time from the offer to the receiver's answer is compared with a bare copy of the same bytes within one process (torch
-`copy_`), measured in the same rounds, in turn; the table shows medians. `shared_memory, no checksums` tells what the
-checksums cost.
+A receiver in another process accepts each offer and copies every tensor to its own memory, as an engine does. The time
+from the offer to the receiver's reply is compared with a bare copy of the same bytes within one process (torch
+`copy_`), in the same alternating rounds. The table shows medians. `shared_memory, no checksums` shows the cost of the
+checksums.
 
-The last ways are of a model with adapters of rank 16 on all matrices: the sender merges them and all weights travel,
-or the factors travel alone and the receiver merges.
+The last rows are for a model with adapters of rank 16 on all matrices. Either the sender merges the adapters and sends
+all weights, or it sends only the factors and the receiver merges them.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ MERGED = "adapters merged before"
 FACTORS = "factors alone"
 RANK = 16
 TARGET_OF_SHARED_MEMORY = 6.0
-"""Times a bare copy: two copies, two readings for the checksums, and the receiver's page faults."""
+"""Largest accepted ratio to a bare copy: two copies, two reads for the checksums, and the receiver's page faults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One update on one way."""
+    """Measurements of one update."""
 
     size_mb: int
     way: str
     round: int
     seconds: float
     num_bytes: int
-    """Of what travelled."""
+    """Number of sent bytes."""
 
 
 def synthetic_weights(size_mb: int) -> dict[str, Tensor]:
-    """bfloat16 matrices and a few vectors, in the sizes of a transformer with a hidden size of 1024."""
+    """Return bfloat16 matrices and a few vectors with the shapes of a transformer with a hidden size of 1024."""
     weights: dict[str, Tensor] = {}
     num_bytes = 0
     while num_bytes < size_mb * MEGABYTE:
@@ -82,7 +82,7 @@ def with_adapters(weights: dict[str, Tensor]) -> AdaptedWeights:
 
 
 def receive(connection: Connection, weights: dict[str, Tensor]) -> None:
-    """What runs in the other process: `weights` are its own copy of the model."""
+    """Receive updates into `weights`, the receiver's own copy of the model. Runs in the other process."""
     torch.set_num_threads(1)
     with WeightReceiver() as receiver:
         while handle := connection.recv():
@@ -113,7 +113,7 @@ def serve(connection: Connection, size_mb: int) -> None:
 def update(
     sender: WeightSender, connection: Connection, weights: Callable[[], Iterable[tuple[str, Tensor]]]
 ) -> int:
-    """Returns the number of bytes that travelled."""
+    """Send one update, and return the number of sent bytes."""
     with sender.offer(weights(), weight_version=1) as handle:
         connection.send(handle.to_json())
         connection.recv()
@@ -141,19 +141,21 @@ def measure(size_mb: int, *, num_rounds: int) -> Iterator[Sample]:
             f"disk, {FACTORS}": WeightSender("disk"),
         }
         adapted = with_adapters(weights)
-        given: dict[str, Callable[[], Iterable[tuple[str, Tensor]]]] = {
+        adapter_weights: dict[str, Callable[[], Iterable[tuple[str, Tensor]]]] = {
             MERGED: lambda: iter(adapted),
             FACTORS: lambda: adapted,
         }
         ways: dict[str, Callable[[], int]] = {BARE: partial(copy, targets, weights)}
         for way, sender in senders.items():
             stack.enter_context(sender)
-            ways[way] = partial(update, sender, connection, given.get(way.partition(", ")[2], weights.items))
+            ways[way] = partial(
+                update, sender, connection, adapter_weights.get(way.partition(", ")[2], weights.items)
+            )
         for number in range(num_rounds + 1):
             for way, work in ways.items():
                 started = time.perf_counter()
                 num_bytes = work()
-                if number:  # the first one sets up memory and connections, and brings the base
+                if number:  # the first round allocates memory, opens connections and sends the base
                     yield Sample(size_mb, way, number, time.perf_counter() - started, num_bytes)
 
 
@@ -164,7 +166,7 @@ def median(samples: list[Sample], *, size_mb: int, way: str) -> float:
 
 
 def ratio(samples: list[Sample], *, size_mb: int, way: str) -> float:
-    """To the bare copy of the same round: the median of the rounds."""
+    """Return the ratio to the bare copy of the same round, as the median of the rounds."""
     bare = {
         sample.round: sample.seconds for sample in samples if (sample.size_mb, sample.way) == (size_mb, BARE)
     }
@@ -176,7 +178,7 @@ def ratio(samples: list[Sample], *, size_mb: int, way: str) -> float:
 
 
 def print_table(samples: list[Sample]) -> None:
-    table = Table(title="Weights into another process")
+    table = Table(title="Sending weights to another process")
     for column in ("weights, MB", "way", "sent, MB", "ms", "GB/s", "ratio to a bare copy"):
         table.add_column(column, justify="left" if column == "way" else "right")
     for size_mb, way in dict.fromkeys((sample.size_mb, sample.way) for sample in samples):
@@ -206,7 +208,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="200 MB, two rounds; targets are not enforced")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     samples: list[Sample] = []

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes an environment with verl, for bench_overhead.py. Needs Python 3.11 and about 3 GB.
+# Creates an environment with verl for bench_overhead.py. Needs Python 3.11 and about 3 GB.
 #   benchmarks/install_verl.sh VENV
 set -euo pipefail
 venv=${1:?usage: install_verl.sh VENV}
@@ -8,10 +8,10 @@ python=${PYTHON:-python3.11}
 "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 
-# torch comes first, so that nothing chooses another. Where the default index has a build for GPUs only, its build for
-# CPUs has to be given as a find-links or an extra index in pip's own configuration.
+# torch is installed first, so that no other package selects another version. If the default index only has a build for
+# GPUs, configure find-links or an extra index with a CPU build in pip's own configuration.
 "${pip[@]}" torch==2.13.0
-# verl names what it does not need to run agent loops, engines for GPUs among it.
+# verl's dependencies include packages that agent loops do not need, such as engines for GPUs.
 "${pip[@]}" --no-deps verl==0.9.1 TransferQueue==0.1.11
 "${pip[@]}" torch==2.13.0 'ray[default]==2.60.0' transformers==5.10.4 tensordict==0.10.0 hydra-core omegaconf datasets \
     peft accelerate codetiming cachetools dill torchdata pybind11 pylatexenc msgspec pyzmq pillow psutil uvicorn fastapi

@@ -1,4 +1,4 @@
-"""How a benchmark ends: its results in a file, what it missed, and its exit status."""
+"""End of a benchmark: its results file, its missed targets, and its exit status."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rich.console import Console
 def conclude(
     results: Sequence[Any], *, missed: Sequence[str], json_file: Path | None, is_quick: bool
 ) -> None:
-    """Writes the results, and says which targets were missed.
+    """Write the results, and print the missed targets.
 
     Args:
-        results: Data classes.
-        missed: A line for each target.
-        json_file: None writes nothing.
-        is_quick: Targets are not enforced.
+        results: Instances of data classes.
+        missed: A line for each missed target.
+        json_file: File for the results. None writes no file.
+        is_quick: Whether missed targets are only printed.
 
     Raises:
-        SystemExit: One was missed.
+        SystemExit: A target was missed, and `is_quick` is false.
     """
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(result) for result in results], indent=1))

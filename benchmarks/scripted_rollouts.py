@@ -1,4 +1,4 @@
-"""The rollout that benchmarks of what goes on beside one repeat: four turns, three of them with a tool call."""
+"""Rollout of the benchmarks of journal and tracing: four turns, three of them with a tool call."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ async def lookup(word: str) -> str:
 
 
 class ScriptedRollouts:
-    """Rows, and what a server that answers at once says to each of them. The tool runs on the event loop, so all of a
-    rollout's time is the loop's own."""
+    """Rows, and a scripted server without latency.
+
+    The tool runs on the event loop, so that all of a rollout's time is spent in the loop.
+    """
 
     def __init__(self) -> None:
         writer = Writer(seed=0)
         self.template = ChatTemplate(make_tokenizer(writer), tool_parser="hermes")
         self.rows = [{"raw_prompt": [{"role": "user", "content": writer.text(80)}]} for _ in range(NUM_ROWS)]
         call = '<tool_call>\n{"name": "lookup", "arguments": {"word": "%s"}}\n</tool_call><|im_end|>'
-        said = [writer.text(WORDS_OF_THOUGHT) + call % writer.text(1) for _ in range(NUM_CALLS)]
+        turns = [writer.text(WORDS_OF_THOUGHT) + call % writer.text(1) for _ in range(NUM_CALLS)]
         chance = random.Random(0)
         self._replies = [
             self.template.encoder.encode(text)
-            for text in [*said, writer.text(WORDS_OF_THOUGHT) + "<|im_end|>"]
+            for text in [*turns, writer.text(WORDS_OF_THOUGHT) + "<|im_end|>"]
         ]
         self._logprobs = [[-chance.random() for _ in ids] for ids in self._replies]
 
@@ -56,10 +58,13 @@ class ScriptedRollouts:
         return ScriptedReply(self._replies[turn], logprobs=self._logprobs[turn])
 
 
-async def in_turns(
+async def measure_alternating(
     without: Callable[[], Awaitable[CostT]], with_it: Callable[[], Awaitable[CostT]], *, num_rounds: int
 ) -> list[tuple[CostT, CostT]]:
-    """What both cost, round by round; who begins changes with each, and what lies about is collected before."""
+    """Return the costs of both, round by round.
+
+    The order alternates between rounds, and the garbage collector runs before each measurement.
+    """
     pairs: list[tuple[CostT, CostT]] = []
     for number in range(num_rounds):
         first, second = (without, with_it) if number % 2 else (with_it, without)
@@ -72,5 +77,5 @@ async def in_turns(
 
 
 def median_ratio(pairs: Sequence[tuple[CostT, CostT]], part: Callable[[CostT], float]) -> float:
-    """Of a part of the cost, with to without."""
+    """Return the median ratio of a part of the cost, with to without."""
     return statistics.median(part(on) / part(off) for off, on in pairs)

@@ -1,4 +1,4 @@
-"""What benchmarks of training share: the model of the two-hop look-up, and rounds in processes of their own."""
+"""Helpers of the training benchmarks: the model of the two-hop look-up, and rounds in new processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # where examples/ is
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the folder of examples/
 
 from agent_loop.config import load_config
 from examples.common.demonstrations import Habit
@@ -26,19 +26,19 @@ MeasuredT = TypeVar("MeasuredT")
 
 
 def make_task_model(path: Path, *, num_steps: int) -> None:
-    """A model that calls both tools most of the time, as it does for most of a training."""
+    """Create a model that calls both tools most of the time, as a model does for most of a training."""
     tools = tool_schemas(task, load_config(TASK_CONFIG))
     make_warm_model(path, task=task, tools=tools, habit=Habit(first_step_share=0.9), num_steps=num_steps)
 
 
-def in_a_process(run: Callable[..., MeasuredT], *arguments: Any, **options: Any) -> MeasuredT:
-    """What a round gives that finds nothing of those before: threads of torch, objects for the garbage collector."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=be_quiet) as process:
+def run_in_new_process(run: Callable[..., MeasuredT], *arguments: Any, **options: Any) -> MeasuredT:
+    """Return the result of `run` in a new process, without threads or objects of earlier rounds."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=silence_libraries) as process:
         return process.submit(run, *arguments, **options).result()
 
 
-def be_quiet() -> None:
-    """One thread of torch, and no word but the benchmark's."""
+def silence_libraries() -> None:
+    """Use one torch thread, and disable warnings and progress bars."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)

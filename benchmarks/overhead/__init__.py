@@ -1,1 +1,1 @@
-"""The parts of `bench_overhead.py`: one workload, and the sides that run it, each in a process of its own."""
+"""Modules of `bench_overhead.py`: a workload, and the sides that run it, each in its own process."""

@@ -1,9 +1,9 @@
-"""The floor: a loop written by hand for this workload, that does the encoding work and nothing else.
+"""Floor of the comparison: a loop written by hand for this workload, which only encodes and decodes.
 
     python -m overhead.floor FOLDER ENCODER
 
-It renders and encodes the prompt, decodes what the model says, reads the call, encodes the reply with what the template
-writes around it, and pads. There are no tasks, no limits, no time limits, no records; nothing can fail.
+It renders and encodes the prompt, decodes completions, parses calls, encodes tool results with the template's text
+around them, and pads. It has no tasks, limits, timeouts, records or error handling.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ END = "<|im_end|>"
 
 
 class FloorRunner(Runner):
-    """The floor of one scenario."""
+    """Runner of the floor for one scenario."""
 
     def __init__(self, workload: Workload, *, template: Any) -> None:
         tools.REPLIES.update(workload.replies)
@@ -56,14 +56,20 @@ class FloorRunner(Runner):
     def columns(self, result: Columns) -> Columns:
         return result
 
-    async def answer(self, tail: tuple[int, ...], *, number: int, num_said: int) -> Turn:
-        """What the model says. Args: number: Of the trajectory. num_said: How many turns it has had."""
+    async def answer(self, tail: tuple[int, ...], *, number: int, num_turns_done: int) -> Turn:
+        """Return the model's turn after a context.
+
+        Args:
+            tail: The last tokens of the context.
+            number: Number of the trajectory.
+            num_turns_done: Number of earlier turns in the trajectory.
+        """
         return self._answers[tail]
 
     async def converse(
         self, conversation: Conversation, *, number: int
     ) -> tuple[list[int], list[int], list[int], list[float]]:
-        """Prompt, response, mask and log-probs."""
+        """Run one trajectory, and return its prompt, response, mask and log-probs."""
         text = self._render(
             conversation.messages,
             tools=self._workload.tool_schemas or None,
@@ -75,13 +81,13 @@ class FloorRunner(Runner):
         mask: list[int] = []
         logprobs: list[float] = []
         tail = prompt[-TAIL_TOKENS:]
-        for num_said in count():
-            turn = await self.answer(tuple(tail), number=number, num_said=num_said)
+        for num_turns_done in count():
+            turn = await self.answer(tuple(tail), number=number, num_turns_done=num_turns_done)
             response += turn.token_ids
             mask += [1] * len(turn.token_ids)
             logprobs += turn.logprobs
-            said = self._decode(turn.token_ids)
-            _, call, rest = said.partition("<tool_call>\n")
+            text = self._decode(turn.token_ids)
+            _, call, rest = text.partition("<tool_call>\n")
             if not call:
                 break
             arguments = json.loads(rest.partition("\n</tool_call>")[0])["arguments"]

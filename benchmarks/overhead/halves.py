@@ -1,9 +1,10 @@
-"""Workers at half speed on one core, and another core for all else: on two cores, the proportions of a cluster in which
-each worker has a core of its own. Linux.
+"""Workers at half speed on one core, and all other processes on another core. Linux only.
+
+Two cores thus have the proportions of a cluster in which each worker has its own core.
 
     python -m overhead.halves PID [PID]
 
-has each of these processes run half of the time, by turns, from one line of its input to the next one.
+This command lets each of the processes run half of the time, alternating, from one line of its input to the next line.
 """
 
 from __future__ import annotations
@@ -22,28 +23,33 @@ from overhead.processes import pids_of_tree
 from overhead.rounds import BENCHMARKS
 
 WORKER_TITLE = "ray::WorkerActor"
-"""How Ray names their processes."""
+"""Prefix of the titles of worker processes, set by Ray."""
 TURN_S = 0.01
-"""A process runs for so long, and is held for as long."""
+"""Time for which a process runs, and then is stopped."""
 
 
-class Halves:
-    """The cores of this process and of all below it, shared out in this way: the first one is the workers'.
+class AlternatingWorkers:
+    """Assignment of cores to this process and its descendants. Workers get the first core.
 
     Args:
-        num_workers: One or two; they run already.
+        num_workers: Number of running workers, one or two.
+
+    Raises:
+        RuntimeError: There are fewer than two cores, or another number of workers.
     """
 
     def __init__(self, *, num_workers: int) -> None:
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) < 2:
             raise RuntimeError(
-                f"workers and all else need a core each, but this process may use {cores} alone"
+                f"workers and other processes need a core each, but this process can only use core {cores}"
             )
         tree = pids_of_tree()
         workers = [pid for pid in tree if _title(pid).startswith(WORKER_TITLE)]
         if len(workers) != num_workers:
-            raise RuntimeError(f"{workers} are called {WORKER_TITLE}, but there are {num_workers} workers")
+            raise RuntimeError(
+                f"found {len(workers)} processes with the title {WORKER_TITLE} instead of {num_workers}: {workers}"
+            )
         _pin(workers, core=cores[0])
         _pin(tree - set(workers), core=cores[1])
         program = [sys.executable, "-m", "overhead.halves", *map(str, workers)]
@@ -53,25 +59,25 @@ class Halves:
 
     @contextmanager
     def taking_turns(self) -> Iterator[None]:
-        """Meanwhile each worker runs half of the time."""
-        self._say("begin")
+        """Let each worker run half of the time within the context."""
+        self._send("begin")
         try:
             yield
         finally:
-            self._say("end")
+            self._send("end")
 
     def close(self) -> None:
         self._turns.communicate()
 
-    def _say(self, what: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._turns.stdin is not None
         assert self._turns.stdout is not None
-        print(what, file=self._turns.stdin, flush=True)
+        print(line, file=self._turns.stdin, flush=True)
         self._turns.stdout.readline()
 
 
 def take_turns(pids: Sequence[int]) -> None:
-    """From one line of the input to the next one; each is answered with a line."""
+    """Alternate between the processes from one input line to the next, and reply to each line with a line."""
     for _ in sys.stdin:
         print("begun", flush=True)
         try:
@@ -94,9 +100,9 @@ def _title(pid: int) -> str:
 
 
 def _pin(pids: Iterable[int], *, core: int) -> None:
-    """All threads of them; those that they start later follow."""
+    """Pin all threads of the processes to a core. Later threads inherit the core."""
     for pid in pids:
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # (the process has just ended)
             for thread in Path(f"/proc/{pid}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {core})
 

@@ -1,4 +1,4 @@
-"""The command line of the benchmarks against verl."""
+"""Command line of the benchmarks that compare with verl."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NUM_ROUNDS, NUM_QUICK_ROUNDS = 9, 3
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was asked for."""
+    """Options of the command line."""
 
     environment: Path | None
-    """Where verl is installed; None leaves it out."""
+    """Folder of the environment with verl. None omits verl."""
     is_quick: bool
     json_file: Path | None
     shapes: Sequence[Shape]
@@ -30,23 +30,27 @@ class Options:
 
 
 def read_options(description: str | None, *, shapes: Sequence[Shape]) -> Options:
-    """Reads the command line, and installs verl where it is to be and is not.
+    """Parse the command line, and install verl in the given environment if it is missing.
 
     Args:
-        shapes: Those that there are to choose from.
+        description: Description of the benchmark.
+        shapes: The available scenarios.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--environment", type=Path, metavar="FOLDER", help="where verl is installed, or is to be"
+        "--environment",
+        type=Path,
+        metavar="FOLDER",
+        help="environment with verl, which is installed if it is missing",
     )
     parser.add_argument("--quick", action="store_true", help="three rounds; targets are not enforced")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument("--scenario", action="append", choices=[shape.name for shape in shapes])
-    given = parser.parse_args()
-    environment = None if given.environment is None else given.environment.absolute()
+    arguments = parser.parse_args()
+    environment = None if arguments.environment is None else arguments.environment.absolute()
     if environment is not None and not (environment / "bin" / "python").exists():
         subprocess.run(["bash", str(BENCHMARKS / "install_verl.sh"), str(environment)], check=True)
-    chosen = [shape for shape in shapes if given.scenario is None or shape.name in given.scenario]
-    return Options(environment, given.quick, given.json, chosen)
+    chosen = [shape for shape in shapes if arguments.scenario is None or shape.name in arguments.scenario]
+    return Options(environment, arguments.quick, arguments.json, chosen)

@@ -1,4 +1,4 @@
-"""This package's side: rows to a padded batch, as a user's `AgentLoopManager` does it.
+"""Side of this package: an `AgentLoopManager` turns rows into a padded batch.
 
 python -m overhead.ours FOLDER ENCODER
 """
@@ -29,10 +29,10 @@ read_page = function_tool(tools.read_page)
 calculate = function_tool(tools.calculate)
 
 
-class KnowingServer(AsyncServerBase):
-    """Answers each context at once with what the workload has for it."""
+class LookupServer(AsyncServerBase):
+    """Server that returns the workload's completion for each context, without delay."""
 
-    def __init__(self, workload: Workload, *, name: str = "knowing") -> None:
+    def __init__(self, workload: Workload, *, name: str = "lookup") -> None:
         self.name = name
         self._answers = {
             tail: TokenOutput(turn.token_ids, turn.logprobs, "stop")
@@ -40,10 +40,10 @@ class KnowingServer(AsyncServerBase):
         }
 
     @classmethod
-    def create(cls, spec: ServerSpec) -> KnowingServer:
-        """Args: spec: Its options are the `folder` of the workloads and a `scenario`."""
-        where = spec.engine_kwargs
-        return cls(Workload.read(Path(where["folder"]), where["scenario"]), name=spec.name)
+    def create(cls, spec: ServerSpec) -> LookupServer:
+        """Create a server for a specification whose options are the `folder` of the workloads and a `scenario`."""
+        options = spec.engine_kwargs
+        return cls(Workload.read(Path(options["folder"]), options["scenario"]), name=spec.name)
 
     async def generate(
         self,
@@ -72,12 +72,12 @@ class KnowingServer(AsyncServerBase):
 
 
 class OurRunner(Runner):
-    """The default settings but for lengths and names."""
+    """Runner with default settings except for lengths and names."""
 
     def __init__(self, workload: Workload, *, template: Any, server: AsyncServerBase | None = None) -> None:
         tools.REPLIES.update(workload.replies)
         self.manager = AgentLoopManager(
-            rollout_config(workload.shape), servers=[server or KnowingServer(workload)], template=template
+            rollout_config(workload.shape), servers=[server or LookupServer(workload)], template=template
         )
         self.rows: list[Row] = [{"raw_prompt": c.messages} for c in workload.conversations]
 
@@ -89,7 +89,7 @@ class OurRunner(Runner):
 
 
 def columns_of(batch: Any) -> Columns:
-    """Of what `generate_sequences` gave."""
+    """Return the columns of a batch of `generate_sequences`."""
     return Columns(
         prompts=batch["prompts"].numpy(),
         responses=batch["responses"].numpy(),
@@ -110,7 +110,7 @@ def rollout_config(shape: Shape) -> RolloutConfig:
 
 
 def load_template(folder: Path, *, encoder: Any) -> Any:
-    """The workload's tokenizer with its chat template, and one of the encoders `tiktoken` and `tokenizers`."""
+    """Return the workload's chat template, with the encoder `tiktoken` or `tokenizers`."""
     return load_chat_template(str(folder / "model"), encoder=encoder)
 
 

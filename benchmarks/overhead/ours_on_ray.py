@@ -1,9 +1,10 @@
-"""This package's side under Ray: `trainer.runtime: ray`, rows to a padded batch.
+"""Side of this package on Ray: a manager with `trainer.runtime: ray` turns rows into a padded batch.
 
     python -m overhead.ours_on_ray FOLDER ENCODER [--workers N] [--copies N] [--batches N] [--halves]
 
-Each batch has so many copies of the workload, and each round so many batches. Only the engine is faked: it answers at
-once, in a server actor of its own. Needs `pip install "agent-loop[ray]"`.
+`--copies` is the number of copies of the workload in a batch, and `--batches` the number of batches in a round. Only
+the engine is a stub, which returns completions without delay in its own server actor. Needs `pip install
+"agent-loop[ray]"`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 from agent_loop.config import AgentConfig, Config, ModelConfig, RayConfig, TrainerConfig
 from agent_loop.distributed.manager import ClusterManager
 from agent_loop.types import Row
-from overhead.halves import Halves
+from overhead.halves import AlternatingWorkers
 from overhead.ours import columns_of, rollout_config
 from overhead.processes import tree_cpu_seconds
 from overhead.rounds import Columns, Runner, serve
 from overhead.shapes import Shape, Workload
 
-LOADS_REPLIES = """
+REPLIES_MODULE = """
 from pathlib import Path
 
 from overhead import tools
@@ -30,25 +31,31 @@ from overhead.shapes import Workload
 
 tools.REPLIES.update(Workload.read(Path({folder!r}), {scenario!r}).replies)
 """
-"""A file that each worker imports, so that the tools know what to answer."""
+"""Source of a module that loads the tools' results. Each worker imports it."""
 
 
 class OurRunnerOnRay(Runner):
-    """The default settings but for lengths and names."""
+    """Runner with default settings except for lengths and names.
+
+    Args:
+        workload: The workload.
+        config: The configuration of the cluster.
+        num_copies: Number of copies of the workload in a batch.
+        on_halves: Whether each worker runs on half a core.
+    """
 
     def __init__(self, workload: Workload, *, config: Config, num_copies: int, on_halves: bool) -> None:
-        """Args: on_halves: Each worker gets half a core."""
         self._manager = ClusterManager(config)
         self._num_workers = config.rollout.agent.num_workers
         self._on_halves = on_halves
-        self._halves: Halves | None = None
+        self._halves: AlternatingWorkers | None = None
         self._rows: list[Row] = [{"raw_prompt": c.messages} for c in workload.conversations] * num_copies
 
     async def start(self) -> None:
         await self._manager.start()
         if self._on_halves:
-            await self.run()  # (by then all threads are there)
-            self._halves = Halves(num_workers=self._num_workers)
+            await self.run()  # (starts all threads)
+            self._halves = AlternatingWorkers(num_workers=self._num_workers)
 
     async def run(self) -> Any:
         with nullcontext() if self._halves is None else self._halves.taking_turns():
@@ -64,19 +71,19 @@ class OurRunnerOnRay(Runner):
 
 
 def make_config(shape: Shape, *, folder: Path, encoder: Any, num_workers: int) -> Config:
-    loads_replies = folder / f"replies_{shape.name.replace('-', '_')}.py"
-    loads_replies.write_text(LOADS_REPLIES.format(folder=str(folder), scenario=shape.name))
+    replies_module = folder / f"replies_{shape.name.replace('-', '_')}.py"
+    replies_module.write_text(REPLIES_MODULE.format(folder=str(folder), scenario=shape.name))
     rollout = rollout_config(shape)
     agent = AgentConfig(
         num_workers=num_workers,
         default_agent_loop=rollout.agent.default_agent_loop,
-        loop_files=[str(loads_replies)],
+        loop_files=[str(replies_module)],
     )
-    knows = {"folder": str(folder), "scenario": shape.name}
+    engine_kwargs = {"folder": str(folder), "scenario": shape.name}
     return Config(
         model=ModelConfig(path=str(folder / "model"), encoder=encoder),
         rollout=rollout.model_copy(
-            update={"engine": "overhead.ours:KnowingServer", "engine_kwargs": knows, "agent": agent}
+            update={"engine": "overhead.ours:LookupServer", "engine_kwargs": engine_kwargs, "agent": agent}
         ),
         trainer=TrainerConfig(runtime="ray", ray=RayConfig()),
     )
@@ -89,16 +96,18 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--halves", action="store_true", help="each worker gets half a core")
-    given = parser.parse_args()
+    parser.add_argument("--halves", action="store_true", help="run each worker on half a core")
+    arguments = parser.parse_args()
 
     def make(workload: Workload) -> Runner:
         config = make_config(
-            workload.shape, folder=given.folder, encoder=given.encoder, num_workers=given.workers
+            workload.shape, folder=arguments.folder, encoder=arguments.encoder, num_workers=arguments.workers
         )
-        return OurRunnerOnRay(workload, config=config, num_copies=given.copies, on_halves=given.halves)
+        return OurRunnerOnRay(
+            workload, config=config, num_copies=arguments.copies, on_halves=arguments.halves
+        )
 
-    serve(make, given.folder, cpu_seconds=tree_cpu_seconds, num_batches=given.batches)
+    serve(make, arguments.folder, cpu_seconds=tree_cpu_seconds, num_batches=arguments.batches)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""This process and all below it. Linux; needs the standard library alone."""
+"""CPU time and ids of this process and its descendants. Linux only; needs only the standard library."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def tree_cpu_seconds() -> float:
-    """CPU time of this process and all that run below it. What has ended is counted with whoever waited for it."""
+    """Return the CPU time of this process and its descendants.
+
+    An ended process is counted with the process that waited for it.
+    """
     stats = _stats()
     return sum(sum(map(int, stats[pid][11:15])) for pid in _tree(stats)) / TICKS_PER_S
 
 
 def pids_of_tree() -> set[int]:
-    """This process and all that run below it."""
+    """Return the ids of this process and its descendants."""
     return _tree(_stats())
 
 
 def _stats() -> dict[int, list[str]]:
-    """Of all processes, what the kernel tells behind their names."""
+    """Return the fields of `/proc/PID/stat` after the name, for all processes."""
     stats: dict[int, list[str]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # (the process has just ended)
                 stats[int(entry.name)] = (entry / "stat").read_text().rpartition(")")[2].split()
     return stats
 

@@ -1,4 +1,4 @@
-"""How a side runs rounds in a process of its own, on demand, and how a driver asks it to. Needs numpy alone."""
+"""Protocol between a driver and the sides, which run rounds on demand in their own processes. Needs only numpy."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ BENCHMARKS = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round took. All trajectories of a scenario at once."""
+    """Measurements of one round, in which all trajectories of a scenario run concurrently."""
 
     cpu_s: float
-    """As the side counts it."""
+    """CPU time as measured by the side."""
     wall_s: float
     digest: str
-    """Of prompts, responses, masks and log-probs, as they would be trained on."""
+    """Digest of the prompts, responses, masks and log-probs of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What a round must give: padded, one row per trajectory."""
+    """Result of a round: padded arrays with one row per trajectory."""
 
     prompts: NDArray[np.int64]
     responses: NDArray[np.int64]
@@ -54,25 +54,25 @@ class Columns:
 
 
 class Runner(ABC):
-    """One side, with the workload of one scenario loaded."""
+    """Base class of a side with the workload of one scenario."""
 
     async def start(self) -> None:
-        """Brings up what it needs."""
+        """Start the resources of the side."""
 
     async def close(self) -> None:
-        """Ends what it brought up."""
+        """Stop the resources of the side."""
 
     @abstractmethod
     async def run(self) -> Any:
-        """Runs all trajectories once. This is what is timed."""
+        """Run all trajectories once. Only this method is timed."""
 
     @abstractmethod
     def columns(self, result: Any) -> Columns:
-        """What `run` gave, to compare with other sides. Not timed."""
+        """Return the result of `run` in a form that can be compared with other sides."""
 
 
 def own_cpu_seconds() -> float:
-    """Of this process, all threads, and those below it that ended."""
+    """Return the CPU time of this process with all threads, and of its ended children."""
     used = os.times()
     return time.process_time() + used.children_user + used.children_system
 
@@ -84,18 +84,18 @@ def serve(
     cpu_seconds: Callable[[], float] = own_cpu_seconds,
     num_batches: int = 1,
 ) -> None:
-    """Runs a round for each line of stdin, which names a scenario, and answers each with a line of JSON.
+    """Run a round for each scenario named by a line of stdin, and print its measurements as a line of JSON.
 
     Args:
-        make: Makes the runner of a workload; is called when the scenario changes.
-        folder: Where the workloads are.
-        cpu_seconds: Counts what has been used so far.
-        num_batches: A round runs its batch so often, one after the other, and gives the mean.
+        make: Creates the runner of a workload. Called when the scenario changes.
+        folder: Folder of the workloads.
+        cpu_seconds: Returns the CPU time that was used so far.
+        num_batches: Number of batches in a round. Times are means per batch.
     """
     runner: Runner | None = None
     scenario = ""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # sends the prints of libraries to stderr
     with asyncio.Runner() as loop:
         for line in sys.stdin:
             if line.strip() != scenario:
@@ -118,7 +118,7 @@ def _timed(
     results: list[Any] = []
 
     async def run() -> None:
-        # asyncio.Runner writes out what a coroutine returned, in an error that it drops: this one returns nothing.
+        # Return nothing: asyncio.Runner formats a returned value for an error message that it then discards.
         for _ in range(num_batches):
             results[:] = [await runner.run()]
 
@@ -130,10 +130,11 @@ def _timed(
 
 
 class Side:
-    """A process that serves rounds, for `with`.
+    """Context manager of a process that serves rounds.
 
     Args:
-        command: What to run, from the folder of the benchmarks.
+        name: Name of the side.
+        command: Command line of the process, run in the folder of the benchmarks.
     """
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
@@ -143,7 +144,7 @@ class Side:
         )
 
     def run(self, scenario: str) -> Round:
-        """One round.
+        """Run one round.
 
         Raises:
             RuntimeError: The process ended.
@@ -158,7 +159,7 @@ class Side:
             answer = ""
         if not answer:
             raise RuntimeError(
-                f"the side {self.name} ended with {self._process.wait()}; see what it printed above"
+                f"the side {self.name} ended with status {self._process.wait()}; see its output above"
             )
         return Round(**json.loads(answer))
 
@@ -174,18 +175,16 @@ class Side:
 
 
 def measure(shape: Shape, sides: Sequence[Side], *, num_rounds: int) -> dict[str, list[Round]]:
-    """Rounds of all sides in turn.
+    """Run the rounds of all sides alternately, and return them by side.
 
     Raises:
-        SystemExit: Two sides gave something else.
+        SystemExit: Two sides returned different results.
     """
     rounds: dict[str, list[Round]] = {side.name: [] for side in sides}
     for number in range(num_rounds):
         for side in sides if number % 2 else reversed(sides):
             rounds[side.name].append(side.run(shape.name))
-    digests = {name: {held.digest for held in of_side} for name, of_side in rounds.items()}
+    digests = {name: {each.digest for each in of_side} for name, of_side in rounds.items()}
     if len(set.union(*digests.values())) > 1:
-        raise SystemExit(
-            f"{shape.name}: the sides do not give the same tokens, masks and log-probs: {digests}"
-        )
+        raise SystemExit(f"{shape.name}: the sides return different tokens, masks or log-probs: {digests}")
     return rounds

@@ -1,4 +1,4 @@
-"""What the trajectories of a scenario are like, and how they are kept in a folder. Needs the standard library alone."""
+"""Shapes of the scenarios' trajectories, and their files. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from pathlib import Path
 from typing import Any
 
 TAIL_TOKENS = 40
-"""By so many last tokens of a context, the faked model knows what it is asked."""
+"""Number of last tokens of a context by which the stub model looks up its completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One scenario. Lengths are in tokens."""
+    """Scenario with its lengths in tokens."""
 
     name: str
     prompt_tokens: int
-    """Tool schemas included."""
+    """Length of the prompt, including tool schemas."""
     num_turns: int
-    """Of the assistant; all but the last call a tool."""
+    """Number of assistant turns. All but the last one call a tool."""
     turn_tokens: int
     reply_tokens: int
-    """What the template writes around a tool's reply included."""
+    """Length of a tool result, including the template's text around it."""
     prompt_width: int
+    """Width to which the batch pads prompts."""
     response_width: int
-    """The batch is padded to these."""
+    """Width to which the batch pads responses."""
     num_conversations: int = 64
-    """More than prompts are kept encoded (eight), so that no round profits from the one before."""
+    """Number of conversations. The cache of encoded prompts is smaller (eight), so that no round profits from it."""
 
     @property
     def has_tools(self) -> bool:
@@ -45,28 +46,28 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model says to a context."""
+    """Completion of the stub model for a context."""
 
     tail: tuple[int, ...]
-    """The last tokens of that context."""
+    """Last tokens of the context."""
     token_ids: list[int]
     logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One trajectory."""
+    """Content of a trajectory."""
 
     messages: list[dict[str, Any]]
-    """The prompt."""
+    """Prompt."""
     turns: Sequence[Turn]
     replies: Mapping[str, str]
-    """What the tool answers, by what is asked."""
+    """Tool results by query."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The conversations of one scenario."""
+    """Conversations of a scenario."""
 
     shape: Shape
     conversations: Sequence[Conversation]
@@ -74,12 +75,12 @@ class Workload:
 
     @property
     def answers(self) -> dict[tuple[int, ...], Turn]:
-        """What the model says, by the tail of what it is given."""
+        """Turns of the model by the tail of their context."""
         return {turn.tail: turn for conversation in self.conversations for turn in conversation.turns}
 
     @property
     def replies(self) -> dict[str, str]:
-        """What the tool answers, by what is asked."""
+        """Tool results by query."""
         return {query: text for c in self.conversations for query, text in c.replies.items()}
 
     def write(self, folder: Path) -> None:
@@ -87,13 +88,13 @@ class Workload:
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Workload:
-        held = json.loads((folder / f"{name}.json").read_text())
+        stored = json.loads((folder / f"{name}.json").read_text())
         conversations = [
             Conversation(
                 messages=conversation["messages"],
                 turns=[Turn(tuple(t["tail"]), t["token_ids"], t["logprobs"]) for t in conversation["turns"]],
                 replies=conversation["replies"],
             )
-            for conversation in held["conversations"]
+            for conversation in stored["conversations"]
         ]
-        return cls(Shape(**held["shape"]), conversations, held["tool_schemas"])
+        return cls(Shape(**stored["shape"]), conversations, stored["tool_schemas"])

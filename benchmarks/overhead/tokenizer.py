@@ -1,4 +1,4 @@
-"""A tokenizer like those of today's open models, trained on the texts that come with Python."""
+"""Tokenizer like those of open models, trained on texts of the Python distribution."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CHAT_TEMPLATE = """\
 """
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Tokens of their own that are not special."""
+"""Added tokens that are not special."""
 
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -51,12 +51,12 @@ SPLIT = (
 
 
 def prose() -> str:
-    """Some hundred thousand words of English."""
+    """Return a few hundred thousand words of English."""
     return "\n".join(topics[name] for name in sorted(topics))
 
 
 def make_tokenizer() -> Any:
-    """Byte-level BPE with the splits, the normaliser and the kinds of control tokens of Qwen's."""
+    """Return a byte-level BPE tokenizer with the splits, the normaliser and the control tokens of Qwen's tokenizer."""
     backend: Any = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,9 +1,9 @@
-"""The tools that the model is shown, of which it calls the first. Plain functions, for any side to wrap."""
+"""Tools in the prompt, as plain functions that each side wraps. The stub model only calls `search`."""
 
 from __future__ import annotations
 
 REPLIES: dict[str, str] = {}
-"""What `search` answers, by what is asked."""
+"""Results of `search` by query."""
 
 
 async def search(query: str, max_results: int) -> str:

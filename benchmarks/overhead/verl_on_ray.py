@@ -1,9 +1,9 @@
-"""verl's side under Ray: its own `AgentLoopManager`, one `AgentLoopWorker`, client and balancer, unmodified, as actors.
+"""Side of verl on Ray: its unmodified `AgentLoopManager`, one `AgentLoopWorker`, client and balancer, as actors.
 
     python -m overhead.verl_on_ray FOLDER
 
-Needs an interpreter with verl (`install_verl.sh`). Only the server is faked: an actor that answers at once with objects
-made before, by an async method as verl's servers have it.
+Needs an interpreter with verl (`install_verl.sh`). Only the server is a stub: an actor with an async method, as in
+verl's servers, that returns prepared objects without delay.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from overhead import tools
 from overhead.processes import tree_cpu_seconds
 from overhead.rounds import Columns, Runner, serve
 from overhead.shapes import Workload
-from overhead.verl_side import KnowingServer, batch_of, columns_of, make_config, make_tools
+from overhead.verl_side import LookupServer, batch_of, columns_of, make_config, make_tools
 
 NUM_BATCHES = 4
 
 
 class ServerActor:
-    """A server that knows a workload's answers."""
+    """Actor of a server with a workload's completions."""
 
     def __init__(self, folder: Path, scenario: str) -> None:
-        self._server = KnowingServer(Workload.read(folder, scenario))
+        self._server = LookupServer(Workload.read(folder, scenario))
 
-    async def generate(self, **asked: Any) -> TokenOutput:
-        return self._server.generate(**asked)
+    async def generate(self, **request: Any) -> TokenOutput:
+        return self._server.generate(**request)
 
 
 class Worker(AgentLoopWorker):
-    """verl's worker with the workload's tools."""
+    """Worker of verl with the workload's tools."""
 
     def __init__(self, config: Any, llm_client: Any, *more: Any) -> None:
         super().__init__(config, llm_client, *more)
@@ -50,7 +50,7 @@ class Worker(AgentLoopWorker):
 
 
 class VerlOnRayRunner(Runner):
-    """verl's defaults but for lengths, tools and names, with one worker."""
+    """Runner with verl's defaults except for lengths, tools and names, and with one worker."""
 
     def __init__(self, workload: Workload, *, folder: Path) -> None:
         self._workload = workload
@@ -65,7 +65,7 @@ class VerlOnRayRunner(Runner):
             config.trainer.experiment_name = scenario
             config.actor_rollout_ref.rollout.agent.num_workers = 1
         server = ray.remote(ServerActor).remote(self._folder, scenario)
-        balancer = get_router_handle({"knowing": server})
+        balancer = get_router_handle({"lookup": server})
         self._manager = AgentLoopManager(config, LLMServerClient(config, load_balancer_handle=balancer))
         self._manager.agent_loop_workers_class = ray.remote(Worker)
         await self._manager._init_agent_loop_workers()

@@ -1,9 +1,9 @@
-"""verl's side: its own `AgentLoopWorker`, `ToolAgentLoop`, client and balancer, unmodified, in one process.
+"""Side of verl: its unmodified `AgentLoopWorker`, `ToolAgentLoop`, client and balancer in one process.
 
     python -m overhead.verl_side FOLDER
 
-Needs an interpreter with verl (`install_verl.sh`). Only the server is faked: it answers in this process, at once, with
-objects made before. Nothing crosses a process, so this is the least that verl takes.
+Needs an interpreter with verl (`install_verl.sh`). Only the server is a stub: it returns prepared objects in this
+process, without delay. Without messages between processes, this is a lower bound for verl's time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIG = Path(verl.trainer.config.__file__).parent / "_generated_ppo_trainer.yam
 
 
 class Done:
-    """An awaitable that is done, in the place of a reference to a remote result."""
+    """Completed awaitable that replaces a reference to a remote result."""
 
     def __init__(self, result: Any) -> None:
         self._result = result
@@ -43,13 +43,13 @@ class Done:
 
 
 class InProcess:
-    """An object whose methods are called as those of a Ray actor are."""
+    """Wrapper of a local object with the call syntax of a Ray actor."""
 
-    def __init__(self, held: Any) -> None:
-        self._held = held
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
 
     def __getattr__(self, name: str) -> Any:
-        remote = Remote(getattr(self._held, name))
+        remote = Remote(getattr(self._wrapped, name))
         setattr(self, name, remote)
         return remote
 
@@ -62,8 +62,8 @@ class Remote:
         return Done(self._call(**arguments))
 
 
-class KnowingServer:
-    """Answers each context at once with what the workload has for it."""
+class LookupServer:
+    """Server that returns the workload's completion for each context, without delay."""
 
     def __init__(self, workload: Workload) -> None:
         self._answers = {
@@ -76,13 +76,13 @@ class KnowingServer:
 
 
 class VerlRunner(Runner):
-    """verl's defaults but for lengths, tools and names."""
+    """Runner with verl's defaults except for lengths, tools and names."""
 
     def __init__(self, workload: Workload, *, folder: Path) -> None:
         tools.REPLIES.update(workload.replies)
         self._workload = workload
         config = make_config(workload.shape, folder=folder)
-        balancer = GlobalRequestLoadBalancer({"knowing": InProcess(KnowingServer(workload))})
+        balancer = GlobalRequestLoadBalancer({"lookup": InProcess(LookupServer(workload))})
         self._worker = AgentLoopWorker(
             config, LLMServerClient(config, load_balancer_handle=InProcess(balancer))
         )
@@ -96,14 +96,14 @@ class VerlRunner(Runner):
 
 
 def batch_of(workload: Workload) -> DataProto:
-    """The prompts of all conversations."""
+    """Return the prompts of all conversations as a batch."""
     prompts = np.array([None] * len(workload.conversations), dtype=object)
     prompts[:] = [conversation.messages for conversation in workload.conversations]
     return DataProto.from_dict(non_tensors={"raw_prompt": prompts})
 
 
 def columns_of(result: Any) -> Columns:
-    """What came of them."""
+    """Return the columns of a batch of results."""
     batch = result.batch
     return Columns(
         prompts=batch["prompts"].numpy(),

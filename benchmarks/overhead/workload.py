@@ -1,4 +1,4 @@
-"""Makes the conversations of the scenarios, from a seed."""
+"""Generator of the scenarios' conversations, from a seed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SYSTEM = "You answer questions about the reference. Look things up before you an
 REPLY = (
     "<|im_end|>\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 )
-"""What the template writes behind what the model said; the model said the first token itself."""
+"""Text of the template after a completion with a call. The completion includes the first token."""
 MODEL_CONFIG = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-"""Of a model that is never loaded: where a side wants one."""
+"""Configuration of a model that is never loaded, for sides that need a model folder."""
 
 
 def make_workloads(folder: Path, *, shapes: Sequence[Shape] = SHAPES, seed: int = 0) -> None:
-    """Writes a tokenizer and one file for each scenario."""
+    """Write a tokenizer and one file for each scenario."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "model")
     (folder / "model" / "config.json").write_text(json.dumps(MODEL_CONFIG))
@@ -41,7 +41,7 @@ def make_workloads(folder: Path, *, shapes: Sequence[Shape] = SHAPES, seed: int 
 
 
 class _Writer:
-    """Writes texts of so many tokens."""
+    """Generator of texts with a given number of tokens."""
 
     def __init__(self, backend: Tokenizer, *, seed: int) -> None:
         self.random = random.Random(seed)
@@ -52,7 +52,7 @@ class _Writer:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def ids_of(self, around: Callable[[str], str], num_tokens: int) -> tuple[str, list[int]]:
-        """Words in a row, and the tokens of what stands around them with them in it: as many as are wanted."""
+        """Return consecutive words `text`, and the ids of `around(text)`, which has exactly `num_tokens` tokens."""
         start = self.random.randrange(len(self._words) - 2 * num_tokens)
         words = ["The", *self._words[start : start + num_tokens]]
         while len(ids := self.encode(around(" ".join(words)))) > num_tokens:
