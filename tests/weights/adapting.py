@@ -1,4 +1,4 @@
-"""Weights with adapters, made up."""
+"""Random weights with adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def base_weights(seed: int = 0) -> dict[str, Tensor]:
 def adapted_of(
     base: dict[str, Tensor], *, version: int, base_id: str = "first", rank: int = 4
 ) -> AdaptedWeights:
-    """What an update of this version holds."""
+    """Return the adapted weights of an update. The factors depend on the version."""
     generator = torch.Generator().manual_seed(version)
     factors = {
         name: Factors(

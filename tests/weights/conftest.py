@@ -5,14 +5,14 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.weights.receiving import Receiver, blocks, start_child, start_stranger
+from tests.weights.receiving import Receiver, blocks, start_child, start_unrelated
 
 
 @pytest.fixture(scope="session")
 def receivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Receiver]]:
-    """Receiver 0 is a child of this process, receiver 1 a stranger."""
+    """Start two receivers: receiver 0 is a multiprocessing child, receiver 1 an unrelated process."""
     errors = tmp_path_factory.mktemp("receivers") / "stderr.txt"
-    both = [start_child(0), start_stranger(1, errors=errors)]
+    both = [start_child(0), start_unrelated(1, errors=errors)]
     with ExitStack() as stack:
         yield both
         for receiver in both:

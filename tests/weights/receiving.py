@@ -1,4 +1,4 @@
-"""Receivers in processes of their own, driven over a socket."""
+"""Receivers in other processes, controlled over a socket."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from agent_loop.weights import WeightReceiver
 
 ROOT = Path(__file__).parent.parent.parent
 SHARED_MEMORY = Path("/dev/shm")
-ANSWER_TIMEOUT_S = 100.0
-"""Longer than a broadcast waits for a receiver that is gone."""
+REPLY_TIMEOUT_S = 100.0
+"""Longer than a broadcast waits for a receiver that has ended."""
 
-Arrived = tuple[str, str, tuple[int, ...], bytes]
+PlainTensor = tuple[str, str, tuple[int, ...], bytes]
 """Name, dtype, shape and bytes of a tensor."""
 
 
-def flat(weights: Iterator[tuple[str, Tensor]] | Any) -> list[Arrived]:
-    """Tensors as plain values, which can be compared and sent."""
+def flat(weights: Iterator[tuple[str, Tensor]] | Any) -> list[PlainTensor]:
+    """Convert tensors to plain values, which can be compared and sent."""
     return [(name, str(tensor.dtype), tuple(tensor.shape), data_of(tensor)) for name, tensor in weights]
 
 
@@ -39,7 +39,7 @@ def data_of(tensor: Tensor) -> bytes:
 
 
 def blocks(pid: int | None = None) -> set[str]:
-    """The blocks of weights that a process has in the shared memory; this one if None."""
+    """Return the names of the blocks of weights that a process has in shared memory. None is this process."""
     return {path.name for path in SHARED_MEMORY.glob(f"agent-loop-weights-{pid or os.getpid()}-*")}
 
 
@@ -50,20 +50,20 @@ class Receiver:
     process: SpawnProcess | subprocess.Popen[bytes]
     connection: Connection
 
-    def begin(self, verb: str, handle: str) -> None:
-        self.connection.send((verb, handle))
+    def start(self, command: str, handle: str) -> None:
+        self.connection.send((command, handle))
 
-    def answer(self) -> Any:
-        """What the process found; a `WeightsError` if it raised one."""
-        assert self.connection.poll(ANSWER_TIMEOUT_S), "the receiver does not answer"
+    def reply(self) -> Any:
+        """Return the reply of the process, which is a `WeightsError` if the command raised it."""
+        assert self.connection.poll(REPLY_TIMEOUT_S), "the receiver does not reply"
         return self.connection.recv()
 
     def receive(self, handle: str) -> Any:
-        self.begin("receive", handle)
-        return self.answer()
+        self.start("receive", handle)
+        return self.reply()
 
     def end(self) -> None:
-        """Lets the process end by itself, as its resource tracker should see it; kills one that does not."""
+        """Wait until the process exits, so that its resource tracker runs. Kill it after the time limit."""
         self.connection.send(("end", ""))
         try:
             self.wait()
@@ -73,22 +73,22 @@ class Receiver:
     def wait(self) -> None:
         self.connection.close()
         if isinstance(self.process, subprocess.Popen):
-            self.process.wait(ANSWER_TIMEOUT_S)
+            self.process.wait(REPLY_TIMEOUT_S)
         else:
-            self.process.join(ANSWER_TIMEOUT_S)
+            self.process.join(REPLY_TIMEOUT_S)
             assert self.process.exitcode is not None, "the receiver does not end"
 
 
 def start_child(rank: int) -> Receiver:
-    """A child of this process, as an engine has them; it shares this process's resource tracker."""
+    """Start a multiprocessing child, which shares this process's resource tracker, like the processes of an engine."""
     with Listener() as listener:
         process = multiprocessing.get_context("spawn").Process(target=serve, args=(listener.address, rank))
         process.start()
         return Receiver(process, listener.accept())
 
 
-def start_stranger(rank: int, *, errors: Path) -> Receiver:
-    """A process of its own; what it writes to stderr goes to a file."""
+def start_unrelated(rank: int, *, errors: Path) -> Receiver:
+    """Start a process with its own resource tracker. Its stderr is written to the file `errors`."""
     with Listener() as listener, errors.open("wb") as stderr:
         code = f"from tests.weights.receiving import serve; serve({listener.address!r}, {rank})"
         process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=stderr)
@@ -96,21 +96,21 @@ def start_stranger(rank: int, *, errors: Path) -> Receiver:
 
 
 def serve(address: str, rank: int) -> None:
-    """What runs in the other process."""
+    """Run commands from the connection. This is the main function of the other process."""
     torch.set_num_threads(1)
     with Client(address) as connection, WeightReceiver(rank) as receiver:
         while True:
-            verb, handle = connection.recv()
-            if verb == "end":
+            command, handle = connection.recv()
+            if command == "end":
                 return
             try:
-                connection.send(_obey(verb, handle, receiver))
+                connection.send(_run(command, handle, receiver))
             except WeightsError as error:
                 connection.send(error)
 
 
-def _obey(verb: str, handle: str, receiver: WeightReceiver) -> Any:
-    match verb:
+def _run(command: str, handle: str, receiver: WeightReceiver) -> Any:
+    match command:
         case "receive":
             return flat(receiver.receive(handle))
         case "stop early":
@@ -118,9 +118,9 @@ def _obey(verb: str, handle: str, receiver: WeightReceiver) -> Any:
             name, _ = next(weights)
             weights.close()  # type: ignore[attr-defined]
             return name
-        case "take one of each and die":
+        case "receive one tensor of each and exit":
             for each in json.loads(handle):
                 next(receiver.receive(each))
             os._exit(9)
         case _:
-            raise ValueError(verb)
+            raise ValueError(command)

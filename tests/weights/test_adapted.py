@@ -1,4 +1,4 @@
-"""A base travels once, and each update is the factors alone."""
+"""Tests that the base of adapted weights is sent once, and that updates contain only the factors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from agent_loop.weights.handle import Transport
 from tests.weights.adapting import ADAPTED, adapted_of, base_weights
 from tests.weights.receiving import SHARED_MEMORY, Receiver, blocks, flat
 
-READ_LATER: tuple[Transport, ...] = ("shared_memory", "disk")
-"""Transports whose offers anybody can read while they are open."""
+SHARED_OFFERS: tuple[Transport, ...] = ("shared_memory", "disk")
+"""Transports whose offers any receiver can read while they are open."""
 
 
 def block_names(handle: WeightHandle) -> set[str]:
@@ -24,7 +24,7 @@ def block_names(handle: WeightHandle) -> set[str]:
 
 
 def damage(handle: WeightHandle) -> None:
-    """Changes one byte of the offer's first tensor."""
+    """Change one byte of the offer's first tensor."""
     (name,) = block_names(handle)
     with (SHARED_MEMORY / name).open("r+b") as block:
         block.seek(3)
@@ -33,8 +33,8 @@ def damage(handle: WeightHandle) -> None:
         block.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("transport", READ_LATER)
-def test_updates_are_small_and_both_sides_merge_to_the_same_bits(
+@pytest.mark.parametrize("transport", SHARED_OFFERS)
+def test_updates_are_small_and_sender_and_receiver_merge_to_the_same_bits(
     transport: Transport, receivers: list[Receiver]
 ) -> None:
     base = base_weights()
@@ -48,12 +48,12 @@ def test_updates_are_small_and_both_sides_merge_to_the_same_bits(
                 assert handle.shapes == [(name, tuple(tensor.shape)) for name, tensor in base.items()]
                 bases.add(handle.base.to_json())
                 for receiver in receivers:
-                    receiver.begin("receive", handle.to_json())
-                assert [receiver.answer() for receiver in receivers] == [flat(weights)] * 2
+                    receiver.start("receive", handle.to_json())
+                assert [receiver.reply() for receiver in receivers] == [flat(weights)] * 2
     assert len(bases) == 1
 
 
-def test_merging_adds_the_product_in_float32_whatever_is_merged_at_once(
+def test_merging_adds_the_product_in_float32_for_any_block_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     base = base_weights()
@@ -71,8 +71,8 @@ def test_merging_adds_the_product_in_float32_whatever_is_merged_at_once(
         torch.testing.assert_close(merged, whole[name], atol=1e-5, rtol=2**-7)
 
 
-@pytest.mark.parametrize("transport", READ_LATER)
-def test_a_receiver_that_comes_late_gets_everything_and_one_that_was_there_reads_the_base_once(
+@pytest.mark.parametrize("transport", SHARED_OFFERS)
+def test_a_new_receiver_reads_the_base_and_an_earlier_one_does_not_read_it_again(
     transport: Transport,
 ) -> None:
     base = base_weights()
@@ -86,15 +86,15 @@ def test_a_receiver_that_comes_late_gets_everything_and_one_that_was_there_reads
             assert handle.base is not None
             unread = {"blocks": [], "folder": "/nowhere", "files": []}
             without = WeightHandle(transport, 1, handle.base.tensors, unread)
-            astray = WeightHandle(
+            without_base = WeightHandle(
                 transport, 5, handle.tensors, handle.source, base=without, base_id=handle.base_id
             )
-            assert flat(constant.receive(astray)) == flat(fifth)
+            assert flat(constant.receive(without_base)) == flat(fifth)
             with pytest.raises(WeightsError):
-                WeightReceiver().receive_all(astray)
+                WeightReceiver().receive_all(without_base)
 
 
-def test_another_base_takes_the_place_of_the_former_whose_memory_is_given_back() -> None:
+def test_a_new_base_replaces_the_old_one_and_frees_its_memory() -> None:
     first, second = base_weights(0), base_weights(1)
     with WeightSender("shared_memory") as sender, WeightReceiver() as receiver:
         with sender.offer(adapted_of(first, version=1), weight_version=1) as handle:
@@ -108,7 +108,7 @@ def test_another_base_takes_the_place_of_the_former_whose_memory_is_given_back()
             assert flat(receiver.receive(handle)) == flat(weights)
 
 
-def test_plain_weights_between_updates_leave_the_base_where_it_is() -> None:
+def test_plain_weights_between_updates_keep_the_base() -> None:
     base, plain = base_weights(), {"w": torch.arange(5)}
     with WeightSender("shared_memory") as sender, WeightReceiver() as receiver:
         for version in (1, 3):
@@ -121,7 +121,7 @@ def test_plain_weights_between_updates_leave_the_base_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("is_base_damaged", [False, True])
-def test_a_damaged_tensor_is_refused_and_nothing_is_handed_out(is_base_damaged: bool) -> None:
+def test_a_damaged_tensor_raises_an_error_and_no_tensor_is_returned(is_base_damaged: bool) -> None:
     base = base_weights()
     with (
         WeightSender("shared_memory") as sender,
@@ -140,8 +140,10 @@ def test_a_damaged_tensor_is_refused_and_nothing_is_handed_out(is_base_damaged: 
         assert flat(receiver.receive(handle)) == flat(adapted_of(base, version=1))
 
 
-@pytest.mark.parametrize("transport", READ_LATER)
-def test_from_a_closed_sender_a_receiver_without_the_base_gets_a_clear_error(transport: Transport) -> None:
+@pytest.mark.parametrize("transport", SHARED_OFFERS)
+def test_a_receiver_without_the_base_gets_a_clear_error_after_the_sender_is_closed(
+    transport: Transport,
+) -> None:
     sender = WeightSender(transport)
     with sender.offer(adapted_of(base_weights(), version=1), weight_version=1) as handle:
         pass
@@ -151,7 +153,7 @@ def test_from_a_closed_sender_a_receiver_without_the_base_gets_a_clear_error(tra
         WeightReceiver().receive_all(handle)
 
 
-def test_an_offer_that_fails_leaves_the_base_to_the_next() -> None:
+def test_the_next_offer_uses_the_base_of_a_failed_one() -> None:
     base = base_weights()
     with WeightSender("shared_memory") as sender:
         with (
@@ -165,7 +167,7 @@ def test_an_offer_that_fails_leaves_the_base_to_the_next() -> None:
             assert flat(WeightReceiver().receive(handle)) == flat(adapted_of(base, version=2))
 
 
-def test_who_writes_to_what_was_received_spares_the_base() -> None:
+def test_writing_to_received_weights_does_not_change_the_base() -> None:
     base = base_weights()
     weights = adapted_of(base, version=1)
     with (
@@ -180,7 +182,7 @@ def test_who_writes_to_what_was_received_spares_the_base() -> None:
                 tensor.zero_()
 
 
-def test_offers_that_are_pushed_or_are_checkpoints_have_the_merged_weights(
+def test_broadcasts_and_checkpoints_contain_the_merged_weights(
     tmp_path: Path, receivers: list[Receiver]
 ) -> None:
     weights = adapted_of(base_weights(), version=1)
@@ -194,7 +196,7 @@ def test_offers_that_are_pushed_or_are_checkpoints_have_the_merged_weights(
         assert flat(WeightReceiver().receive(handle)) == flat(weights)
 
 
-def test_factors_that_do_not_fit_are_refused_by_name() -> None:
+def test_factors_that_do_not_fit_are_rejected_with_their_name() -> None:
     base = base_weights()
     left, right = torch.zeros(512, 4), torch.zeros(4, 512)
     for name, factors, message in (
@@ -208,7 +210,7 @@ def test_factors_that_do_not_fit_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("lost", [f"left.{ADAPTED[0]}", f"right.{ADAPTED[0]}"])
-def test_a_lost_factor_is_noticed(lost: str) -> None:
+def test_a_missing_factor_is_detected(lost: str) -> None:
     base = base_weights()
     tensors: dict[str, Tensor] = dict(adapted_of(base, version=1).to_tensors())
     tensors.pop(lost)

@@ -1,4 +1,4 @@
-"""The broadcast's own failures. Receivers are threads here, with groups of their own all the same."""
+"""Tests of failures of the broadcast. The receivers are threads here, each with its own process group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "GLOO_BUCKET_BYTES", 8500)  # two of the tensors
 
 
-def test_the_default_process_group_is_left_alone_whether_there_is_one_or_not(in_thread: InThread) -> None:
+def test_the_default_process_group_is_not_changed_or_created(in_thread: InThread) -> None:
     def update(sender: WeightSender, receiver: WeightReceiver) -> None:
         with sender.offer(WEIGHTS.items(), weight_version=0) as handle:
             received = in_thread(receiver.receive_all, handle.to_json()).result(30)
@@ -53,7 +53,7 @@ def test_the_default_process_group_is_left_alone_whether_there_is_one_or_not(in_
             dist.destroy_process_group()
 
 
-def test_the_store_of_a_local_broadcast_listens_on_loopback_alone() -> None:
+def test_the_store_of_a_local_broadcast_listens_on_loopback_only() -> None:
     before = Counter(listening_addresses([os.getpid()]))
     store = serve_store("127.0.0.1")
     new = Counter(listening_addresses([os.getpid()])) - before
@@ -62,7 +62,7 @@ def test_the_store_of_a_local_broadcast_listens_on_loopback_alone() -> None:
     del store
 
 
-def test_a_receiver_that_never_joins_is_named_after_the_time_limit() -> None:
+def test_a_receiver_that_does_not_join_is_named_after_the_time_limit() -> None:
     with (
         WeightSender("broadcast", num_receivers=2, timeout_s=0.2) as sender,
         pytest.raises(
@@ -73,8 +73,10 @@ def test_a_receiver_that_never_joins_is_named_after_the_time_limit() -> None:
         pass
 
 
-def test_a_receiver_that_stops_early_ends_the_offer_at_once_and_the_next_works(in_thread: InThread) -> None:
-    def take_one(receiver: WeightReceiver, handle: WeightHandle) -> str:
+def test_a_receiver_that_stops_early_fails_the_offer_immediately_and_the_next_offer_works(
+    in_thread: InThread,
+) -> None:
+    def receive_one(receiver: WeightReceiver, handle: WeightHandle) -> str:
         weights = receiver.receive(handle)
         name, _ = next(weights)
         weights.close()  # type: ignore[attr-defined]
@@ -86,13 +88,13 @@ def test_a_receiver_that_stops_early_ends_the_offer_at_once_and_the_next_works(i
             pytest.raises(WeightsError, match="the broadcast failed"),
             sender.offer([("large", torch.zeros(10_000_000)), *WEIGHTS.items()], weight_version=0) as handle,
         ):
-            assert in_thread(take_one, receiver, handle).result(30) == "large"
+            assert in_thread(receive_one, receiver, handle).result(30) == "large"
         with sender.offer(WEIGHTS.items(), weight_version=1) as handle:
             assert in_thread(receiver.receive_all, handle).result(30).keys() == WEIGHTS.keys()
     assert time.monotonic() - begun < 15
 
 
-def test_an_error_of_the_caller_comes_out_and_waiting_receivers_hear_of_it(in_thread: InThread) -> None:
+def test_an_error_of_the_caller_is_raised_and_aborts_waiting_receivers(in_thread: InThread) -> None:
     with WeightSender("broadcast", num_receivers=2, timeout_s=30) as sender, WeightReceiver(1) as receiver:
         with (
             pytest.raises(RuntimeError, match="the control channel broke"),
@@ -100,11 +102,11 @@ def test_an_error_of_the_caller_comes_out_and_waiting_receivers_hear_of_it(in_th
         ):
             waiting = in_thread(receiver.receive_all, handle)
             raise RuntimeError("the control channel broke")
-        with pytest.raises(WeightsError, match="given up"):
+        with pytest.raises(WeightsError, match="aborted this offer"):
             waiting.result(10)
 
 
-def test_damage_on_the_way_is_noticed_and_names_the_tensor(
+def test_damage_in_transfer_raises_an_error_that_names_the_tensor(
     in_thread: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true_checksum = broadcast.checksum
@@ -118,7 +120,7 @@ def test_damage_on_the_way_is_noticed_and_names_the_tensor(
         in_thread(receiver.receive_all, handle).result(30)
 
 
-def test_a_rank_that_the_offer_does_not_count_is_refused() -> None:
+def test_a_rank_outside_of_the_offer_is_rejected() -> None:
     handle = WeightHandle(
         "broadcast",
         0,
@@ -136,10 +138,10 @@ def test_a_rank_that_the_offer_does_not_count_is_refused() -> None:
         WeightReceiver(2).receive_all(handle)
 
 
-def test_a_sender_that_is_gone_is_named(in_thread: InThread) -> None:
+def test_a_sender_that_has_ended_raises_an_error_in_the_receiver(in_thread: InThread) -> None:
     with WeightSender("broadcast", timeout_s=2) as sender, WeightReceiver() as receiver:
         with sender.offer(WEIGHTS.items(), weight_version=0) as handle:
             in_thread(receiver.receive_all, handle).result(30)
         sender.close()
-        with pytest.raises(WeightsError, match="is gone"):
+        with pytest.raises(WeightsError, match="has ended"):
             receiver.receive_all(handle)

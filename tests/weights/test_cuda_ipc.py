@@ -1,4 +1,4 @@
-"""What of the transport through GPU memory shows without a GPU; the round trip runs where there is one."""
+"""Tests of the transport through GPU memory. The round trip needs a GPU, the other tests do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.weights.receiving import Receiver, flat
 EXPORT = ["AAAA", 64, 0, "AAAA", 0, "AAAA", True]
 
 
-def test_weights_on_the_cpu_are_refused() -> None:
+def test_weights_on_the_cpu_are_rejected() -> None:
     with (
         WeightSender("cuda_ipc") as sender,
         pytest.raises(WeightsError, match=r"weight 'w' is on cpu.*shared_memory"),
@@ -21,7 +21,7 @@ def test_weights_on_the_cpu_are_refused() -> None:
         pass
 
 
-def test_a_rank_that_the_offer_does_not_count_is_refused() -> None:
+def test_a_rank_outside_of_the_offer_is_rejected() -> None:
     handle = WeightHandle("cuda_ipc", 0, (), {"gpu": "", "exports": [[]]})
     assert WeightReceiver(0).receive_all(handle) == {}
     with pytest.raises(WeightsError, match="for 1 receivers, but this one has rank 1"):
@@ -29,14 +29,14 @@ def test_a_rank_that_the_offer_does_not_count_is_refused() -> None:
 
 
 @pytest.mark.parametrize("row", [None, [], EXPORT[:-1], [3, *EXPORT[1:]]])
-def test_garbage_for_an_export_is_refused(row: object) -> None:
+def test_an_invalid_export_is_rejected(row: object) -> None:
     handle = WeightHandle("cuda_ipc", 0, (), {"gpu": "", "exports": [[row]]})
     with pytest.raises(WeightsError, match="not an export of a bucket"):
         WeightReceiver().receive_all(handle)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_on_a_gpu_arrive_in_two_other_processes(receivers: list[Receiver]) -> None:
+def test_two_other_processes_receive_tensors_on_a_gpu(receivers: list[Receiver]) -> None:
     weights = {"a": torch.randn(1000, 30).bfloat16(), "b": torch.arange(5)}
     on_gpu = {name: tensor.cuda() for name, tensor in weights.items()}
     with WeightSender("cuda_ipc", num_receivers=2) as sender:

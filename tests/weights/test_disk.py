@@ -30,7 +30,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_folder_is_there_while_the_offer_is_open(tmp_path: Path) -> None:
+def test_the_folder_exists_while_the_offer_is_open(tmp_path: Path) -> None:
     with WeightSender("disk", folder=tmp_path) as sender:
         with sender.offer(WEIGHTS.items(), weight_version=5) as handle:
             folder = Path(handle.field("folder", str))
@@ -46,7 +46,7 @@ def test_the_folder_is_there_while_the_offer_is_open(tmp_path: Path) -> None:
     assert WeightReceiver().receive_all(handle).keys() == WEIGHTS.keys()
 
 
-def test_without_a_folder_a_temporary_one_comes_and_goes() -> None:
+def test_a_temporary_folder_is_created_and_deleted_if_no_folder_is_given() -> None:
     with WeightSender("disk") as sender:
         with sender.offer(WEIGHTS.items(), weight_version=0) as handle:
             folder = Path(handle.field("folder", str))
@@ -57,7 +57,7 @@ def test_without_a_folder_a_temporary_one_comes_and_goes() -> None:
     assert not folder.parent.exists()
 
 
-def test_one_wrong_bit_is_noticed_and_names_the_tensor(tmp_path: Path) -> None:
+def test_one_wrong_bit_raises_an_error_that_names_the_tensor(tmp_path: Path) -> None:
     with (
         WeightSender("disk", folder=tmp_path) as sender,
         sender.offer(WEIGHTS.items(), weight_version=0) as handle,
@@ -76,7 +76,7 @@ def test_one_wrong_bit_is_noticed_and_names_the_tensor(tmp_path: Path) -> None:
             WeightReceiver().receive_all(handle.to_json())
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_files(tmp_path: Path) -> None:
     weights = [("a", torch.ones(2)), ("b", torch.empty(2, device="meta"))]
     with (
         WeightSender("disk", folder=tmp_path) as sender,
@@ -94,7 +94,7 @@ def test_a_written_checkpoint_loads_as_the_model(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
-    # The head comes first, so that its name alone would be written if the folder to follow did not count.
+    # The head comes first, so that its name would be written if the names in `like` were ignored.
     weights = {"lm_head.weight": model.lm_head.weight, **model.state_dict()}
     for shard_bytes, num_files in ((1 << 30, 1), (3000, 6)):
         monkeypatch.setattr(disk, "SHARD_BYTES", shard_bytes)
@@ -120,7 +120,7 @@ def test_an_offer_can_be_a_checkpoint(model_folder: Path) -> None:
         assert WeightReceiver().receive_all(handle).keys() == model.state_dict().keys()
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "like").mkdir()
     save_file(WEIGHTS, tmp_path / "like" / "model.safetensors")
     with pytest.raises(WeightsError, match=r"no config\.json"):

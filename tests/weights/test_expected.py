@@ -28,11 +28,11 @@ def write_model(folder: Path, *, names: list[str], config: dict[str, object] | N
     return folder
 
 
-def test_names_and_shapes_come_from_the_headers(tmp_path: Path) -> None:
+def test_names_and_shapes_are_read_from_the_headers(tmp_path: Path) -> None:
     assert expected_weights(write_model(tmp_path, names=list(EXPECTED))) == EXPECTED
 
 
-def test_an_index_names_the_files_that_count(tmp_path: Path) -> None:
+def test_only_files_in_the_index_are_read(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2, 3)}, tmp_path / "one.safetensors")
     save_file({"b": torch.zeros(())}, tmp_path / "two.safetensors")
     save_file({"c": torch.zeros(1)}, tmp_path / "left over.safetensors")
@@ -44,7 +44,7 @@ def test_an_index_names_the_files_that_count(tmp_path: Path) -> None:
         expected_weights(tmp_path)
 
 
-def test_a_folder_without_readable_weights_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_readable_weights_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="has no safetensors files"):
         expected_weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no")
@@ -63,7 +63,7 @@ def test_a_folder_without_readable_weights_is_refused(tmp_path: Path) -> None:
         (["model.norm.weight"], {"tie_word_embeddings": True}, False),
     ],
 )
-def test_embedding_and_head_are_tied_if_the_config_says_so_or_the_head_is_not_stored(
+def test_embedding_and_head_are_tied_if_configured_so_or_if_the_head_is_not_stored(
     tmp_path: Path, names: list[str], config: dict[str, object] | None, is_tied: bool
 ) -> None:
     assert tied_weights(write_model(tmp_path, names=names, config=config)) == (TIED if is_tied else ())
@@ -77,14 +77,14 @@ def test_embedding_and_head_are_tied_if_the_config_says_so_or_the_head_is_not_st
         [("model.embed_tokens.weight", (50, 8)), ("model.norm.weight", (8,))],
     ],
 )
-def test_of_tied_weights_one_name_is_enough(given: list[tuple[str, Shape]]) -> None:
+def test_one_name_of_tied_weights_is_enough(given: list[tuple[str, Shape]]) -> None:
     check_weights(EXPECTED, given, tied=TIED)
     without_head = {name: EXPECTED[name] for name in EXPECTED if name != "lm_head.weight"}
     check_weights(without_head, given, tied=TIED)
 
 
 @pytest.mark.parametrize(
-    ("given", "complaint"),
+    ("given", "message"),
     [
         ({"model.norms.weight": (8,)}, "no weight 'model.norms.weight'; did you mean 'model.norm.weight'"),
         ({"x": (8,)}, "no weight 'x'; publish the weights of the model"),
@@ -95,12 +95,12 @@ def test_of_tied_weights_one_name_is_enough(given: list[tuple[str, Shape]]) -> N
         ),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_by_name(given: dict[str, Shape], complaint: str) -> None:
-    with pytest.raises(WeightsError, match=complaint):
+def test_weights_that_do_not_fit_are_rejected_with_their_name(given: dict[str, Shape], message: str) -> None:
+    with pytest.raises(WeightsError, match=message):
         check_weights(EXPECTED, given.items())
 
 
-def test_a_weight_that_comes_twice_is_refused() -> None:
+def test_a_duplicate_weight_is_rejected() -> None:
     with pytest.raises(WeightsError, match="published twice"):
         check_weights(EXPECTED, [*EXPECTED.items(), ("model.norm.weight", (8,))])
 
@@ -117,13 +117,13 @@ def test_a_weight_that_comes_twice_is_refused() -> None:
         ("disk", False, True, "disk"),
     ],
 )
-def test_the_transport_follows_the_setting_and_the_place(
+def test_the_transport_depends_on_the_setting_the_device_and_the_host(
     configured: WeightTransfer, weights_on_gpu: bool, same_host: bool, chosen: str
 ) -> None:
     assert choose_transport(configured, weights_on_gpu=weights_on_gpu, same_host=same_host) == chosen
 
 
-def test_a_transport_that_cannot_work_is_refused() -> None:
+def test_an_impossible_transport_is_rejected() -> None:
     with pytest.raises(ConfigError, match="not on a GPU"):
         choose_transport("cuda_ipc", weights_on_gpu=False, same_host=True)
     with pytest.raises(ConfigError, match="another machine"):

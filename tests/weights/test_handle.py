@@ -31,7 +31,7 @@ specs = st.builds(
 
 
 @given(st.lists(specs, unique_by=lambda spec: spec.name).map(tuple), st.integers(0, 2**60), st.booleans())
-def test_a_handle_survives_the_way_through_json(
+def test_a_handle_is_unchanged_by_a_json_round_trip(
     tensors: tuple[TensorSpec, ...], weight_version: int, has_checksums: bool
 ) -> None:
     handle = WeightHandle("broadcast", weight_version, tensors, {"port": 1}, has_checksums)
@@ -54,7 +54,7 @@ def changed(**fields: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "message"),
     [
         ("", "not JSON"),
         ("[]", "a JSON list"),
@@ -83,8 +83,8 @@ def changed(**fields: Any) -> str:
         ),
     ],
 )
-def test_garbage_is_refused_with_the_reason(text: str | bytes, complaint: str) -> None:
-    with pytest.raises(WeightsError, match=complaint):
+def test_an_invalid_handle_is_rejected_with_the_reason(text: str | bytes, message: str) -> None:
+    with pytest.raises(WeightsError, match=message):
         WeightHandle.from_json(text)
 
 

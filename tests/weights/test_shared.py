@@ -1,4 +1,4 @@
-"""One offer for all servers of a pool."""
+"""Tests that the servers of a pool share one offer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.weights.receiving import blocks, flat
 WEIGHTS = {"a": torch.arange(3000.0), "b": torch.arange(7)}
 
 
-class EngineElsewhere(ScriptedServer):
-    """A server that passes weights on to an engine in another process, and reads what the engine would."""
+class RemoteEngineServer(ScriptedServer):
+    """Server that offers weights as for an engine in another process, and receives them as the engine would."""
 
     def __init__(self, name: str, *, transport: Transport = "shared_memory", fails: bool = False) -> None:
         super().__init__([], name=name)
@@ -38,8 +38,8 @@ class EngineElsewhere(ScriptedServer):
                 raise WeightsError("this engine refuses")
             assert handle.weight_version == weight_version
             with WeightReceiver() as receiver:
-                arrived = await asyncio.to_thread(receiver.receive_all, handle.to_json())
-            self.received = {name: tensor.clone() for name, tensor in arrived.items()}
+                tensors = await asyncio.to_thread(receiver.receive_all, handle.to_json())
+            self.received = {name: tensor.clone() for name, tensor in tensors.items()}
             for part in (handle, handle.base):
                 if part is not None and part.transport == "shared_memory":
                     self.blocks += [name for name, _ in part.field("blocks", list)]
@@ -49,7 +49,7 @@ class EngineElsewhere(ScriptedServer):
         await super().close()
 
 
-class EngineHere(ScriptedServer):
+class LocalEngineServer(ScriptedServer):
     received: dict[str, Tensor]
 
     async def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> None:
@@ -60,9 +60,9 @@ def pool(*servers: ScriptedServer) -> AsyncLLMServerManager:
     return AsyncLLMServerManager(servers)
 
 
-def test_servers_of_a_pool_share_one_copy_and_keep_it_from_update_to_update() -> None:
+def test_servers_of_a_pool_share_one_copy_and_reuse_it_across_updates() -> None:
     async def main() -> None:
-        servers = [EngineElsewhere(f"engine-{i}") for i in range(3)]
+        servers = [RemoteEngineServer(f"engine-{i}") for i in range(3)]
         manager = pool(*servers, ScriptedServer([], name="here"))
         for version in (1, 2):
             await manager.update_weights(iter(WEIGHTS.items()), weight_version=version)
@@ -76,9 +76,12 @@ def test_servers_of_a_pool_share_one_copy_and_keep_it_from_update_to_update() ->
     asyncio.run(main())
 
 
-def test_servers_of_a_pool_share_one_base_and_one_here_gets_merged_weights() -> None:
+def test_servers_of_a_pool_share_one_base_and_a_local_server_gets_merged_weights() -> None:
     async def main() -> None:
-        servers, here = [EngineElsewhere(f"engine-{i}") for i in range(2)], EngineHere([], name="here")
+        servers, here = (
+            [RemoteEngineServer(f"engine-{i}") for i in range(2)],
+            LocalEngineServer([], name="here"),
+        )
         manager, base = pool(*servers, here), base_weights()
         for version in (1, 2):
             weights = adapted_of(base, version=version)
@@ -92,9 +95,9 @@ def test_servers_of_a_pool_share_one_base_and_one_here_gets_merged_weights() -> 
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "disk"])
-def test_the_other_transports_serve_a_pool_too(transport: Transport) -> None:
+def test_the_other_transports_work_for_a_pool_too(transport: Transport) -> None:
     async def main() -> None:
-        servers = [EngineElsewhere(f"engine-{i}", transport=transport) for i in range(2)]
+        servers = [RemoteEngineServer(f"engine-{i}", transport=transport) for i in range(2)]
         manager = pool(*servers)
         await manager.update_weights(WEIGHTS.items(), weight_version=1)
         assert all(torch.equal(server.received["b"], WEIGHTS["b"]) for server in servers)
@@ -103,9 +106,9 @@ def test_the_other_transports_serve_a_pool_too(transport: Transport) -> None:
     asyncio.run(main())
 
 
-def test_a_server_that_refuses_ends_the_offer_for_all() -> None:
+def test_a_server_that_rejects_weights_ends_the_offer_for_all() -> None:
     async def main() -> None:
-        servers = [EngineElsewhere("good"), EngineElsewhere("bad", fails=True)]
+        servers = [RemoteEngineServer("good"), RemoteEngineServer("bad", fails=True)]
         manager = pool(*servers)
         with pytest.raises(WeightsError, match="this engine refuses"):
             await manager.update_weights(WEIGHTS.items(), weight_version=1)
@@ -115,9 +118,9 @@ def test_a_server_that_refuses_ends_the_offer_for_all() -> None:
     asyncio.run(main())
 
 
-def test_weights_that_cannot_be_offered_are_refused_once_for_all() -> None:
+def test_weights_that_cannot_be_offered_raise_one_error() -> None:
     async def main() -> None:
-        manager = pool(EngineElsewhere("a"), EngineElsewhere("b"))
+        manager = pool(RemoteEngineServer("a"), RemoteEngineServer("b"))
         with pytest.raises(WeightsError, match="meta device"):
             await manager.update_weights([("w", torch.empty(2, device="meta"))], weight_version=1)
         await manager.close()
@@ -125,9 +128,9 @@ def test_weights_that_cannot_be_offered_are_refused_once_for_all() -> None:
     asyncio.run(main())
 
 
-def test_when_the_server_that_shared_its_sender_is_closed_another_takes_over() -> None:
+def test_another_sender_is_shared_after_the_first_servers_sender_is_closed() -> None:
     async def main() -> None:
-        first, second = EngineElsewhere("first"), EngineElsewhere("second")
+        first, second = RemoteEngineServer("first"), RemoteEngineServer("second")
         senders: dict[Any, WeightSender] = {}
         for server in (first, second):
             async with SharedWeights(WEIGHTS.items(), senders=senders) as shared:
@@ -139,7 +142,7 @@ def test_when_the_server_that_shared_its_sender_is_closed_another_takes_over() -
     asyncio.run(main())
 
 
-def test_cancelled_while_the_weights_are_copied_the_offer_is_left_again() -> None:
+def test_a_cancellation_while_the_weights_are_copied_closes_the_offer() -> None:
     async def main() -> None:
         entered = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -152,7 +155,7 @@ def test_cancelled_while_the_weights_are_copied_the_offer_is_left_again() -> Non
 
             async def publish() -> None:
                 async with offered(slow_weights(), sender=sender, weight_version=1):
-                    pytest.fail("nobody waits for this any more")
+                    pytest.fail("the caller was cancelled")
 
             task = asyncio.create_task(publish())
             await entered.wait()
@@ -166,7 +169,7 @@ def test_cancelled_while_the_weights_are_copied_the_offer_is_left_again() -> Non
     asyncio.run(main())
 
 
-def test_the_event_loop_goes_on_while_weights_are_offered() -> None:
+def test_offering_weights_does_not_block_the_event_loop() -> None:
     async def main() -> None:
         async def publish() -> None:
             async with offered([("large", torch.zeros(30_000_000))], sender=sender, weight_version=1):

@@ -20,7 +20,7 @@ def block_names(handle: WeightHandle) -> list[str]:
 
 
 def overwrite(path: Path, *, offset: int) -> None:
-    """Changes one byte."""
+    """Change one byte of a file."""
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
@@ -28,7 +28,7 @@ def overwrite(path: Path, *, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_tensors_begin_at_multiples_of_64_bytes() -> None:
+def test_tensors_start_at_multiples_of_64_bytes() -> None:
     with WeightSender("shared_memory") as sender, sender.offer(WEIGHTS.items(), weight_version=0) as handle:
         assert [spec.offset for spec in handle.tensors] == [0, 12032]
         tensors = WeightReceiver().receive_all(handle)
@@ -36,7 +36,7 @@ def test_tensors_begin_at_multiples_of_64_bytes() -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_one_wrong_bit_is_noticed_before_any_tensor_is_handed_out(name: str) -> None:
+def test_one_wrong_bit_raises_an_error_before_any_tensor_is_returned(name: str) -> None:
     with WeightSender("shared_memory") as sender, sender.offer(WEIGHTS.items(), weight_version=0) as handle:
         spec = next(spec for spec in handle.tensors if spec.name == name)
         (block,) = block_names(handle)
@@ -45,7 +45,7 @@ def test_one_wrong_bit_is_noticed_before_any_tensor_is_handed_out(name: str) -> 
             WeightReceiver().receive_all(handle.to_json())
 
 
-def test_a_block_is_used_again_and_gone_when_the_sender_closes() -> None:
+def test_a_block_is_reused_and_deleted_when_the_sender_is_closed() -> None:
     with WeightSender("shared_memory") as sender:
         with sender.offer(WEIGHTS.items(), weight_version=0) as handle:
             first = block_names(handle)
@@ -61,7 +61,7 @@ def test_a_block_is_used_again_and_gone_when_the_sender_closes() -> None:
         pass
 
 
-def test_blocks_come_and_go_with_the_size_of_the_weights() -> None:
+def test_the_number_of_blocks_follows_the_size_of_the_weights() -> None:
     sender = SharedMemorySender(has_checksums=True, block_bytes=4096)
     numbers: list[int] = []
     for num_tensors in (1, 5, 2):
@@ -77,7 +77,7 @@ def test_blocks_come_and_go_with_the_size_of_the_weights() -> None:
     assert numbers == [1, 5, 2]
 
 
-def test_after_a_failed_offer_its_memory_is_not_written_to_again() -> None:
+def test_the_memory_of_a_failed_offer_is_not_reused() -> None:
     with WeightSender("shared_memory") as sender:
         with (
             pytest.raises(RuntimeError, match="control channel"),
@@ -90,13 +90,13 @@ def test_after_a_failed_offer_its_memory_is_not_written_to_again() -> None:
             assert torch.equal(late["a"], WEIGHTS["a"])
 
 
-def test_what_a_receiver_writes_nobody_else_sees() -> None:
+def test_a_receivers_writes_do_not_change_the_shared_memory() -> None:
     with WeightSender("shared_memory") as sender, sender.offer(WEIGHTS.items(), weight_version=0) as handle:
         WeightReceiver().receive_all(handle)["a"].zero_()
         assert torch.equal(WeightReceiver().receive_all(handle)["a"], WEIGHTS["a"])
 
 
-def test_full_shared_memory_is_an_error_and_not_the_end_of_the_process(
+def test_full_shared_memory_raises_an_error_instead_of_killing_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: int) -> None:
@@ -111,7 +111,7 @@ def test_full_shared_memory_is_an_error_and_not_the_end_of_the_process(
         pass
 
 
-def test_an_offer_that_has_ended_is_named_as_the_cause() -> None:
+def test_an_ended_offer_is_named_as_the_cause() -> None:
     with WeightSender("shared_memory") as sender, sender.offer(WEIGHTS.items(), weight_version=0) as handle:
         pass
     with pytest.raises(WeightsError, match="the offer has ended"):
@@ -122,13 +122,13 @@ def test_an_offer_that_has_ended_is_named_as_the_cause() -> None:
     "source",
     [{}, {"blocks": [["passwd", 10]]}, {"blocks": [["agent-loop-weights-/../x", 10]]}, {"blocks": [3]}],
 )
-def test_a_handle_leads_to_no_other_memory(source: dict[str, object]) -> None:
+def test_a_handle_cannot_open_other_shared_memory(source: dict[str, object]) -> None:
     handle = WeightHandle("shared_memory", 0, (), source)
-    with pytest.raises(WeightsError, match=r"unchanged|no weight handle"):
+    with pytest.raises(WeightsError, match=r"unchanged|not a weight handle"):
         WeightReceiver().receive_all(handle)
 
 
-def test_weights_that_hold_no_data_or_come_twice_are_refused() -> None:
+def test_weights_without_data_and_duplicates_are_rejected() -> None:
     sparse = torch.eye(3).to_sparse()
     refused = {
         "meta device": [("w", torch.empty(2, device="meta"))],
@@ -137,9 +137,9 @@ def test_weights_that_hold_no_data_or_come_twice_are_refused() -> None:
         "published 2 times": [("w", torch.ones(2))] * 2,
     }
     with WeightSender("shared_memory") as sender:
-        for complaint, weights in refused.items():
+        for message, weights in refused.items():
             with (
-                pytest.raises(WeightsError, match=complaint),
+                pytest.raises(WeightsError, match=message),
                 sender.offer(weights, weight_version=0),
             ):
                 pass

@@ -1,4 +1,4 @@
-"""What holds for every transport that needs no GPU, with receivers in other processes."""
+"""Tests of all transports that need no GPU, with receivers in other processes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from agent_loop.errors import WeightsError
 from agent_loop.weights import WeightReceiver, WeightSender
 from agent_loop.weights.handle import DTYPE_BYTES, Transport
-from tests.weights.receiving import ROOT, Receiver, blocks, flat, start_stranger
+from tests.weights.receiving import ROOT, Receiver, blocks, flat, start_unrelated
 
 ON_CPU: tuple[Transport, ...] = ("shared_memory", "broadcast", "disk")
 STORABLE = sorted(set(DTYPE_BYTES) - {"float4_e2m1fn_x2"})
-"""torch has no arithmetic for the other one, not even to copy it into another layout."""
+"""Dtypes that torch can copy to another layout. It does not support any operation on `float4_e2m1fn_x2`."""
 
 
 def odd_weights(seed: int) -> dict[str, Tensor]:
-    """One tensor of each kind that needs care."""
+    """Return one tensor of each kind that is difficult to transfer."""
     torch.manual_seed(seed)
     tied = torch.randn(33, 5)
     return {
@@ -48,7 +48,7 @@ def odd_weights(seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("transport", ON_CPU)
-def test_tensors_of_all_kinds_arrive_bit_by_bit_in_order_update_after_update(
+def test_tensors_of_all_kinds_are_received_unchanged_and_in_order_in_every_update(
     transport: Transport, receivers: list[Receiver]
 ) -> None:
     with WeightSender(transport, num_receivers=2, timeout_s=30) as sender:
@@ -56,14 +56,16 @@ def test_tensors_of_all_kinds_arrive_bit_by_bit_in_order_update_after_update(
             weights = odd_weights(version)
             with sender.offer(iter(weights.items()), weight_version=version) as handle:
                 for receiver in receivers:
-                    receiver.begin("receive", handle.to_json())
-                answers = [receiver.answer() for receiver in receivers]
+                    receiver.start("receive", handle.to_json())
+                replies = [receiver.reply() for receiver in receivers]
             assert handle.weight_version == version
-            assert answers == [flat(weights.items())] * 2
+            assert replies == [flat(weights.items())] * 2
 
 
 @pytest.mark.parametrize("transport", ON_CPU)
-def test_without_checksums_the_same_arrives(transport: Transport, receivers: list[Receiver]) -> None:
+def test_the_same_tensors_are_received_without_checksums(
+    transport: Transport, receivers: list[Receiver]
+) -> None:
     weights = odd_weights(0)
     with (
         WeightSender(transport, has_checksums=False, timeout_s=30) as sender,
@@ -74,12 +76,12 @@ def test_without_checksums_the_same_arrives(transport: Transport, receivers: lis
 
 
 @pytest.mark.parametrize("transport", ON_CPU)
-def test_no_weights_at_all_arrive_too(transport: Transport, receivers: list[Receiver]) -> None:
+def test_an_offer_without_weights_is_received(transport: Transport, receivers: list[Receiver]) -> None:
     with WeightSender(transport, timeout_s=30) as sender, sender.offer([], weight_version=0) as handle:
         assert receivers[0].receive(handle.to_json()) == []
 
 
-def test_a_receiver_that_dies_harms_neither_the_others_nor_the_next_offer(
+def test_a_receiver_that_dies_affects_neither_the_others_nor_the_next_offer(
     receivers: list[Receiver], tmp_path: Path
 ) -> None:
     weights = odd_weights(0)
@@ -89,23 +91,23 @@ def test_a_receiver_that_dies_harms_neither_the_others_nor_the_next_offer(
             for transport in ON_CPU
         ]
         with ExitStack() as offers:
-            offers.push(lambda kind, error, _: isinstance(error, WeightsError))  # the broadcast may break off
+            offers.push(lambda kind, error, _: isinstance(error, WeightsError))  # the broadcast may fail
             handles = [
                 offers.enter_context(sender.offer(weights.items(), weight_version=0)).to_json()
                 for sender in senders
             ]
-            receivers[1].begin("take one of each and die", json.dumps(handles))
+            receivers[1].start("receive one tensor of each and exit", json.dumps(handles))
             for handle in handles:
-                receivers[0].begin("receive", handle)
-                answer = receivers[0].answer()
-                assert answer == flat(weights.items()) or "the broadcast failed" in str(answer)
+                receivers[0].start("receive", handle)
+                reply = receivers[0].reply()
+                assert reply == flat(weights.items()) or "the broadcast failed" in str(reply)
             receivers[1].wait()
-        receivers[1] = start_stranger(1, errors=tmp_path / "stderr.txt")
+        receivers[1] = start_unrelated(1, errors=tmp_path / "stderr.txt")
         for sender in senders:
             with sender.offer(weights.items(), weight_version=1) as offer:
                 for receiver in receivers:
-                    receiver.begin("receive", offer.to_json())
-                assert [receiver.answer() for receiver in receivers] == [flat(weights.items())] * 2
+                    receiver.start("receive", offer.to_json())
+                assert [receiver.reply() for receiver in receivers] == [flat(weights.items())] * 2
 
 
 SENDING = """
@@ -126,7 +128,7 @@ with sender.offer(weights.items(), weight_version=7) as handle:
 """
 
 
-def test_a_killed_sender_leaves_no_memory_behind_and_receivers_a_clear_error(
+def test_a_killed_sender_leaves_no_shared_memory_and_receivers_get_a_clear_error(
     receivers: list[Receiver], tmp_path: Path
 ) -> None:
     errors = tmp_path / "stderr.txt"
@@ -149,9 +151,9 @@ def test_a_killed_sender_leaves_no_memory_behind_and_receivers_a_clear_error(
     ends_at = time.monotonic() + 10
     while blocks(process.pid):
         assert time.monotonic() < ends_at, "the resource tracker does not clean up"
-    answer = receivers[1].receive(handle)
-    assert isinstance(answer, WeightsError)
-    assert "gone from the shared memory" in str(answer)
+    reply = receivers[1].receive(handle)
+    assert isinstance(reply, WeightsError)
+    assert "not in shared memory" in str(reply)
 
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -163,7 +165,7 @@ named_specs = st.dictionaries(
 @pytest.mark.parametrize("transport", ["shared_memory", "disk"])
 @settings(max_examples=40, deadline=None)
 @given(specs=named_specs, seed=st.integers(0, 99))
-def test_any_dtypes_shapes_and_names_come_back(
+def test_any_dtypes_shapes_and_names_are_received_unchanged(
     transport: Transport, specs: dict[str, tuple[str, tuple[int, ...]]], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
