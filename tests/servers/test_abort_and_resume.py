@@ -1,4 +1,4 @@
-"""Engines that cannot keep requests across a weight update: theirs are broken off and go on."""
+"""Tests of servers that abort requests for a weight update and resume them afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAST = 40
 
 
 def counts(request: ScriptedRequest) -> ScriptedReply:
-    """From behind the prompt's last token to 40, a token a second."""
+    """Count from the token after the prompt's last one to 40, one token per second."""
     token_ids = list(range(int(request.prompt_ids[-1]) + 1, LAST + 1))
     limit = request.sampling_params.max_tokens
     token_ids = token_ids if limit is None else token_ids[:limit]
@@ -34,8 +34,8 @@ def counts(request: ScriptedRequest) -> ScriptedReply:
     )
 
 
-class BreaksOff(ScriptedServer):
-    """Refuses weights while it has requests."""
+class RequiresIdle(ScriptedServer):
+    """Server whose weights can only be updated while it has no requests."""
 
     abilities = ScriptedServer.abilities - {Ability.UPDATE_IN_FLIGHT} | {Ability.WEIGHT_UPDATE}
 
@@ -45,9 +45,9 @@ class BreaksOff(ScriptedServer):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_requests_go_on_under_the_new_weights_from_the_tokens_they_have(streams: bool) -> None:
+def test_requests_resume_under_the_new_weights_from_their_tokens(streams: bool) -> None:
     async def scenario() -> tuple[TokenOutput, TokenOutput]:
-        engine = BreaksOff(counts, streams=streams)
+        engine = RequiresIdle(counts, streams=streams)
         server = AbortAndResumeServer(engine)
         assert Ability.UPDATE_IN_FLIGHT in server.abilities
         async with asyncio.TaskGroup() as group:
@@ -73,9 +73,9 @@ def test_requests_go_on_under_the_new_weights_from_the_tokens_they_have(streams:
     assert limited.num_preempted == 2
 
 
-def test_what_its_caller_aborts_stays_aborted() -> None:
+def test_a_request_that_its_caller_aborts_is_not_resumed() -> None:
     async def scenario() -> tuple[TokenOutput, TokenOutput]:
-        class SlowUpdates(BreaksOff):
+        class SlowUpdates(RequiresIdle):
             async def update_weights(self, weights: object, *, weight_version: int) -> None:
                 await asyncio.sleep(10.0)
                 await super().update_weights(weights, weight_version=weight_version)
@@ -83,26 +83,26 @@ def test_what_its_caller_aborts_stays_aborted() -> None:
         server = AbortAndResumeServer(SlowUpdates(counts, streams=True))
         async with asyncio.TaskGroup() as group:
             before = group.create_task(server.generate(PROMPT, SamplingParams(), "aborted before"))
-            meanwhile = group.create_task(server.generate(PROMPT, SamplingParams(), "aborted meanwhile"))
+            during = group.create_task(server.generate(PROMPT, SamplingParams(), "aborted during"))
             await asyncio.sleep(5.5)
             await server.abort("aborted before")
             group.create_task(server.update_weights([], weight_version=1))
             await asyncio.sleep(1.0)
-            await server.abort("aborted meanwhile")
-        return before.result(), meanwhile.result()
+            await server.abort("aborted during")
+        return before.result(), during.result()
 
     for output in run_virtual(scenario()):
         assert output.token_ids == [4, 5, 6, 7, 8]
         assert output.stop_reason == "aborted"
 
 
-def test_a_failed_update_leaves_the_requests_as_they_were() -> None:
+def test_requests_resume_after_a_failed_update() -> None:
     async def scenario() -> TokenOutput:
-        class Refuses(BreaksOff):
+        class FailingUpdate(RequiresIdle):
             async def update_weights(self, weights: object, *, weight_version: int) -> None:
                 raise ValueError("wrong shape")
 
-        server = AbortAndResumeServer(Refuses(counts))
+        server = AbortAndResumeServer(FailingUpdate(counts))
         async with asyncio.TaskGroup() as group:
             call = group.create_task(server.generate(PROMPT, SamplingParams(), "one"))
             await asyncio.sleep(5.5)
@@ -116,7 +116,7 @@ def test_a_failed_update_leaves_the_requests_as_they_were() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_engine_behind_it_keeps_the_contract_of_servers() -> None:
+def test_a_wrapped_embedded_engine_passes_the_server_checks() -> None:
     model = tiny_model(initializer_range=0.06)
     server = AbortAndResumeServer(EmbeddedServer(model, config=EmbeddedConfig(max_model_len=160)))
 
@@ -134,11 +134,13 @@ def test_a_real_engine_behind_it_keeps_the_contract_of_servers() -> None:
         ("scripted", "auto", False),
         ("scripted", "keep", False),
         ("scripted", "abort", True),
-        (f"{__name__}:BreaksOff", "auto", True),
-        (f"{__name__}:BreaksOff", "keep", False),
+        (f"{__name__}:RequiresIdle", "auto", True),
+        (f"{__name__}:RequiresIdle", "keep", False),
     ],
 )
-def test_engine_and_configuration_decide(engine: str, on_weight_update: str, is_wrapped: bool) -> None:
+def test_abilities_and_configuration_decide_whether_a_server_is_wrapped(
+    engine: str, on_weight_update: str, is_wrapped: bool
+) -> None:
     rollout = RolloutConfig.model_validate(
         {
             "engine": engine,

@@ -1,4 +1,4 @@
-"""The HTTP side of engines, against a real server on a local port."""
+"""Tests of the HTTP client of engines, with a real server on a local port."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def events(request: web.Request, *lines: str) -> web.StreamResponse:
     return response
 
 
-def test_json_goes_there_and_back() -> None:
+def test_json_is_posted_and_the_json_of_the_response_is_returned() -> None:
     async def echo(request: web.Request) -> web.Response:
         return web.json_response({"path": request.path, "body": await request.json()})
 
@@ -55,20 +55,20 @@ def test_json_goes_there_and_back() -> None:
     asyncio.run(main())
 
 
-def test_an_empty_answer_is_none() -> None:
+def test_an_empty_response_is_none() -> None:
     async def main() -> None:
-        async with engine(answering()) as client:
+        async with engine(respond_with()) as client:
             assert await client.get_json("/health") is None
 
     asyncio.run(main())
 
 
-def test_a_refusal_names_the_server_the_request_and_what_it_said() -> None:
+def test_an_error_status_names_the_server_the_request_and_the_body() -> None:
     async def main() -> None:
-        async with engine(answering(499, b"too\nlong")) as client:
+        async with engine(respond_with(499, b"too\nlong")) as client:
             with pytest.raises(
                 HttpStatusError,
-                match=r"server vllm-0 request r7: POST /generate was answered with 499 .*too long",
+                match=r"server vllm-0 request r7: POST /generate returned 499 .*too long",
             ) as caught:
                 await client.post_json("/generate", {}, request_id="r7")
             assert caught.value.status == 499
@@ -76,12 +76,12 @@ def test_a_refusal_names_the_server_the_request_and_what_it_said() -> None:
     asyncio.run(main())
 
 
-def test_an_answer_that_is_not_json_is_a_bad_reply() -> None:
+def test_a_response_that_is_not_json_is_a_bad_reply() -> None:
     async def main() -> None:
-        async with engine(answering(body=b"<html>")) as client:
-            with pytest.raises(BadServerReply, match=r"request r: /generate .*else than JSON .*<html>"):
+        async with engine(respond_with(body=b"<html>")) as client:
+            with pytest.raises(BadServerReply, match=r"request r: /generate returned invalid JSON .*<html>"):
                 await client.post_json("/generate", {}, request_id="r")
-        async with engine(answering(body=b'"\xff"')) as client:
+        async with engine(respond_with(body=b'"\xff"')) as client:
             with pytest.raises(BadServerReply, match="not UTF-8"):
                 await client.post_json("/generate", {}, request_id="r")
 
@@ -89,10 +89,10 @@ def test_an_answer_that_is_not_json_is_a_bad_reply() -> None:
 
 
 @pytest.mark.parametrize("body", [b"9" * 5000, b"[" * 100_000], ids=["digits", "depth"])
-def test_json_that_cannot_be_read_is_a_bad_reply(body: bytes) -> None:
+def test_json_that_cannot_be_parsed_is_a_bad_reply(body: bytes) -> None:
     async def main() -> None:
-        async with engine(answering(body=body)) as client:
-            with pytest.raises(BadServerReply, match="else than JSON"):
+        async with engine(respond_with(body=body)) as client:
+            with pytest.raises(BadServerReply, match="invalid JSON"):
                 await client.post_json("/generate", {})
 
     asyncio.run(main())
@@ -106,19 +106,19 @@ def test_a_line_of_a_stream_that_is_too_long_is_a_bad_reply(monkeypatch: pytest.
 
     async def main() -> None:
         async with engine(long) as client:
-            with pytest.raises(BadServerReply, match="not an event stream"):
+            with pytest.raises(BadServerReply, match="did not return an event stream"):
                 [event async for event in client.stream_events("/generate", {})]
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("body", [b"7", b"[]", b'{"data": 3}', b'{"data": [3]}', b'{"data": [{}]}', b"null"])
-def test_json_of_another_form_at_the_start_is_a_bad_reply(body: bytes) -> None:
+def test_json_with_unexpected_fields_at_the_start_is_a_bad_reply(body: bytes) -> None:
     async def main() -> None:
-        async with engine(answering(body=body)) as client:
+        async with engine(respond_with(body=body)) as client:
             server = OpenAIServer(client.url, name="gpu-1")
             with pytest.raises(
-                BadServerReply, match="server gpu-1: /v1/models was answered with JSON of another"
+                BadServerReply, match="server gpu-1: /v1/models returned JSON with unexpected fields"
             ):
                 await server.start()
             await server.close()
@@ -126,14 +126,14 @@ def test_json_of_another_form_at_the_start_is_a_bad_reply(body: bytes) -> None:
     asyncio.run(main())
 
 
-def test_a_server_that_hangs_is_left_at_the_time_limit() -> None:
+def test_a_hung_server_raises_server_timeout_at_the_time_limit() -> None:
     async def hang(request: web.Request) -> web.Response:
         await asyncio.Event().wait()
         raise AssertionError
 
     async def main() -> None:
         async with engine(hang, timeout_s=0.05) as client:
-            with pytest.raises(ServerTimeout, match=r"no answer from http.*/generate within 0.05 s"):
+            with pytest.raises(ServerTimeout, match=r"no response from http.*/generate within 0.05 s"):
                 await client.post_json("/generate", {})
             with pytest.raises(ServerTimeout):
                 [event async for event in client.stream_events("/generate", {})]
@@ -141,14 +141,12 @@ def test_a_server_that_hangs_is_left_at_the_time_limit() -> None:
     asyncio.run(main())
 
 
-def test_a_server_that_is_gone_is_dead() -> None:
+def test_an_unreachable_server_raises_server_died() -> None:
     async def main() -> None:
-        async with engine(answering()) as client:
+        async with engine(respond_with()) as client:
             pass
         client = HttpClient(client.url, server="vllm-0")
-        with pytest.raises(
-            ServerDied, match=r"server vllm-0 request r: .*cannot be reached any more"
-        ) as caught:
+        with pytest.raises(ServerDied, match=r"server vllm-0 request r: .*cannot be reached") as caught:
             await client.post_json("/generate", {}, request_id="r")
         assert caught.value.__cause__ is not None
         await client.close()
@@ -156,7 +154,7 @@ def test_a_server_that_is_gone_is_dead() -> None:
     asyncio.run(main())
 
 
-def test_a_connection_that_breaks_in_a_stream_is_dead_after_what_came() -> None:
+def test_a_broken_stream_yields_the_events_received_and_raises_server_died() -> None:
     async def cut(request: web.Request) -> web.StreamResponse:
         response = await events(request, 'data: {"n": 1}\n\n')
         assert request.transport is not None
@@ -164,12 +162,12 @@ def test_a_connection_that_breaks_in_a_stream_is_dead_after_what_came() -> None:
         return response
 
     async def main() -> None:
-        seen: list[object] = []
+        received: list[object] = []
         async with engine(cut) as client:
             with pytest.raises(ServerDied):
                 async for event in client.stream_events("/generate", {}):
-                    seen.append(event)  # noqa: PERF401  (what came before the break counts)
-        assert seen == [{"n": 1}]
+                    received.append(event)  # noqa: PERF401  (events before the break must be kept)
+        assert received == [{"n": 1}]
 
     asyncio.run(main())
 
@@ -199,7 +197,7 @@ def test_an_event_may_be_megabytes_long() -> None:
     asyncio.run(main())
 
 
-def test_leaving_a_stream_early_tells_the_server() -> None:
+def test_leaving_a_stream_early_cancels_the_request_on_the_server() -> None:
     async def main() -> None:
         was_left = asyncio.Event()
 
@@ -222,7 +220,7 @@ def test_leaving_a_stream_early_tells_the_server() -> None:
     asyncio.run(main())
 
 
-def test_closing_ends_what_is_being_read_at_once() -> None:
+def test_closing_the_client_ends_pending_requests_immediately() -> None:
     async def endless(request: web.Request) -> web.StreamResponse:
         response = await events(request, 'data: {"n": 1}\n\n')
         await asyncio.Event().wait()
@@ -243,8 +241,8 @@ def test_closing_ends_what_is_being_read_at_once() -> None:
     asyncio.run(main())
 
 
-def answering(status: int = 200, body: bytes = b"") -> Handler:
-    async def answer(request: web.Request) -> web.Response:
+def respond_with(status: int = 200, body: bytes = b"") -> Handler:
+    async def respond(request: web.Request) -> web.Response:
         return web.Response(status=status, body=body)
 
-    return answer
+    return respond

@@ -1,4 +1,4 @@
-"""The client of other people's servers, against `agent-loop serve`'s own application on a real port."""
+"""Tests of the client of OpenAI-compatible servers, with the application of `agent-loop serve` on a local port."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.serving.harness import MODEL, embedded, serve_app, tiny_lm
 
 
 @pytest.mark.slow
-def test_it_keeps_the_contract_towards_our_own_endpoint() -> None:
+def test_the_client_of_agent_loop_serve_passes_the_server_checks() -> None:
     with serve_app([embedded()]) as served:
         server = OpenAIServer(served.url, options=OpenAIOptions(logprobs="scaled"))
 
@@ -39,11 +39,11 @@ def test_it_keeps_the_contract_towards_our_own_endpoint() -> None:
         asyncio.run(main())
 
 
-def test_a_configuration_names_servers_by_their_urls() -> None:
+def test_each_url_of_a_configuration_becomes_a_server() -> None:
     rollout = RolloutConfig(engine="openai", server_urls=["http://a:1", "http://b:2/v1"])
     servers = create_servers(ModelConfig(), rollout=rollout)
     assert [server.name for server in servers] == ["openai-0", "openai-1"]
-    with pytest.raises(ConfigError, match=r"server_urls is empty; give URLs for one of openai, sglang, vllm"):
+    with pytest.raises(ConfigError, match=r"server_urls is empty; set URLs for one of openai, sglang, vllm"):
         create_servers(ModelConfig(), rollout=RolloutConfig(engine="openai"))
     with pytest.raises(ConfigError, match=r"this engine is not reached by a URL"):
         create_servers(ModelConfig(), rollout=RolloutConfig(engine="embedded", server_urls=["http://a:1"]))
@@ -54,24 +54,24 @@ def test_a_configuration_names_servers_by_their_urls() -> None:
         )
 
 
-def test_a_server_that_gives_no_token_ids_is_refused() -> None:
+def test_a_server_that_returns_no_token_ids_is_refused() -> None:
     async def no_ids(request: web.Request) -> web.StreamResponse:
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": MODEL}]})
         return web.json_response({"choices": [{"text": "x", "finish_reason": "length"}]})
 
-    assert isinstance(starting(no_ids), ConfigError)
-    assert "gives no token_ids" in str(starting(no_ids))
+    assert isinstance(error_of_start(no_ids), ConfigError)
+    assert "does not return token_ids" in str(error_of_start(no_ids))
 
 
-def test_another_model_is_refused_by_name() -> None:
+def test_a_server_without_the_served_model_name_is_refused() -> None:
     async def other(request: web.Request) -> web.StreamResponse:
         return web.json_response({"data": [{"id": "other"}]})
 
-    assert "serves other, not 'mine'" in str(starting(other, served_model_name="mine"))
+    assert "serves other, not 'mine'" in str(error_of_start(other, served_model_name="mine"))
 
 
-def test_an_api_key_that_is_not_there_is_named() -> None:
+def test_a_missing_api_key_variable_is_named() -> None:
     with pytest.raises(ConfigError, match="'NO_SUCH_KEY', but that variable is not set"):
         OpenAIServer("http://a:1", options=OpenAIOptions(api_key_env="NO_SUCH_KEY"))
 
@@ -85,15 +85,17 @@ def test_an_api_key_that_is_not_there_is_named() -> None:
         (['data: {"error": {"message": "no memory"}}\n\n'], Exception),
     ],
 )
-def test_garbage_is_a_typed_error(lines: list[str], error: type[Exception]) -> None:
+def test_an_invalid_event_raises_an_error_that_names_server_and_request(
+    lines: list[str], error: type[Exception]
+) -> None:
     async def garbage(request: web.Request) -> web.StreamResponse:
         return await events(request, *lines)
 
     with pytest.raises(error, match="server openai-0 request r"):
-        raise asking(garbage)
+        raise error_of_generate(garbage)
 
 
-def test_a_refused_prompt_a_dead_server_and_weights_are_told_apart() -> None:
+def test_a_rejected_prompt_a_dead_server_and_a_weight_update_raise_different_errors() -> None:
     async def refuse(request: web.Request) -> web.StreamResponse:
         return web.json_response({"error": {"message": "too long"}}, status=400)
 
@@ -103,16 +105,18 @@ def test_a_refused_prompt_a_dead_server_and_weights_are_told_apart() -> None:
         request.transport.abort()
         return response
 
-    assert isinstance(asking(refuse), BadPrompt)
-    assert isinstance(asking(die), ServerDied)
-    with pytest.raises(WeightsError, match="takes no weights"):
+    assert isinstance(error_of_generate(refuse), BadPrompt)
+    assert isinstance(error_of_generate(die), ServerDied)
+    with pytest.raises(WeightsError, match="cannot update weights over OpenAI's API"):
         asyncio.run(OpenAIServer("http://a:1").update_weights([], weight_version=1))
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def starting(handler: Handler, **options: Any) -> Exception:
+def error_of_start(handler: Handler, **options: Any) -> Exception:
+    """Return the error that `start` raises."""
+
     async def main() -> Exception:
         async with engine(handler) as client:
             server = OpenAIServer(client.url, options=OpenAIOptions(**options))
@@ -122,22 +126,24 @@ def starting(handler: Handler, **options: Any) -> Exception:
                 return error
             finally:
                 await server.close()
-        raise AssertionError("it started")
+        raise AssertionError("start raised no error")
 
     return asyncio.run(main())
 
 
-def asking(handler: Handler) -> Exception:
+def error_of_generate(handler: Handler) -> Exception:
+    """Return the error that `generate` raises."""
+
     async def main() -> Exception:
         async with engine(handler) as client:
             server = OpenAIServer(client.url)
-            server._trouble = ""
+            server._problem = ""
             try:
                 await server.generate(as_token_ids([1, 2]), SamplingParams(), "r")
             except Exception as error:
                 return error
             finally:
                 await server.close()
-        raise AssertionError("it answered")
+        raise AssertionError("generate raised no error")
 
     return asyncio.run(main())

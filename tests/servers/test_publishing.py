@@ -1,4 +1,4 @@
-"""A server's side of a weight update, on the files of a real model."""
+"""Tests of the server side of a weight update, with the files of a real model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def publish(
         return handle, {name: tensor.clone() for name, tensor in receiver.receive_all(handle).items()}
 
 
-def test_an_update_of_adapters_is_checked_against_the_model_and_sent_alone(
+def test_an_update_with_adapters_is_checked_against_the_model_and_the_adapters_are_sent_alone(
     folder: Path, base: dict[str, Tensor]
 ) -> None:
     async def main() -> None:
@@ -75,14 +75,14 @@ def test_an_update_of_adapters_is_checked_against_the_model_and_sent_alone(
     asyncio.run(main())
 
 
-def test_names_that_the_model_lacks_are_refused_before_anything_is_sent(
+def test_names_that_the_model_lacks_are_refused_before_weights_are_sent(
     folder: Path, base: dict[str, Tensor]
 ) -> None:
     async def main() -> None:
         publisher = publisher_of(folder)
-        strange = {**base, "model.layers.9.mlp.down_proj.weight": torch.zeros(2, 2)}
+        unknown = {**base, "model.layers.9.mlp.down_proj.weight": torch.zeros(2, 2)}
         with pytest.raises(WeightsError, match=r"the model has no weight 'model\.layers\.9"):
-            await publish(publisher, adapted_of(strange), receiver=WeightReceiver())
+            await publish(publisher, adapted_of(unknown), receiver=WeightReceiver())
         missing = dict(list(base.items())[:-1])
         with pytest.raises(WeightsError, match=r"1 of the model's .* weights are missing"):
             await publish(publisher, adapted_of(missing), receiver=WeightReceiver())
@@ -91,7 +91,7 @@ def test_names_that_the_model_lacks_are_refused_before_anything_is_sent(
     asyncio.run(main())
 
 
-def test_a_tied_weight_under_its_other_name_travels_merged_under_the_one_that_engines_load(
+def test_a_tied_weight_published_under_its_other_name_is_sent_merged_under_the_name_that_engines_load(
     tmp_path: Path, base: dict[str, Tensor]
 ) -> None:
     tied = tiny_policy()
@@ -111,7 +111,7 @@ def test_a_tied_weight_under_its_other_name_travels_merged_under_the_one_that_en
         assert received.keys() == merged.keys()
         assert all(torch.equal(received[name], weight) for name, weight in merged.items())
         both = {**named, EMBEDDING: named[HEAD] + 1}
-        with pytest.raises(WeightsError, match="are one in this model"):
+        with pytest.raises(WeightsError, match="are tied in this model"):
             await publish(publisher, adapted_of(both), receiver=WeightReceiver())
         publisher.close()
 
@@ -119,7 +119,7 @@ def test_a_tied_weight_under_its_other_name_travels_merged_under_the_one_that_en
 
 
 @pytest.mark.parametrize("as_checkpoints", [True, False])
-def test_only_engines_that_load_files_themselves_get_whole_checkpoints(
+def test_only_engines_that_load_files_themselves_get_complete_checkpoints(
     folder: Path, base: dict[str, Tensor], as_checkpoints: bool
 ) -> None:
     async def main() -> None:
@@ -133,7 +133,7 @@ def test_only_engines_that_load_files_themselves_get_whole_checkpoints(
     asyncio.run(main())
 
 
-def test_weights_in_host_memory_are_still_refused_for_memory_of_a_gpu(
+def test_weights_in_host_memory_are_refused_for_a_transfer_through_gpu_memory(
     folder: Path, base: dict[str, Tensor]
 ) -> None:
     with pytest.raises(ConfigError, match="the weights are not on a GPU"):

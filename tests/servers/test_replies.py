@@ -84,7 +84,7 @@ def raised_by(server: ScriptedServer, *, streams: bool) -> BadServerReply:
             await ask(manager, streams=streams)
         assert (manager.balancer.num_leases, manager.balancer.num_queued) == (0, 0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert str(caught.value).startswith("server gpu-1 request s: its reply cannot be used: ")
+        assert str(caught.value).startswith("server gpu-1 request s: its reply is invalid: ")
         assert "docs/how-to.md" in str(caught.value)
         return caught.value
 
@@ -173,7 +173,7 @@ def test_chunks_that_do_not_fit_together_fail_their_request(chunks: Any, words: 
         (7, "not a mapping of arrays"),
         ({"top": [1.0]}, r"extras 'top' have shape \[1\] for 2 tokens"),
         ({"top": 1.0}, r"shape \[\] for 2 tokens"),
-        ({"top": ["a", "b"]}, "give numbers"),
+        ({"top": ["a", "b"]}, "return arrays of numbers"),
         ({"top": [[1], [2, 3]]}, "are not an array"),
         ({3: [1.0, 2.0]}, "extras 3 are an array"),
     ],
@@ -258,7 +258,7 @@ def test_whatever_a_server_raises_fails_its_request(error: BaseException, stream
     [
         ([], "ended without a stop reason"),
         ([chunk(stop_reason=None)], "ended without a stop reason"),
-        ([chunk(), chunk()], "went on after its stop reason"),
+        ([chunk(), chunk()], "it sent a chunk after its stop reason"),
         ([chunk(stop_reason=None), None, chunk()], "yielded None"),
         ([chunk(stop_reason=None)] * 3, "2 tokens where max_tokens was 0"),
         ([TokenChunk([], [])] * 10_002, "10000 chunks without a token"),
@@ -443,7 +443,7 @@ def test_a_policy_that_raises_keeps_no_lease(monkeypatch: pytest.MonkeyPatch) ->
         raise ZeroDivisionError
 
     async def main() -> None:
-        for name in ("begun", "ended"):
+        for name in ("on_granted", "on_released"):
             with monkeypatch.context() as patched:
                 patched.setattr(manager.balancer.policy, name, breaks)
                 with pytest.raises(ZeroDivisionError):
@@ -505,7 +505,7 @@ def test_a_server_whose_replies_are_all_bad_is_left_out_until_its_next_health_ch
     async def main() -> None:
         async with manager.watching():
             assert (await ask_for(200)).count(False) == MAX_BAD_REPLIES
-            assert "replies could not be used" in manager.pool.lost["bad"]
+            assert "replies were invalid" in manager.pool.lost["bad"]
             bad.reply = [chunk()]
             await asyncio.sleep(6)
             assert manager.pool.lost == {}

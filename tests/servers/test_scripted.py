@@ -1,3 +1,5 @@
+"""Tests of `ScriptedServer`, of server classes and of sampling parameters."""
+
 from __future__ import annotations
 
 import asyncio
@@ -20,14 +22,14 @@ def ask(server: ScriptedServer, **params: object) -> TokenOutput:
     return run_virtual(server.generate(IDS, SamplingParams.parse(params), "s"))
 
 
-def test_a_reply_ends_by_itself_by_a_stop_token_or_by_length() -> None:
+def test_a_reply_ends_at_its_last_token_at_a_stop_token_or_at_max_tokens() -> None:
     reply = ScriptedReply([5, 6, 7])
     assert ask(ScriptedServer([reply])).stop_reason == "stop"
     assert ask(ScriptedServer([reply]), max_tokens=2) == TokenOutput([5, 6], [-0.5, -0.5], "length")
     assert ask(ScriptedServer([reply]), stop_token_ids=[6]) == TokenOutput([5, 6], [-0.5, -0.5], "stop")
 
 
-def test_a_script_is_read_by_the_turn_of_the_session() -> None:
+def test_each_turn_of_a_session_gets_the_next_reply_of_the_script() -> None:
     async def scenario() -> list[list[int]]:
         manager = AsyncLLMServerManager([ScriptedServer([ScriptedReply([1]), ScriptedReply([2])])])
         return [
@@ -38,7 +40,7 @@ def test_a_script_is_read_by_the_turn_of_the_session() -> None:
     assert run_virtual(scenario()) == [[1], [1], [2], [2]]
 
 
-def test_an_aborted_request_returns_what_it_has() -> None:
+def test_an_aborted_request_returns_its_tokens_so_far() -> None:
     async def scenario() -> TokenOutput:
         server = ScriptedServer([ScriptedReply([1, 2, 3, 4], latency_s=4.0)])
         async with asyncio.TaskGroup() as group:
@@ -51,7 +53,7 @@ def test_an_aborted_request_returns_what_it_has() -> None:
     assert run_virtual(scenario()) == TokenOutput([1, 2], [-0.5, -0.5], "aborted")
 
 
-def test_a_weight_update_in_mid_generation_yields_two_versions() -> None:
+def test_a_completion_across_a_weight_update_has_two_versions() -> None:
     async def scenario() -> TokenOutput:
         server = ScriptedServer([ScriptedReply([1, 2, 3, 4], latency_s=4.0)])
         async with asyncio.TaskGroup() as group:
@@ -65,7 +67,7 @@ def test_a_weight_update_in_mid_generation_yields_two_versions() -> None:
     assert completion.weight_version == 7
 
 
-def test_a_cancelled_call_frees_its_lease_and_its_place() -> None:
+def test_a_cancelled_call_releases_its_lease_and_its_session() -> None:
     async def scenario() -> None:
         server = ScriptedServer([ScriptedReply([1], latency_s=math.inf)])
         manager = AsyncLLMServerManager([server])
@@ -79,7 +81,7 @@ def test_a_cancelled_call_frees_its_lease_and_its_place() -> None:
     run_virtual(scenario())
 
 
-def test_a_server_whose_sessions_end_in_a_coroutine_is_refused_where_it_is_defined() -> None:
+def test_a_server_class_with_an_async_end_session_is_refused_when_it_is_defined() -> None:
     with pytest.raises(ConfigError, match="end_session of Waits is async; make it a plain method"):
 
         class Waits(ScriptedServer):
@@ -92,7 +94,7 @@ def test_errors_name_the_server_and_the_request() -> None:
         ask(server)
 
 
-def test_generation_while_asleep_or_closed_is_refused() -> None:
+def test_a_sleeping_or_closed_server_rejects_requests() -> None:
     async def scenario() -> None:
         server = ScriptedServer([ScriptedReply([1])])
         await server.sleep()
@@ -108,7 +110,7 @@ def test_generation_while_asleep_or_closed_is_refused() -> None:
     run_virtual(scenario())
 
 
-def test_closing_fails_what_runs() -> None:
+def test_closing_the_server_fails_running_requests() -> None:
     async def scenario() -> None:
         server = ScriptedServer([ScriptedReply([1], latency_s=math.inf)])
 
@@ -137,6 +139,6 @@ def test_closing_fails_what_runs() -> None:
         ({"max_tokens": 0}, "at least 1"),
     ],
 )
-def test_wrong_sampling_parameters_are_refused(params: dict, complaint: str) -> None:
+def test_invalid_sampling_parameters_are_refused(params: dict, complaint: str) -> None:
     with pytest.raises(SamplingParamsError, match=complaint):
         SamplingParams.parse(params)

@@ -1,4 +1,4 @@
-"""The embedded engine returns the likeliest tokens of each sampled token, and rollouts carry them to the batch."""
+"""Tests of `top_logprobs` in the embedded engine, in rollouts and in batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ K = 4
 
 
 def assert_top_of_the_model(model: Any, prompt: Any, output: TokenOutput, *, temperature: float) -> None:
-    """Compare with one plain forward over prompt and completion."""
+    """Check that the likeliest tokens are those of one forward pass over prompt and completion."""
     ids = torch.from_numpy(joined(prompt, output.token_ids).astype(np.int64))
     with torch.no_grad():
         logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
@@ -44,7 +44,7 @@ def assert_top_of_the_model(model: Any, prompt: Any, output: TokenOutput, *, tem
     [{"temperature": 1.0}, {"temperature": 0.6}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 2}],
     ids=str,
 )
-def test_the_likeliest_tokens_are_those_of_a_full_forward(variant: dict[str, Any]) -> None:
+def test_the_likeliest_tokens_are_those_of_a_full_forward_pass(variant: dict[str, Any]) -> None:
     model, prompt = tiny_model(), random_prompt(9)
 
     async def scenario() -> tuple[TokenOutput, TokenOutput, TokenOutput]:
@@ -64,7 +64,7 @@ def test_the_likeliest_tokens_are_those_of_a_full_forward(variant: dict[str, Any
     assert not plain.extras
 
 
-def test_a_completion_that_is_aborted_and_continued_has_the_likeliest_tokens_of_all_tokens() -> None:
+def test_an_aborted_and_resumed_completion_has_the_likeliest_tokens_of_every_position() -> None:
     model, prompt = tiny_model(), random_prompt(9)
     params = SamplingParams(max_tokens=12, seed=3, top_logprobs=K)
 
@@ -120,7 +120,7 @@ def test_a_rollout_has_the_likeliest_tokens_in_its_batch_and_its_files(tmp_path:
             assert same_arrays(mine.extras, its.extras)
 
 
-def test_a_run_whose_server_lacks_the_ability_ends_at_its_start(tmp_path: Path) -> None:
+def test_a_run_whose_server_lacks_the_ability_fails_at_its_start(tmp_path: Path) -> None:
     path = make_model_folder(tmp_path / "model", is_tied=False)
     config = EngineCase("embedded").config(path, rollout__top_logprobs=2)
     template, server = load_chat_template(str(path)), ScriptedServer(lambda request: [1])

@@ -1,4 +1,4 @@
-"""The client of a running vLLM server, against a server on a local port that answers as vLLM does."""
+"""Tests of the client of a running vLLM server, with a fake of vLLM's HTTP API on a local port."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class FakeVLLM:
-    """Says token 4, with vLLM's raw log-probs."""
+    """Fake vLLM server that always samples token 4, with vLLM's raw log-probs."""
 
     def __init__(self, **changes: Any) -> None:
         self.version: str | None = "0.32.0"
@@ -39,8 +39,8 @@ class FakeVLLM:
         self.has_scale_out = True
         self.is_healthy = True
         self.reply: Any = None
-        """What to answer instead."""
-        self.asked: list[dict[str, Any]] = []
+        """JSON that is returned instead of a completion, if it is not None."""
+        self.requests: list[dict[str, Any]] = []
         for name, value in changes.items():
             setattr(self, name, value)
 
@@ -61,7 +61,7 @@ class FakeVLLM:
                 return web.Response(status=404)
 
     def _generate(self, body: dict[str, Any]) -> web.Response:
-        self.asked.append(body)
+        self.requests.append(body)
         if not self.is_healthy:
             return web.Response(status=500, text="EngineDeadError")
         if self.reply is not None:
@@ -83,7 +83,7 @@ class FakeVLLM:
 async def client_of(
     fake: FakeVLLM, model_path: Path, *, engine_kwargs: Mapping[str, Any] | None = None
 ) -> AsyncGenerator[VLLMClient]:
-    """A client, not yet started."""
+    """Yield a client that has not been started."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", fake.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -114,7 +114,7 @@ async def client_of(
         ({"has_scale_out": False}, "start it with --enable-scale-out"),
     ],
 )
-def test_a_server_that_cannot_do_it_is_refused_with_what_to_do(
+def test_an_unsuitable_server_is_refused_with_a_remedy(
     model_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     async def main() -> None:
@@ -125,7 +125,9 @@ def test_a_server_that_cannot_do_it_is_refused_with_what_to_do(
     asyncio.run(main())
 
 
-def test_another_model_is_refused_unless_it_is_named(model_path: Path, tmp_path: Path) -> None:
+def test_a_server_of_another_model_is_refused_unless_the_model_is_named(
+    model_path: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     tiny_model().save_pretrained(other)
 
@@ -151,7 +153,7 @@ def test_an_unknown_option_is_refused(model_path: Path) -> None:
         VLLMClient.create(spec)
 
 
-def test_raw_logprobs_are_passed_on_only_where_they_are_exact(model_path: Path) -> None:
+def test_raw_logprobs_are_returned_only_if_they_are_exact(model_path: Path) -> None:
     async def main() -> None:
         fake = FakeVLLM()
         async with client_of(fake, model_path) as client:
@@ -162,13 +164,15 @@ def test_raw_logprobs_are_passed_on_only_where_they_are_exact(model_path: Path) 
             assert (exact.token_ids, exact.stop_reason, exact.weight_version) == ([4], "length", 0)
             assert exact.log_probs is not None
             assert other.log_probs is None
-            sampling = fake.asked[-1]["sampling_params"]
+            sampling = fake.requests[-1]["sampling_params"]
             assert (sampling["temperature"], sampling["stop_token_ids"]) == (0.5, [7])
 
     asyncio.run(main())
 
 
-def test_without_our_extension_weights_are_refused_with_the_flags_to_start_it_with(model_path: Path) -> None:
+def test_weights_are_refused_without_the_worker_extension_and_the_error_names_the_flags(
+    model_path: Path,
+) -> None:
     async def main() -> None:
         async with client_of(FakeVLLM(), model_path) as client:
             await client.start()
@@ -178,7 +182,7 @@ def test_without_our_extension_weights_are_refused_with_the_flags_to_start_it_wi
     asyncio.run(main())
 
 
-def test_an_engine_that_died_behind_its_server_is_told_by_name(model_path: Path) -> None:
+def test_a_dead_engine_behind_a_live_http_server_raises_server_died(model_path: Path) -> None:
     async def main() -> None:
         fake = FakeVLLM()
         async with client_of(fake, model_path) as client:
@@ -191,7 +195,7 @@ def test_an_engine_that_died_behind_its_server_is_told_by_name(model_path: Path)
     asyncio.run(main())
 
 
-def test_garbage_is_refused_and_the_session_can_go_on(model_path: Path) -> None:
+def test_an_invalid_reply_raises_an_error_and_the_session_can_continue(model_path: Path) -> None:
     async def main() -> None:
         fake = FakeVLLM()
         async with client_of(fake, model_path) as client:

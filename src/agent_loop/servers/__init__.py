@@ -1,1 +1,1 @@
-"""LLM servers, and the client that balances over them."""
+"""LLM servers, and the client that balances requests over them."""

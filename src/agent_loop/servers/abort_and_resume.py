@@ -1,4 +1,4 @@
-"""Weight updates for engines that cannot keep requests: requests are aborted and resumed from their tokens."""
+"""Weight updates for engines that cannot keep requests: abort the requests and resume them from their tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 ABORT_AGAIN_S = 0.5
-"""Seconds after which an abort is sent again, in case the engine did not know the request yet."""
+"""Interval at which aborts are repeated, in case the engine had not yet received the request."""
 
 
 @dataclass(slots=True)
 class _RequestState:
     is_interrupted: bool = False
-    """Whether a weight update aborted the request, which is to be resumed."""
+    """Whether a weight update aborted the request. Such a request is resumed."""
     is_aborted: bool = False
     """Whether the client aborted the request."""
 
@@ -34,7 +34,7 @@ class _RequestState:
 class AbortAndResumeServer(AsyncServerBase):
     """Wrapper around a server that aborts running requests for a weight update and resumes them under the new weights.
 
-    A request is resumed from the tokens it has. Requests that arrive during the update wait for its end.
+    Requests are resumed from their tokens. Requests that arrive during the update wait for its end.
     """
 
     def __init__(self, server: AsyncServerBase) -> None:
@@ -96,7 +96,7 @@ class AbortAndResumeServer(AsyncServerBase):
                         yield chunk
                 if not request.is_finished and not state.is_interrupted:
                     raise bad_reply(
-                        "its stream ended without a stop reason", server=self.name, request_id=request_id
+                        "the stream ended without a stop reason", server=self.name, request_id=request_id
                     )
                 if not request.is_finished:
                     request.note_interruption()
@@ -147,7 +147,7 @@ class AbortAndResumeServer(AsyncServerBase):
                 self._is_idle.set()
 
     async def _abort_all(self) -> None:
-        """Abort all requests, and return when the engine has none left."""
+        """Abort all requests. Return when the engine has none left."""
         while self._num_at_engine:
             self._is_idle.clear()
             for state in self._requests.values():

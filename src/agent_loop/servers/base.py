@@ -1,4 +1,4 @@
-"""The seam to an LLM engine: tokens in, tokens out."""
+"""Interface of LLM servers: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -26,60 +26,64 @@ if TYPE_CHECKING:
 
 
 class Ability(StrEnum):
-    """What a server can do beyond generating tokens. `agent-loop check server` tests what a server claims."""
+    """Optional features of a server. `agent-loop check server` tests the abilities that a server claims."""
 
     LOG_PROBS = "logprobs"
-    """Gives log-probs as `TokenOutput.logprobs` defines them."""
+    """Returns log-probs as `TokenOutput.logprobs` defines them."""
     TOP_LOGPROBS = "top_logprobs"
     """Returns the likeliest tokens and their log-probs, as `SamplingParams.top_logprobs` defines them."""
     SEED = "seed"
     """A seed makes a completion reproducible."""
     FREE_SEEDS = "free_seeds"
-    """Seeds cost nothing, and a completion that was interrupted and is continued draws the tokens that it would have
-    drawn without the interruption: see `SamplingParams.num_sampled`. Rollouts then seed every completion."""
+    """Seeds cost nothing, and an interruption does not change the sampled tokens: see `SamplingParams.num_sampled`.
+    Rollouts then seed every completion."""
     STREAMING = "streaming"
-    """`stream` hands out tokens while the completion goes on."""
+    """`stream` yields tokens as they are sampled."""
     PREFIX_REUSE = "prefix_reuse"
-    """A later turn of a session does not compute its context again."""
+    """A later turn of a session reuses the KV cache of its context."""
     WEIGHT_UPDATE = "weight_update"
-    """`update_weights` changes what is sampled from."""
+    """`update_weights` replaces the weights of the model."""
     UPDATE_IN_FLIGHT = "update_in_flight"
-    """Requests that run during `update_weights` go on under the new weights, each token stamped with its own."""
+    """Requests that run during `update_weights` continue under the new weights. Each token has its own version."""
     SLEEP = "sleep"
-    """`sleep` frees the KV cache and gives the device away."""
+    """`sleep` frees the KV cache and releases the device."""
     ATTACHMENTS = "attachments"
-    """Takes images and the like, if its model does."""
+    """Accepts attachments such as images, if the model supports them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """A server as a configuration asks for it."""
+    """Specification of a server, from a configuration."""
 
     name: str
     model: ModelConfig
-    """What to load."""
+    """Model to load."""
     max_model_len: int
-    """Tokens of the longest context, prompt and response together."""
+    """Largest number of tokens of a context, prompt and response together."""
     seed: int = 0
-    """Differs from replica to replica."""
+    """Seed of the server, different for each replica."""
     deterministic: bool = False
-    """Whether the same request must give the same tokens and log-probs to the last bit, whatever runs beside it."""
+    """Whether a request must return bit-identical tokens and log-probs, regardless of concurrent requests."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """`rollout.engine_kwargs`: options by the engine's own names."""
+    """Options of the engine, from `rollout.engine_kwargs`."""
     url: str | None = None
-    """Where the server is, if it runs already."""
+    """URL of a server that is already running; None creates a server."""
     start_timeout_s: float = 600.0
-    """How long the engine may take to come up."""
+    """Time limit of the start."""
     weight_transfer: WeightTransfer = "auto"
-    """How new weights reach the engine's own processes."""
+    """Transport of new weights to the engine's processes."""
     on_weight_update: OnWeightUpdate = "auto"
-    """What becomes of requests that run then."""
+    """Whether a weight update keeps or aborts running requests."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Sampling parameters of the rollout. An engine that cannot offer them refuses to start."""
+    """Sampling parameters of the rollout. An engine that does not support them fails to start."""
 
 
 def refuse_unknown_options(given: Iterable[str], *, known: Iterable[str]) -> None:
-    """Raises: ConfigError: A key of `rollout.engine_kwargs` is not one of the engine's."""
+    """Refuse unknown keys of `rollout.engine_kwargs`.
+
+    Raises:
+        ConfigError: The engine has no option of that name.
+    """
     known = list(known)
     for key in given:
         if key not in known:
@@ -87,83 +91,86 @@ def refuse_unknown_options(given: Iterable[str], *, known: Iterable[str]) -> Non
 
 
 ABILITY_FOR: Mapping[str, Ability] = {"seed": Ability.SEED, "top_logprobs": Ability.TOP_LOGPROBS}
-"""Sampling parameters that need an ability if they differ from their default."""
+"""Sampling parameters that need an ability if they differ from their defaults."""
 
 
 def refuse_sampling_params(server: AsyncServerBase, params: SamplingParams) -> None:
-    """Refuse a started server that lacks an ability for the sampling parameters of the rollout.
+    """Refuse sampling parameters that a started server does not support.
 
     Raises:
-        ConfigError: An ability is missing.
+        ConfigError: The server lacks an ability for a parameter.
     """
-    usual = SamplingParams()
+    defaults = SamplingParams()
     for name, ability in ABILITY_FOR.items():
         value = getattr(params, name)
-        if value != getattr(usual, name) and ability not in server.abilities:
+        if value != getattr(defaults, name) and ability not in server.abilities:
             raise ConfigError(
-                f"rollout.{name} is {value}, which server {server.name!r} ({type(server).__name__}) does not offer; "
-                f"set rollout.{name}={getattr(usual, name)}, or choose another rollout.engine"
+                f"rollout.{name} is {value}, which server {server.name!r} ({type(server).__name__}) does not support; "
+                f"set rollout.{name}={getattr(defaults, name)}, or choose another rollout.engine"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class ServerHealth:
-    """What a server says of itself."""
+    """Health report of a server."""
 
     is_alive: bool
     num_running: int
-    """Requests that hold a place in the engine's batch."""
+    """Number of requests in the engine's batch."""
     num_waiting: int
-    """Requests that wait for a place."""
+    """Number of requests in the engine's queue."""
     weight_version: int
     detail: str = ""
-    """Why it is not alive."""
+    """Reason why the server is not alive."""
     kv_cache_share: float | None = None
-    """Of the KV cache, what running requests hold; None if it does not say. What is kept for later turns does not
-    count, since it gives way."""
+    """Share of the KV cache that running requests use; None if unknown. Prefixes cached for later turns do not count,
+    because they can be evicted."""
 
 
 class AsyncServerBase(ABC):
-    """One LLM server. All methods are called on one event loop.
+    """Base class of LLM servers. All methods are called on one event loop.
 
-    A subclass needs `generate` alone. Each other method has a default: what the method would do is then something that
-    the server cannot do, and the servers' pool does without it.
+    A subclass must define `generate`. Each other method has a default, which does nothing or raises an error; the pool
+    of servers works without those features.
 
-    Cancelling `generate` aborts the request: its place in the engine is free soon after, whatever the engine
-    was doing.
+    Cancelling `generate` aborts the request. The engine must free the slot of the request soon after.
     """
 
     template: ChatTemplate | None = None
-    """Of the model, for `chat_completion`; `AgentLoopManager` sets it."""
+    """Chat template of the model, for `chat_completion`. Set by `AgentLoopManager`."""
     abilities: frozenset[Ability] = frozenset()
     """Abilities that the server claims. `agent_loop.checks.check_server` tests them."""
     max_concurrent: int | None = None
-    """Requests that it computes at once. The pool keeps the rest in line and gives them to whichever server has a place
-    first; None gives the server all of them."""
+    """Number of requests that the server computes concurrently. The pool queues the rest, and sends each to the first
+    server with a free slot. None sets no limit."""
     restarts: bool = False
-    """Whether the server's process is started again by itself when it has died, as an actor of a cluster is."""
+    """Whether the server's process restarts by itself after it died, as a Ray actor does."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises: ConfigError: `end_session` is async, and would never run."""
+        """Refuse a subclass whose `end_session` is async, because nothing would await it.
+
+        Raises:
+            ConfigError: `end_session` is async.
+        """
         super().__init_subclass__(**kwargs)
         if inspect.iscoroutinefunction(cls.end_session):
             raise ConfigError(
-                f"end_session of {cls.__name__} is async; make it a plain method, which tells and does not wait"
+                f"end_session of {cls.__name__} is async; make it a plain method that does not wait"
             )
 
     @cached_property
     def name(self) -> str:
-        """Names the server in errors and metrics. Unique among the servers of a run."""
+        """Name of the server in errors and metrics. Unique among the servers of a run."""
         return f"{type(self).__name__}-{next(_NUMBERS)}"
 
     @classmethod
     def create(cls, spec: ServerSpec) -> AsyncServerBase:
-        """Make a server as a configuration asks for it.
+        """Create a server from its specification.
 
-        The default calls the class with `spec.engine_kwargs`, and gives the server the name of the specification.
+        The default calls the class with `spec.engine_kwargs` and sets the name of the server.
 
         Raises:
-            ConfigError: This class cannot be made from a configuration, or an option is wrong.
+            ConfigError: The class cannot be created from a specification, or an option is invalid.
         """
         if spec.url is not None:
             raise ConfigError(
@@ -174,19 +181,19 @@ class AsyncServerBase(ABC):
             server: AsyncServerBase = make(**spec.engine_kwargs)
         except TypeError as error:
             raise ConfigError(
-                f"{cls.__name__} cannot be made with rollout.engine_kwargs {dict(spec.engine_kwargs)}: {error}; give "
+                f"{cls.__name__} cannot be created with rollout.engine_kwargs {dict(spec.engine_kwargs)}: {error}; set "
                 "its constructor's arguments there, or define create(spec)"
             ) from error
         server.name = spec.name
         return server
 
     async def start(self) -> None:
-        """Brings the engine up. Called once, before anything else.
+        """Start the engine. Called once, before all other methods.
 
         Raises:
-            ConfigError: The engine refuses an option.
-            ServerTimeout: It did not come up in time; the message ends with the engine's last log lines.
-            ServerDied: It ended while it came up; the same.
+            ConfigError: The engine rejects an option.
+            ServerTimeout: The engine did not start in time. The message ends with the engine's last log lines.
+            ServerDied: The engine exited during the start. The message ends with the engine's last log lines.
         """
 
     @abstractmethod
@@ -198,23 +205,23 @@ class AsyncServerBase(ABC):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
-        """Samples one completion.
+        """Sample one completion.
 
         Args:
             prompt_ids: The whole context so far, shape [num_tokens]; read-only.
-            sampling_params: How to sample. `max_tokens` None means as many as fit.
-            request_id: The session: later turns of a conversation come with the same id, and a server may keep
-                what it computed for the earlier ones. At most one call per session runs at a time.
-            attachments: Everything attached to the context, counted from its first token, in order.
+            sampling_params: Sampling parameters. With `max_tokens` None, the context length is the only limit.
+            request_id: Id of the session. Later turns of a conversation have the same id, so that a server can reuse
+                the KV cache of earlier turns. At most one call per session runs at a time.
+            attachments: All attachments of the context, in order, with positions counted from its first token.
 
         Returns:
             The sampled tokens, stop token included, with log-probs as `TokenOutput.logprobs` defines them.
 
         Raises:
-            SamplingParamsError: A parameter that this server does not offer.
-            ServerError: The engine refuses the request: it may take no attachments, or not these.
-            ServerDied: The engine is gone.
-            BadServerReply: The engine answered what is no completion of this prompt.
+            SamplingParamsError: The server does not support a parameter.
+            ServerError: The engine rejects the request, for example because of its attachments.
+            ServerDied: The engine has exited.
+            BadServerReply: The engine's reply is not a completion of the prompt.
         """
 
     async def stream(
@@ -225,10 +232,10 @@ class AsyncServerBase(ABC):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
-        """Samples one completion and yields it in parts; the last one has a stop reason.
+        """Sample one completion and yield its chunks. The last chunk has a stop reason.
 
         Arguments and errors are those of `generate`. Leaving the iteration early aborts the request. A server
-        without the ability `STREAMING` yields everything at the end.
+        without the ability `STREAMING` yields all chunks at the end.
         """
         if attachments:
             output = await self.generate(prompt_ids, sampling_params, request_id, attachments=attachments)
@@ -240,12 +247,12 @@ class AsyncServerBase(ABC):
     async def chat_completion(
         self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
     ) -> ChatCompletion:
-        """Answers an OpenAI chat request; with a `session_id` in it, the caller ends that session.
+        """Return the completion of an OpenAI chat request. The caller ends the session of a request with `session_id`.
 
         Raises:
-            RequestError: The request asks for what is unknown or not offered.
-            ChatTemplateError: The template does not accept its messages.
-            ServerError: As `generate`.
+            RequestError: The request has an unknown or unsupported field.
+            ChatTemplateError: The template does not accept the messages.
+            ServerError: See `generate`.
         """
         request = ChatCompletionRequest.read(request)
         return await chat_completion(request, template=template, sampler=self, session=request.session_id)
@@ -253,7 +260,7 @@ class AsyncServerBase(ABC):
     async def stream_chat_completion(
         self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
     ) -> AsyncGenerator[ChatCompletionChunk]:
-        """The same in parts, while the model speaks. Leaving the iteration early aborts the completions."""
+        """Yield the chunks of a chat completion as they are sampled. Leaving the iteration aborts the request."""
         request = ChatCompletionRequest.read(request)
         chunks = stream_chat_completion(request, template=template, sampler=self, session=request.session_id)
         async with aclosing(chunks):
@@ -261,26 +268,29 @@ class AsyncServerBase(ABC):
                 yield chunk
 
     async def abort(self, request_id: str) -> None:
-        """End the running completion of a session: `generate` returns its tokens so far with stop reason `aborted`.
+        """Abort the running completion of a session. `generate` returns the tokens so far, stop reason `aborted`.
 
-        Does nothing if none runs. A server without this method has its requests cancelled, and their tokens are lost.
+        Does nothing if no completion is running. Requests of a server without this method are cancelled and lose
+        their tokens.
 
         Raises:
             ServerError: The server cannot abort requests.
         """
-        raise ServerError(f"{type(self).__name__} defines no abort", server=self.name, request_id=request_id)
+        raise ServerError(
+            f"{type(self).__name__} does not define abort", server=self.name, request_id=request_id
+        )
 
     def end_session(self, request_id: str) -> None:
-        """Note that no turn of this session will follow, so that what was kept for the session may go.
+        """End a session: no turn will follow, and its cache may be freed.
 
-        Does not wait until it is gone; does nothing for a session that is not known.
+        Returns without waiting. Does nothing for an unknown session.
         """
 
     async def wake_up(self) -> None:
         """Make the server ready to generate: weights on the device, KV cache allocated."""
 
     async def sleep(self) -> None:
-        """Free the KV cache and give the device to the trainer. Generation while asleep is an error.
+        """Free the KV cache and release the device for the trainer. A sleeping server rejects requests.
 
         Raises:
             ServerError: Requests are still running.
@@ -289,25 +299,25 @@ class AsyncServerBase(ABC):
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
     ) -> None:
-        """Replace the model's weights between two decoding steps; later tokens are stamped with the version.
+        """Replace the model's weights between two decoding steps. Later tokens have the new weight version.
 
-        Requests in flight go on. What was cached under the old weights is not reused by later requests.
+        In-flight requests continue. Later requests do not reuse caches of the old weights.
 
         Raises:
-            WeightsError: A name or a shape does not fit, or a weight is missing, or the server cannot take weights;
-                nothing was changed.
+            WeightsError: A name or a shape does not fit, a weight is missing, or the server does not support weight
+                updates. The weights are unchanged.
         """
         raise WeightsError(
-            f"server {self.name} cannot take new weights, since {type(self).__name__} defines no update_weights; "
+            f"server {self.name} cannot update weights, because {type(self).__name__} does not define update_weights; "
             "define it to train with this server"
         )
 
     async def health(self) -> ServerHealth:
-        """Tell whether the server works and how full it is. A server without this method counts as well."""
+        """Return the health and the load of the server. A server without this method counts as alive."""
         return ServerHealth(is_alive=True, num_running=0, num_waiting=0, weight_version=0)
 
     async def close(self) -> None:
-        """End the server and what it runs on. Requests in flight fail with `ServerError`."""
+        """Close the server and free its resources. In-flight requests fail with `ServerError`."""
 
 
 _NUMBERS = count()

@@ -1,4 +1,4 @@
-"""Completions that a loop on token ids received, and recognising their tokens in what the loop returns."""
+"""Memory of the completions that a token-level loop received, to find their tokens in the loop's output."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, Tok
 
 
 class ReceivedCompletion(Struct, frozen=True, eq=False):
-    """A completion, and the context that it was sampled in."""
+    """A completion and the context in which it was sampled."""
 
     num_context: int
+    """Number of context tokens."""
     context_hash: int
     token_ids: IntArray
     """Shape [num_tokens]."""
     segments: tuple[Segment, ...]
-    """One per weight version."""
+    """Segments of the completion, one per weight version."""
 
     def num_common(self, ids: IntArray) -> int:
-        """Return how many tokens the completion and `ids` share, if one of them begins with the other; else 0."""
+        """Return the length of the shorter of the completion and `ids` if it is a prefix of the other; else 0."""
         num_tokens = min(len(self.token_ids), len(ids))
         return num_tokens if np.array_equal(self.token_ids[:num_tokens], ids[:num_tokens]) else 0
 
@@ -42,7 +43,7 @@ class ReceivedCompletion(Struct, frozen=True, eq=False):
 
 
 class CompletionMemory:
-    """The completions that one loop received."""
+    """Memory of the completions that one loop received."""
 
     def __init__(self) -> None:
         self._completions: list[ReceivedCompletion] = []
@@ -50,11 +51,11 @@ class CompletionMemory:
 
     @property
     def last_version(self) -> int | None:
-        """The weight version of the newest completion; None before the first."""
+        """Weight version of the newest completion; None before the first."""
         return self._completions[-1].segments[-1].weight_version if self._completions else None
 
     def add(self, output: TokenOutput, *, num_context: int, context_hash: int) -> None:
-        """Remember a completion. An empty one is not kept."""
+        """Add a completion. Empty completions are not kept."""
         if not output.token_ids:
             return
         completion = ReceivedCompletion(
@@ -67,11 +68,10 @@ class CompletionMemory:
         self._by_num_context[num_context].append(completion)
 
     def recognise(self, run: IntArray, *, context: IntArray) -> list[Segment] | None:
-        """Return the sampled tokens that `run` begins with, as segments of one weight version each.
+        """Return the sampled tokens at the start of `run`, in one segment per weight version.
 
-        A completion that was sampled in `context` comes first. Otherwise the longest match in any context tells the
-        weight versions; the segments then have no log-probs, because a trainer would compute other values. Returns None
-        if no completion matches.
+        Completions that were sampled in `context` are preferred. Otherwise the longest match in any context is used;
+        its segments have no log-probs, because a trainer would compute other values. Returns None without a match.
         """
         candidates = self._by_num_context.get(len(context))
         if candidates:
@@ -86,18 +86,19 @@ class CompletionMemory:
         return [structs.replace(s, logprobs=None, extras={}) for s in completion.first(num_tokens)]
 
     def next_start(self, run: IntArray) -> int:
-        """Return where in `run`, behind its first token, a whole completion stands; the length of `run` if nowhere."""
+        """Return the first position in `run` after 0 at which a whole completion starts, or the length of `run`."""
         run_bytes = run.tobytes()
         starts = [_find(completion.token_ids.tobytes(), run_bytes) for completion in self._completions]
         return min([start for start in starts if start is not None], default=len(run))
 
 
 class RememberingServerManager(AsyncLLMServerManager):
-    """The servers of a loop on token ids: remembers what they return, so that the loop need not hand it on.
+    """Client of all servers that adds each completion to a memory. A token-level loop then need not
+    return log-probs and weight versions.
 
     Args:
-        manager: The servers; sessions that begin here end with its scope.
-        memory: Takes the completions.
+        manager: Manager of the servers. Its scope ends the sessions that begin here.
+        memory: Memory for the completions.
     """
 
     def __init__(self, manager: AsyncLLMServerManager, memory: CompletionMemory) -> None:
@@ -151,14 +152,17 @@ class RememberingServerManager(AsyncLLMServerManager):
 
 
 def hash_context(token_ids: IntArray) -> int:
-    """Tell contexts apart without keeping them, which would take memory in the square of a conversation's length."""
+    """Return a hash of a context. Keeping all contexts would need memory quadratic in the conversation's length."""
     return hash(token_ids.tobytes())
 
 
 def _longest_match(
     completions: Iterable[ReceivedCompletion], run: IntArray
 ) -> tuple[ReceivedCompletion | None, int]:
-    """Return the completion with most tokens in common, a whole one before one that was cut; none is None and 0."""
+    """Return the completion with the most tokens in common with `run`, and their number.
+
+    Ties go to a completion that is in `run` as a whole. Returns None and 0 without a match.
+    """
     best, most = None, (0, False)
     for completion in completions:
         num_common = completion.num_common(run)
@@ -169,7 +173,7 @@ def _longest_match(
 
 
 def _find(ids: bytes, run: bytes) -> int | None:
-    """Return the first place behind the start at which the packed ids stand in a packed run; None if nowhere."""
+    """Return the first position after 0 of the packed ids in a packed run, or None."""
     start = run.find(ids, 4)
     while start >= 0 and start % 4:
         start = run.find(ids, start + 1)

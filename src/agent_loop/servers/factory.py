@@ -1,4 +1,4 @@
-"""Servers from a configuration."""
+"""Creation of servers from a configuration."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ ENGINES = {
     "sglang": "agent_loop.servers.sglang:SGLangServer",
     "vllm": "agent_loop.servers.vllm:VLLMServer",
 }
-"""Engines that run inside a server of ours."""
+"""Engines that `agent_loop` starts itself."""
 
 REMOTE_ENGINES: dict[str, str] = {
     "openai": "agent_loop.servers.openai_compatible:OpenAIServer",
     "sglang": "agent_loop.servers.sglang:SGLangClient",
     "vllm": "agent_loop.servers.vllm:VLLMClient",
 }
-"""Engines that are reached by their URL."""
+"""Engines that run elsewhere and are reached by their URL."""
 
 
 def create_servers(model: ModelConfig, *, rollout: RolloutConfig) -> list[AsyncServerBase]:
-    """One server for each of `rollout.server_urls`, or `rollout.num_servers` new ones, each with a seed of its own.
+    """Create one server for each of `rollout.server_urls`, or else `rollout.num_servers` servers.
+
+    Each server has its own seed.
 
     Raises:
-        ConfigError: The engine is unknown, or refuses its options.
+        ConfigError: The engine is unknown, or rejects an option.
     """
     server_class = find_server_class(rollout)
     return [create_server(server_class, spec) for spec in make_server_specs(model, rollout=rollout)]
 
 
 def create_server(server_class: type[AsyncServerBase], spec: ServerSpec) -> AsyncServerBase:
-    """One server, whose requests outlast weight updates in the way that the specification asks for.
+    """Create one server. Wrap it in `AbortAndResumeServer` if weight updates have to abort its requests.
 
     Raises:
-        ConfigError: The engine refuses its options.
+        ConfigError: The engine rejects an option.
     """
     server = server_class.create(spec)
-    # A server that says what it can only when it is up keeps its requests, as the contract of servers has it.
+    # A server that knows its abilities only once it has started is expected to keep its requests.
     cannot_keep = (
         Ability.WEIGHT_UPDATE in server.abilities and Ability.UPDATE_IN_FLIGHT not in server.abilities
     )
@@ -53,7 +55,7 @@ def create_server(server_class: type[AsyncServerBase], spec: ServerSpec) -> Asyn
 
 
 def make_server_specs(model: ModelConfig, *, rollout: RolloutConfig) -> list[ServerSpec]:
-    """What `create_servers` makes its servers from."""
+    """Return the specifications of all servers of a configuration."""
     urls = rollout.server_urls or [None] * rollout.num_servers
     return [
         ServerSpec(
@@ -74,7 +76,7 @@ def make_server_specs(model: ModelConfig, *, rollout: RolloutConfig) -> list[Ser
 
 
 def find_server_class(rollout: RolloutConfig) -> type[AsyncServerBase]:
-    """The class of a configuration's servers.
+    """Return the server class that a configuration names.
 
     Raises:
         ConfigError: The engine is unknown.
@@ -89,12 +91,14 @@ def find_server_class(rollout: RolloutConfig) -> type[AsyncServerBase]:
     elif rollout.engine in engines:
         reference = engines[rollout.engine]
     elif rollout.engine in (ENGINES | REMOTE_ENGINES):
-        given = "given, but this engine is not reached by a URL" if rollout.server_urls else "empty"
+        given = "set, but this engine is not reached by a URL" if rollout.server_urls else "empty"
         raise ConfigError(
-            f"{key} is {rollout.engine!r} and rollout.server_urls is {given}; give URLs for one of "
-            f"{', '.join(sorted(REMOTE_ENGINES))}, or none for one of {', '.join(sorted(ENGINES))}"
+            f"{key} is {rollout.engine!r} and rollout.server_urls is {given}; set URLs for one of "
+            f"{', '.join(sorted(REMOTE_ENGINES))}, or leave them empty for one of {', '.join(sorted(ENGINES))}"
         )
     else:
         names = ", ".join(sorted(ENGINES | REMOTE_ENGINES))
-        raise ConfigError(f"{key} is {rollout.engine!r}; give one of {names}, or module:Class of your own")
+        raise ConfigError(
+            f"{key} is {rollout.engine!r}; set it to one of {names}, or to your own module:Class"
+        )
     return load_class(reference, base=AsyncServerBase, key=key)

@@ -1,4 +1,4 @@
-"""Talks to an engine over HTTP; whatever goes wrong comes out as a typed `ServerError`."""
+"""HTTP client of engines. Every failure is raised as a `ServerError`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from agent_loop.errors import BadServerReply, ServerDied, ServerError, ServerTim
 from agent_loop.runtime.describe import describe_error, one_line
 
 MAX_LINE_BYTES = 2**26
-"""Of one event in a stream: a long completion's log-probs fit easily."""
+"""Largest size of one event in a stream. The log-probs of a long completion fit."""
 
 KEEP_ALIVE_S = 2.0
-"""Shorter than servers keep idle connections (uvicorn: 5 s), so that no request meets one that is just closing."""
+"""Time for which idle connections are kept.
+
+It is shorter than the servers' own limit (uvicorn: 5 s), so that no request uses a connection that is being closed.
+"""
 
 
 class HttpStatusError(ServerError):
-    """The engine answered with a status that is no success; the message ends with what it said."""
+    """The engine returned an error status. The message ends with the body of the response."""
 
     def __init__(self, message: str, *, status: int, server: str, request_id: str) -> None:
         super().__init__(message, server=server, request_id=request_id)
@@ -29,13 +32,13 @@ class HttpStatusError(ServerError):
 
 
 class HttpClient:
-    """One engine's address.
+    """HTTP client of one engine.
 
     Args:
-        url: As in `http://host:8000`; a path at its end is kept.
-        server: Names the server in errors.
-        timeout_s: How long an answer, or the next part of a stream, may take.
-        headers: Sent with every request, such as an API key.
+        url: Base URL, such as `http://host:8000`. It may end with a path.
+        server: Name of the server in errors.
+        timeout_s: Time limit of a response, or of the next event in a stream.
+        headers: Headers of every request, such as an API key.
     """
 
     def __init__(
@@ -47,15 +50,15 @@ class HttpClient:
         self._headers = dict(headers or {})
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
-        self._answers: set[aiohttp.ClientResponse] = set()
-        """Those that are being read."""
+        self._responses: set[aiohttp.ClientResponse] = set()
+        """Responses that are being read."""
 
     async def get_json(self, path: str, *, timeout_s: float | None = None) -> Any:
-        """Raises: ServerError: As `post_json`."""
+        """Return the JSON of a GET request. Errors are those of `post_json`."""
         return await self._json("GET", path, body=None, request_id="", timeout_s=timeout_s)
 
     async def get_text(self, path: str, *, timeout_s: float | None = None) -> str:
-        """Raises: ServerError: As `post_json`."""
+        """Return the text of a GET request. Errors are those of `post_json`."""
         return await self._text("GET", path, body=None, request_id="", timeout_s=timeout_s)
 
     async def post_json(
@@ -66,13 +69,13 @@ class HttpClient:
         request_id: str = "",
         timeout_s: float | None = None,
     ) -> Any:
-        """Posts JSON and reads the JSON that comes back; None for an empty answer.
+        """Post JSON and return the JSON of the response, or None for an empty response.
 
         Raises:
-            HttpStatusError: The engine answered with an error.
-            ServerDied: It cannot be reached, or the connection broke.
-            ServerTimeout: It took longer than `timeout_s`.
-            BadServerReply: It answered something else than JSON.
+            HttpStatusError: The engine returned an error status.
+            ServerDied: The engine cannot be reached, or the connection broke.
+            ServerTimeout: The response took longer than `timeout_s`.
+            BadServerReply: The response is not JSON.
         """
         return await self._json("POST", path, body=body or {}, request_id=request_id, timeout_s=timeout_s)
 
@@ -84,19 +87,21 @@ class HttpClient:
         request_id: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Any]:
-        """Posts JSON and yields the JSON of each server-sent event, up to `[DONE]`.
+        """Post JSON and yield the JSON of each server-sent event, up to `[DONE]`.
 
-        Leaving the iteration early closes the connection, by which engines notice that the request is over.
+        Leaving the iteration early closes the connection, which makes engines abort the request.
 
         Raises:
-            ServerError: As `post_json`; the time limit holds from one event to the next.
+            ServerError: See `post_json`. The time limit applies to each event.
         """
         limit_s = timeout_s or self._timeout_s
         limits = aiohttp.ClientTimeout(total=None, sock_connect=limit_s, sock_read=limit_s)
         self._refuse_if_closed(request_id)
         with self._typed_errors(path, request_id=request_id, timeout_s=limit_s):
-            async with self._request("POST", path, body=body, request_id=request_id, limits=limits) as answer:
-                async for line in answer.content:
+            async with self._request(
+                "POST", path, body=body, request_id=request_id, limits=limits
+            ) as response:
+                async for line in response.content:
                     field, _, value = line.decode().strip().partition(":")
                     if field != "data":
                         continue
@@ -106,25 +111,25 @@ class HttpClient:
 
     @contextmanager
     def validating(self, path: str) -> Generator[None]:
-        """Read fields of an answer in the body.
+        """Convert errors from reading the fields of a response in the `with` block.
 
         Raises:
-            BadServerReply: The answer lacks a field, or has one of another type.
+            BadServerReply: The response lacks a field, or a field has a wrong type.
         """
         try:
             yield
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise BadServerReply(
-                f"{path} was answered with JSON of another form ({describe_error(error)}); see that the URL is that of "
-                "an engine which rollout.engine names",
+                f"{path} returned JSON with unexpected fields ({describe_error(error)}); check that the URL is that of "
+                "the engine in rollout.engine",
                 server=self._server,
             ) from error
 
     async def close(self) -> None:
-        """Closes the connections. What still waits fails, and so does what is asked later."""
+        """Close the connections. Pending and later requests fail."""
         self._is_closed = True
-        for answer in self._answers:  # closing the session alone would leave their readers waiting
-            answer.close()
+        for response in self._responses:  # closing only the session would not wake their readers
+            response.close()
         if self._session is not None:
             await self._session.close()
 
@@ -153,8 +158,10 @@ class HttpClient:
         limits = aiohttp.ClientTimeout(total=limit_s)
         self._refuse_if_closed(request_id)
         with self._typed_errors(path, request_id=request_id, timeout_s=limit_s):
-            async with self._request(method, path, body=body, request_id=request_id, limits=limits) as answer:
-                return await answer.text()
+            async with self._request(
+                method, path, body=body, request_id=request_id, limits=limits
+            ) as response:
+                return await response.text()
 
     @asynccontextmanager
     async def _request(
@@ -167,31 +174,31 @@ class HttpClient:
         limits: aiohttp.ClientTimeout,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         if self._session is None:
-            # No limit on connections: the engine queues requests, and a queue here would hold up its control calls.
+            # No limit on connections: the engine queues requests, and a queue here would delay control calls.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
                 headers=self._headers,
                 read_bufsize=MAX_LINE_BYTES,
             )
-        async with self._session.request(method, self.url + path, json=body, timeout=limits) as answer:
-            self._answers.add(answer)
+        async with self._session.request(method, self.url + path, json=body, timeout=limits) as response:
+            self._responses.add(response)
             try:
-                if not answer.ok:
-                    said = one_line(await answer.text(), max_length=500)
+                if not response.ok:
+                    text = one_line(await response.text(), max_length=500)
                     raise HttpStatusError(
-                        f"{method} {path} was answered with {answer.status} {answer.reason}: {said}",
-                        status=answer.status,
+                        f"{method} {path} returned {response.status} {response.reason}: {text}",
+                        status=response.status,
                         server=self._server,
                         request_id=request_id,
                     )
-                yield answer
+                yield response
             finally:
-                self._answers.discard(answer)
+                self._responses.discard(response)
 
     def _refuse_if_closed(self, request_id: str) -> None:
         if self._is_closed:
             raise ServerDied(
-                "the connection was closed; make another", server=self._server, request_id=request_id
+                "the client was closed; create a new one", server=self._server, request_id=request_id
             )
 
     def _parsed(self, text: str, *, path: str, request_id: str) -> Any:
@@ -199,7 +206,7 @@ class HttpClient:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise BadServerReply(
-                f"{path} was answered with something else than JSON ({error}): {one_line(text, max_length=200)}",
+                f"{path} returned invalid JSON ({error}): {one_line(text, max_length=200)}",
                 server=self._server,
                 request_id=request_id,
             ) from error
@@ -210,33 +217,33 @@ class HttpClient:
             yield
         except TimeoutError as error:
             raise ServerTimeout(
-                f"no answer from {self.url}{path} within {timeout_s:g} s",
+                f"no response from {self.url}{path} within {timeout_s:g} s",
                 server=self._server,
                 request_id=request_id,
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerDied(
-                f"{self.url}{path} cannot be reached any more ({describe_error(error)}); see that the server runs",
+                f"{self.url}{path} cannot be reached ({describe_error(error)}); check that the server is running",
                 server=self._server,
                 request_id=request_id,
             ) from error
-        except RuntimeError as error:  # aiohttp's, of a session that was closed while the request began
+        except RuntimeError as error:  # raised by aiohttp if the session was closed while the request began
             if not self._is_closed:
                 raise
             raise ServerDied(
-                f"the connection was closed ({describe_error(error)})",
+                f"the client was closed ({describe_error(error)})",
                 server=self._server,
                 request_id=request_id,
             ) from error
         except UnicodeDecodeError as error:
             raise BadServerReply(
-                f"{path} was answered with bytes that are not UTF-8",
+                f"{path} returned bytes that are not UTF-8",
                 server=self._server,
                 request_id=request_id,
             ) from error
-        except (ValueError, HttpProcessingError) as error:  # aiohttp's, of a line that is too long
+        except (ValueError, HttpProcessingError) as error:  # raised by aiohttp for a line that is too long
             raise BadServerReply(
-                f"{path} was answered with something that is not an event stream ({describe_error(error)})",
+                f"{path} did not return an event stream ({describe_error(error)})",
                 server=self._server,
                 request_id=request_id,
             ) from error

@@ -1,4 +1,4 @@
-"""In-flight request: one completion, sampled by one server or by several in turn."""
+"""In-flight request: one completion, sampled by one server or by several in succession."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
 MAX_EMPTY_CHUNKS = 10_000
-"""Number of chunks without a token in a row after which a stream counts as endless and fails."""
+"""Number of consecutive chunks without a token after which a stream fails."""
 
 
 class InFlightRequest:
-    """One completion and the tokens sampled so far. Another server can resume it from those tokens.
+    """One completion and its tokens so far. Another server can resume the completion from those tokens.
 
-    Every reply is checked here by `ReplyCheck` before other code sees it: what servers return, what they stream, and
-    what they leave behind when they die.
+    `ReplyCheck` checks every reply here before other code sees it: completions, streamed chunks, and the chunks of
+    servers that died.
 
     Args:
         params: How to sample.
@@ -32,7 +32,7 @@ class InFlightRequest:
         session: Id of the session.
         attachments: Everything attached to the context, counted from its first token, in order.
         check: Checks the replies; None checks without a vocabulary size.
-        is_streamed: Whether to ask servers for tokens as they are sampled.
+        is_streamed: Whether servers stream the tokens as they are sampled.
         on_chunk: Called with each chunk of a streamed completion.
     """
 
@@ -52,17 +52,17 @@ class InFlightRequest:
         self.session = session
         self.is_streamed = is_streamed
         self.chunks: list[TokenChunk] = []
-        """Chunks that were streamed, or left behind by servers that died."""
+        """Chunks that were streamed, or that servers sampled before they died."""
         self.num_tokens = 0
         """Number of tokens in `chunks`."""
         self.num_servers_lost = 0
-        """Number of servers that died while they worked on this request."""
+        """Number of servers that died during this request."""
         self._output: TokenOutput | None = None
         self._attempt = 0
-        """Number of the current attempt. Replies of earlier attempts are refused."""
+        """Number of the current attempt. Replies to earlier attempts are rejected."""
         self._check = check or ReplyCheck()
         self._on_chunk = on_chunk
-        # A server that takes no attachments need not accept the argument.
+        # A server without attachments need not have the argument.
         self._more: dict[str, Any] = {"attachments": attachments} if attachments else {}
 
     @property
@@ -78,14 +78,14 @@ class InFlightRequest:
         return self._output
 
     def add(self, chunk: TokenChunk) -> None:
-        """Add a chunk that was checked."""
+        """Add a checked chunk."""
         self.chunks.append(chunk)
         self.num_tokens += len(chunk.token_ids)
         if self._on_chunk is not None:
             self._on_chunk(chunk)
 
     async def generate_from(self, server: AsyncServerBase) -> TokenOutput:
-        """Have a server sample the rest of the completion at once. Return the tokens that this server sampled.
+        """Sample the rest of the completion on a server. Return the tokens that this server sampled.
 
         Raises:
             BadServerReply: The reply is not a completion of the prompt.
@@ -101,7 +101,7 @@ class InFlightRequest:
         return output
 
     async def stream_from(self, server: AsyncServerBase) -> TokenOutput:
-        """Have a server stream the rest of the completion. Return the tokens that this server sampled.
+        """Stream the rest of the completion from a server. Return the tokens that this server sampled.
 
         If the server does not report `prefill_s`, the time to its first token is recorded.
 
@@ -122,7 +122,7 @@ class InFlightRequest:
                     self.chunks[first] = replace(self.chunks[first], prefill_s=took_s)
         self._refuse_late_reply(attempt, server)
         if not self.is_finished:
-            raise self._bad("its stream ended without a stop reason", server.name)
+            raise self._bad("the stream ended without a stop reason", server.name)
         return TokenOutput.from_chunks(self.chunks[first:]) if first else self.output
 
     async def stream_rest(self, server: AsyncServerBase) -> AsyncGenerator[TokenChunk]:
@@ -143,17 +143,17 @@ class InFlightRequest:
                 chunk = self._checked(reply, server.name)
                 num_empty = 0 if chunk.token_ids else num_empty + 1
                 if num_empty > MAX_EMPTY_CHUNKS:
-                    raise self._bad(f"it yielded {MAX_EMPTY_CHUNKS} chunks without a token", server.name)
+                    raise self._bad(f"stream yielded {MAX_EMPTY_CHUNKS} chunks without a token", server.name)
                 yield chunk
 
-    def add_left_behind(self, chunks: Any, *, server: str) -> None:
-        """Add the tokens that a server is known to have sampled before it died.
+    def add_partial(self, chunks: Any, *, server: str) -> None:
+        """Add the tokens that a server sampled before it died.
 
         Raises:
-            BadServerReply: The chunks cannot be used; none of them was added.
+            BadServerReply: The chunks are invalid. None of them was added.
         """
         if not isinstance(chunks, Iterable):
-            raise self._bad("it died and left something that is not chunks", server)
+            raise self._bad(f"the chunks of its ServerDied error are a {type(chunks).__name__}", server)
         checked: list[TokenChunk] = []
         for chunk in chunks:  # pyright: ignore[reportUnknownVariableType]
             checked.append(self._checked(chunk, server, after=checked))
@@ -161,9 +161,9 @@ class InFlightRequest:
             self.add(chunk)
 
     def note_interruption(self) -> None:
-        """Count the interruption as a preemption, because the next server computes the prefix again.
+        """Record an interruption. It counts as a preemption, because the next server computes the prefix again.
 
-        Finishes the request if no token is left to sample.
+        Finishes the request if it already has `max_tokens` tokens.
         """
         self.num_servers_lost += 1
         self._begin_attempt()
@@ -185,23 +185,27 @@ class InFlightRequest:
         return self._attempt
 
     def _refuse_late_reply(self, attempt: int, server: AsyncServerBase) -> None:
-        """Raise `ServerDied` if the request was resumed elsewhere while the server ignored its cancellation."""
+        """Raise `ServerDied` if the request was resumed elsewhere because the server ignored its cancellation."""
         if attempt != self._attempt:
-            raise ServerDied("it was given up before it replied", server=server.name, request_id=self.session)
+            raise ServerDied(
+                "its reply came after the request was moved to another server",
+                server=server.name,
+                request_id=self.session,
+            )
 
     def _checked(self, chunk: Any, server: str, *, after: Sequence[TokenChunk] = ()) -> TokenChunk:
         num_before = self.num_tokens + sum(len(c.token_ids) for c in after)
         limit = None if self.params.max_tokens is None else self.params.max_tokens - num_before
         checked = self._check.chunk(chunk, server=server, request_id=self.session, max_tokens=limit)
         if self.is_finished or (after and after[-1].stop_reason is not None):
-            raise self._bad("it went on after its stop reason", server)
+            raise self._bad("it sent a chunk after its stop reason", server)
         return checked
 
     def _bad(self, what: str, server: str) -> BadServerReply:
         return bad_reply(what, server=server, request_id=self.session)
 
     def _rest(self) -> tuple[IntArray, SamplingParams]:
-        """Return the prompt and the parameters for the tokens that are left to sample."""
+        """Return the prompt and the parameters for the remaining tokens."""
         if not self.chunks:
             return self.prompt_ids, self.params
         sampled = [token for chunk in self.chunks for token in chunk.token_ids]

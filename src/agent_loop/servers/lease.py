@@ -51,16 +51,16 @@ class Lease:
         """Assign the server. Called by the pool.
 
         Args:
-            keeps_partial: Whether to stream the completion, so that another server can resume it from the tokens known.
+            keeps_partial: Whether to stream the completion, so that another server can resume it from its tokens.
         """
         self.server, self.num_known_tokens = server, num_known_tokens
         self._streams = self.request.is_streamed or (keeps_partial and Ability.STREAMING in server.abilities)
         self.granted_at = self.clock()
 
     async def sample(self) -> None:
-        """Have the leased server sample the rest of the request, until the time limit or until the server is lost.
+        """Sample the rest of the request on the leased server.
 
-        The call runs in a task of its own, so that a server that mishandles its task does no harm here.
+        The server's code runs in a separate task, so that a server that mishandles its task cannot affect the caller.
 
         Raises:
             ServerTimeout: The time limit passed.
@@ -102,8 +102,8 @@ class Lease:
 
     def _timeout(self) -> ServerTimeout:
         return ServerTimeout(
-            f"the completion took longer than {self._timeout_s:g} s; raise rollout.request_timeout_s, or see what "
-            "holds the server up",
+            f"the completion took longer than {self._timeout_s:g} s; raise rollout.request_timeout_s, or check "
+            "what delays the server",
             server=self.server.name,
             request_id=self.request.session,
         )

@@ -1,4 +1,4 @@
-"""Client of all servers."""
+"""Client of all servers: balances requests, and keeps the sessions of each scope."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class AsyncLLMServerManager:
-    """Client of all servers: load-balanced, with sessions that stay on their server.
+    """Client of all servers. It balances load and keeps each session on one server.
 
-    A request whose server dies resumes on another server from the tokens known. Loops get a manager that is scoped to
-    their trajectory: its sessions end with the trajectory.
+    If a server dies, another server resumes its requests from the tokens sampled so far. Loops get a manager that is
+    scoped to their trajectory: its sessions end with the trajectory.
     """
 
     def __init__(
@@ -44,9 +44,10 @@ class AsyncLLMServerManager:
         vocab_size: int | None = None,
     ) -> None:
         """Args:
-        request_timeout_s: Time limit of a completion, its time in the queue included. A completion that takes longer
-            is aborted and fails. None sets no limit.
-        vocab_size: Number of rows of the model's embedding. A completion with other token ids fails; None accepts any.
+        servers: Servers, or a pool of servers.
+        request_timeout_s: Time limit of a completion, time in the queue included. A completion that takes longer is
+            aborted and fails. None sets no limit.
+        vocab_size: Number of rows of the model's embedding. A completion with larger token ids fails; None allows any.
         """
         self._pool = servers if isinstance(servers, ServerPool) else ServerPool(servers)
         self._vocab_size = vocab_size
@@ -75,7 +76,8 @@ class AsyncLLMServerManager:
         """Sample one completion.
 
         Args:
-            request_id: The session. Later turns with the same id go to the same server, which still has its prefix.
+            request_id: Id of the session. Later turns with the same id go to the same server, which has their prefix
+                in its cache.
             prompt_ids: The whole context so far, shape [num_tokens].
             sampling_params: See `SamplingParams`.
             attachments: Everything attached to the context, counted from its first token, in order.
@@ -84,7 +86,7 @@ class AsyncLLMServerManager:
             SamplingParamsError: A parameter is unknown or out of range.
             ServerError: The server failed, or took longer than the time limit.
             ServerDied: The server died and no other is left, or the request has lost `MAX_SERVERS_LOST` servers.
-            BadServerReply: The server's reply is not a completion of the prompt, or it raised something else than
+            BadServerReply: The reply is not a completion of the prompt, or the server raised something other than
                 `ServerError` or `SamplingParamsError`.
         """
         request = self._new_request(request_id, prompt_ids, sampling_params, attachments)
@@ -98,7 +100,7 @@ class AsyncLLMServerManager:
         sampling_params: Mapping[str, Any] | SamplingParams,
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
-        """Sample one completion and yield it in parts; the last one has a stop reason.
+        """Sample one completion and yield its chunks. The last chunk has a stop reason.
 
         Arguments and errors are those of `generate`. Leaving the iteration aborts the request.
         """
@@ -120,12 +122,12 @@ class AsyncLLMServerManager:
     async def chat_completion(
         self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
     ) -> ChatCompletion:
-        """Return the completion of an OpenAI chat request; with a `session_id` in it, the caller ends that session.
+        """Return the completion of an OpenAI chat request. The caller ends the session of a request with `session_id`.
 
         Raises:
-            RequestError: The request asks for what is unknown or not offered.
-            ChatTemplateError: The template does not accept its messages.
-            ServerError: As `generate`.
+            RequestError: The request has an unknown or unsupported field.
+            ChatTemplateError: The template does not accept the messages.
+            ServerError: See `generate`.
         """
         request = ChatCompletionRequest.read(request)
         return await chat_completion(
@@ -135,7 +137,7 @@ class AsyncLLMServerManager:
     async def stream_chat_completion(
         self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
     ) -> AsyncGenerator[ChatCompletionChunk]:
-        """Yield the chunks of a chat completion as they are sampled. Leaving the iteration aborts the completions."""
+        """Yield the chunks of a chat completion as they are sampled. Leaving the iteration aborts the request."""
         request = ChatCompletionRequest.read(request)
         chunks = stream_chat_completion(
             request, template=template, sampler=self.sampler, session=request.session_id
@@ -147,7 +149,7 @@ class AsyncLLMServerManager:
     @property
     def sampler(self) -> Sampler:
         """The pool as a `Sampler`, for code that also works on one server."""
-        return _PoolSampler(self)
+        return _ManagerSampler(self)
 
     @property
     def servers(self) -> Sequence[AsyncServerBase]:
@@ -157,18 +159,18 @@ class AsyncLLMServerManager:
         """Start all engines.
 
         Raises:
-            ServerError: An engine did not start; the others were closed again.
+            ServerError: An engine did not start. All other engines were closed.
         """
         await self._pool.start()
 
     @asynccontextmanager
     async def watching(self) -> AsyncGenerator[None]:
-        """Check the servers' health while the body runs: see `ServerPool.watch`."""
+        """Check the servers' health while the body runs. See `ServerPool.watch`."""
         async with running_in_background(self._pool.watch()):
             yield
 
     async def abort(self, request_id: str) -> None:
-        """Abort the running completion of a session; its `generate` returns the tokens so far."""
+        """Abort the running completion of a session. Its `generate` returns the tokens so far."""
         await self._pool.abort(request_id)
 
     def end_session(self, request_id: str) -> None:
@@ -177,10 +179,10 @@ class AsyncLLMServerManager:
         self._pool.end_session(request_id)
 
     def scope(self, *, seed: int | None = None) -> ScopedServerManager:
-        """Return a manager on the same servers, for `with`: its sessions end with the scope.
+        """Return a manager of the same servers for use in a `with` statement, at whose end its sessions end.
 
         Args:
-            seed: Seed from which completions without a seed get theirs; None gives them none.
+            seed: Seed from which the seeds of completions without one are derived; None derives none.
         """
         scoped = ScopedServerManager(
             self._pool, request_timeout_s=self._request_timeout_s, vocab_size=self._vocab_size
@@ -189,9 +191,9 @@ class AsyncLLMServerManager:
         return scoped
 
     def next_seed(self, context: IntArray) -> int | None:
-        """Return the seed of the next completion of a context that is asked for in this scope.
+        """Return the seed of this scope's next completion of a context.
 
-        Returns None outside of a scope with a seed, and where seeds would cost a server something.
+        Returns None if the scope has no seed, or if a server lacks `Ability.FREE_SEEDS`.
         """
         if self._seeds is None or not self._pool.all_have(Ability.FREE_SEEDS):
             return None
@@ -208,7 +210,7 @@ class AsyncLLMServerManager:
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
     ) -> None:
-        """Replaces the weights of all servers; those whose engines are elsewhere share one copy."""
+        """Replace the weights of all servers. See `ServerPool.update_weights`."""
         await self._pool.update_weights(weights, weight_version=weight_version)
 
     async def health(self) -> list[ServerHealth]:
@@ -228,7 +230,7 @@ class AsyncLLMServerManager:
         *,
         on_chunk: Callable[[TokenChunk], None] | None = None,
     ) -> InFlightRequest:
-        """Begin the session and return its next request, streamed if there is an `on_chunk`."""
+        """Begin the session and return its next request. The request is streamed if `on_chunk` is given."""
         params, context = SamplingParams.parse(sampling_params), as_token_ids(prompt_ids)
         if params.seed is None and self._seeds is not None:
             params = structs.replace(params, seed=self.next_seed(context))
@@ -244,10 +246,10 @@ class AsyncLLMServerManager:
         )
 
     async def _complete(self, request: InFlightRequest) -> TokenOutput:
-        """Lease servers until the request is finished: one server, or several if servers die.
+        """Lease a server and sample the request. Lease another server if that one dies.
 
-        The pool queues the request, chooses the server by the balancer's policy, and applies the time limit. The server
-        is released whatever happens. A request that loses its server resumes on another one from the tokens known.
+        The pool queues the request, chooses the server by the balancer's policy, and applies the time limit. The lease
+        is always released. Another server resumes the request from the tokens sampled so far.
         """
         while not request.is_finished:
             try:
@@ -271,17 +273,17 @@ class Sessions(set[str]):
         """Add a session.
 
         Raises:
-            ServerError: The scope has ended: the loop was abandoned, and still runs.
+            ServerError: The scope has ended, but its loop was abandoned and is still running.
         """
         if self.is_closed:
             raise ServerError(
-                "the trajectory is over; end the loop when CancelledError arrives", request_id=request_id
+                "the trajectory is over; end the loop when CancelledError is raised", request_id=request_id
             )
         self.add(request_id)
 
 
 class ScopedServerManager(AsyncLLMServerManager):
-    """See `AsyncLLMServerManager.scope`."""
+    """Manager whose sessions end with a `with` block. See `AsyncLLMServerManager.scope`."""
 
     def __enter__(self) -> Self:
         return self
@@ -292,11 +294,11 @@ class ScopedServerManager(AsyncLLMServerManager):
             self._pool.end_session(request_id)
 
 
-class _PoolSampler:
-    """Implements `Sampler`."""
+class _ManagerSampler:
+    """Implementation of `Sampler` over all servers of a manager."""
 
-    def __init__(self, pool: AsyncLLMServerManager) -> None:
-        self._pool = pool
+    def __init__(self, manager: AsyncLLMServerManager) -> None:
+        self._manager = manager
 
     async def generate(
         self,
@@ -306,7 +308,7 @@ class _PoolSampler:
         *,
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
-        return await self._pool.generate(
+        return await self._manager.generate(
             request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, attachments=attachments
         )
 
@@ -318,9 +320,9 @@ class _PoolSampler:
         *,
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
-        return self._pool.stream(
+        return self._manager.stream(
             request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, attachments=attachments
         )
 
     def end_session(self, request_id: str) -> None:
-        self._pool.end_session(request_id)
+        self._manager.end_session(request_id)

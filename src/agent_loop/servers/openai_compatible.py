@@ -1,4 +1,4 @@
-"""Any server that speaks OpenAI's completions and takes and gives token ids."""
+"""Client of servers with OpenAI's completions API that accept and return token ids."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STOP_REASONS: Mapping[str, ServerStopReason] = {"stop": "stop", "length": "lengt
 
 
 class OpenAIOptions(BaseModel):
-    """`rollout.engine_kwargs` of this engine."""
+    """Options of this engine in `rollout.engine_kwargs`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,10 +44,10 @@ class OpenAIOptions(BaseModel):
 
 
 class OpenAIServer(AsyncServerBase):
-    """Talks to `/v1/completions` with token ids both ways.
+    """Client of `/v1/completions` that sends and receives token ids.
 
-    It belongs to somebody else: it takes no weights, and `sleep` and `close` leave it as it is. Aborting hangs up, by
-    which such servers notice that a completion is not wanted any more; what came before is kept.
+    The server is managed elsewhere: weight updates are not supported, and `sleep` and `close` do not affect it.
+    `abort` closes the connection, which makes the server stop the completion, and keeps the tokens so far.
     """
 
     def __init__(
@@ -59,8 +59,10 @@ class OpenAIServer(AsyncServerBase):
         timeout_s: float = 600.0,
     ) -> None:
         """Args:
-        url: As in `http://host:8000`, without `/v1`.
-        timeout_s: How long the next part of a completion may take.
+        url: Base URL, such as `http://host:8000`, without `/v1`.
+        name: Name of the server in errors and metrics.
+        options: Options of the engine; None is the defaults.
+        timeout_s: Time limit of each chunk of a completion.
         """
         options = options or OpenAIOptions()
         self.name = name
@@ -76,23 +78,23 @@ class OpenAIServer(AsyncServerBase):
         self._client = HttpClient(url.removesuffix("/v1"), server=name, timeout_s=timeout_s, headers=headers)
         self._model = options.served_model_name
         self._running: dict[str, asyncio.Timeout] = {}
-        """What ends the waiting for the next part of each completion."""
+        """Timeout scopes of the running completions. `abort` expires the scope."""
         self._is_asleep = False
-        self._trouble = "the server was not started; await start() first"
+        self._problem = "the server was not started; await start() first"
 
     @classmethod
     def create(cls, spec: ServerSpec) -> OpenAIServer:
-        """As `rollout.engine: openai` with `rollout.server_urls` asks for it."""
+        """Create a client for `rollout.engine: openai` with one of `rollout.server_urls`."""
         assert spec.url is not None
         options = parse_section(OpenAIOptions, spec.engine_kwargs, where="rollout.engine_kwargs")
         return cls(spec.url, name=spec.name, options=options)
 
     async def start(self) -> None:
-        """Finds the model, and sees that the server gives token ids.
+        """Find the model, and check that the server returns token ids.
 
         Raises:
-            ConfigError: It serves no such model, or gives no token ids.
-            ServerError: It cannot be reached.
+            ConfigError: The server does not serve the model, or does not return token ids.
+            ServerError: The server cannot be reached.
         """
         served = await self._client.get_json("/v1/models")
         with self._client.validating("/v1/models"):
@@ -106,20 +108,20 @@ class OpenAIServer(AsyncServerBase):
             )
         body = {"model": self._model, "prompt": [1], "max_tokens": 1, "return_token_ids": True}
         try:
-            answer = await self._client.post_json(COMPLETIONS, body)
+            response = await self._client.post_json(COMPLETIONS, body)
         except HttpStatusError as error:
             raise ConfigError(
-                f"{self._client.url} refuses a prompt of token ids ({error}); only servers that take and give token "
-                "ids can be used"
+                f"{self._client.url} rejects a prompt of token ids ({error}); use a server that accepts and returns "
+                "token ids"
             ) from error
         with self._client.validating(COMPLETIONS):
-            gives_ids = answer["choices"][0].get("token_ids") is not None
-        if not gives_ids:
+            returns_ids = response["choices"][0].get("token_ids") is not None
+        if not returns_ids:
             raise ConfigError(
-                f"{self._client.url} gives no token_ids, so that its text would have to be encoded again; only servers "
-                "that take and give token ids can be used"
+                f"{self._client.url} does not return token_ids, so its text would have to be encoded again; use a "
+                "server that accepts and returns token ids"
             )
-        self._trouble = ""
+        self._problem = ""
 
     async def generate(
         self,
@@ -158,7 +160,7 @@ class OpenAIServer(AsyncServerBase):
         finally:
             del self._running[request_id]
         raise BadServerReply(
-            "the stream ended before the completion did", server=self.name, request_id=request_id
+            "the stream ended without a stop reason", server=self.name, request_id=request_id
         )
 
     async def abort(self, request_id: str) -> None:
@@ -166,7 +168,7 @@ class OpenAIServer(AsyncServerBase):
             self._running[request_id].reschedule(asyncio.get_running_loop().time())
 
     def end_session(self, request_id: str) -> None:
-        """Nothing to do: the server drops prefixes as it likes."""
+        """Do nothing: the server evicts prefixes by itself."""
 
     async def wake_up(self) -> None:
         self._is_asleep = False
@@ -179,14 +181,14 @@ class OpenAIServer(AsyncServerBase):
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
     ) -> None:
-        """Raises: WeightsError: Always."""
+        """Raise `WeightsError`: the API has no weight updates."""
         raise WeightsError(
-            f"server {self.name} is somebody else's and takes no weights; use rollout.engine vllm or sglang with its "
-            "URL if it is one of these"
+            f"server {self.name} cannot update weights over OpenAI's API; set rollout.engine to vllm or sglang if the "
+            "server is one of these"
         )
 
     async def health(self) -> ServerHealth:
-        detail = self._trouble
+        detail = self._problem
         if not detail:
             try:
                 await self._client.get_json("/v1/models", timeout_s=HEALTH_TIMEOUT_S)
@@ -195,11 +197,11 @@ class OpenAIServer(AsyncServerBase):
         return ServerHealth(not detail, len(self._running), 0, weight_version=0, detail=detail)
 
     async def close(self) -> None:
-        self._trouble = "the server was closed; make another"
+        self._problem = "the server was closed; create a new one"
         await self._client.close()
 
     async def _events(self, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Any]:
-        """What the server sends; what an abort makes of it comes in the same form."""
+        """Yield the events of the server. After an abort, yield an event with the finish reason `abort`."""
         async with aclosing(self._client.stream_events(COMPLETIONS, body, request_id=request_id)) as events:
             while True:
                 scope = self._running[request_id]
@@ -219,7 +221,7 @@ class OpenAIServer(AsyncServerBase):
     def _body(self, prompt_ids: IntArray, params: SamplingParams, request_id: str) -> dict[str, Any]:
         if params.repetition_penalty != 1.0:
             raise SamplingParamsError(
-                f"repetition_penalty is {params.repetition_penalty}; this server offers only 1.0 (none)"
+                f"repetition_penalty is {params.repetition_penalty}; this server only supports 1.0 (none)"
             )
         wanted: dict[str, Any] = {
             "model": self._model,
@@ -230,18 +232,18 @@ class OpenAIServer(AsyncServerBase):
             "max_tokens": params.max_tokens,
             "seed": params.seed,
         }
-        unusual: dict[str, tuple[Any, Any]] = {
+        optional: dict[str, tuple[Any, Any]] = {
             "top_p": (params.top_p, 1.0),
             "top_k": (params.top_k, -1),
             "stop_token_ids": (list(params.stop_token_ids), []),
             "ignore_eos": (params.ignore_eos, False),
             "logprobs": (0 if Ability.LOG_PROBS in self.abilities else None, None),
         }
-        wanted |= {key: value for key, (value, usual) in unusual.items() if value != usual}
+        wanted |= {key: value for key, (value, default) in optional.items() if value != default}
         return {key: value for key, value in wanted.items() if value is not None}
 
     def _read(self, event: Any, request_id: str) -> TokenChunk | None:
-        """A part of the completion; None for an event without one, such as the usage at the end."""
+        """Return the chunk of an event, or None for an event without one, such as the final usage."""
         try:
             if "error" in event:
                 raise ServerError(
@@ -270,15 +272,15 @@ class OpenAIServer(AsyncServerBase):
     def _refuse_if_unable(
         self, prompt_ids: IntArray, request_id: str, attachments: Sequence[Attachment]
     ) -> None:
-        trouble = self._trouble
+        problem = self._problem
         if self._is_asleep:
-            trouble = "the server is asleep; call wake_up first"
+            problem = "the server is asleep; call wake_up first"
         elif request_id in self._running:
-            trouble = "a request of this session is already running; await it first"
+            problem = "a request of this session is already running; await it first"
         elif attachments:
-            trouble = f"the request has {len(attachments)} attachments, but this server takes text only"
-        if trouble:
-            raise ServerError(trouble, server=self.name, request_id=request_id)
+            problem = f"the request has {len(attachments)} attachments, but this server accepts text only"
+        if problem:
+            raise ServerError(problem, server=self.name, request_id=request_id)
         if len(prompt_ids) == 0:
             raise BadPrompt(
                 "the prompt is empty; give at least one token", server=self.name, request_id=request_id

@@ -1,4 +1,4 @@
-"""Engine packages, which are optional: imported when a server of theirs is made, and only in versions known to work."""
+"""Optional engine packages. They are imported when a server needs them, and only in supported versions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from agent_loop.errors import ConfigError
 
 
 def import_engine(module: str, *, package: str, supported: str) -> Any:
-    """Imports a module of an engine's package.
+    """Import a module of an engine's package.
 
     Args:
-        module: As in `vllm.v1.engine.async_llm`.
-        package: The top-level package, as in `vllm`.
-        supported: The versions that are known to work, as in `>=0.12,<0.33`.
+        module: Full name of the module, such as `vllm.v1.engine.async_llm`.
+        package: Name of the top-level package, such as `vllm`.
+        supported: Supported versions, such as `>=0.12,<0.33`.
 
     Raises:
-        ConfigError: The package is missing, broken, or of another version.
+        ConfigError: The package is missing, cannot be imported, or has an unsupported version.
     """
     found = require_version(package, supported=supported)
     try:
@@ -30,10 +30,10 @@ def import_engine(module: str, *, package: str, supported: str) -> Any:
 
 
 def require_version(package: str, *, supported: str) -> str:
-    """The installed version, without importing anything.
+    """Return the installed version of a package without importing it.
 
     Raises:
-        ConfigError: The package is missing, or of another version.
+        ConfigError: The package is missing, or has an unsupported version.
     """
     found = installed_version(package)
     if found is None:
@@ -42,13 +42,13 @@ def require_version(package: str, *, supported: str) -> str:
         )
     if not SpecifierSet(supported, prereleases=True).contains(found):
         raise ConfigError(
-            f"{package} {found} is installed, but only {supported} is supported; install one of those"
+            f"{package} {found} is installed, but only {supported} is supported; install a supported version"
         )
     return found
 
 
 def installed_version(package: str) -> str | None:
-    """The version of the distribution that provides a top-level package; None if there is none."""
+    """Return the version of the distribution that provides a top-level package, or None."""
     for distribution in packages_distributions().get(package, ()):
         try:
             return version(distribution)

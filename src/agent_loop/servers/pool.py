@@ -38,6 +38,7 @@ CLOSE_TIMEOUT_S = 60.0
 HEALTH_TIMEOUT_S = 10.0
 """Time limit of a health check. A server that does not reply in time is lost."""
 HEALTH_EVERY_S = 5.0
+"""Interval between health checks."""
 RESTART_CHECK_EVERY_S = 0.5
 """How often lost servers are checked while a call to all servers waits for one of them."""
 ABORT_TIMEOUT_S = 10.0
@@ -67,11 +68,12 @@ class ServerPool:
         restart_timeout_s: float = 0.0,
     ) -> None:
         """Args:
-        restart_timeout_s: How long requests stay queued for a server to rejoin when every server is lost; applies
-            if one of the servers `restarts`. 0 fails them at once.
+        config: Settings of the balancer.
         policy: Policy that chooses the servers; None is `LeastWork(config)`.
-        forecast: Tells how much sessions have left to do, where the order of the line depends on it; None learns it
-            from the sessions that ended.
+        forecast: Forecast of the work left in a session, for `BalancerConfig.longest_first`. None learns the
+            forecast from the sessions of this pool.
+        restart_timeout_s: How long requests stay queued for a server to rejoin when every server is lost. Applies
+            only if one of the servers `restarts`. 0 fails the requests at once.
         """
         self.balancer = LoadBalancer(config=config, policy=policy)
         self._forecast = (
@@ -79,12 +81,12 @@ class ServerPool:
         )
         self.weight_version = 0
         self.num_failovers = 0
-        """Number of requests that lost their server while it worked on them."""
+        """Number of in-flight requests that lost their server."""
         self._servers: dict[str, AsyncServerBase] = {}
         self._lost: dict[str, str] = {}
         """Reason of each lost server."""
         self.usage = ServerUsage()
-        """Totals over all completions since this pool was made."""
+        """Totals over all completions since the pool was created."""
         self._healths: dict[str, ServerHealth] = {}
         """Last health report of each server."""
         self._queued: dict[str, asyncio.Future[SlotGrant]] = {}
@@ -131,28 +133,31 @@ class ServerPool:
 
     @property
     def num_waiting(self) -> float:
-        """Requests that wait for a place, or in a server for its batch, as far as the servers said when they were last
-        asked."""
+        """Requests that are queued here or in a server, according to the last health reports."""
         return self.balancer.num_queued + self.balancer.num_leases - self.num_running
 
     @property
     def num_running(self) -> float:
-        """Requests in the batches of servers, as far as these said."""
-        here = self._here
-        num_waiting = sum(health.num_waiting for health in here)
-        share = num_waiting / max(num_waiting + sum(health.num_running for health in here), 1)
+        """Requests in the batches of the servers, according to the last health reports."""
+        healths = self._available_healths
+        num_waiting = sum(health.num_waiting for health in healths)
+        share = num_waiting / max(num_waiting + sum(health.num_running for health in healths), 1)
         return (1 - share) * self.balancer.num_leases
 
     @property
     def kv_cache_share(self) -> float | None:
-        """What running requests take of the servers' KV caches, mean of those that say so; None if none does."""
-        shares = [health.kv_cache_share for health in self._here if health.kv_cache_share is not None]
+        """Mean share of the KV cache in use, over the servers that report it; None if none reports it."""
+        shares = [
+            health.kv_cache_share for health in self._available_healths if health.kv_cache_share is not None
+        ]
         return sum(shares) / len(shares) if shares else None
 
     @property
     def kv_cache_demand(self) -> float | None:
-        """What the contexts of all sessions would take of the servers' KV caches; None if no server says what running
-        requests take, or nothing runs."""
+        """Share of the KV caches that the contexts of all sessions would need.
+
+        None if no server reports its KV cache use, or no request is running.
+        """
         share, running = self.kv_cache_share, self.balancer.num_running_tokens
         return None if share is None or not running else share * self.balancer.num_session_tokens / running
 
@@ -160,10 +165,10 @@ class ServerPool:
 
     @asynccontextmanager
     async def lease(self, request: InFlightRequest, *, timeout_s: float | None) -> AsyncGenerator[Lease]:
-        """Lease a server for the rest of a request, and release the lease in any case.
+        """Lease a server for the rest of a request. The lease is released in any case.
 
-        The balancer chooses the server; the request is queued while no server has a free slot. If the server dies,
-        it leaves the pool and the request keeps the tokens that are known: see `may_fail_over`.
+        The balancer chooses the server; the request is queued while no server has a free slot. A server that dies
+        leaves the pool, and the request keeps the tokens sampled so far: see `may_fail_over`.
 
         Args:
             timeout_s: Time limit of the lease, waiting in the queue included; None sets no limit.
@@ -186,14 +191,14 @@ class ServerPool:
         except ServerDied as error:
             if lease.granted_at is not None:
                 self.mark_lost(lease.server.name, reason=str(error))
-                request.add_left_behind(error.chunks, server=lease.server.name)
+                request.add_partial(error.chunks, server=lease.server.name)
             request.note_interruption()
             raise
 
     def may_fail_over(self, request: InFlightRequest, error: ServerDied) -> bool:
-        """Return whether another lease may resume a request that lost its server.
+        """Return whether another server may resume a request that lost its server.
 
-        It may while a server is left or may rejoin, and until the request has lost `MAX_SERVERS_LOST` servers.
+        Returns False if no server is left and none may rejoin, or if the request has lost `MAX_SERVERS_LOST` servers.
         """
         may_rejoin = bool(error.server) and self.expects_restarts
         is_server_left = bool(self.balancer.servers) or may_rejoin
@@ -214,7 +219,7 @@ class ServerPool:
         wanted = lease.slot_request
         if not self.balancer.servers:
             if not self.expects_restarts:
-                raise self._none_left(wanted.session)
+                raise self._no_server_left(wanted.session)
             self._start_restart_timer()
         grant = self.balancer.acquire(wanted) or await self._wait_in_queue(wanted, ends_at=lease.ends_at)
         if grant.server in self._lost:  # the server was lost after it was granted
@@ -223,7 +228,7 @@ class ServerPool:
         lease.grant(server, num_known_tokens=grant.num_known_tokens, keeps_partial=len(self._servers) > 1)
         self._leases[wanted.id] = lease
         if grant.moved_from is not None:
-            self._forget(wanted.session, on=grant.moved_from)
+            self._end_session_on(grant.moved_from, wanted.session)
 
     def _release(self, lease: Lease) -> None:
         """Free the slot, or remove the request from the queue. Grant free slots to queued requests."""
@@ -241,7 +246,7 @@ class ServerPool:
             )
 
     def _note_bad_reply(self, server: AsyncServerBase, error: BadServerReply) -> None:
-        """Lose a server whose last `MAX_BAD_REPLIES` replies were all bad, unless it is the last server.
+        """Mark a server as lost if its last `MAX_BAD_REPLIES` replies were all bad. Keep the last server.
 
         Such a server fails its requests at once, so it always has a free slot and would get nearly all requests.
         """
@@ -249,7 +254,7 @@ class ServerPool:
         self._num_bad_replies[name] += 1
         if self._num_bad_replies[name] >= MAX_BAD_REPLIES and len(self.balancer.servers) > 1:
             self.mark_lost(
-                name, reason=f"its last {MAX_BAD_REPLIES} replies could not be used; the last one: {error}"
+                name, reason=f"its last {MAX_BAD_REPLIES} replies were invalid; the last one: {error}"
             )
 
     async def _wait_in_queue(self, wanted: SlotRequest, *, ends_at: float | None) -> SlotGrant:
@@ -262,7 +267,7 @@ class ServerPool:
             if not scope.has_expired:
                 raise
             if not self.balancer.servers:
-                raise self._none_left(wanted.session) from None
+                raise self._no_server_left(wanted.session) from None
             raise ServerTimeout(
                 f"all {len(self.balancer.servers)} servers were full for rollout.request_timeout_s; raise it, add "
                 "servers, or lower rollout.max_concurrent",
@@ -286,23 +291,23 @@ class ServerPool:
             if request_id.rpartition("/")[0] == session and not future.done():
                 future.set_exception(RequestAborted())
                 return
-        server = self._home_of(session)
+        server = self._server_of(session)
         if server is not None:
             await run_bounded(partial(server.abort, session), timeout_s=ABORT_TIMEOUT_S)
 
     def end_session(self, session: str) -> None:
         """End a session: no further turn will follow."""
-        server = self._home_of(session)
+        server = self._server_of(session)
         self.balancer.end_session(session)
         if self._forecast is not None:
             self._forecast.end(session)
         if server is not None:
-            self._forget(session, on=server.name)
+            self._end_session_on(server.name, session)
 
-    # -- who is alive ----------------------------------------------------------------------------------------------
+    # -- health ----------------------------------------------------------------------------------------------------
 
     def mark_lost(self, name: str, *, reason: str) -> None:
-        """Remove a server: its requests raise `ServerDied`, and its sessions move to other servers."""
+        """Remove a server from balancing. Its requests raise `ServerDied`; its sessions move to other servers."""
         if name in self._lost:
             return
         logger.warning("server %s is lost: %s", name, reason)
@@ -323,10 +328,10 @@ class ServerPool:
 
     async def watch(self) -> None:
         """Check the health of every server periodically, without end. Lost servers are checked first."""
-        await run_together(self._look_after(self._servers[name]) for name in list(self._lost))
+        await run_together(self._check_server(self._servers[name]) for name in list(self._lost))
         while True:
             await asyncio.sleep(HEALTH_EVERY_S)
-            await run_together(self._look_after(server) for server in self.servers)
+            await run_together(self._check_server(server) for server in self.servers)
 
     async def health(self) -> list[ServerHealth]:
         """Return the health of each server. A server that does not reply counts as not alive."""
@@ -338,7 +343,7 @@ class ServerPool:
         """Start all engines.
 
         Raises:
-            ServerError: An engine did not start; the others were closed again.
+            ServerError: An engine did not start. All other engines were closed.
         """
         try:
             await run_together(server.start() for server in self.servers)
@@ -351,27 +356,28 @@ class ServerPool:
 
     async def wake_up(self) -> None:
         """Make all servers ready to generate."""
-        await self._each(lambda server: server.wake_up())
+        await self._call_all(lambda server: server.wake_up())
 
     async def sleep(self) -> None:
         """Free the KV caches of all servers and give their devices to the trainer."""
-        await self._each(lambda server: server.sleep())
+        await self._call_all(lambda server: server.sleep())
 
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
     ) -> None:
-        """Replaces the weights of all servers; those whose engines are elsewhere share one copy. A server that was
-        lost and is well again takes part from here on.
+        """Replace the weights of all servers. Servers whose engine runs in another process share one copy.
+
+        Lost servers that are alive again rejoin first.
 
         Raises:
-            WeightsError: They do not fit.
+            WeightsError: The weights do not fit the model.
             ServerDied: No server is left.
         """
         for name in list(self._lost):
             if (await self._health_of(self._servers[name])).is_alive:
                 self._rejoin(name)
         async with SharedWeights(weights, senders=self._weight_senders) as shared:
-            await self._each(
+            await self._call_all(
                 lambda server: server.update_weights(shared, weight_version=weight_version), at_version=False
             )
         self.weight_version = weight_version
@@ -381,7 +387,7 @@ class ServerPool:
         self._stop_restart_timer()
         await run_together(server.close() for server in self.servers)
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------------------
 
     def _join(self, server: AsyncServerBase) -> None:
         granted = self.balancer.add_server(server.name, max_in_flight=server.max_concurrent)
@@ -389,7 +395,7 @@ class ServerPool:
         self._deliver(granted)
 
     def _rejoin(self, name: str) -> None:
-        logger.warning("server %s is back", name)
+        logger.warning("server %s has rejoined", name)
         del self._lost[name]
         self._stop_restart_timer()
         self._join(self._servers[name])
@@ -409,36 +415,36 @@ class ServerPool:
         self._restart_timer = None
         for request_id, future in self._queued.items():
             if not future.done():
-                future.set_exception(self._none_left(request_id.rpartition("/")[0]))
+                future.set_exception(self._no_server_left(request_id.rpartition("/")[0]))
 
     @property
-    def _here(self) -> list[ServerHealth]:
+    def _available_healths(self) -> list[ServerHealth]:
         """Last health reports of the servers that are not lost."""
         return [health for name, health in self._healths.items() if name not in self._lost]
 
-    def _home_of(self, session: str) -> AsyncServerBase | None:
+    def _server_of(self, session: str) -> AsyncServerBase | None:
         name = self.balancer.server_of(session)
         return None if name is None else self._servers[name]
 
-    def _forget(self, session: str, *, on: str) -> None:
-        """Tell a server that a session has left it. Errors are logged and not raised."""
-        server = self._servers.get(on)
-        if server is None or on in self._lost:
+    def _end_session_on(self, name: str, session: str) -> None:
+        """End a session on a server. Errors are logged and not raised."""
+        server = self._servers.get(name)
+        if server is None or name in self._lost:
             return
         try:
             server.end_session(session)
         except ServerError as error:
-            logger.debug("server %s did not forget session %s: %s", on, session, error)
+            logger.debug("server %s could not end session %s: %s", name, session, error)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001  (whatever a server raises, the session is over)
+        except BaseException as error:  # noqa: BLE001  (the session has ended even if a server's own code fails)
             logger.warning(
-                "server %s: end_session raised %s; it may raise a ServerError only",
-                on,
+                "server %s: end_session raised %s; it may only raise ServerError",
+                name,
                 describe_error(error),
             )
 
-    async def _each(
+    async def _call_all(
         self, call: Callable[[AsyncServerBase], Coroutine[Any, Any, None]], *, at_version: bool = True
     ) -> None:
         """Call all servers that are not lost, concurrently. A server that dies during the call is lost.
@@ -465,25 +471,28 @@ class ServerPool:
             await self._wait_for_restart(at_version=at_version)
 
     async def _wait_for_restart(self, *, at_version: bool) -> None:
-        """Check the lost servers again and again until one rejoins.
+        """Check the lost servers periodically until one rejoins.
 
         Raises:
-            ServerDied: None is expected back, or none rejoined in time.
+            ServerDied: No server may rejoin, or none rejoined in time.
         """
         if not self.expects_restarts:
-            raise self._none_left("")
+            raise self._no_server_left("")
 
         async def check_until_one_rejoins() -> None:
             while not self.balancer.servers:
                 await asyncio.sleep(RESTART_CHECK_EVERY_S)
-                await run_together(self._look_after(server, at_version=at_version) for server in self.servers)
+                await run_together(
+                    self._check_server(server, at_version=at_version) for server in self.servers
+                )
 
         try:
             await run_bounded(check_until_one_rejoins, timeout_s=self._restart_timeout_s)
         except DeadlineExpired:
-            raise self._none_left("") from None
+            raise self._no_server_left("") from None
 
-    async def _look_after(self, server: AsyncServerBase, *, at_version: bool = True) -> None:
+    async def _check_server(self, server: AsyncServerBase, *, at_version: bool = True) -> None:
+        """Check the health of a server. Mark the server as lost, or let it rejoin."""
         health = await self._health_of(server)
         has_version = not at_version or health.weight_version == self.weight_version
         if not health.is_alive:
@@ -496,14 +505,14 @@ class ServerPool:
             health = checked_health(await run_bounded(server.health, timeout_s=HEALTH_TIMEOUT_S))
         except DeadlineExpired as error:
             return _not_alive(f"the health check {error}")
-        except Exception as error:  # noqa: BLE001  (whatever it raises, it is not well)
+        except Exception as error:  # noqa: BLE001  (a server whose health check fails in any way is not alive)
             return _not_alive(describe_error(error))
         self._healths[server.name] = health
         return health
 
-    def _none_left(self, session: str) -> ServerDied:
+    def _no_server_left(self, session: str) -> ServerDied:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self._lost.items())
-        return ServerDied(f"no server is left ({reasons or 'there was none'})", request_id=session)
+        return ServerDied(f"no server is left ({reasons or 'the pool has no servers'})", request_id=session)
 
 
 def _not_alive(detail: str) -> ServerHealth:

@@ -1,4 +1,4 @@
-"""What a prompt must fit, for servers of text."""
+"""Limits on prompts, for servers that accept text only."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from agent_loop.types import IntArray
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """What a prompt must fit."""
+    """Limits on the prompts of one server."""
 
     server: str
     max_model_len: int
     vocab_size: int
 
     def check(self, request_id: str, *, prompt_ids: IntArray, attachments: Sequence[Attachment]) -> int:
-        """How many tokens may be sampled for it.
+        """Return the number of tokens that can be sampled after a prompt.
 
         Raises:
-            BadPrompt: It is empty, does not fit, holds an id that the model does not know, or has attachments.
+            BadPrompt: The prompt is empty or too long, has a token id outside the vocabulary, or has attachments.
         """
-        trouble = ""
+        problem = ""
         if attachments:
-            trouble = (
-                f"the request has {len(attachments)} attachments, but this server takes text only; use "
+            problem = (
+                f"the request has {len(attachments)} attachments, but this server accepts text only; use "
                 "rollout.engine=embedded for images"
             )
         elif len(prompt_ids) == 0:
-            trouble = "the prompt is empty; give at least one token"
+            problem = "the prompt is empty; give at least one token"
         elif len(prompt_ids) >= self.max_model_len:
-            trouble = (
+            problem = (
                 f"the prompt has {len(prompt_ids)} tokens, but max_model_len {self.max_model_len} leaves room for "
                 f"{self.max_model_len - 1} and one to sample; raise rollout.prompt_length or rollout.response_length, "
                 "or shorten the prompt"
             )
         elif (lowest := int(prompt_ids.min())) < 0 or int(prompt_ids.max()) >= self.vocab_size:
-            trouble = (
-                f"the prompt holds token id {lowest if lowest < 0 else int(prompt_ids.max())}, but the model's "
-                f"vocabulary ends at {self.vocab_size - 1}; give ids of this model's tokenizer"
+            problem = (
+                f"the prompt has token id {lowest if lowest < 0 else int(prompt_ids.max())}, but the model's "
+                f"vocabulary ends at {self.vocab_size - 1}; use the ids of this model's tokenizer"
             )
-        if trouble:
-            raise BadPrompt(trouble, server=self.server, request_id=request_id)
+        if problem:
+            raise BadPrompt(problem, server=self.server, request_id=request_id)
         return self.max_model_len - len(prompt_ids)

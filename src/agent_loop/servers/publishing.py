@@ -1,4 +1,4 @@
-"""A server's side of a weight update: checks what is published, then offers it to the engine's processes."""
+"""Server side of a weight update: checks the published weights, and offers them to the engine's processes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from agent_loop.weights import (
 
 
 class WeightPublisher:
-    """Offers weights that fit the model, and refuses others before anything is touched.
+    """Publisher of weights that fit the model. Other weights are rejected before the engine sees them.
 
-    Engines load what they are given and leave the rest as it was; they fuse weights, so that their own tensors do not
-    tell what they expect. The headers of the model's files do.
+    Engines silently keep the weights that an update lacks. They also fuse weights, so that their own tensors do not
+    show which names they expect. The expected names and shapes are read from the headers of the model's files.
     """
 
     def __init__(
@@ -43,9 +43,12 @@ class WeightPublisher:
         as_checkpoints: bool = False,
     ) -> None:
         """Args:
-        num_receivers: The engine's ranks.
-        folder: Where weights that go by disk are written; a temporary folder if None.
-        as_checkpoints: The engine loads weights that go by disk itself, as a model's folder.
+        model: Model whose weights are published.
+        transfer: Value of `rollout.weight_transfer`.
+        is_same_host: Whether the engine runs on this machine.
+        num_receivers: Number of the engine's ranks.
+        folder: Folder of weights that are transferred by disk; None uses a temporary folder.
+        as_checkpoints: Whether the engine itself loads weights from disk, as a model folder.
         """
         self._model = model
         self._transfer: WeightTransfer = transfer
@@ -62,14 +65,14 @@ class WeightPublisher:
     async def offer(
         self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int
     ) -> AsyncGenerator[WeightHandle]:
-        """Makes the weights available to the engine's processes while the context is open.
+        """Make the weights available to the engine's processes while the context is open.
 
         Args:
-            weights: As `AsyncServerBase.update_weights` got them. Of `AdaptedWeights` the base is checked.
+            weights: Weights from `AsyncServerBase.update_weights`. For `AdaptedWeights`, the base is checked.
 
         Raises:
             WeightsError: A name or a shape does not fit, or a weight is missing.
-            ConfigError: `rollout.weight_transfer` cannot work for these weights.
+            ConfigError: `rollout.weight_transfer` does not support these weights.
         """
         if iter(weights) is weights:
             weights = list(weights)
@@ -95,13 +98,13 @@ class WeightPublisher:
             yield handle
 
     def close(self) -> None:
-        """Gives back what the offers have set up."""
+        """Free the resources of all offers."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
 
     def _merges_on_gpu(self, adapted: AdaptedWeights | None) -> bool:
-        """Whether a base in host memory is to be merged for an engine that takes memory of a GPU."""
+        """Return whether a base in host memory is merged on a GPU, for an engine that reads GPU memory."""
         device = None if adapted is None else adapted.device
         return self._transfer == "cuda_ipc" and device is not None and device.type == "cuda"
 
@@ -126,19 +129,19 @@ class WeightPublisher:
             for name in others:
                 if not torch.equal(value_of(name), value_of(first)):
                     raise WeightsError(
-                        f"weights {first!r} and {name!r} are one in this model but were published with different "
-                        "values; publish either, or untie them in the model's config"
+                        f"weights {first!r} and {name!r} are tied in this model but were published with different "
+                        "values; publish one of them, or untie them in the model's config"
                     )
 
     def _embeddings(self, names: Collection[str]) -> dict[str, str]:
-        """By the names of tied weights the ones that engines load them by, where these are others."""
+        """Return the names by which engines load tied weights, for those published under another name."""
         return {
             name: group[0] for group in self._tied if group[0] not in names for name in group if name in names
         }
 
 
 def local_folder(model: ModelConfig) -> Path | None:
-    """Where the model's files are on this machine; None for a hub name that was not downloaded."""
+    """Return the folder of the model's files on this machine, or None for a hub name that was not downloaded."""
     if Path(model.path).is_dir():
         return Path(model.path)
     import huggingface_hub  # late: only hub names need it

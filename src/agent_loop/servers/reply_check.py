@@ -1,4 +1,4 @@
-"""Checks the replies of servers where they enter the pool. Behind this module, completions are trusted."""
+"""Checks of servers' replies where they enter the pool. Code behind these checks trusts completions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_WEIGHT_VERSION = 2**31 - 1
 """The largest integer in the batch's column of weight versions."""
 MIN_LOG_PROB = -10_000.0
-"""Engines that cannot write minus infinity write -9999."""
+"""Lowest allowed log-prob. Engines that cannot represent minus infinity return -9999."""
 LOG_PROB_ROUNDING = 1e-3
 """Log-probs may exceed 0 by this much from rounding; they are set to 0."""
 MAX_COUNT = 2**53
@@ -33,14 +33,16 @@ Version: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_WEIGHT_VERSION)]
 
 
 class ReplyCheck:
-    """Checks that replies of servers keep the contract of `TokenOutput` and `TokenChunk`.
+    """Check that replies of servers follow the contract of `TokenOutput` and `TokenChunk`.
 
-    What passes is a copy: a server that changes its own lists later changes nothing here. Lists and scalars of numpy
-    are accepted and become plain ones.
+    Accepted replies are copied, so that a server cannot change them later. NumPy arrays and scalars are accepted and
+    converted to Python's.
     """
 
     def __init__(self, vocab_size: int | None = None) -> None:
-        """Args: vocab_size: Number of rows of the model's embedding; None accepts any id that fits into int32."""
+        """Args:
+        vocab_size: Number of rows of the model's embedding; None allows any id that fits into int32.
+        """
         self._contracts = _contracts_of(vocab_size)
 
     def output(
@@ -49,10 +51,10 @@ class ReplyCheck:
         """Return a checked copy of a whole completion.
 
         Args:
-            max_tokens: Number of tokens that the server was asked for at most.
+            max_tokens: `max_tokens` of the request.
 
         Raises:
-            BadServerReply: The reply is not a completion of what was asked.
+            BadServerReply: The reply is not a valid completion of the request.
         """
         source = _Source(server, request_id)
         if not isinstance(reply, TokenOutput):
@@ -72,7 +74,7 @@ class ReplyCheck:
         return TokenOutput.from_chunks(chunks)
 
     def chunk(self, reply: Any, *, server: str, request_id: str, max_tokens: int | None = None) -> TokenChunk:
-        """Return a checked copy of a part of a completion. See `output`."""
+        """Return a checked copy of one chunk of a completion. See `output`."""
         source = _Source(server, request_id)
         if not isinstance(reply, TokenChunk):
             raise source.bad(f"stream yielded {_type_of(reply)}, not a TokenChunk")
@@ -94,9 +96,13 @@ class ReplyCheck:
 
 
 def bad_reply(what: str, *, server: str, request_id: str) -> BadServerReply:
-    """Return the error for a reply that cannot be used. Args: what: Continues "the server's reply cannot be used"."""
+    """Return the error for an invalid reply.
+
+    Args:
+        what: Problem with the reply, after "its reply is invalid: ".
+    """
     return BadServerReply(
-        f"its reply cannot be used: {what}; fix the server, whose contract is in docs/how-to.md, section "
+        f"its reply is invalid: {what}; fix the server, whose contract is in docs/how-to.md, section "
         "'What a reply must hold'",
         server=server,
         request_id=request_id,
@@ -104,17 +110,17 @@ def bad_reply(what: str, *, server: str, request_id: str) -> BadServerReply:
 
 
 def checked_health(reply: Any) -> ServerHealth:
-    """Return a checked copy of what a server says about itself.
+    """Return a checked copy of a health report.
 
     Raises:
-        BadServerReply: The reply is not a `ServerHealth`, or a field of it is of the wrong type.
+        BadServerReply: The reply is not a `ServerHealth`, or a field has a wrong type.
     """
     if not isinstance(reply, ServerHealth):
         raise BadServerReply(f"health returned {_type_of(reply)}, not a ServerHealth")
     try:
         fields = convert(reply, _Health, from_attributes=True)
     except ValidationError as error:
-        raise BadServerReply(f"health returned a wrong field: {error}") from error
+        raise BadServerReply(f"health returned an invalid field: {error}") from error
     return ServerHealth(
         is_alive=fields.is_alive,
         num_running=fields.num_running,
@@ -171,7 +177,7 @@ def _contracts_of(vocab_size: int | None) -> _Contracts:
 
 
 def _read(reply: TokenChunk, contract: type[Any], rounded: type[Any], source: _Source) -> Any:
-    """Return the fields of a reply. Nearly all replies pass the first attempt, which costs microseconds."""
+    """Return the fields of a reply. Nearly all replies pass the first attempt, which takes microseconds."""
     try:
         return convert(reply, contract, from_attributes=True)
     except ValidationError:
@@ -200,11 +206,11 @@ def _checked_extras(extras: Any, source: _Source, *, num_tokens: int) -> TokenAr
             ) from error
         if not isinstance(name, str) or array.dtype.kind not in "biuf":
             raise source.bad(
-                f"its extras {_shown(name)} are an array of {array.dtype}; give numbers under a text"
+                f"its extras {_shown(name)} are an array of {array.dtype}; return arrays of numbers by name"
             )
         if array.shape[:1] != (num_tokens,):
             raise source.bad(
-                f"its extras {name!r} have shape {list(array.shape)} for {num_tokens} tokens; give one entry per token"
+                f"its extras {name!r} have shape {list(array.shape)} for {num_tokens} tokens; return one entry each"
             )
         array.flags.writeable = False
         checked[name] = array
@@ -220,7 +226,7 @@ def _check_lengths(fields: Any, source: _Source, max_tokens: int | None) -> None
 
 
 def _plain(value: Any, *, depth: int = 2) -> Any:
-    """Return numpy's arrays and scalars as Python's."""
+    """Return NumPy arrays and scalars as Python lists and scalars."""
     if isinstance(value, (np.ndarray, np.generic)):
         return cast(Any, value).tolist()
     if depth and isinstance(value, (list, tuple)):
@@ -229,7 +235,7 @@ def _plain(value: Any, *, depth: int = 2) -> Any:
 
 
 def _described(error: ValidationError, fields: dict[str, Any]) -> str:
-    """Say which field is wrong, what it holds and what is expected."""
+    """Return the name of the invalid field, its value and the expected value."""
     expected, _, path = str(error).partition(" - at ")
     found = re.search(r"\$\.(\w+)(?:\[(\d+)\])?", path)
     if found is None:

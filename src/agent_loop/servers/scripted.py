@@ -1,4 +1,4 @@
-"""A server that says what it is told to: for tests of loops, tools and trainers without a model."""
+"""Server with scripted completions, for tests of loops, tools and trainers without a model."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScriptedRequest:
-    """What the server was asked."""
+    """Request that the server received."""
 
     prompt_ids: IntArray
     sampling_params: SamplingParams
     request_id: str
     turn: int
-    """How many completions this session had before."""
+    """Number of earlier requests of the session."""
     attachments: tuple[Attachment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedReply:
-    """What the server says."""
+    """Reply of the server to one request."""
 
     token_ids: Sequence[int]
-    """The stop token included, if the model is to stop by itself."""
+    """Sampled tokens. They include the stop token if the model stops by itself."""
     logprobs: Sequence[float] | None = None
-    """One per token; None gives -0.5 for each."""
+    """Log-prob of each token; None is -0.5 for each."""
     latency_s: float = 0.0
-    """Time to the last token. Tokens come evenly spread over it; infinity never answers."""
+    """Seconds to the last token. Tokens are evenly spaced; with infinity, the request never ends."""
     error: str | None = None
-    """Fail with a `ServerError` that says this, after the latency."""
+    """Message of the `ServerError` that is raised after the latency; None raises no error."""
     stops: bool = True
-    """Whether the model meant to stop here; False ends with stop reason `length`."""
+    """Whether the stop reason is `stop`; otherwise it is `length`."""
 
 
 Script: TypeAlias = Callable[[ScriptedRequest], ScriptedReply] | Sequence[ScriptedReply]
-"""What to answer each request with; a sequence is read by the turn of the session."""
+"""Function from a request to its reply, or the replies to the turns of each session."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedOptions:
-    """`rollout.engine_kwargs` of this engine, beside `script`. See `ScriptedServer`."""
+    """Options of this engine in `rollout.engine_kwargs`, except `script`. See `ScriptedServer`."""
 
     vocab_size: Positive | None = None
     max_model_len: Positive | None = None
@@ -62,9 +62,9 @@ class ScriptedOptions:
 
 
 class ScriptedServer(AsyncServerBase):
-    """Follows a script, and otherwise behaves as a real server: limits, stop tokens, abort, sleep, versions.
+    """Server that follows a script. Limits, stop tokens, abort, sleep and weight versions work as in a real server.
 
-    Every request is kept in `requests`, so that a test can compare what the engine was sent with what was recorded.
+    `requests` keeps every request, so that a test can compare the tokens that were sent with those recorded.
     """
 
     abilities = frozenset({Ability.UPDATE_IN_FLIGHT, Ability.SLEEP, Ability.ATTACHMENTS})
@@ -80,10 +80,12 @@ class ScriptedServer(AsyncServerBase):
         streams: bool = False,
     ) -> None:
         """Args:
-        vocab_size: Prompts with other token ids are refused; None takes any.
-        max_model_len: Longer prompts are refused; None takes any.
+        script: Function from a request to its reply, or the replies to the turns of each session.
+        name: Name of the server in errors and metrics.
+        vocab_size: Vocabulary size. Prompts with larger token ids are rejected; None allows any.
+        max_model_len: Context length. Longer prompts are rejected; None sets no limit.
         max_concurrent: See `AsyncServerBase`.
-        streams: Have `stream` yield token by token.
+        streams: Whether `stream` yields each token in its own chunk, as it is due.
         """
         self.name = name
         self.max_concurrent = max_concurrent
@@ -102,8 +104,10 @@ class ScriptedServer(AsyncServerBase):
 
     @classmethod
     def create(cls, spec: ServerSpec) -> ScriptedServer:
-        """Follows the function that `engine_kwargs["script"]` names as `file.py:name`; the others are those of the
-        constructor."""
+        """Create a server that follows the function in `engine_kwargs["script"]`, written as `file.py:name`.
+
+        The other keys are arguments of the constructor.
+        """
         kwargs = dict(spec.engine_kwargs)
         options = [field.name for field in fields(ScriptedOptions)]
         refuse_unknown_options(kwargs, known=["script", *options])
@@ -115,7 +119,7 @@ class ScriptedServer(AsyncServerBase):
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that have begun and not ended."""
+        """Number of sessions that have begun and not ended."""
         return len(self._turns)
 
     @property
@@ -136,10 +140,10 @@ class ScriptedServer(AsyncServerBase):
         started = asyncio.get_running_loop().time()
         first_version = self._weight_version
         try:
-            was_aborted = await _waits(aborted, reply.latency_s)
+            was_aborted = await _wait_for(aborted, reply.latency_s)
         finally:
             del self._aborts[request_id]
-        self._fail_if_over(reply, request_id, was_aborted=was_aborted)
+        self._fail_if_scripted(reply, request_id, was_aborted=was_aborted)
         return self._completion(
             request, reply, was_aborted=was_aborted, started=started, version=first_version
         )
@@ -164,20 +168,20 @@ class ScriptedServer(AsyncServerBase):
         aborted = self._aborts[request_id] = asyncio.Event()
         seconds_per_token = reply.latency_s / max(len(reply.token_ids), 1)
         try:
-            for place, token in enumerate(output.token_ids):
-                was_aborted = await _waits(aborted, seconds_per_token)
-                is_last = place + 1 == len(output.token_ids)
+            for position, token in enumerate(output.token_ids):
+                was_aborted = await _wait_for(aborted, seconds_per_token)
+                is_last = position + 1 == len(output.token_ids)
                 if was_aborted or is_last:
-                    self._fail_if_over(reply, request_id, was_aborted=was_aborted)
+                    self._fail_if_scripted(reply, request_id, was_aborted=was_aborted)
                 if was_aborted:
                     yield TokenChunk([], [], weight_version=self._weight_version, stop_reason="aborted")
                     return
                 yield TokenChunk(
                     [token],
-                    None if output.log_probs is None else [output.log_probs[place]],
+                    None if output.log_probs is None else [output.log_probs[position]],
                     weight_version=self._weight_version,
                     stop_reason=output.stop_reason if is_last else None,
-                    prefill_s=None if place else output.prefill_s,
+                    prefill_s=None if position else output.prefill_s,
                 )
         finally:
             del self._aborts[request_id]
@@ -190,13 +194,13 @@ class ScriptedServer(AsyncServerBase):
         self._turns.pop(request_id, None)
 
     def die(self, reason: str = "the engine was killed") -> None:
-        """Has everything fail from here on, as after a `kill -9` of an engine."""
+        """Make all running and later calls fail, as after a `kill -9` of the engine."""
         self._end_reason = reason
         for aborted in self._aborts.values():
             aborted.set()
 
     def revive(self) -> None:
-        """Comes back as a new process does: without sessions, with the first weights."""
+        """Restart a dead server, without sessions and with the initial weights."""
         self._end_reason = None
         self._turns.clear()
         self._weight_version = 0
@@ -233,19 +237,19 @@ class ScriptedServer(AsyncServerBase):
 
     def _refuse_if_unable(self, prompt_ids: IntArray, request_id: str) -> None:
         self._fail_if_dead(request_id)
-        trouble = ""
+        problem = ""
         if self.is_asleep:
-            trouble = "the server is asleep; call wake_up first"
+            problem = "the server is asleep; call wake_up first"
         elif request_id in self._aborts:
-            trouble = "a request of this session is already running"
-        if trouble:
-            raise ServerError(trouble, server=self.name, request_id=request_id)
+            problem = "a request of this session is already running"
+        if problem:
+            raise ServerError(problem, server=self.name, request_id=request_id)
         if not 0 < len(prompt_ids) < self._max_model_len:
-            trouble = f"the prompt has {len(prompt_ids)} tokens; give at least 1, and fewer than {self._max_model_len}"
+            problem = f"the prompt has {len(prompt_ids)} tokens; give at least 1, and fewer than {self._max_model_len}"
         elif prompt_ids.min() < 0 or prompt_ids.max() >= self._vocab_size:
-            trouble = f"the prompt holds token ids that are not in 0..{self._vocab_size}"
-        if trouble:
-            raise BadPrompt(trouble, server=self.name, request_id=request_id)
+            problem = f"the prompt has token ids outside 0..{self._vocab_size - 1}"
+        if problem:
+            raise BadPrompt(problem, server=self.name, request_id=request_id)
 
     def _begin(
         self,
@@ -265,7 +269,7 @@ class ScriptedServer(AsyncServerBase):
         if self._end_reason is not None:
             raise ServerDied(self._end_reason, server=self.name, request_id=request_id)
 
-    def _fail_if_over(self, reply: ScriptedReply, request_id: str, *, was_aborted: bool) -> None:
+    def _fail_if_scripted(self, reply: ScriptedReply, request_id: str, *, was_aborted: bool) -> None:
         self._fail_if_dead(request_id)
         if reply.error is not None and not was_aborted:
             raise ServerError(reply.error, server=self.name, request_id=request_id)
@@ -275,7 +279,7 @@ class ScriptedServer(AsyncServerBase):
             return self._script(request)
         if request.turn >= len(self._script):
             raise ServerError(
-                f"the script has {len(self._script)} replies and was asked for number {request.turn + 1}",
+                f"the script has {len(self._script)} replies, but the session sent request {request.turn + 1}",
                 server=self.name,
                 request_id=request.request_id,
             )
@@ -291,11 +295,11 @@ class ScriptedServer(AsyncServerBase):
         version: int,
     ) -> TokenOutput:
         params = request.sampling_params
-        wanted = list(reply.token_ids)
-        logprobs = [-0.5] * len(wanted) if reply.logprobs is None else list(reply.logprobs)
+        token_ids = list(reply.token_ids)
+        logprobs = [-0.5] * len(token_ids) if reply.logprobs is None else list(reply.logprobs)
         elapsed = asyncio.get_running_loop().time() - started
-        num_tokens, stop_reason = len(wanted), ("stop" if reply.stops else "length")
-        for position, token in enumerate(wanted):
+        num_tokens, stop_reason = len(token_ids), ("stop" if reply.stops else "length")
+        for position, token in enumerate(token_ids):
             if token in params.stop_token_ids:
                 num_tokens, stop_reason = position + 1, "stop"
                 break
@@ -303,14 +307,14 @@ class ScriptedServer(AsyncServerBase):
             num_tokens, stop_reason = params.max_tokens, "length"
         if was_aborted:
             share = 0.0 if math.isinf(reply.latency_s) else elapsed / reply.latency_s
-            num_tokens, stop_reason = min(num_tokens, int(share * len(wanted))), "aborted"
+            num_tokens, stop_reason = min(num_tokens, int(share * len(token_ids))), "aborted"
         whole = TokenChunk(
-            token_ids=wanted[:num_tokens],
+            token_ids=token_ids[:num_tokens],
             logprobs=logprobs[:num_tokens],
             stop_reason=stop_reason,
             prefill_s=_prefill_s(reply),
         )
-        seconds_per_token = reply.latency_s / max(len(wanted), 1)
+        seconds_per_token = reply.latency_s / max(len(token_ids), 1)
         chunks: list[TokenChunk] = []
         start = 0
         counts = self._tokens_by_version(num_tokens, seconds_per_token, started, version)
@@ -322,7 +326,7 @@ class ScriptedServer(AsyncServerBase):
     def _tokens_by_version(
         self, num_tokens: int, seconds_per_token: float, started: float, version: int
     ) -> dict[int, int]:
-        """Return the number of tokens of each weight version: the one in force when the token was due."""
+        """Return the number of tokens of each weight version. A token has the version of the time when it was due."""
         counts: dict[int, int] = {} if num_tokens else {version: 0}
         changes = [change for change in self._version_changes if change[0] >= started]
         for position in range(num_tokens):
@@ -334,12 +338,12 @@ class ScriptedServer(AsyncServerBase):
 
 
 def _prefill_s(reply: ScriptedReply) -> float | None:
-    """Tokens come evenly spread over the latency; None where that is none."""
+    """Return the time of the first token of evenly spaced tokens; None if the latency is 0 or infinite."""
     return reply.latency_s / max(len(reply.token_ids), 1) if 0 < reply.latency_s < math.inf else None
 
 
-async def _waits(event: asyncio.Event, seconds: float) -> bool:
-    """Waits for the event at most so long, and tells whether it came."""
+async def _wait_for(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event for at most `seconds`. Return whether the event was set."""
     if seconds <= 0:
         return False
     try:

@@ -8,14 +8,13 @@ from agent_loop.types import TokenOutput
 
 
 class ServerUsage(Struct, frozen=True):
-    """Totals over a number of completions."""
+    """Totals over completions."""
 
     num_turns: int = 0
-    """Completions that ended."""
+    """Number of completions."""
     num_sampled_tokens: int = 0
     num_recomputed_tokens: int = 0
-    """Context tokens that a server had computed before and computed again, because its cache had dropped them or it had
-    preempted the request."""
+    """Number of context tokens that a server computed again, after a cache eviction or a preemption."""
 
     def with_completion(
         self, output: TokenOutput, *, num_prompt_tokens: int, num_known_tokens: int
