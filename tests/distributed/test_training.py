@@ -13,6 +13,7 @@ from rich.console import Console
 
 from agent_loop.config import load_config
 from agent_loop.errors import ProcessGroupError
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.training import metrics as names
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
@@ -85,17 +86,19 @@ def test_a_training_process_that_is_killed_ends_the_run_with_an_error_that_names
     monkeypatch.chdir(tmp_path)
     trainer = make_trainer(tmp_path, "rollout.n=4", "trainer.num_processes=2", "trainer.total_steps=100000")
 
-    async def main() -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(trainer.fit())
-            metrics = tmp_path / "run" / METRICS_FILE
-            while not (metrics.exists() and len(metrics_of(tmp_path, "step")) >= 2):  # noqa: ASYNC110  (another thread writes the file)
-                await asyncio.sleep(0.1)
-            os.kill(rank_1(), signal.SIGKILL)
+    async def kill_rank_1() -> None:
+        metrics = tmp_path / "run" / METRICS_FILE
+        while not (metrics.exists() and len(metrics_of(tmp_path, "step")) >= 2):  # noqa: ASYNC110  (a file)
+            await asyncio.sleep(0.1)
+        os.kill(rank_1(), signal.SIGKILL)
 
-    with pytest.RaisesGroup(
-        pytest.RaisesExc(ProcessGroupError, match="of the 2 processes that train together, process 1 ended")
-    ):
+    async def main() -> None:
+        await run_together([fit(), kill_rank_1()])
+
+    async def fit() -> None:
+        await trainer.fit()
+
+    with pytest.raises(ProcessGroupError, match="of the 2 processes that train together, process 1 ended"):
         asyncio.run(main())
 
 

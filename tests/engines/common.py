@@ -1,4 +1,4 @@
-"""What the tests of all engines share: a tiny model made on the spot, what it should say, and whole runs on it."""
+"""Helpers for tests of all engines: a tiny model, its expected completions, and whole runs with it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from examples.two_hop_lookup import task
 TASK_CONFIG = "examples/two_hop_lookup/config.yaml"
 TOKENIZER_CONVERSATIONS = 500
 MAX_MODEL_LEN = 192
-"""Of the configurations here: the example's prompt and response limits together."""
+"""Sum of the example's limits for prompt and response."""
 MAX_REQUESTS_AT_ONCE = 96
-"""What the engines are started with: 64 requests and those beside them all run, and none waits for another's end."""
+"""Concurrent requests of the engines, so that 64 requests and a few more run without a queue."""
 LOG_PROB_TOLERANCE = 2e-5
-"""Between two float32 implementations of one forward."""
+"""Largest difference between two float32 implementations of one forward."""
 TOP_LOGPROBS_CASES = [
     {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 5},
@@ -49,14 +49,18 @@ TOP_LOGPROBS_CASES = [
 
 @dataclass(frozen=True, slots=True)
 class EngineCase:
-    """One engine as a configuration names it: the only thing that differs between the tests of two engines."""
+    """Engine and its settings. Tests of different engines differ only in this."""
 
     engine: str
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     server_urls: tuple[str, ...] = ()
 
     def config(self, model_path: Path, **changes: Any) -> Config:
-        """The two-hop example on this engine; changes are dotted keys with `__` for the dot."""
+        """Return the configuration of the two-hop example on this engine.
+
+        Args:
+            changes: Dotted keys, with `__` for the dot.
+        """
         values: dict[str, Any] = {
             "model.path": model_path,
             "rollout.engine": self.engine,
@@ -70,13 +74,13 @@ class EngineCase:
         return load_config(TASK_CONFIG, overrides=[f"{key}={value}" for key, value in values.items()])
 
     def server(self, model_path: Path, **changes: Any) -> AsyncServerBase:
-        """One server, not yet started."""
+        """Create one server that is not started."""
         config = self.config(model_path, **changes)
         (server,) = create_servers(config.model, rollout=config.rollout)
         return server
 
     def spec(self, model_path: Path, **changes: Any) -> ServerSpec:
-        """What a configuration asks such a server to be."""
+        """Return the spec of a server for `config`."""
         config = self.config(model_path, **changes)
         return ServerSpec(
             name=f"{self.engine}-0",
@@ -90,10 +94,10 @@ class EngineCase:
 def make_model_folder(
     path: Path, *, is_tied: bool, seed: int = 0, warm_start_steps: int = 0, **changes: Any
 ) -> Path:
-    """Writes a Qwen3 model of about 140,000 weights with the example's tokenizer and chat template.
+    """Write a Qwen3 model of about 140,000 weights with the example's tokenizer and chat template.
 
-    Heads have 32 dimensions: the least that CPU builds of engines compute. Without warm start the weights are random,
-    but large enough that two tokens hardly ever tie; a few hundred steps teach it to call the example's tools.
+    Heads have 32 dimensions, the minimum of CPU builds of engines. Without warm start the weights are random, and
+    large enough that two tokens hardly ever tie. A few hundred steps teach the model to call the example's tools.
     """
     tokenizer, tools = _tokenizer()
     config = Qwen3Config(
@@ -131,13 +135,13 @@ def make_model_folder(
 
 
 def load_reference(path: Path) -> Qwen3ForCausalLM:
-    """The model as `transformers` computes it: what every engine is compared with."""
+    """Load the model with `transformers`, as the reference of every engine."""
     torch.set_num_threads(1)
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def changed_weights(model: Any, *, seed: int, scale: float = 0.02) -> dict[str, torch.Tensor]:
-    """All weights, tied ones once, each moved enough to change what the model says."""
+    """Return all weights, tied ones once, with enough noise to change the model's completions."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: weight.detach() + scale * torch.randn(weight.shape, generator=generator)
@@ -146,7 +150,7 @@ def changed_weights(model: Any, *, seed: int, scale: float = 0.02) -> dict[str, 
 
 
 def adapted_weights_of(model: Any, *, seed: int, base_id: str, rank: int = 4) -> AdaptedWeights:
-    """The model's weights as a base, and adapters on all its linear layers that change what it says."""
+    """Return the model's weights as a base, with adapters on all linear layers that change the completions."""
     generator = torch.Generator().manual_seed(seed)
     base = {name: weight.detach() for name, weight in model.named_parameters()}
     factors = {
@@ -161,14 +165,14 @@ def adapted_weights_of(model: Any, *, seed: int, base_id: str, rank: int = 4) ->
 
 
 def load_into(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """Gives a reference model the weights that an engine was given."""
+    """Load an engine's weights into a reference model."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
 
 
 def prompts(count: int, *, length: int = 24, seed: int = 0, vocab_size: int = 250) -> list[IntArray]:
-    """Random token ids."""
+    """Return prompts of random token ids."""
     rng = np.random.default_rng(seed)
     return [rng.integers(5, vocab_size, length).astype(np.int32) for _ in range(count)]
 
@@ -176,7 +180,7 @@ def prompts(count: int, *, length: int = 24, seed: int = 0, vocab_size: int = 25
 def reference_logprobs(
     model: Any, prompt_ids: IntArray, token_ids: Sequence[int], *, temperature: float = 1.0
 ) -> list[float]:
-    """Log-probs of a completion as `TokenOutput.logprobs` defines them, by one plain forward over all of it."""
+    """Return log-probs of a completion as `TokenOutput.log_probs` defines them, by one forward over all tokens."""
     ids = torch.tensor([*prompt_ids.tolist(), *token_ids])
     with torch.no_grad():
         logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
@@ -187,7 +191,7 @@ def reference_logprobs(
 def assert_top_logprobs_of_the_reference(
     model: Any, prompt_ids: IntArray, output: TokenOutput, *, num_top: int, temperature: float
 ) -> None:
-    """Compare the likeliest tokens of a completion with one plain forward over all of it."""
+    """Compare the likeliest tokens of a completion with one forward over all tokens."""
     ids = torch.tensor([*prompt_ids.tolist(), *output.token_ids])
     with torch.no_grad():
         logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
@@ -210,7 +214,7 @@ async def generate_and_stream(
 
 
 def reference_greedy(model: Any, prompt_ids: IntArray, *, max_tokens: int) -> list[int]:
-    """A greedy completion by plain forwards, the end token included if it comes."""
+    """Return a greedy completion, computed by one forward per token, with its end token if there is one."""
     ids = prompt_ids.tolist()
     with torch.no_grad():
         for _ in range(max_tokens):
@@ -222,16 +226,16 @@ def reference_greedy(model: Any, prompt_ids: IntArray, *, max_tokens: int) -> li
 
 
 def largest_difference(model: Any, prompt_ids: IntArray, output: TokenOutput, *, temperature: float) -> float:
-    """How far the log-probs of a completion are from the reference's."""
+    """Return the largest difference between a completion's log-probs and the reference's."""
     assert output.log_probs is not None
-    wanted = reference_logprobs(model, prompt_ids, output.token_ids, temperature=temperature)
-    return max(abs(got - want) for got, want in zip(output.log_probs, wanted, strict=True))
+    expected = reference_logprobs(model, prompt_ids, output.token_ids, temperature=temperature)
+    return max(abs(got - want) for got, want in zip(output.log_probs, expected, strict=True))
 
 
 async def generate_all(
     server: AsyncServerBase, all_prompts: Sequence[IntArray], params: SamplingParams, *, prefix: str = "r"
 ) -> list[TokenOutput]:
-    """All at once, each in a session of its own."""
+    """Generate completions concurrently, each in a session of its own."""
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(server.generate(prompt, params, f"{prefix}{index}"))
@@ -240,16 +244,16 @@ async def generate_all(
     return [task.result() for task in tasks]
 
 
-async def assert_says_what_the_reference_says(
+async def assert_matches_the_reference(
     server: AsyncServerBase, model: Any, *, seed: int = 0, max_tokens: int = 24
 ) -> float:
-    """Greedy tokens equal, log-probs within tolerance; returns the largest difference of a log-prob."""
-    asked = prompts(4, seed=seed)
+    """Check that greedy tokens equal the reference's. Return the largest difference of a log-prob."""
+    all_prompts = prompts(4, seed=seed)
     outputs = await generate_all(
-        server, asked, SamplingParams(temperature=0, max_tokens=max_tokens), prefix=f"reference-{seed}-"
+        server, all_prompts, SamplingParams(temperature=0, max_tokens=max_tokens), prefix=f"reference-{seed}-"
     )
     worst = 0.0
-    for prompt, output in zip(asked, outputs, strict=True):
+    for prompt, output in zip(all_prompts, outputs, strict=True):
         assert output.token_ids == reference_greedy(model, prompt, max_tokens=max_tokens)
         if output.log_probs is not None:
             worst = max(worst, largest_difference(model, prompt, output, temperature=1.0))
@@ -258,7 +262,7 @@ async def assert_says_what_the_reference_says(
 
 
 async def roll_out(case: EngineCase, model_path: Path, *, num_rows: int = 64) -> list[Trajectory]:
-    """A tool-agent rollout of so many rows, as `AgentLoopManager.from_config` makes it."""
+    """Run a rollout of `num_rows` rows with the tool agent, with a manager from the configuration."""
     config = case.config(model_path, rollout__n=1, rollout__max_failed_share=0.0)
     rows = load_rows(config.data.val_files, prompt_key=config.data.prompt_key)[:num_rows]
     async with AgentLoopManager.from_config(config) as manager:
@@ -268,33 +272,33 @@ async def roll_out(case: EngineCase, model_path: Path, *, num_rows: int = 64) ->
 def assert_is_token_exact(
     model: Any, trajectories: Iterable[Trajectory], *, temperature: float = 1.0
 ) -> float:
-    """Log-probs of all model tokens of whole trajectories, against one forward each; returns the worst difference."""
+    """Compare the log-probs of all sampled tokens with one forward per trajectory. Return the largest difference."""
     worst = 0.0
     for trajectory in trajectories:
         output = trajectory.output
         assert output is not None, trajectory
-        wanted = reference_logprobs(
+        expected = reference_logprobs(
             model,
             np.asarray(output.prompt_ids, dtype=np.int32),
             output.response_ids,
             temperature=temperature,
         )
         assert output.response_logprobs is not None
-        for got, want, is_model in zip(output.response_logprobs, wanted, output.response_mask, strict=True):
+        for got, want, is_model in zip(output.response_logprobs, expected, output.response_mask, strict=True):
             if is_model:
                 worst = max(worst, abs(got - want))
     assert worst < LOG_PROB_TOLERANCE
     return worst
 
 
-class WatchedManager(AgentLoopManager):
-    """After each publishing, has the engine say something and compares it with a fresh load of the same weights."""
+class ComparingManager(AgentLoopManager):
+    """Manager that compares the engine's completions with a fresh load of the weights after each weight update."""
 
     published: list[int]
     differences: list[float]
 
-    def watch(self, *, model_path: Path, folder: Path) -> None:
-        """Checkpoints are written to the folder, then loaded from it."""
+    def compare_with(self, *, model_path: Path, folder: Path) -> None:
+        """Set the model and the folder that the checkpoints are written to and loaded from."""
         self.published, self.differences = [], []
         self._model_path, self._folder = model_path, folder
 
@@ -308,7 +312,7 @@ class WatchedManager(AgentLoopManager):
         path = self._folder / f"published-{weight_version}"
         checkpoint.save_pretrained(path)
         await self.wake_up()
-        difference = await assert_says_what_the_reference_says(
+        difference = await assert_matches_the_reference(
             self.server_manager.servers[0], load_reference(path), seed=weight_version
         )
         await self.sleep()
@@ -316,8 +320,8 @@ class WatchedManager(AgentLoopManager):
         self.differences.append(difference)
 
 
-async def train_three_steps(case: EngineCase, model_path: Path, *, folder: Path) -> WatchedManager:
-    """GRPO on the example, with the engine compared to a fresh load after each of its three steps."""
+async def train_three_steps(case: EngineCase, model_path: Path, *, folder: Path) -> ComparingManager:
+    """Train the example with GRPO. Compare the engine with a fresh load of the weights after each step."""
     config = case.config(
         model_path,
         data__train_batch_size=8,
@@ -327,8 +331,8 @@ async def train_three_steps(case: EngineCase, model_path: Path, *, folder: Path)
         trainer__save_every=3,
         trainer__run_dir=folder / "run",
     )
-    async with WatchedManager.from_config(config) as manager:
-        manager.watch(model_path=model_path, folder=folder)
+    async with ComparingManager.from_config(config) as manager:
+        manager.compare_with(model_path=model_path, folder=folder)
         result = await PPOTrainer(config, manager=manager, console=Console(quiet=True)).fit()
     assert result.step == 3
     return manager

@@ -1,4 +1,4 @@
-"""Tests of real engines, each skipped where its engine is not installed. `make test-engines` installs and runs them."""
+"""Tests of real engines. Tests of engines that are not installed are skipped. `make test-engines` installs and runs all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 ENGINES = ("vllm", "sglang")
 TIMEOUT_S = 600
-"""Of one test, the start of its engine included."""
+"""Seconds for one test, including the start of its engine."""
 FOR_CPUS = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -23,7 +23,7 @@ FOR_CPUS = {
     "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
     "DO_NOT_TRACK": "1",
 }
-"""Environment in which builds for CPUs behave on a small machine without network."""
+"""Environment variables for CPU builds on a small machine without network."""
 
 collect_ignore_glob = [f"test_{engine}_*.py" for engine in ENGINES if find_spec(engine) is None]
 
@@ -34,13 +34,13 @@ if IS_ENGINE_ENVIRONMENT:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Engines warn of much that is not ours to mend, at the very end of the process, too."""
+    """Do not turn warnings into errors, because engines warn of many things that this project cannot fix."""
     if IS_ENGINE_ENVIRONMENT:
         config.addinivalue_line("filterwarnings", "default")
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Engines take long to start."""
+    """Raise the time limit of all tests here, because engines take long to start."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))

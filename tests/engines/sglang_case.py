@@ -1,4 +1,4 @@
-"""SGLang as the tests here start it."""
+"""SGLang engine for the tests: options, start and close."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ENGINE_KWARGS = {
     "max_total_tokens": 16384,
     "max_running_requests": MAX_REQUESTS_AT_ONCE,
 }
-"""The only attention that runs on any CPU; and no more memory than a tiny model needs."""
+"""The only attention backend that runs on any CPU, and little memory, for a tiny model."""
 CASE = EngineCase("sglang", ENGINE_KWARGS)
 
 
 @contextmanager
 def started(model_path: Path, **changes: object) -> Iterator[tuple[SGLangServer, asyncio.Runner]]:
-    """An engine and the event loop that it belongs to."""
+    """Start an engine. Yield the engine and the runner of its event loop."""
     server = CASE.server(model_path, **changes)
     assert isinstance(server, SGLangServer)
     with asyncio.Runner() as runner:
@@ -33,7 +33,7 @@ def started(model_path: Path, **changes: object) -> Iterator[tuple[SGLangServer,
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it is not just waiting to be forgotten."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except FileNotFoundError:

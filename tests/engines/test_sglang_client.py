@@ -1,4 +1,4 @@
-"""The client of a SGLang server that somebody else started: a real one, in a process of its own."""
+"""Client of a running SGLang server, which is a real server in another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.engines.common import (
     LOG_PROB_TOLERANCE,
     MAX_MODEL_LEN,
     EngineCase,
-    assert_says_what_the_reference_says,
+    assert_matches_the_reference,
     changed_weights,
     load_into,
     load_reference,
@@ -49,7 +49,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def case(
     model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[EngineCase, subprocess.Popen[bytes]]]:
-    """A server as a user would start it, with its tokenizer and cumulative streams."""
+    """Server as a user starts it, with its tokenizer and cumulative streams."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -90,7 +90,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.5)
-    pytest.fail(f"the server did not come up:\n{log.read_text(errors='replace')[-3000:]}")
+    pytest.fail(f"the server did not start:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 async def connect(case: EngineCase, model_path: Path) -> SGLangClient:
@@ -112,7 +112,7 @@ def test_a_server_with_too_short_a_context_or_another_model_is_refused(
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_new_weights_reach_requests_in_flight_by_way_of_files(
+def test_requests_in_flight_continue_with_new_weights_from_files(
     case: tuple[EngineCase, object], model_path: Path, streams: bool
 ) -> None:
     async def scenario() -> None:
@@ -122,36 +122,38 @@ def test_new_weights_reach_requests_in_flight_by_way_of_files(
         old, new = load_reference(model_path), load_reference(model_path)
         weights = changed_weights(old, seed=31)
         load_into(new, weights)
-        prompt, beside = prompts(2, seed=30)
+        prompt, other_prompt = prompts(2, seed=30)
         params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 
-        async def ask() -> TokenOutput:
+        async def generate() -> TokenOutput:
             if not streams:
-                return await client.generate(prompt, params, "flying")
-            return TokenOutput.from_chunks([part async for part in client.stream(prompt, params, "flying")])
+                return await client.generate(prompt, params, "in flight")
+            return TokenOutput.from_chunks(
+                [part async for part in client.stream(prompt, params, "in flight")]
+            )
 
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(ask())
-            await client.generate(beside, SamplingParams(max_tokens=10, ignore_eos=True), "beside")
+            task = group.create_task(generate())
+            await client.generate(other_prompt, SamplingParams(max_tokens=10, ignore_eos=True), "other")
             assert 0 < ((await client.health()).kv_cache_share or 0) < 1
             await client.update_weights(weights.items(), weight_version=version + 1)
         output = task.result()
         assert [chunk.weight_version for chunk in output.chunks] == [version, version + 1]
         first = len(output.chunks[0].token_ids)
         context = np.concatenate([prompt, np.asarray(output.token_ids[:first], dtype=np.int32)])
-        wanted = [
+        expected = [
             *reference_logprobs(old, prompt, output.token_ids[:first]),
             *reference_logprobs(new, context, output.token_ids[first:]),
         ]
-        np.testing.assert_allclose(output.log_probs, wanted, atol=LOG_PROB_TOLERANCE)
+        np.testing.assert_allclose(output.log_probs, expected, atol=LOG_PROB_TOLERANCE)
         await client.update_weights(old.named_parameters(), weight_version=version + 2)
-        await assert_says_what_the_reference_says(client, old)
+        await assert_matches_the_reference(client, old)
         await client.close()
 
     asyncio.run(scenario())
 
 
-def test_it_keeps_the_contract_of_servers(case: tuple[EngineCase, object], model_path: Path) -> None:
+def test_the_client_keeps_the_contract_of_servers(case: tuple[EngineCase, object], model_path: Path) -> None:
     async def scenario() -> None:
         client = await connect(case[0], model_path)
         report = await check_server(client, max_model_len=MAX_MODEL_LEN, reference=Reference.load(model_path))
@@ -163,22 +165,22 @@ def test_it_keeps_the_contract_of_servers(case: tuple[EngineCase, object], model
 def test_killing_the_server_fails_all_64_requests_at_once(
     case: tuple[EngineCase, subprocess.Popen[bytes]], model_path: Path
 ) -> None:
-    """Last: the server does not come back."""
+    """Must be the last test, because the server is not restarted."""
 
     async def scenario() -> list[BaseException | None]:
         client = await connect(case[0], model_path)
         params = SamplingParams(max_tokens=150, ignore_eos=True)
 
-        async def ask(index: int) -> BaseException | None:
+        async def generate(index: int) -> BaseException | None:
             try:
-                await client.generate(prompts(1, seed=index)[0], params, f"doomed-{index}")
+                await client.generate(prompts(1, seed=index)[0], params, f"victim-{index}")
             except ServerDied as error:
                 return error
             return None
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(ask(index)) for index in range(64)]
-            await client.generate(prompts(1)[0], SamplingParams(max_tokens=3, ignore_eos=True), "beside")
+            tasks = [group.create_task(generate(index)) for index in range(64)]
+            await client.generate(prompts(1)[0], SamplingParams(max_tokens=3, ignore_eos=True), "other")
             os.killpg(case[1].pid, signal.SIGKILL)
             killed = time.monotonic()
         assert time.monotonic() - killed < 10
@@ -188,4 +190,4 @@ def test_killing_the_server_fails_all_64_requests_at_once(
 
     for index, error in enumerate(asyncio.run(scenario())):
         assert isinstance(error, ServerDied)
-        assert error.request_id == f"doomed-{index}"
+        assert error.request_id == f"victim-{index}"

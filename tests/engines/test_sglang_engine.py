@@ -1,4 +1,4 @@
-"""One real SGLang engine on a CPU, weights not tied: tokens, log-probs, streams, aborts, updates, conformance."""
+"""SGLang engine on a CPU, with untied weights: tokens, log-probs, streams, aborts, weight updates, conformance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engines.common import (
     MAX_MODEL_LEN,
     TOP_LOGPROBS_CASES,
     adapted_weights_of,
-    assert_says_what_the_reference_says,
+    assert_matches_the_reference,
     assert_top_logprobs_of_the_reference,
     changed_weights,
     generate_all,
@@ -62,15 +62,15 @@ def engine(model_path: Path) -> Iterator[Engine]:
         {"temperature": 0.7, "top_k": 1},
     ],
 )
-def test_logprobs_are_of_the_scaled_distribution_before_any_cut(
+def test_logprobs_are_of_the_scaled_distribution_before_top_k_and_top_p(
     engine: Engine, model_path: Path, params: dict[str, Any]
 ) -> None:
     server, runner = engine
     reference = load_reference(model_path)
-    asked = prompts(8, seed=3)
-    wanted = SamplingParams(**params, max_tokens=24, ignore_eos=True)
-    outputs = runner.run(generate_all(server, asked, wanted))
-    for prompt, output in zip(asked, outputs, strict=True):
+    all_prompts = prompts(8, seed=3)
+    sampling = SamplingParams(**params, max_tokens=24, ignore_eos=True)
+    outputs = runner.run(generate_all(server, all_prompts, sampling))
+    for prompt, output in zip(all_prompts, outputs, strict=True):
         difference = largest_difference(reference, prompt, output, temperature=params["temperature"])
         assert difference < LOG_PROB_TOLERANCE
 
@@ -81,17 +81,19 @@ def test_the_likeliest_tokens_are_those_of_the_scaled_distribution(
 ) -> None:
     server, runner = engine
     reference, prompt = load_reference(model_path), prompts(1, seed=5)[0]
-    wanted = SamplingParams(**params, max_tokens=16, ignore_eos=True, top_logprobs=7)
-    for output in runner.run(generate_and_stream(server, prompt, wanted)):
+    sampling = SamplingParams(**params, max_tokens=16, ignore_eos=True, top_logprobs=7)
+    for output in runner.run(generate_and_stream(server, prompt, sampling)):
         assert_top_logprobs_of_the_reference(
             reference, prompt, output, num_top=7, temperature=params["temperature"]
         )
 
 
-def test_requests_of_all_kinds_in_one_batch_keep_their_own_logprobs(engine: Engine, model_path: Path) -> None:
+def test_requests_with_different_parameters_in_one_batch_get_their_own_logprobs(
+    engine: Engine, model_path: Path
+) -> None:
     server, runner = engine
     reference = load_reference(model_path)
-    asked = prompts(4, seed=4)
+    all_prompts = prompts(4, seed=4)
     kinds = [
         SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
         SamplingParams(temperature=0.7, top_k=1, max_tokens=16, ignore_eos=True),
@@ -99,15 +101,15 @@ def test_requests_of_all_kinds_in_one_batch_keep_their_own_logprobs(engine: Engi
         SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True),
     ]
 
-    async def ask() -> list[TokenOutput]:
+    async def generate() -> list[TokenOutput]:
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(server.generate(prompt, params, f"kind{index}"))
-                for index, (prompt, params) in enumerate(zip(asked, kinds, strict=True))
+                for index, (prompt, params) in enumerate(zip(all_prompts, kinds, strict=True))
             ]
         return [task.result() for task in tasks]
 
-    for prompt, params, output in zip(asked, kinds, runner.run(ask()), strict=True):
+    for prompt, params, output in zip(all_prompts, kinds, runner.run(generate()), strict=True):
         difference = largest_difference(reference, prompt, output, temperature=params.temperature)
         assert difference < LOG_PROB_TOLERANCE
 
@@ -125,7 +127,7 @@ def test_ignoring_the_end_token_does_not_ignore_stop_tokens(engine: Engine, mode
     assert largest_difference(load_reference(model_path), prompt, output, temperature=0) < LOG_PROB_TOLERANCE
 
 
-def test_a_seed_is_refused_because_the_attention_of_cpus_is_not_deterministic_to_sglang(
+def test_a_seed_is_refused_because_sglang_has_no_deterministic_attention_for_cpus(
     engine: Engine,
 ) -> None:
     server, runner = engine
@@ -143,7 +145,7 @@ def test_an_abort_keeps_the_tokens_so_far(engine: Engine, model_path: Path) -> N
         async with asyncio.TaskGroup() as group:
             task = group.create_task(server.generate(prompt, params, "aborted"))
             other = prompts(1, seed=7)[0]
-            await server.generate(other, SamplingParams(max_tokens=20, ignore_eos=True), "beside")
+            await server.generate(other, SamplingParams(max_tokens=20, ignore_eos=True), "other")
             assert 0 < ((await server.health()).kv_cache_share or 0) < 1
             await server.abort("aborted")
         return task.result()
@@ -154,7 +156,9 @@ def test_an_abort_keeps_the_tokens_so_far(engine: Engine, model_path: Path) -> N
     assert largest_difference(load_reference(model_path), prompt, output, temperature=0) < LOG_PROB_TOLERANCE
 
 
-def test_sleeping_refuses_requests_but_a_cpu_engine_frees_nothing_and_claims_nothing(engine: Engine) -> None:
+def test_an_engine_that_is_asleep_on_a_cpu_refuses_requests_and_does_not_claim_to_free_memory(
+    engine: Engine,
+) -> None:
     server, runner = engine
     assert Ability.SLEEP not in server.abilities
     runner.run(server.sleep())
@@ -164,7 +168,7 @@ def test_sleeping_refuses_requests_but_a_cpu_engine_frees_nothing_and_claims_not
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_request_in_flight_goes_on_under_new_weights_and_each_token_is_stamped_with_its_own(
+def test_a_request_in_flight_continues_with_new_weights_and_each_token_has_its_version(
     engine: Engine, model_path: Path, streams: bool
 ) -> None:
     server, runner = engine
@@ -175,16 +179,16 @@ def test_a_request_in_flight_goes_on_under_new_weights_and_each_token_is_stamped
     (prompt,) = prompts(1, seed=8)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 
-    async def ask() -> TokenOutput:
+    async def generate() -> TokenOutput:
         if not streams:
-            return await server.generate(prompt, params, "flying")
-        return TokenOutput.from_chunks([chunk async for chunk in server.stream(prompt, params, "flying")])
+            return await server.generate(prompt, params, "in flight")
+        return TokenOutput.from_chunks([chunk async for chunk in server.stream(prompt, params, "in flight")])
 
     async def update_midway() -> TokenOutput:
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(ask())
+            task = group.create_task(generate())
             short = SamplingParams(max_tokens=20, ignore_eos=True)
-            await server.generate(prompts(1, seed=9)[0], short, "beside")
+            await server.generate(prompts(1, seed=9)[0], short, "other")
             await server.update_weights(weights.items(), weight_version=version + 1)
         return task.result()
 
@@ -194,16 +198,16 @@ def test_a_request_in_flight_goes_on_under_new_weights_and_each_token_is_stamped
     assert len(output.token_ids) == 150
     assert output.num_preempted == 1
     context = np.concatenate([prompt, np.asarray(output.token_ids[:before], dtype=np.int32)])
-    wanted = [
+    expected = [
         *reference_logprobs(old, prompt, output.token_ids[:before]),
         *reference_logprobs(new, context, output.token_ids[before:]),
     ]
-    np.testing.assert_allclose(output.log_probs, wanted, atol=LOG_PROB_TOLERANCE)
+    np.testing.assert_allclose(output.log_probs, expected, atol=LOG_PROB_TOLERANCE)
     runner.run(server.update_weights(dict(old.named_parameters()).items(), weight_version=version + 2))
-    runner.run(assert_says_what_the_reference_says(server, old))
+    runner.run(assert_matches_the_reference(server, old))
 
 
-def test_after_each_update_it_says_what_a_fresh_load_says(
+def test_completions_match_a_fresh_load_after_each_update(
     engine: Engine, model_path: Path, tmp_path: Path
 ) -> None:
     server, runner = engine
@@ -214,14 +218,14 @@ def test_after_each_update_it_says_what_a_fresh_load_says(
         load_into(reference, weights)
         reference.save_pretrained(tmp_path / str(version))
         fresh = load_reference(tmp_path / str(version))
-        runner.run(assert_says_what_the_reference_says(server, fresh))
+        runner.run(assert_matches_the_reference(server, fresh))
         assert runner.run(server.health()).weight_version == version
     runner.run(
         server.update_weights(dict(load_reference(model_path).named_parameters()).items(), weight_version=13)
     )
 
 
-def test_after_updates_of_adapters_alone_it_says_what_the_merged_model_says(
+def test_completions_match_the_merged_model_after_updates_of_adapters(
     engine: Engine, model_path: Path
 ) -> None:
     server, runner = engine
@@ -230,7 +234,7 @@ def test_after_updates_of_adapters_alone_it_says_what_the_merged_model_says(
         weights = adapted_weights_of(base, seed=version, base_id="adapted")
         runner.run(server.update_weights(weights, weight_version=version))
         load_into(merged, dict(weights))
-        runner.run(assert_says_what_the_reference_says(server, merged))
+        runner.run(assert_matches_the_reference(server, merged))
     runner.run(server.update_weights(base.named_parameters(), weight_version=17))
 
 
@@ -246,14 +250,12 @@ def test_weights_that_do_not_fit_change_nothing(engine: Engine, model_path: Path
     ):
         with pytest.raises(WeightsError):
             runner.run(server.update_weights(wrong, weight_version=99))
-    runner.run(assert_says_what_the_reference_says(server, reference))
+    runner.run(assert_matches_the_reference(server, reference))
     assert runner.run(server.health()).weight_version != 99
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_a_prefix_that_was_computed_once_is_not_computed_again_unless_weights_changed(
-    engine: Engine, model_path: Path, asleep: bool
-) -> None:
+def test_a_prefix_is_cached_until_the_weights_change(engine: Engine, model_path: Path, asleep: bool) -> None:
     server, runner = engine
     (prompt,) = prompts(1, seed=21 + asleep, length=60)
     params = SamplingParams(temperature=0, max_tokens=2)
@@ -267,8 +269,8 @@ def test_a_prefix_that_was_computed_once_is_not_computed_again_unless_weights_ch
     assert runner.run(server.generate(prompt, params, "third")).num_cached_tokens == 0
 
 
-def test_it_keeps_the_contract_of_servers(engine: Engine, model_path: Path) -> None:
-    """Last: the suite closes the server."""
+def test_the_server_keeps_the_contract_of_servers(engine: Engine, model_path: Path) -> None:
+    """Must be the last test, because the suite closes the server."""
     server, runner = engine
     reference = Reference.load(model_path)
     report = runner.run(check_server(server, max_model_len=MAX_MODEL_LEN, reference=reference))

@@ -1,4 +1,4 @@
-"""Whole runs on a real SGLang engine, from a configuration that differs from the embedded one in the engine only."""
+"""Whole runs on SGLang, with a configuration that differs from the embedded engine's only in the engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_64_rows_of_the_tool_agent_are_token_exact(model_path: Path) -> None:
     assert any(output.num_turns > 2 for t in trajectories if (output := t.output) is not None)
 
 
-def test_three_steps_of_grpo_reach_the_engine(model_path: Path, tmp_path: Path) -> None:
+def test_the_engine_has_the_weights_of_each_of_three_steps_of_grpo(model_path: Path, tmp_path: Path) -> None:
     manager = asyncio.run(train_three_steps(CASE, model_path, folder=tmp_path))
     assert manager.published[-1] == 3
     assert len(manager.differences) == len(manager.published) >= 3

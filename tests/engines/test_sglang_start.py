@@ -1,4 +1,4 @@
-"""SGLang engines that do not come up."""
+"""Errors of SGLang engines that do not start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(model_path: Path) ->
         EngineCase("sglang", {"max_runing_requests": 4}).server(model_path)
 
 
-def test_an_option_that_a_key_of_ours_sets_is_refused_with_that_key(model_path: Path) -> None:
+def test_an_option_that_another_key_sets_is_refused_with_that_key(model_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"set by rollout\.seed"):
         EngineCase("sglang", {"random_seed": 4}).server(model_path)
 
@@ -43,7 +43,7 @@ def test_a_model_that_cannot_be_loaded_fails_with_the_last_log_lines(model_path:
     assert "Cannot find any model weights" in log
 
 
-def test_one_that_takes_too_long_is_ended_and_its_log_is_shown(model_path: Path) -> None:
+def test_an_engine_that_takes_too_long_to_start_is_killed_and_its_log_is_shown(model_path: Path) -> None:
     server = CASE.server(model_path, model__device="cpu", rollout__start_timeout_s=8)
     started = time.monotonic()
 

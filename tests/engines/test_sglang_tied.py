@@ -1,4 +1,4 @@
-"""One real SGLang engine on a CPU whose embedding is also its output head; at the end it is killed."""
+"""SGLang engine on a CPU, with a model whose output head is tied to its embedding. The last test kills the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agent_loop.errors import ServerDied, WeightsError
 from agent_loop.servers.sglang import SGLangServer
 from agent_loop.types import SamplingParams
 from tests.engines.common import (
-    assert_says_what_the_reference_says,
+    assert_matches_the_reference,
     changed_weights,
     load_into,
     load_reference,
@@ -41,7 +41,7 @@ def engine(model_path: Path) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("given", [(EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)])
-def test_a_tied_weight_may_come_under_either_name_or_both(
+def test_a_tied_weight_can_be_published_under_either_name_or_both(
     engine: Engine, model_path: Path, given: tuple[str, ...], tmp_path: Path
 ) -> None:
     server, runner = engine
@@ -53,7 +53,7 @@ def test_a_tied_weight_may_come_under_either_name_or_both(
     version = runner.run(server.health()).weight_version + 1
     runner.run(server.update_weights(published, weight_version=version))
     reference.save_pretrained(tmp_path / "fresh")
-    runner.run(assert_says_what_the_reference_says(server, load_reference(tmp_path / "fresh")))
+    runner.run(assert_matches_the_reference(server, load_reference(tmp_path / "fresh")))
 
 
 def test_a_tied_weight_with_two_values_is_refused(engine: Engine, model_path: Path) -> None:
@@ -65,25 +65,25 @@ def test_a_tied_weight_with_two_values_is_refused(engine: Engine, model_path: Pa
         )
 
 
-def test_killing_the_scheduler_fails_all_64_requests_at_once_and_leaves_nothing(
+def test_killing_the_scheduler_fails_all_64_requests_at_once_and_ends_all_processes(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Last: the engine does not come back."""
+    """Must be the last test, because the engine is not restarted."""
     server, runner = engine
     params = SamplingParams(max_tokens=150, ignore_eos=True)
 
-    async def ask(index: int) -> BaseException | None:
+    async def generate(index: int) -> BaseException | None:
         try:
-            await server.generate(prompts(1, seed=index)[0], params, f"doomed-{index}")
+            await server.generate(prompts(1, seed=index)[0], params, f"victim-{index}")
         except ServerDied as error:
             return error
         return None
 
     async def kill_midway() -> tuple[list[BaseException | None], float]:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(ask(index)) for index in range(64)]
+            tasks = [group.create_task(generate(index)) for index in range(64)]
             short = SamplingParams(max_tokens=5, ignore_eos=True)
-            await server.generate(prompts(1)[0], short, "beside")
+            await server.generate(prompts(1)[0], short, "other")
             os.kill(server.pids[1], signal.SIGKILL)
             killed = time.monotonic()
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -93,7 +93,7 @@ def test_killing_the_scheduler_fails_all_64_requests_at_once_and_leaves_nothing(
     assert took_s < 5
     for index, error in enumerate(errors):
         assert isinstance(error, ServerDied)
-        assert (error.server, error.request_id) == (server.name, f"doomed-{index}")
+        assert (error.server, error.request_id) == (server.name, f"victim-{index}")
         assert f"SGLang's process {server.pids[1]} ended" in str(error)
     health = runner.run(server.health())
     assert not health.is_alive

@@ -1,4 +1,4 @@
-"""The client of a vLLM server that runs already."""
+"""Client of a running vLLM server."""
 
 from __future__ import annotations
 
@@ -56,9 +56,8 @@ def client(process: ServerProcess, model_path: Path, **changes: object) -> Async
     return EngineCase("vllm", server_urls=(process.url,)).server(model_path, **changes)
 
 
-async def ask_on(server: AsyncServerBase, prompt: IntArray, name: str) -> None:
-    """Completions without end: they are not over before a test has seen what it looks for, however busy the machine
-    is."""
+async def keep_generating(server: AsyncServerBase, prompt: IntArray, name: str) -> None:
+    """Generate completions without end, so that requests are in flight for as long as a test needs them."""
     while True:
         await server.generate(prompt, LONG, name)
 
@@ -108,30 +107,30 @@ def test_a_server_that_returns_fewer_logprobs_is_refused_at_the_start(
         asyncio.run(server.start())
 
 
-def test_it_tells_how_full_it_is(process: ServerProcess, model_path: Path) -> None:
+def test_health_reports_the_load_of_the_server(process: ServerProcess, model_path: Path) -> None:
     server = client(process, model_path)
 
     async def main() -> None:
         await server.start()
-        asking = [
-            asyncio.ensure_future(ask_on(server, prompt, f"full-{number}"))
+        tasks = [
+            asyncio.ensure_future(keep_generating(server, prompt, f"full-{number}"))
             for number, prompt in enumerate(prompts(100, seed=3))
         ]
         try:
             while not (health := await server.health()).num_waiting:
-                assert not any(task.done() for task in asking)
+                assert not any(task.done() for task in tasks)
         finally:
-            for task in asking:
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait(asking)
+            await asyncio.wait(tasks)
             await server.close()
         assert 0 < (health.kv_cache_share or 0) <= 1
-        assert 0 < health.num_running <= 100 - health.num_waiting  # some may still be on their way
+        assert 0 < health.num_running <= 100 - health.num_waiting  # some may not have reached the server
 
     asyncio.run(main())
 
 
-def test_64_rows_of_a_tool_agent(process: ServerProcess, model_path: Path) -> None:
+def test_64_rows_of_the_tool_agent_are_token_exact(process: ServerProcess, model_path: Path) -> None:
     case = EngineCase("vllm", server_urls=(process.url,))
     trajectories = asyncio.run(roll_out(case, model_path))
     assert len(trajectories) == 64
@@ -150,7 +149,7 @@ def test_a_server_of_another_model_is_refused(process: ServerProcess, tmp_path: 
         asyncio.run(client(process, other).start())
 
 
-def test_when_the_server_is_killed_all_64_requests_fail_by_name(
+def test_all_64_requests_fail_with_their_names_when_the_server_is_killed(
     process: ServerProcess, model_path: Path
 ) -> None:
     server = client(process, model_path)
@@ -158,7 +157,7 @@ def test_when_the_server_is_killed_all_64_requests_fail_by_name(
     async def main() -> None:
         await server.start()
         names = [f"victim-{index}" for index in range(64)]
-        tasks = [asyncio.ensure_future(ask_on(server, prompts(1)[0], name)) for name in names]
+        tasks = [asyncio.ensure_future(keep_generating(server, prompts(1)[0], name)) for name in names]
         await server.generate(prompts(1)[0], SamplingParams(max_tokens=4), "first")
         began = time.monotonic()
         process.kill()

@@ -1,4 +1,4 @@
-"""The in-process vLLM server, held against the contract of servers; untied weights."""
+"""Conformance suite of servers on the in-process vLLM server, with untied weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The in-process vLLM server, on a model whose head is tied to its embedding."""
+"""In-process vLLM server, with a model whose output head is tied to its embedding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engines.common import (
     MAX_MODEL_LEN,
     TOP_LOGPROBS_CASES,
     adapted_weights_of,
-    assert_says_what_the_reference_says,
+    assert_matches_the_reference,
     assert_top_logprobs_of_the_reference,
     changed_weights,
     generate_all,
@@ -39,7 +39,7 @@ DEATH_DEADLINE_S = 20.0
 
 
 class Engine:
-    """One server for all tests here, and the reference that has the same weights."""
+    """Server of all tests here, and a reference with the same weights."""
 
     def __init__(self, server: VLLMServer, runner: asyncio.Runner, path: Path) -> None:
         self.server = server
@@ -49,7 +49,7 @@ class Engine:
         self.version = 0
 
     async def publish(self, *, seed: int) -> dict[str, Any]:
-        """New weights for the engine; the reference keeps the old ones."""
+        """Publish new weights to the engine and return them. The reference keeps the old weights."""
         weights = changed_weights(self.reference, seed=seed)
         self.version += 1
         await self.server.update_weights(list(weights.items()), weight_version=self.version)
@@ -57,7 +57,7 @@ class Engine:
 
 
 async def until_running(server: VLLMServer, count: int) -> None:
-    """Waits until so many requests hold a place in the batch; the engine, in another process, tells nobody."""
+    """Wait until `count` requests are in the batch. Polls, because the engine's process reports no events."""
     async with asyncio.timeout(60):
         while (health := await server.health()).num_running < count:
             assert health.is_alive
@@ -71,7 +71,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[Engine]:
     assert isinstance(server, VLLMServer)
     began = time.monotonic()
     with started(server) as runner:
-        print(f"vLLM was up after {time.monotonic() - began:.1f} s")
+        print(f"vLLM started in {time.monotonic() - began:.1f} s")
         yield Engine(server, runner, path)
 
 
@@ -86,13 +86,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[Engine]:
         {"temperature": 2.0, "top_p": 0.5, "top_k": 40},
     ],
 )
-def test_logprobs_are_of_the_scaled_distribution_before_any_cut(
+def test_logprobs_are_of_the_scaled_distribution_before_top_k_and_top_p(
     engine: Engine, sampling: dict[str, Any]
 ) -> None:
-    asked = prompts(8, seed=1)
+    all_prompts = prompts(8, seed=1)
     params = SamplingParams(max_tokens=32, ignore_eos=True, **sampling)
-    outputs = engine.run(generate_all(engine.server, asked, params))
-    for prompt, output in zip(asked, outputs, strict=True):
+    outputs = engine.run(generate_all(engine.server, all_prompts, params))
+    for prompt, output in zip(all_prompts, outputs, strict=True):
         difference = largest_difference(engine.reference, prompt, output, temperature=sampling["temperature"])
         assert difference < LOG_PROB_TOLERANCE
 
@@ -128,7 +128,7 @@ def test_requests_of_one_batch_get_logprobs_by_their_own_temperatures(engine: En
         assert difference < LOG_PROB_TOLERANCE
 
 
-def test_stop_tokens_are_returned_and_told_from_length(engine: Engine) -> None:
+def test_stop_tokens_are_returned_with_the_stop_reason_stop(engine: Engine) -> None:
     async def main() -> None:
         prompt = prompts(1, seed=2)[0]
         greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -149,7 +149,7 @@ def test_without_max_tokens_a_completion_fills_the_context(engine: Engine) -> No
     assert (len(output.token_ids), output.stop_reason) == (10, "length")
 
 
-def test_what_vllm_cannot_do_exactly_is_refused(engine: Engine) -> None:
+def test_parameters_that_vllm_returns_inexact_logprobs_for_are_refused(engine: Engine) -> None:
     async def main() -> None:
         for params in (
             SamplingParams(repetition_penalty=1.2),
@@ -162,7 +162,7 @@ def test_what_vllm_cannot_do_exactly_is_refused(engine: Engine) -> None:
     engine.run(main())
 
 
-def test_a_later_turn_finds_its_prefix_in_the_cache(engine: Engine) -> None:
+def test_the_prefix_of_a_later_turn_is_cached(engine: Engine) -> None:
     async def main() -> None:
         prompt = prompts(1, length=100, seed=3)[0]
         params = SamplingParams(max_tokens=4)
@@ -172,7 +172,7 @@ def test_a_later_turn_finds_its_prefix_in_the_cache(engine: Engine) -> None:
     engine.run(main())
 
 
-def test_an_abort_returns_the_tokens_so_far_even_when_it_comes_at_once(engine: Engine) -> None:
+def test_an_abort_returns_the_tokens_so_far_even_right_after_the_request(engine: Engine) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as group:
             task = group.create_task(engine.server.generate(prompts(1)[0], LONG, "aborted"))
@@ -193,7 +193,7 @@ def test_an_abort_returns_the_tokens_so_far_even_when_it_comes_at_once(engine: E
     engine.run(main())
 
 
-def test_a_cancelled_request_leaves_the_engine(engine: Engine) -> None:
+def test_a_cancelled_request_is_removed_from_the_engine(engine: Engine) -> None:
     async def main() -> None:
         task = asyncio.ensure_future(engine.server.generate(prompts(1)[0], LONG, "cancelled"))
         await until_running(engine.server, 1)
@@ -209,7 +209,7 @@ def test_a_cancelled_request_leaves_the_engine(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("seed", [11, 12])
-def test_after_an_update_tied_weights_say_what_the_new_model_says(engine: Engine, seed: int) -> None:
+def test_completions_match_the_new_model_after_an_update_of_tied_weights(engine: Engine, seed: int) -> None:
     async def main() -> None:
         prompt = prompts(1, length=100, seed=4)[0]
         before = await engine.server.generate(prompt, SamplingParams(max_tokens=1), "stale")
@@ -217,7 +217,7 @@ def test_after_an_update_tied_weights_say_what_the_new_model_says(engine: Engine
         weights = await engine.publish(seed=seed)
         print(f"the update took {time.monotonic() - began:.3f} s")
         load_into(engine.reference, weights)
-        worst = await assert_says_what_the_reference_says(engine.server, engine.reference, seed=seed)
+        worst = await assert_matches_the_reference(engine.server, engine.reference, seed=seed)
         print(f"largest difference after it: {worst:.1e}")
         after = await engine.server.generate(prompt, SamplingParams(max_tokens=1), "stale")
         assert (before.weight_version, after.weight_version) == (engine.version - 1, engine.version)
@@ -226,7 +226,7 @@ def test_after_an_update_tied_weights_say_what_the_new_model_says(engine: Engine
     engine.run(main())
 
 
-def test_after_updates_of_adapters_alone_it_says_what_the_merged_model_says(engine: Engine) -> None:
+def test_completions_match_the_merged_model_after_updates_of_adapters(engine: Engine) -> None:
     async def main() -> None:
         merged = load_reference(engine.path)
         for seed in (61, 62):
@@ -236,24 +236,24 @@ def test_after_updates_of_adapters_alone_it_says_what_the_merged_model_says(engi
             await engine.server.update_weights(weights, weight_version=engine.version)
             print(f"the update took {time.monotonic() - began:.3f} s")
             load_into(merged, dict(weights))
-            worst = await assert_says_what_the_reference_says(engine.server, merged, seed=seed)
+            worst = await assert_matches_the_reference(engine.server, merged, seed=seed)
             print(f"largest difference after it: {worst:.1e}")
         load_into(engine.reference, dict(weights))
 
     engine.run(main())
 
 
-def test_requests_in_flight_go_on_under_new_weights_each_token_with_its_version(engine: Engine) -> None:
+def test_requests_in_flight_continue_with_new_weights_and_each_token_has_its_version(engine: Engine) -> None:
     async def main() -> None:
-        asked = prompts(6, seed=5)
+        all_prompts = prompts(6, seed=5)
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(engine.server.generate(prompt, LONG, f"flight-{index}"))
-                for index, prompt in enumerate(asked)
+                for index, prompt in enumerate(all_prompts)
             ]
             streamed = []
             weights = None
-            async for chunk in engine.server.stream(asked[0], LONG, "flight-stream"):
+            async for chunk in engine.server.stream(all_prompts[0], LONG, "flight-stream"):
                 streamed.append(chunk)
                 if len(streamed) == 20:
                     weights = await engine.publish(seed=21)
@@ -261,16 +261,16 @@ def test_requests_in_flight_go_on_under_new_weights_each_token_with_its_version(
         new = load_reference(engine.path)
         load_into(new, weights)
         outputs = [*(task.result() for task in tasks), TokenOutput.from_chunks(streamed)]
-        for prompt, output in zip([*asked, asked[0]], outputs, strict=True):
+        for prompt, output in zip([*all_prompts, all_prompts[0]], outputs, strict=True):
             assert [chunk.weight_version for chunk in output.chunks] == [
                 engine.version - 1,
                 engine.version,
             ]
             assert output.num_preempted >= 1
             split = len(output.chunks[0].token_ids)
-            old_ones = reference_logprobs(engine.reference, prompt, output.token_ids)[:split]
-            new_ones = reference_logprobs(new, prompt, output.token_ids)[split:]
-            assert output.log_probs == pytest.approx([*old_ones, *new_ones], abs=LOG_PROB_TOLERANCE)
+            before = reference_logprobs(engine.reference, prompt, output.token_ids)[:split]
+            after = reference_logprobs(new, prompt, output.token_ids)[split:]
+            assert output.log_probs == pytest.approx([*before, *after], abs=LOG_PROB_TOLERANCE)
         load_into(engine.reference, weights)
 
     engine.run(main())
@@ -291,13 +291,13 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes(engine: Engine)
             with pytest.raises(WeightsError, match=message):
                 await engine.server.update_weights(list(bad.items()), weight_version=99)
         assert (await engine.server.health()).weight_version == engine.version
-        await assert_says_what_the_reference_says(engine.server, engine.reference, seed=31)
+        await assert_matches_the_reference(engine.server, engine.reference, seed=31)
 
     engine.run(main())
 
 
-def test_asleep_it_refuses_requests_and_takes_weights(engine: Engine) -> None:
-    """A build for CPUs frees nothing while asleep, and does not claim to."""
+def test_a_server_that_is_asleep_refuses_requests_and_accepts_weights(engine: Engine) -> None:
+    """A CPU build frees no memory while asleep, and does not claim the ability."""
 
     async def main() -> None:
         assert Ability.SLEEP not in engine.server.abilities
@@ -306,12 +306,12 @@ def test_asleep_it_refuses_requests_and_takes_weights(engine: Engine) -> None:
             await engine.server.generate(prompts(1)[0], LONG, "asleep")
         load_into(engine.reference, await engine.publish(seed=41))
         await engine.server.wake_up()
-        await assert_says_what_the_reference_says(engine.server, engine.reference, seed=41)
+        await assert_matches_the_reference(engine.server, engine.reference, seed=41)
 
     engine.run(main())
 
 
-def test_when_the_engine_is_killed_all_64_requests_fail_by_name(engine: Engine) -> None:
+def test_all_64_requests_fail_with_their_names_when_the_engine_is_killed(engine: Engine) -> None:
     async def main() -> None:
         assert engine.server._core is not None
         names = [f"victim-{index}" for index in range(64)]

@@ -1,4 +1,4 @@
-"""What is said when vLLM does not come up."""
+"""Errors of vLLM engines that do not start."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("models") / "tied", is_tied=True)
 
 
-def test_an_engine_that_fails_ends_the_start_with_its_last_log_lines(model_path: Path) -> None:
+def test_the_error_of_an_engine_that_fails_ends_with_its_last_log_lines(model_path: Path) -> None:
     server = VLLM.server(model_path, rollout__engine_kwargs__block_size=16)
     with pytest.raises(ServerDied, match="No common block size"):
         asyncio.run(server.start())
     assert not multiprocessing.active_children()
 
 
-def test_an_engine_that_takes_too_long_is_ended(model_path: Path) -> None:
-    import_module("vllm.v1.engine.async_llm")  # takes long by itself, and writes no log
+def test_an_engine_that_takes_too_long_to_start_is_killed(model_path: Path) -> None:
+    import_module("vllm.v1.engine.async_llm")  # the import takes long, and writes no log
     server = VLLM.server(model_path, rollout__start_timeout_s=6)
     with pytest.raises(ServerTimeout, match=r"within 6 s(.|\n)*its log"):
         asyncio.run(server.start())

@@ -1,4 +1,4 @@
-"""vLLM as these tests run it: its build for CPUs, on models made on the spot."""
+"""vLLM engine and server for the tests: options, start and stop. For vLLM's CPU build."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VLLM = EngineCase(
         "enforce_eager": "true",
         "max_num_seqs": MAX_REQUESTS_AT_ONCE,
         "kv_cache_memory_bytes": 64 * 2**20,
-        "block_size": 32,  # the least that this build offers; its default is longer than the prompts here
+        "block_size": 32,  # the minimum of the CPU build; its default is longer than the prompts here
     },
 )
 WORKER_EXTENSION = "agent_loop.servers.vllm.worker.WeightWorker"
@@ -32,7 +32,7 @@ START_TIMEOUT_S = 240.0
 
 @contextmanager
 def started(server: AsyncServerBase) -> Generator[asyncio.Runner]:
-    """A started server and the event loop that it lives on, for the tests of one module."""
+    """Start a server. Yield the runner of its event loop."""
     with asyncio.Runner() as runner:
         runner.run(server.start())
         try:
@@ -42,13 +42,13 @@ def started(server: AsyncServerBase) -> Generator[asyncio.Runner]:
 
 
 def kill_engine(processes: list[Any]) -> None:
-    """As the kernel does when memory is short."""
+    """Kill the engine's processes as the kernel does when it is out of memory."""
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
 
 
 class ServerProcess:
-    """`vllm serve`, started as a user does; its own process group."""
+    """Process group of `vllm serve`, started as a user starts it."""
 
     def __init__(self, model_path: Path, log: Path, *options: str) -> None:
         with socket.socket() as free:
@@ -78,7 +78,7 @@ class ServerProcess:
             time.sleep(0.2)
 
     def kill(self) -> None:
-        """All of it at once."""
+        """Kill all processes of the server."""
         os.killpg(self._process.pid, signal.SIGKILL)
 
     def stop(self) -> None:

@@ -1,6 +1,6 @@
-"""Lets a CPU build of torch import torchvision: declares two operators of its compiled part, which is missing.
+"""Declaration of two operators of torchvision's compiled part, so that a CPU build of torch can import torchvision.
 
-Imported at the interpreter's start by a `.pth` file; does nothing before torchvision is imported.
+A `.pth` file imports this module at the interpreter's start. It has no effect before torchvision is imported.
 """
 
 import sys
