@@ -1,4 +1,4 @@
-"""The checks of interactions pass those that ship with the package, and find each kind of fault."""
+"""The checks of interactions pass the interactions of the package, and find each kind of fault."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWERS = ("#### 41", "I give up.", "#### 42")
 
 
 class Tutor(Gsm8kInteraction):
-    """The GSM8K interaction; each subclass has one fault."""
+    """GSM8K interaction without fault. Each subclass has one fault."""
 
     def __init__(self) -> None:
         super().__init__({"name": "tutor"})
@@ -92,12 +92,12 @@ class Appends(Tutor):
         return reply
 
 
-class JudgesInWords(Tutor):
+class ScoresWithText(Tutor):
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> Any:
         return "good"
 
 
-class NeedsWords(Tutor):
+class NeedsNonemptyText(Tutor):
     async def generate_response(self, instance_id: str, messages: list[Message], **kwargs: Any) -> Any:
         assert messages[-1]["content"][0]
         return await super().generate_response(instance_id, messages, **kwargs)
@@ -109,16 +109,16 @@ class NoTools(Tutor):
         return await super().generate_response(instance_id, messages, **kwargs)
 
 
-class Moody(Tutor):
-    num_asked = 0
+class NumbersItsReplies(Tutor):
+    num_calls = 0
 
     async def generate_response(self, *args: Any, **kwargs: Any) -> Any:
-        self.num_asked += 1
+        self.num_calls += 1
         is_over, content, score, extra = await super().generate_response(*args, **kwargs)
-        return is_over, f"{content} ({self.num_asked})", score, extra
+        return is_over, f"{content} ({self.num_calls})", score, extra
 
 
-class Mixes(Tutor):
+class SharesState(Tutor):
     """Shares its state between trajectories."""
 
     on_replay = OnReplay.RERUN
@@ -137,7 +137,7 @@ class Mixes(Tutor):
         return False, f"{content} ({self.num_said})", score, extra
 
 
-class Forgets(Tutor):
+class FinalizesNothing(Tutor):
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         pass
 
@@ -147,8 +147,8 @@ class InsistsOnStart(Tutor):
         del self._scores[instance_id]
 
 
-class Clings(Tutor):
-    """Hangs in finalize after a cancelled reply."""
+class HangsInFinalize(Tutor):
+    """Interaction whose finalize hangs after a cancelled reply."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Clings(Tutor):
 
 class Blocks(Tutor):
     async def generate_response(self, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.11)  # noqa: ASYNC251  (the fault)
+        time.sleep(0.11)  # noqa: ASYNC251  (this is the fault)
         return await super().generate_response(*args, **kwargs)
 
 
@@ -181,14 +181,14 @@ class Blocks(Tutor):
         (Terse, "a reply is (terminate, content, score, extra)"),
         (RecordsObjects, "the extra data of a reply can be written as JSON"),
         (Appends, "the messages passed in are not changed"),
-        (JudgesInWords, "calculate_score returns a number or None"),
-        (NeedsWords, "an empty message of the model gets a reply"),
+        (ScoresWithText, "calculate_score returns a number or None"),
+        (NeedsNonemptyText, "an empty message of the model gets a reply"),
         (NoTools, "tool calls in the conversation are accepted"),
-        (Moody, "the same conversation gets the same replies"),
-        (Mixes, "concurrent trajectories do not share state"),
-        (Forgets, "finalize_interaction leaves nothing behind"),
+        (NumbersItsReplies, "the same conversation gets the same replies"),
+        (SharesState, "concurrent trajectories do not share state"),
+        (FinalizesNothing, "finalize_interaction leaves nothing behind"),
         (InsistsOnStart, "a trajectory whose start failed can be finalized"),
-        (Clings, "a trajectory cancelled during a reply can be finalized"),
+        (HangsInFinalize, "a trajectory cancelled during a reply can be finalized"),
         (Blocks, "the interaction does not block the event loop"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The checks of servers pass those that run in this process, and find each kind of fault."""
+"""The checks of servers pass the servers that run in this process, and find each kind of fault."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCAB = 97
 
 
 class Embedded(EmbeddedServer):
-    """The embedded server; each subclass has one fault."""
+    """Embedded server without fault. Each subclass has one fault."""
 
     def __init__(self) -> None:
         super().__init__(make_model(), config=EmbeddedConfig(max_model_len=LENGTH))

@@ -207,12 +207,12 @@ class KeepsItsLock(Notes):
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = asyncio.Semaphore()
+        self.semaphore = asyncio.Semaphore()
 
     async def answer(self, instance_id: str, text: str) -> Any:
-        await self.place.acquire()
+        await self.semaphore.acquire()
         await asyncio.sleep(0.01)
-        self.place.release()
+        self.semaphore.release()
         return await super().answer(instance_id, text)
 
 

@@ -173,6 +173,6 @@ def test_a_training_killed_before_its_first_checkpoint_repeats_its_updates_witho
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert called == dict.fromkeys("012345", 2)
     assert len(recorded) == 4
-    # Step 4 takes rows 0 and 1 again; of the three steps before, no call was run a second time.
+    # Step 4 uses rows 0 and 1 again. No call of the first three steps was run twice.
     assert calls_per_rollout(tmp_path) == dict.fromkeys("2345", 2) | dict.fromkeys("01", 4)
-    assert not list(journals.glob("*.journal"))  # the checkpoint at the end holds what they led to
+    assert not list(journals.glob("*.journal"))  # The final checkpoint replaces the journals.

@@ -64,7 +64,7 @@ def trajectories(folder: str = "runs/eval") -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(folder, "trajectories.jsonl").read_text().splitlines()]
 
 
-def places(folder: str = "runs/eval") -> list[tuple[int, int]]:
+def keys(folder: str = "runs/eval") -> list[tuple[int, int]]:
     return [(record["group"], record["rollout"]) for record in trajectories(folder)]
 
 
@@ -85,7 +85,7 @@ def test_an_evaluation_writes_trajectories_and_a_summary_with_categories(evaluat
     assert result.exit_code == 0, result.err
     for shown in ("pass@1", "pass@2", "75.0%", "100.0%", "easy", "hard", "question 1", "and 4 more rows"):
         assert shown in result.out
-    assert places() == ALL
+    assert keys() == ALL
     summary = json.loads(Path("runs/eval/summary.json").read_text())
     assert summary["evaluation"]["scores"]["pass_at_k"]["1"]["value"] == 0.75
     assert summary["evaluation"]["scores"]["pass_at_k"]["2"]["value"] == 1.0
@@ -109,7 +109,7 @@ def test_a_batch_reward_is_called_once_per_row_and_never_again_for_the_same_samp
 
     assert resumed.exit_code == 0, resumed.err
     assert sorted(Path("judged.log").read_text().splitlines()) == [f"{n} {n}" for n in range(6)]
-    assert places() == ALL
+    assert keys() == ALL
     summary = json.loads(Path("runs/eval/summary.json").read_text())
     assert summary["evaluation"]["scores"]["pass_at_k"]["2"]["value"] == 1.0
 
@@ -144,7 +144,7 @@ def test_ctrl_c_keeps_finished_trajectories_and_resume_runs_only_the_others(eval
     with file("interrupt", "5"), file("hang", "34"):
         stopped = evaluate()
     assert stopped.exit_code == 130
-    ended = places()
+    ended = keys()
     assert sorted(ended) == [(group, rollout) for group in range(3) for rollout in range(2)]
     assert "stopped; the 6 finished trajectories are in runs/eval/trajectories.jsonl" in stopped.out
     assert "--resume" in stopped.out
@@ -155,9 +155,9 @@ def test_ctrl_c_keeps_finished_trajectories_and_resume_runs_only_the_others(eval
     before = {(r["group"], r["rollout"]): r["segments"] for r in trajectories()}
     resumed = evaluate("--resume")
     assert resumed.exit_code == 0, resumed.err
-    assert places() == ALL
+    assert keys() == ALL
     assert [r["segments"] for r in trajectories() if (r["group"], r["rollout"]) in before] == [
-        before[place] for place in sorted(before)
+        before[key] for key in sorted(before)
     ]
     assert [calls()[number] for number in "012"] == [2, 2, 2]
 
@@ -197,7 +197,7 @@ def test_too_many_failures_stop_the_evaluation_and_resume_runs_the_failed_rows_a
     mended = evaluate("--resume")
     assert mended.exit_code == 0, mended.err
     assert None not in [record["reward"] for record in trajectories()]
-    assert places() == ALL
+    assert keys() == ALL
 
 
 def test_two_evaluations_are_compared_row_by_row(evaluate: Evaluate) -> None:
@@ -208,7 +208,7 @@ def test_two_evaluations_are_compared_row_by_row(evaluate: Evaluate) -> None:
     assert "better than base by" in result.out
     comparison = json.loads(Path("new/summary.json").read_text())["comparison"]
     assert (comparison["total"]["num_rows"], comparison["other_model"]) == (4, "model")
-    # `base` had the first answers, which are right; those of rows 1 and 3 are right in turns.
+    # All answers of `base` are correct. The new answers of rows 1 and 3 are correct every second time.
     assert comparison["total"]["pass_at_1"]["value"] == -0.25
     assert comparison["categories"]["level"]["hard"]["pass_at_1"]["value"] == -0.5
     nothing = evaluate("--out", "third", "--compare", "nowhere")

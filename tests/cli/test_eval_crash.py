@@ -51,6 +51,6 @@ def test_a_killed_evaluation_resumes_and_runs_nothing_twice(tmp_path: Path) -> N
     assert {name: after[name] for name in before} == before
     calls = [line.split()[0] for line in (tmp_path / "calls.log").read_text().splitlines()]
     assert [calls.count(number) for number in "024"] == [2, 2, 2]
-    assert [calls.count(number) for number in "135"] == [4, 4, 4]  # the rows that hung were run again
+    assert [calls.count(number) for number in "135"] == [4, 4, 4]  # The rows that did not end were run again.
     assert (lines.parent / "summary.json").is_file()
     assert not (lines.parent / "rollout.journal").exists()

@@ -1,4 +1,4 @@
-"""Trajectories of every kind that a file has to hold."""
+"""Sample trajectories of every kind that is stored."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prompt(ids: list[int]) -> Segment:
 
 
 def solved(*, group: int = 0, rollout: int = 0, reward: float = 0.1, **more: Any) -> Trajectory:
-    """Two turns with a tool between them; the second spans a weight swap."""
+    """Return a trajectory of two turns with a tool between them. The second turn spans a weight swap."""
     output = AgentLoopOutput(
         segments=[
             prompt([1, 2, 3]),
@@ -78,7 +78,7 @@ def solved(*, group: int = 0, rollout: int = 0, reward: float = 0.1, **more: Any
 
 
 def failed(*, group: int = 0, rollout: int = 1) -> Trajectory:
-    """It never came to a token."""
+    """Return a trajectory that failed before its first token."""
     output = AgentLoopOutput(
         segments=[],
         stop_reason=StopReason.FAILED,
@@ -89,7 +89,7 @@ def failed(*, group: int = 0, rollout: int = 1) -> Trajectory:
 
 
 def without_logprobs(*, group: int = 1, rollout: int = 0, some: bool = False) -> Trajectory:
-    """The server gave none, or some."""
+    """Return a trajectory without log-probs, or with log-probs for some segments only."""
     segments = [prompt([1]), model([2, 3], logprobs=[-0.5, -0.6] if some else None), tool([4]), model([5])]
     output = AgentLoopOutput(segments=segments, stop_reason=StopReason.RESPONSE_LENGTH)
     row = {"raw_prompt": [{"role": "user", "content": "hello"}]}

@@ -1,4 +1,4 @@
-"""What one process writes, no other one does, and the error says who it is."""
+"""Output is locked by one process, and the error of another process names it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_two_runs_of_one_process_exclude_each_other_too(tmp_path: Path, lock: Lo
         pass
 
 
-def test_a_folder_that_got_nothing_is_gone_again(tmp_path: Path) -> None:
+def test_a_new_folder_that_stays_empty_is_removed(tmp_path: Path) -> None:
     with exclusive_folder(tmp_path / "new", name="--out"):
         assert (tmp_path / "new").is_dir()
     assert not (tmp_path / "new").exists()
@@ -102,7 +102,7 @@ def test_paths_that_cannot_be_written_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_a_folder_of_somebody_else_is_named(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     done = subprocess.run(
         [sys.executable, "-c", HOLD, "exclusive_folder", str(tmp_path), "65534"],

@@ -1,4 +1,4 @@
-"""Trajectories are kept while a run trains, and what cannot be kept stops nothing."""
+"""Trajectories are stored during training, and a failed write does not stop the run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ROOT = Path(__file__).parents[2]
 def kept(
     folder: Path, steps: Sequence[int], *, num_steps: int | None = None
 ) -> tuple[TrajectoryKeeper, list[str]]:
-    said: list[str] = []
-    with TrajectoryKeeper(folder, num_steps=num_steps, say=said.append) as keeper:
+    reports: list[str] = []
+    with TrajectoryKeeper(folder, num_steps=num_steps, report=reports.append) as keeper:
         for step in steps:
             keeper.keep([solved()], step=step, split="train", weight_version=step - 1)
             keeper.keep([solved()], step=step, split="val", weight_version=step)
-    return keeper, said
+    return keeper, reports
 
 
 def names(folder: Path) -> list[str]:
@@ -39,9 +39,9 @@ def names(folder: Path) -> list[str]:
 
 
 def test_each_step_has_its_files_once_the_run_is_over(tmp_path: Path) -> None:
-    keeper, said = kept(tmp_path, [1, 2])
+    keeper, reports = kept(tmp_path, [1, 2])
     assert names(tmp_path) == [f"{s}-{n:06d}.parquet" for s in ("train", "val") for n in (1, 2)]
-    assert (keeper.num_failed, said) == (0, [])
+    assert (keeper.num_failed, reports) == (0, [])
 
 
 def test_only_the_newest_steps_stay(tmp_path: Path) -> None:
@@ -49,27 +49,27 @@ def test_only_the_newest_steps_stay(tmp_path: Path) -> None:
     assert [file.step for file in StoredRun(tmp_path).files()] == [2, 2, 3, 3]
 
 
-def test_none_are_kept_where_none_are_wanted(tmp_path: Path) -> None:
+def test_zero_steps_writes_no_files(tmp_path: Path) -> None:
     kept(tmp_path, [1], num_steps=0)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_vocabulary_is_kept_beside_them(tmp_path: Path) -> None:
+def test_the_vocabulary_is_written_next_to_the_trajectories(tmp_path: Path) -> None:
     with TrajectoryKeeper(tmp_path) as keeper:
         keeper.keep_vocabulary(small_tokenizer())
         keeper.keep([solved()], step=1, split="train", weight_version=0)
     assert StoredRun(tmp_path).vocabulary()[2] == "<|im_end|>"
 
 
-def test_a_folder_that_is_in_the_way_is_counted_and_said_once(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_folder_is_counted_and_reported_once(tmp_path: Path) -> None:
     (tmp_path / "trajectories").write_text("not a folder", encoding="utf-8")
-    keeper, said = kept(tmp_path, [1, 2])
+    keeper, reports = kept(tmp_path, [1, 2])
     assert keeper.num_failed == 4
-    assert len(said) == 1
-    assert said[0].startswith("the train trajectories of step 1 cannot be kept: FileExistsError")
+    assert len(reports) == 1
+    assert reports[0].startswith("the train trajectories of step 1 cannot be stored: FileExistsError")
 
 
-def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+def test_a_removed_folder_is_created_again(tmp_path: Path) -> None:
     kept(tmp_path / "run", [1])
     shutil.rmtree(tmp_path / "run")
     keeper, _ = kept(tmp_path / "run", [2])
@@ -77,54 +77,56 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == ["train-000002.parquet", "val-000002.parquet"]
 
 
-def test_what_waits_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trajectories_beyond_the_queue_limit_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(keeper_module, "MAX_WAITING_TOKENS", 9)
-    said: list[str] = []
-    with TrajectoryKeeper(tmp_path, say=said.append) as keeper:
-        is_held = threading.Event()
-        keeper.keep_vocabulary(_Slow(is_held))  # what the writer is busy with
+    reports: list[str] = []
+    with TrajectoryKeeper(tmp_path, report=reports.append) as keeper:
+        is_released = threading.Event()
+        keeper.keep_vocabulary(_SlowTokenizer(is_released))  # This keeps the writer busy.
         keeper.keep([solved()], step=1, split="train", weight_version=0)
         keeper.keep([solved()], step=2, split="train", weight_version=1)
-        is_held.set()
+        is_released.set()
     assert names(tmp_path) == ["train-000001.parquet"]
-    assert said == [
-        "the train trajectories of step 2 cannot be kept: writing takes longer than training; the run goes on, and "
-        "says this once"
+    assert reports == [
+        "the train trajectories of step 2 cannot be stored: writing takes longer than training; the run continues, "
+        "and reports this error once"
     ]
 
 
-class _Slow:
-    """A tokenizer that gives its vocabulary when it is told to."""
+class _SlowTokenizer:
+    """Tokenizer that returns its vocabulary after an event is set."""
 
     added_tokens_decoder: ClassVar[dict[int, str]] = {}
 
-    def __init__(self, may_go_on: threading.Event) -> None:
-        self._may_go_on = may_go_on
+    def __init__(self, is_released: threading.Event) -> None:
+        self._is_released = is_released
 
     def get_vocab(self) -> dict[str, int]:
-        assert self._may_go_on.wait(30)
+        assert self._is_released.wait(30)
         return {}
 
 
-def test_on_a_full_disk_a_run_goes_on_and_earlier_files_stay(tmp_path: Path) -> None:
+def test_on_a_full_disk_a_run_continues_and_earlier_files_stay(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.storage.full_disk", str(tmp_path)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
-    num_failed, said = json.loads(ran.stdout)
+    num_failed, reports = json.loads(ran.stdout)
     assert num_failed == 2
-    assert len(said) == 1
-    assert "OSError" in said[0]
+    assert len(reports) == 1
+    assert "OSError" in reports[0]
     assert names(tmp_path) == ["train-000001.parquet"]
     assert [file.num_trajectories for file in StoredRun(tmp_path).files()] == [1]
 
 
-def test_whoever_is_in_a_hurry_does_not_wait_for_what_is_written(tmp_path: Path) -> None:
-    said: list[str] = []
-    may_go_on = threading.Event()
-    with pytest.raises(KeyboardInterrupt), TrajectoryKeeper(tmp_path, say=said.append) as keeper:
-        keeper.keep_vocabulary(_Slow(may_go_on))
+def test_a_keyboard_interrupt_does_not_wait_for_pending_writes(tmp_path: Path) -> None:
+    reports: list[str] = []
+    is_released = threading.Event()
+    with pytest.raises(KeyboardInterrupt), TrajectoryKeeper(tmp_path, report=reports.append) as keeper:
+        keeper.keep_vocabulary(_SlowTokenizer(is_released))
         raise KeyboardInterrupt
-    may_go_on.set()
-    assert said == ["trajectories that were still being written are left out"]
+    is_released.set()
+    assert reports == ["trajectories whose write had not finished were not stored"]
 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page on stored trajectories says what is so."""
+"""The page on stored trajectories is correct: its columns, queries and programs."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def test_the_programs_of_the_page_run(run: Path, number: int, monkeypatch: pytes
 
 
 def test_json_columns_are_strict(run: Path) -> None:
-    def refuse(name: str) -> None:
+    def fail(name: str) -> None:
         raise AssertionError(name)
 
     for row in StoredRun(run).rows():
         for name in ("row", "messages", "feedback", "incidents", "metrics", "reward_extra", "extra_fields"):
-            json.loads(row[name], parse_constant=refuse)
+            json.loads(row[name], parse_constant=fail)
 
 
-def test_names_of_the_package_do_what_the_page_says(run: Path) -> None:
+def test_functions_of_the_package_work_as_the_page_describes(run: Path) -> None:
     stored = StoredRun(run)
     row = stored.trajectory("train", 12, "group=0/rollout=0")
     assert text_of([2], stored.vocabulary()) == "<|im_end|>"

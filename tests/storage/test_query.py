@@ -1,4 +1,4 @@
-"""Which trajectories somebody wants to see."""
+"""Queries of stored trajectories."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_conditions_compare_columns_with_values(run: StoredRun, condition: str, 
     assert ids(find(run, where=[Condition.parse(condition)])) == found
 
 
-def test_conditions_texts_splits_and_orders_go_together(run: StoredRun) -> None:
+def test_conditions_texts_splits_and_orders_can_be_combined(run: StoredRun) -> None:
     conditions = [Condition.parse("reward<1"), Condition.parse("num_tool_calls=1")]
     assert ids(find(run, where=conditions, sort="-reward", split="train")) == [
         "group=0/rollout=2",
@@ -50,7 +50,7 @@ def test_conditions_texts_splits_and_orders_go_together(run: StoredRun) -> None:
     ]
     assert ids(find(run, text="VIER ☃", split="val")) == ["group=7/rollout=0"]
     assert ids(find(run, text="surrogate")) == ["group=0/rollout=1"]
-    assert ids(find(run, text="nobody said this")) == []
+    assert ids(find(run, text="a text that is in no trajectory")) == []
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_conditions_texts_splits_and_orders_go_together(run: StoredRun) -> None:
     [
         ("rewrd<1", "did you mean 'reward'"),
         ("messages=x", "no column 'messages' to compare"),
-        ("reward", "is no comparison"),
+        ("reward", "is not a comparison"),
         ("reward<high", "compares reward, of type double, with 'high'"),
         ("is_success=1", "of type bool"),
         ("reward<null", "only = and != can"),
     ],
 )
-def test_what_is_no_condition_is_refused(condition: str, message: str) -> None:
+def test_an_invalid_condition_is_refused(condition: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         Condition.parse(condition)
 

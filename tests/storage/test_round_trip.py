@@ -1,4 +1,4 @@
-"""What was written is read again, by this package and by others."""
+"""Stored trajectories are read back, by this package and by other libraries."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_same(read: AgentLoopOutput, output: AgentLoopOutput) -> None:
     [solved(), failed(), without_logprobs(), without_logprobs(some=True)],
     ids=["solved", "failed", "no log-probs", "some log-probs"],
 )
-def test_a_trajectory_comes_back_as_it_was(trajectory: Trajectory, tmp_path: Path) -> None:
+def test_a_trajectory_is_read_back_unchanged(trajectory: Trajectory, tmp_path: Path) -> None:
     written(tmp_path, trajectory)
     row = StoredRun(tmp_path).trajectory("train", 12, trajectory.trajectory_id)
     read = to_trajectory(row)
@@ -51,14 +51,14 @@ def test_a_trajectory_comes_back_as_it_was(trajectory: Trajectory, tmp_path: Pat
     assert (read.trace is None) == (trajectory.trace is None)
 
 
-def test_half_a_surrogate_becomes_a_replacement_character(tmp_path: Path) -> None:
+def test_an_unpaired_surrogate_becomes_a_replacement_character(tmp_path: Path) -> None:
     written(tmp_path, failed())
     read = to_trajectory(StoredRun(tmp_path).trajectory("train", 12, "group=0/rollout=1"))
     assert read.output.failure.error == "ValueError: half a surrogate \ufffd"
     assert read.row == {"raw_prompt": [{"role": "user", "content": "\ufffd"}], "weight": None}
 
 
-def test_columns_say_what_happened(tmp_path: Path) -> None:
+def test_columns_have_the_values_of_the_trajectory(tmp_path: Path) -> None:
     learned = Learned(
         advantages=np.array([1, 1, 9, 9, 9, 1, 5], np.float32),
         train_logprobs=np.array([-0.1, -0.25, 0, 0, 0, -0.3, -0.5], np.float32),
@@ -121,7 +121,7 @@ def test_a_run_is_read_by_step_and_split(tmp_path: Path) -> None:
         run.trajectory("train", 1, "group=99/rollout=0")
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no stored trajectories"):
         StoredRun(tmp_path)
     (tmp_path / "other.parquet").write_bytes(b"not Parquet")

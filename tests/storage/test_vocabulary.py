@@ -1,4 +1,4 @@
-"""The text of each token."""
+"""Texts of tokens by the stored vocabulary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.training.fakes import tiny_tokenizer
 TEXT = "<|im_start|>user\nvier ☃ and 日本<|im_end|>\n"
 
 
-def test_pieces_of_bytes_join_to_the_text(tmp_path: Path) -> None:
+def test_byte_level_tokens_join_to_the_text(tmp_path: Path) -> None:
     tokenizer = small_tokenizer()
     write_vocabulary(tmp_path / "vocabulary.json", tokenizer)
     pieces = read_vocabulary(tmp_path / "vocabulary.json")
@@ -30,7 +30,7 @@ def test_pieces_of_bytes_join_to_the_text(tmp_path: Path) -> None:
     assert pieces[tokenizer.convert_tokens_to_ids("<|im_end|>")] == "<|im_end|>"
 
 
-def test_pieces_with_spaces_of_their_own_keep_them() -> None:
+def test_tokens_with_spaces_keep_them() -> None:
     names = ["<0x41>", "▁hello", "lo", "<unk>"]
     backend = Tokenizer(
         models.BPE({name: number for number, name in enumerate(names)}, [], byte_fallback=True)
@@ -43,12 +43,12 @@ def test_pieces_with_spaces_of_their_own_keep_them() -> None:
     assert text_of([1, 2, 0, 99], pieces_of(tokenizer)) == " helloloA<99>"
 
 
-def test_whole_words_are_themselves() -> None:
+def test_tokens_of_a_word_level_vocabulary_are_unchanged() -> None:
     assert pieces_of(tiny_tokenizer())[:3] == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("text", ["not JSON", "[]", json.dumps({"version": 2, "pieces": []})])
-def test_what_is_no_vocabulary_is_refused(text: str, tmp_path: Path) -> None:
+def test_an_invalid_vocabulary_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "vocabulary.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match="vocabulary"):

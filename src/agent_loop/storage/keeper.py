@@ -36,7 +36,7 @@ class TrajectoryKeeper:
         run_dir: The run's folder.
         num_steps: Number of newest steps whose files are kept; None keeps all, 0 none.
         success_threshold: Least reward that counts as a success.
-        say: Function that reports errors, called in the thread; None writes to the log.
+        report: Function that reports an error to the user, called in the thread. None writes to the log.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class TrajectoryKeeper:
         *,
         num_steps: int | None = None,
         success_threshold: float = 1.0,
-        say: Callable[[str], None] | None = None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._num_steps = num_steps
         self._success_threshold = success_threshold
-        self._say = say or logger.warning
+        self._report = report or logger.warning
         self._lock = threading.Lock()
         self._num_failed = 0
         self._num_waiting_tokens = 0
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._thread: OneThread | None = None
 
     @property
@@ -106,7 +106,7 @@ class TrajectoryKeeper:
         self._thread = None
         is_hurried = kind is not None and not issubclass(kind, Exception)
         if not written.wait(0.0 if is_hurried else CLOSE_TIMEOUT_S):
-            self._say("trajectories that were still being written are left out")
+            self._report("trajectories whose write had not finished were not stored")
 
     def _queue(self, write: Callable[[], None], *, what: str, num_tokens: int) -> None:
         if self._thread is None:
@@ -135,7 +135,7 @@ class TrajectoryKeeper:
         kind = why.partition("'")[0]  # without the name of the file
         with self._lock:
             self._num_failed += 1
-            is_new = kind not in self._said
-            self._said.add(kind)
+            is_new = kind not in self._reported
+            self._reported.add(kind)
         if is_new:
-            self._say(f"{what} cannot be kept: {why}; the run goes on, and says this once")
+            self._report(f"{what} cannot be stored: {why}; the run continues, and reports this error once")

@@ -46,7 +46,9 @@ class Condition:
         """
         found = _CONDITION.fullmatch(text)
         if found is None:
-            raise DataError(f"{text!r} is no comparison; give one like 'reward<1' or 'stop_reason=answered'")
+            raise DataError(
+                f"{text!r} is not a comparison; give a condition like 'reward<1' or 'stop_reason=answered'"
+            )
         column, operation, value = found.groups()
         check_column(column)
         if value == "null":

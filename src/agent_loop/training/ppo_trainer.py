@@ -126,7 +126,7 @@ class PPOTrainer:
                 run_dir,
                 num_steps=config.trainer.keep_trajectories,
                 success_threshold=config.reward.success_threshold,
-                say=progress.say,
+                report=progress.say,
             )
             loop = TrainingLoop(
                 config,
