@@ -1,4 +1,4 @@
-"""An agent as a graph of LangGraph whose chat model keeps token ids, in the way that verl's users write one."""
+"""Agent as a LangGraph graph whose chat model keeps token ids, as users of verl write it."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ from agent_loop.integrations.verl import (
 
 
 class TokenChatModel(BaseChatModel):
-    """Sends tokens to the servers and reads messages from the tokens that come back."""
+    """Chat model that sends tokens to the servers and parses messages from the sampled tokens."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -80,7 +80,7 @@ class TokenChatModel(BaseChatModel):
         return ChatResult(generations=[ChatGeneration(message=message)])
 
     def _tokens_of(self, messages: list[BaseMessage], *, tools: Any) -> tuple[str, list[int], list[int]]:
-        """The first turn is rendered in full; later ones add the messages behind the last answer."""
+        """Render the first turn in full, and for later turns only the messages after the last completion."""
         places = [place for place, message in enumerate(messages) if message.type == "ai"]
         if not places:
             conversation = convert_to_openai_messages(messages)
@@ -108,13 +108,13 @@ def next_node(state: MessagesState) -> str:
 
 @tool
 def multiply(a: int, b: int) -> int:
-    """Multiplies two integers."""
+    """Multiply two integers."""
     return a * b
 
 
 @register("graph_agent")
 class GraphAgentLoop(AgentLoopBase):
-    """The model and its tools as two nodes."""
+    """Agent loop that runs a graph of two nodes: the model and its tools."""
 
     @classmethod
     def init_class(cls, config, tokenizer, **kwargs):

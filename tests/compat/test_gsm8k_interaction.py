@@ -15,7 +15,7 @@ def tutor(**config: object) -> Gsm8kInteraction:
     return Gsm8kInteraction({"name": "gsm8k", **config})
 
 
-def test_the_model_may_try_again_until_it_is_right() -> None:
+def test_a_wrong_answer_may_be_corrected() -> None:
     trajectory = converse(tutor(), ["#### 41", "Let me see. #### 42"], ground_truth="42", query="6 * 7?")
     output = trajectory.output
     assert output.turn_scores == (0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Every name in verl's documents of the agent loop can be imported, or docs/from-verl.md says what to use instead."""
+"""Every name in verl's agent loop documents can be imported, or docs/from-verl.md states what to use instead."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ ON_THE_PAGE = names(
 
 
 @pytest.mark.parametrize("name", IMPORTABLE)
-def test_a_name_of_verls_documents_can_be_imported(name: str) -> None:
+def test_a_name_in_verls_documents_can_be_imported(name: str) -> None:
     assert callable(getattr(verl, name))
 
 
 @pytest.mark.parametrize("name", WITHOUT_COUNTERPART)
-def test_a_name_without_a_counterpart_says_what_to_use_instead(name: str) -> None:
+def test_the_error_for_a_name_without_a_counterpart_states_what_to_use_instead(name: str) -> None:
     with pytest.raises(ImportError, match=f"{name} has no counterpart in agent_loop: .+"):
         getattr(verl, name)
     assert name in words_of_the_page()
 
 
 @pytest.mark.parametrize("name", [*ON_THE_PAGE, *IMPORTABLE])
-def test_a_name_of_verls_documents_is_on_the_page_for_movers(name: str) -> None:
+def test_a_name_in_verls_documents_is_in_docs_from_verl(name: str) -> None:
     assert name in words_of_the_page()
 
 

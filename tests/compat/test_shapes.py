@@ -1,4 +1,4 @@
-"""The shapes that verl documents: loops, handlers of the tool loop, servers, sampling parameters."""
+"""Interfaces that verl documents: loops, handlers of the tool loop, servers, sampling parameters."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def run(config: Config, rows: Sequence[Row], answers: Sequence[ScriptedReply]) -
 
 @register("one_question")
 class OneQuestion(AgentLoopBase):
-    """The first form of a single-turn loop: the configuration first, and messages in place of columns."""
+    """Single-turn loop of verl's first versions: the configuration as first argument, and messages instead of
+    columns."""
 
     def __init__(self, config: Any, server_manager: Any, tokenizer: Any) -> None:
         super().__init__(config, server_manager, tokenizer)
@@ -97,13 +98,13 @@ def test_the_first_form_of_a_single_turn_loop_runs_and_can_be_rewarded(config: C
     assert output.metrics.model_dump()["generate_sequences"] > 0
 
 
-def test_a_loop_that_is_cut_to_its_length_keeps_the_logprobs_of_what_is_left(config: Config) -> None:
+def test_a_truncated_response_keeps_the_logprobs_of_its_tokens(config: Config) -> None:
     [trajectory] = run(config, [row(agent_name="one_question")], [text_reply("seven " * 400)])
     assert len(trajectory.output.response_ids) == config.rollout.response_length
     assert trajectory.output.response_logprobs is not None
 
 
-def test_a_tool_loop_of_ones_own_under_the_shipped_name_replaces_it(
+def test_a_custom_tool_loop_under_the_shipped_name_replaces_the_shipped_one(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
@@ -115,14 +116,14 @@ def test_a_tool_loop_of_ones_own_under_the_shipped_name_replaces_it(
     assert trajectory.output.num_turns == 2
 
 
-def test_the_tool_loop_goes_by_the_name_of_its_module_too(config: Config) -> None:
+def test_the_tool_loop_can_be_named_by_its_module(config: Config) -> None:
     [trajectory] = run(config, [row(agent_name="tool_agent_loop")], [text_reply("It is 42.")])
     assert trajectory.output.stop_reason is StopReason.ANSWERED
 
 
 @register("frugal")
 class Frugal(ToolAgentLoop):
-    """Overrides two handlers, with verl's constructor."""
+    """Tool loop with verl's constructor that overrides two handlers."""
 
     def __init__(self, trainer_config: Any, server_manager: Any, tokenizer: Any, **kwargs: Any) -> None:
         super().__init__(trainer_config, server_manager, tokenizer, **kwargs)
@@ -142,7 +143,7 @@ class Frugal(ToolAgentLoop):
         return await super()._handle_processing_tools_state(agent_data)
 
 
-def test_a_handler_that_was_written_for_verl_reads_its_agent_data(config: Config) -> None:
+def test_a_handler_written_for_verl_reads_the_agent_data(config: Config) -> None:
     answers = [tool_call_reply("score_answer", answer="42"), text_reply("#### 42")]
     [trajectory] = run(config, [row(agent_name="frugal")], answers)
     fields = trajectory.output.extra_fields
@@ -194,7 +195,7 @@ def test_sampling_params_hold_the_documented_keys(config: Config) -> None:
 
 
 class Parrot(AsyncServerBase):
-    """A server in verl's form that has `generate` alone."""
+    """Server in verl's form that defines only `generate`."""
 
     def __init__(self, says: str = "It is 42.") -> None:
         self.says = says
@@ -207,12 +208,12 @@ class Parrot(AsyncServerBase):
         return encoded(self.says + "<|im_end|>")[: sampling_params["max_tokens"]]
 
 
-def test_a_server_with_generate_alone_rolls_out() -> None:
+def test_a_server_that_defines_only_generate_runs_rollouts() -> None:
     async def main() -> list[Trajectory]:
         config = RolloutConfig(n=2, agent={"default_agent_loop": "tool_agent"})  # pyright: ignore
         async with AgentLoopManager(config, servers=servers, template=hermes_template()) as manager:
             trajectories = await manager.run([row()] * 2)
-            with pytest.raises(WeightsError, match="Parrot defines no update_weights"):
+            with pytest.raises(WeightsError, match="Parrot does not define update_weights"):
                 await manager.update_weights([], weight_version=1)
             assert [health.is_alive for health in await manager.server_manager.health()] == [True, True]
             return trajectories
@@ -226,7 +227,7 @@ def test_a_server_with_generate_alone_rolls_out() -> None:
     assert {"temperature", "top_p", "repetition_penalty"} <= set(params)
 
 
-def test_a_cancelled_request_ends_at_once_on_a_server_that_cannot_abort() -> None:
+def test_a_cancelled_request_ends_at_once_on_a_server_without_abort() -> None:
     class Slow(Parrot):
         async def generate(  # pyright: ignore
             self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
@@ -248,7 +249,7 @@ def test_a_cancelled_request_ends_at_once_on_a_server_that_cannot_abort() -> Non
     assert ended_at < 2
 
 
-def test_a_server_with_generate_alone_is_made_from_a_configuration(config: Config) -> None:
+def test_a_server_that_defines_only_generate_is_created_from_a_configuration(config: Config) -> None:
     overrides = ["rollout.engine=tests.compat.test_shapes:Parrot", "rollout.engine_kwargs.says=Hello."]
     loaded = load_config(CONFIG, overrides=["actor_rollout_ref.rollout.name=scripted", *overrides])
     [server, *_] = create_servers(loaded.model, rollout=loaded.rollout)
@@ -259,28 +260,31 @@ def test_a_server_with_generate_alone_is_made_from_a_configuration(config: Confi
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"engine_kwargs": {"speed": 9}}, r"Parrot cannot be made with rollout.engine_kwargs \{'speed': 9\}"),
+        (
+            {"engine_kwargs": {"speed": 9}},
+            r"Parrot cannot be created with rollout.engine_kwargs \{'speed': 9\}",
+        ),
         (
             {"url": "http://localhost:1"},
             r"Parrot cannot be used with rollout.server_urls: define create\(spec\)",
         ),
     ],
 )
-def test_a_server_without_create_refuses_what_its_constructor_does_not_take(
+def test_options_that_the_constructor_of_a_server_does_not_accept_are_rejected(
     fields: dict[str, Any], complaint: str, config: Config
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         Parrot.create(ServerSpec(name="p", model=config.model, max_model_len=64, **fields))
 
 
-def test_checks_of_methods_that_a_server_leaves_out_are_skipped() -> None:
+def test_checks_of_methods_that_a_server_lacks_are_skipped() -> None:
     report = run_virtual(check_server(Parrot(), max_model_len=128, vocab_size=300, timeout_s=5))
     skipped = {result.name for result in report.results if "does not define" in result.detail}
     assert "an aborted request returns the tokens sampled so far" in skipped
     assert "a sleeping server refuses requests, and wakes up unchanged" in skipped
 
 
-def test_a_chat_request_from_starlette_is_answered_with_json_or_a_stream() -> None:
+def test_a_starlette_chat_request_returns_json_or_an_event_stream() -> None:
     server = Parrot()
     server.template = hermes_template()
 
@@ -307,7 +311,7 @@ def test_a_chat_request_from_starlette_is_answered_with_json_or_a_stream() -> No
         (b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', 400),
     ],
 )
-def test_a_bad_chat_request_is_answered_with_its_error(body: bytes, status: int) -> None:
+def test_an_invalid_chat_request_returns_its_error(body: bytes, status: int) -> None:
     server = Parrot()
     server.template = hermes_template()
 
@@ -320,12 +324,12 @@ def test_a_bad_chat_request_is_answered_with_its_error(body: bytes, status: int)
     assert reply.json()["error"]["message"]
 
 
-def test_a_server_without_a_template_says_what_to_give_it() -> None:
+def test_the_error_for_a_missing_template_states_how_to_set_it() -> None:
     with pytest.raises(ConfigError, match="needs the model's chat template"):
         asyncio.run(Parrot().chat_completion(Request({"type": "http"})))
 
 
-def test_the_manager_gives_its_template_to_its_servers() -> None:
+def test_the_manager_sets_the_template_of_its_servers() -> None:
     server = ScriptedServer([text_reply("hi")])
     AgentLoopManager(RolloutConfig(), servers=[server], template=hermes_template())
     assert server.template is hermes_template()

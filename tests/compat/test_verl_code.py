@@ -1,4 +1,4 @@
-"""Code, registry files, configuration and data as verl has them, from end to end."""
+"""End-to-end tests of code, registry files, configuration and data in verl's format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config() -> Config:
 def run(
     config: Config, rows: Sequence[Row], answers: Sequence[ScriptedReply], **options: Any
 ) -> list[Trajectory]:
-    """Each trajectory gets these answers, turn by turn."""
+    """Run the rows. Each trajectory receives these completions, turn by turn."""
 
     def script(request: ScriptedRequest) -> ScriptedReply:
         return answers[request.turn]
@@ -51,7 +51,7 @@ def row(**columns: Any) -> dict[str, Any]:
     return {"raw_prompt": [{"role": "user", "content": "What is 6 * 7?"}], **columns}
 
 
-def test_long_names_mean_what_they_mean_in_verl(config: Config) -> None:
+def test_the_long_names_of_settings_are_verls(config: Config) -> None:
     rollout = config.rollout
     assert (rollout.prompt_length, rollout.response_length) == (512, 512)
     assert (rollout.val.temperature, rollout.agent.num_workers) == (0.0, 2)
@@ -60,7 +60,7 @@ def test_long_names_mean_what_they_mean_in_verl(config: Config) -> None:
         load_config(CONFIG, overrides=["actor_rollout_ref.rollout.multi_turn.enable=False"])
 
 
-def test_a_loop_on_token_ids_runs_as_it_is(config: Config) -> None:
+def test_a_loop_on_token_ids_runs_unchanged(config: Config) -> None:
     [trajectory] = run(
         config, [row(agent_name="second_thoughts")], [text_reply("41")] * 3 + [text_reply("42")], n=1
     )
@@ -78,7 +78,7 @@ def test_a_loop_on_token_ids_runs_as_it_is(config: Config) -> None:
 
 
 @pytest.mark.parametrize("agent_name", ["own_tool_loop", "early_tool_loop"])
-def test_a_tool_loop_of_ones_own_runs_as_it_is(config: Config, agent_name: str) -> None:
+def test_a_custom_tool_loop_runs_unchanged(config: Config, agent_name: str) -> None:
     answers = [
         tool_call_reply("score_answer", answer="41"),
         tool_call_reply("score_answer", answer="7" * 80),
@@ -96,7 +96,7 @@ def test_a_tool_loop_of_ones_own_runs_as_it_is(config: Config, agent_name: str) 
     assert "777...(truncated)" in second
 
 
-def test_a_parser_of_ones_own_is_found_by_its_name() -> None:
+def test_a_registered_parser_is_found_by_its_name() -> None:
     parser = verl.ToolParser.get_tool_parser("shouted", hermes_template().tokenizer)
     _, [call] = asyncio.run(parser.extract_tool_calls(encoded('CALL add {"a": 1}')))
     assert call == verl.FunctionCall(name="add", arguments='{"a": 1}')
@@ -118,7 +118,7 @@ def test_a_completion_has_logprobs(config: Config) -> None:
     assert output.response_logprobs.tolist() == [-0.5] * len(output.response_ids)
 
 
-def test_a_tool_keeps_its_state_and_its_verdict_is_the_reward(config: Config) -> None:
+def test_a_tool_keeps_its_state_and_its_score_is_the_reward(config: Config) -> None:
     tools_kwargs = {"score_answer": {"create_kwargs": {"ground_truth": "42"}}}
     answers = [
         tool_call_reply("score_answer", answer="41"),
@@ -131,7 +131,7 @@ def test_a_tool_keeps_its_state_and_its_verdict_is_the_reward(config: Config) ->
     assert trajectory.reward == 1.0
 
 
-def test_an_interaction_answers_until_it_is_content(config: Config) -> None:
+def test_an_interaction_replies_until_the_answer_is_right(config: Config) -> None:
     interaction_kwargs = {"name": "patient", "query": "What is 6 * 7?", "ground_truth": "42"}
     answers = [text_reply("#### 41"), text_reply("#### 42")]
     [trajectory] = run(config, [row(interaction_kwargs=interaction_kwargs)], answers, n=1)
@@ -143,7 +143,7 @@ def test_an_interaction_answers_until_it_is_content(config: Config) -> None:
     assert trajectory.reward == 1.0
 
 
-def test_data_sets_are_read_as_verl_writes_them(config: Config, tmp_path: Path) -> None:
+def test_data_sets_in_verls_format_can_be_read(config: Config, tmp_path: Path) -> None:
     extra = {
         "split": "train",
         "index": 0,

@@ -1,4 +1,4 @@
-"""What a loop written for verl reads from its configuration, and the agents that read it."""
+"""Configuration of loops written for verl, and agents that read it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ seen: list[AgentLoopBase] = []
 
 @register("config_reader")
 class ConfigReader(AgentLoopBase):
-    """Keeps itself for the test, with the constructor of verl's later versions."""
+    """Loop with the constructor of verl's later versions, which stores itself for the test."""
 
     def __init__(
         self, trainer_config: Any, server_manager: Any, tokenizer: Any, processor: Any, **kwargs: Any
@@ -138,7 +138,7 @@ def test_a_loop_reads_every_key_that_verl_documents(config: Config) -> None:
     assert {key: OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for key, v in read.items()} == READ
 
 
-def test_a_loop_reads_that_rewards_are_given_in_batches(config: Config) -> None:
+def test_a_loop_reads_that_rewards_are_computed_in_batches(config: Config) -> None:
     reward = config.reward.model_copy(update={"batch": True})
     run(config.model_copy(update={"reward": reward}), "config_reader")
     read = seen[0].config
@@ -155,7 +155,7 @@ def test_a_configuration_is_a_mapping_with_attributes(config: Config) -> None:
     assert seen[0].apply_chat_template_kwargs == {}
 
 
-def test_later_constructors_get_their_further_arguments(config: Config) -> None:
+def test_constructors_of_later_versions_receive_further_arguments(config: Config) -> None:
     run(config, "config_reader")
     assert seen[0].processor is None
     assert set(seen[0].later) == {"dataset_cls", "data_config"}
@@ -168,7 +168,7 @@ def test_all_loops_of_a_run_share_one_configuration(config: Config) -> None:
     assert first.config is second.config
 
 
-def test_the_models_path_is_the_tokenizers_where_the_settings_have_none() -> None:
+def test_the_model_path_defaults_to_the_tokenizers_path() -> None:
     seen.clear()
     config = load_config("tests/compat/config.yaml")
     run(config, "config_reader")
@@ -176,7 +176,7 @@ def test_the_models_path_is_the_tokenizers_where_the_settings_have_none() -> Non
     assert seen[0].config.actor_rollout_ref.model.path == expected
 
 
-def test_a_graph_whose_chat_model_has_a_field_for_the_servers_runs(config: Config) -> None:
+def test_a_graph_with_a_chat_model_on_the_servers_runs(config: Config) -> None:
     turns = [tool_call_reply("multiply", a=6, b=7), text_reply("It is 42.")]
     [trajectory] = run(config, "graph_agent", *turns)
     output = trajectory.output

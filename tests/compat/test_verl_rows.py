@@ -1,4 +1,4 @@
-"""Rows as verl's preprocessing writes them: arguments of an interaction in rows that only call tools."""
+"""Rows of verl's preprocessing, which hold interaction arguments even if only tools are called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTERACTIONS = "tests/compat/interactions.yaml"
 
 
 def record(**interaction_kwargs: Any) -> dict[str, Any]:
-    """One row of a GSM8K file: everything beside the prompt is in `extra_info`."""
+    """Return a row of a GSM8K file. Everything but the prompt is in `extra_info`."""
     return {
         "data_source": "openai/gsm8k",
         "agent_name": "tool_agent",
@@ -60,14 +60,16 @@ def run(
     return run_virtual(main())
 
 
-def test_arguments_without_a_name_are_ignored_where_no_interaction_is_configured() -> None:
+def test_interaction_arguments_without_a_name_are_ignored_if_no_interaction_is_configured() -> None:
     [trajectory] = run([record(query="What is 6 * 7?", ground_truth="42")], interactions=None)
     assert trajectory.output.failure is None
     assert trajectory.output.stop_reason is StopReason.ANSWERED
     assert trajectory.reward == 1.0
 
 
-def test_arguments_without_a_name_are_found_before_the_run_where_an_interaction_is_configured() -> None:
+def test_interaction_arguments_without_a_name_are_reported_before_the_run_if_an_interaction_is_configured() -> (
+    None
+):
     requests: list[ScriptedRequest] = []
     rows = [record(name="patient", ground_truth="42"), record(query="What is 6 * 7?", ground_truth="42")]
     with pytest.raises(
@@ -77,19 +79,19 @@ def test_arguments_without_a_name_are_found_before_the_run_where_an_interaction_
     assert requests == []
 
 
-def test_a_loop_without_interactions_does_not_ask_for_a_name() -> None:
+def test_a_loop_without_interactions_needs_no_interaction_name() -> None:
     row = {**record(query="What is 6 * 7?"), "agent_name": "single_turn_agent"}
     [trajectory] = run([row], interactions=INTERACTIONS)
     assert trajectory.output.failure is None
 
 
-def test_a_table_may_hold_rows_with_and_without_an_interaction() -> None:
+def test_a_table_may_mix_rows_with_and_without_an_interaction() -> None:
     rows = [record(name="patient", ground_truth="42"), record(name=None, ground_truth=None)]
     first, second = run(rows, interactions=INTERACTIONS)
     assert first.output.stop_reason is StopReason.INTERACTION_FINISHED
     assert second.output.stop_reason is StopReason.ANSWERED
 
 
-def test_a_name_without_a_configured_interaction_is_refused() -> None:
+def test_an_interaction_name_that_is_not_configured_is_rejected() -> None:
     with pytest.raises(DataError, match=r"row 0: interaction_kwargs\.name is 'gsm8k', but no interaction is"):
         run([record(name="gsm8k", ground_truth="42")], interactions=None)

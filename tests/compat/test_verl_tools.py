@@ -1,4 +1,4 @@
-"""Tools in the forms that verl's base class allows, through the shipped tool loop and through a loop of one's own."""
+"""Tools in the forms that verl's base class allows, in the shipped tool loop and in a custom loop."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SCHEMA: dict[str, Any] = {
 
 
 class NamedTool(BaseTool):
-    """Sets its name."""
+    """Tool that sets its name."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
         self.name = tool_schema.function.name
@@ -65,7 +65,7 @@ class MisnamedTool(NamedTool):
 
 
 class SchemaByMethodTool(BaseTool):
-    """Has a schema by its method alone, built of the models of verl's module."""
+    """Tool whose schema comes from its method and is built with verl's models."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         word = OpenAIFunctionPropertySchema(type="string", description="The word.", enum=None)
@@ -86,7 +86,7 @@ class NoSchemaTool(BaseTool):
 
 
 class SilentTool(BaseTool):
-    """Leaves `execute` to the base class; keeps what it was created with."""
+    """Tool without `execute` that stores the arguments of `create`."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
         super().__init__(config, tool_schema)
@@ -99,7 +99,7 @@ class SilentTool(BaseTool):
 
 
 class StrictSilentTool(SilentTool):
-    """Names all that `create` takes."""
+    """Tool whose `create` names all its arguments."""
 
     async def create(
         self, instance_id: str | None = None, create_kwargs: Mapping[str, Any] | None = None
@@ -108,7 +108,7 @@ class StrictSilentTool(SilentTool):
 
 
 class OwnIdTool(SilentTool):
-    """Makes its own ids."""
+    """Tool that returns its own instance ids."""
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         return await super().create("own-id", **kwargs)
@@ -128,7 +128,7 @@ def registry_file(folder: Path, name: str, schema: Mapping[str, Any] | None = SC
 
 
 def run(path: Path, **row: Any) -> tuple[Trajectory, ToolHere]:
-    """The model calls the tool twice, then answers."""
+    """Run a trajectory whose model calls the tool twice and then answers."""
     tools = load_tools([], config_path=path)
     turns: list[ScriptedReply] = [
         tool_call_reply("look_up", word="day"),
@@ -150,12 +150,12 @@ def test_a_tool_may_set_its_name(tmp_path: Path) -> None:
     assert trajectory.output.tool_rewards == (0.5, 0.5)
 
 
-def test_a_name_that_is_not_the_schemas_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_differs_from_the_schema_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has the name 'look-up', but its schema has 'look_up'"):
         load_tools([], config_path=registry_file(tmp_path, "MisnamedTool"))
 
 
-def test_a_tool_may_have_its_schema_by_a_method_and_answer_with_a_dict(tmp_path: Path) -> None:
+def test_a_tool_may_return_its_schema_from_a_method_and_its_result_as_a_dict(tmp_path: Path) -> None:
     trajectory, tool = run(registry_file(tmp_path, "SchemaByMethodTool", None))
     assert replies(trajectory) == [
         '{"word": "day", "known": true}',
@@ -164,13 +164,13 @@ def test_a_tool_may_have_its_schema_by_a_method_and_answer_with_a_dict(tmp_path:
     assert json.loads(json.dumps(tool.tool_schema)) == SCHEMA
 
 
-def test_a_tool_without_any_schema_is_refused(tmp_path: Path) -> None:
+def test_a_tool_without_a_schema_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"NoSchemaTool has no schema; .* define get_openai_tool_schema"):
         load_tools([], config_path=registry_file(tmp_path, "NoSchemaTool", None))
 
 
 @pytest.mark.parametrize("name", ["SilentTool", "StrictSilentTool"])
-def test_a_tool_without_execute_answers_as_the_base_class_and_reads_nested_create_kwargs(
+def test_a_tool_without_execute_returns_the_default_result_and_reads_nested_create_kwargs(
     name: str, tmp_path: Path
 ) -> None:
     create = {"look_up": {"create_kwargs": {"color": "red"}}}
@@ -181,7 +181,7 @@ def test_a_tool_without_execute_answers_as_the_base_class_and_reads_nested_creat
     assert list(tool.created.values()) == ["red"]
 
 
-def test_attributes_of_a_schema_reach_its_leaves() -> None:
+def test_nested_fields_of_a_schema_are_attributes() -> None:
     schema = OpenAIFunctionToolSchema.model_validate(SCHEMA)
     assert schema.function.parameters.properties["word"].description == "The word."
     assert schema.model_dump(exclude_unset=True) == SCHEMA
@@ -190,7 +190,7 @@ def test_attributes_of_a_schema_reach_its_leaves() -> None:
 
 @register("two_calls")
 class TwoCalls(AgentLoopBase):
-    """A loop of one's own that opens and closes a tool around each call, in the older and in the newer form."""
+    """Custom loop that creates and releases a tool around each call, in verl's older and newer form."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         [tool] = initialize_tools_from_config(row["tool_file"])
@@ -239,6 +239,6 @@ def test_the_shipped_gsm8k_tool_is_created_without_a_ground_truth(tmp_path: Path
     assert texts == ["Current parsed answer='42' reward=0.0", "Current parsed answer='42' reward=1.0"]
 
 
-def test_the_id_that_a_tool_makes_is_the_one_that_a_loop_gets(tmp_path: Path) -> None:
+def test_a_loop_gets_the_id_that_the_tool_returned(tmp_path: Path) -> None:
     texts = two_calls(registry_file(tmp_path, "OwnIdTool"), "look_up", {"color": "blue"}, word="day")
     assert texts == ["own-id is None", "own-id is blue"]

@@ -1,4 +1,4 @@
-"""Code as one writes it for verl. Only its imports are this package's."""
+"""Code written for verl. Only its imports are from this package."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from agent_loop.integrations.verl import (
 
 @register("second_thoughts")
 class SecondThoughtsAgentLoop(AgentLoopBase):
-    """Answers, is asked to look again, and answers once more."""
+    """Loop that asks the model to check its answer and takes the second answer."""
 
     @classmethod
     def init_class(cls, config, tokenizer, **kwargs):
@@ -83,7 +83,7 @@ class SecondThoughtsAgentLoop(AgentLoopBase):
 
 @register("one_shot_with_logprobs")
 class OneShotAgentLoop(AgentLoopBase):
-    """The newer form: a completion with its log-probabilities."""
+    """Loop in verl's newer form, in which a completion has its log-probs."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -114,7 +114,7 @@ class OneShotAgentLoop(AgentLoopBase):
 
 @register("own_tool_loop")
 class OwnToolLoop(AgentLoopBase):
-    """A tool loop of one's own on class attributes, with the parser that gives text and calls."""
+    """Custom tool loop on class attributes, with a parser that returns text and calls."""
 
     @classmethod
     def init_class(cls, config, tokenizer, **kwargs):
@@ -184,7 +184,7 @@ class OwnToolLoop(AgentLoopBase):
 
 @register("early_tool_loop")
 class EarlyToolLoop(OwnToolLoop):
-    """The older form: the parser of the class gives the calls alone, and the first argument is the configuration."""
+    """Tool loop in verl's older form: the parser returns only calls, and the first argument is the configuration."""
 
     _class_initialized = False
 
@@ -202,7 +202,7 @@ class EarlyToolLoop(OwnToolLoop):
 
 @ToolParser.register("shouted")
 class ShoutedParser(ToolParser):
-    """Reads `CALL name {...}`."""
+    """Parser of `CALL name {...}`."""
 
     async def extract_tool_calls(self, responses_ids: list[int]) -> tuple[str, list[FunctionCall]]:
         text = self.tokenizer.decode(responses_ids)
@@ -211,7 +211,7 @@ class ShoutedParser(ToolParser):
 
 
 class ScoreTool(BaseTool):
-    """Judges an answer; an answer that is no better than the one before costs something."""
+    """Tool that scores an answer. An answer that is not better than the previous one has a penalty."""
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
         super().__init__(config, tool_schema)
@@ -247,7 +247,7 @@ class ScoreTool(BaseTool):
 
 
 class PatientInteraction(BaseInteraction):
-    """Says whether the last answer is right."""
+    """Interaction that replies whether the last answer is right."""
 
     def __init__(self, config: dict):
         super().__init__(config)

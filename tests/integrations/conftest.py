@@ -20,7 +20,7 @@ NUM_CONVERSATIONS = 1000
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model after a short warm start: it knows the format, and gives up too often."""
+    """Return the demo's model after a short warm start. The model knows the format, but gives up too often."""
     path = tmp_path_factory.mktemp("model")
     tools = tool_schemas(task, load_config(TASK_CONFIG))
     make_warm_model(
@@ -36,13 +36,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def task_config(model_path: Path) -> Config:
-    """The demo's configuration on that model."""
+    """Return the demo's configuration with that model."""
     return load_config(TASK_CONFIG, overrides=[f"model.path={model_path}"])
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """More of them are slower on machines with few cores."""
+    """Run torch with one thread, because several are slower on machines with few cores."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""What stands in, on a CPU, for the GPU kernel that `AsyncGRPOTrainer` attends with."""
+"""CPU stub for the GPU attention kernel of `AsyncGRPOTrainer`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class CpuFlashAttention:
-    """The one function that TRL calls of the kernel, for segments that attend to the paths that lead to them."""
+    """Stub of the kernel with the only function that TRL calls, for segments that attend to their prefixes."""
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -24,7 +24,8 @@ class CpuFlashAttention:
         softmax_scale: float | None = None,
         **__: Any,
     ) -> Tensor:
-        """Causal attention whose mask is aligned with the end of the keys; all of shape [tokens, heads, head_dim]."""
+        """Return causal attention with the mask aligned to the end of the keys. Shapes are [tokens, heads,
+        head_dim]."""
         segments: list[Tensor] = []
         borders = zip(pairwise(query_starts.tolist()), pairwise(key_starts.tolist()), strict=True)
         for (first, end), (first_key, end_key) in borders:

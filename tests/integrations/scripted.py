@@ -1,4 +1,4 @@
-"""Rollouts for TRL on a scripted server, and a trainer that has what `rollout_func` looks at."""
+"""Rollouts for TRL on a scripted server, and a fake trainer with the attributes that `rollout_func` reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIG = Config.model_validate(
 
 @function_tool
 def shelf_of(part: int) -> str:
-    """Tells the shelf of a part.
+    """Look up the shelf of a part.
 
     Args:
         part: The part.
@@ -41,7 +41,7 @@ def shelf_of(part: int) -> str:
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
-    """What the row says it is worth; some rows cannot be scored."""
+    """Return the reward of the row; some rows raise an error."""
     if row.get("is_broken"):
         raise ValueError("this row has no right answer")
     return float(row.get("worth", 0.0))
@@ -57,7 +57,7 @@ def rollouts_with(
     *,
     has_reward: bool = True,
 ) -> tuple[AgentLoopRollouts, ScriptedServer]:
-    """Rollouts, not yet open, and the server that they use."""
+    """Return rollouts that are not yet open, and their server."""
     server = ScriptedServer(script)
     manager = AgentLoopManager(
         config.rollout,
@@ -69,7 +69,7 @@ def rollouts_with(
 
 
 def fake_trainer(*, step: int = 0, is_training: bool = True, **changes: Any) -> Any:
-    """What a `GRPOTrainer` is to `rollout_func`. Keys of `changes` with a dot are those of its arguments."""
+    """Return a fake `GRPOTrainer` for `rollout_func`. Keys of `changes` with a dot change its arguments."""
     model = torch.nn.Linear(2, 2).train(is_training)
     args = {"use_vllm": False, "temperature": 1.0, "max_completion_length": 96}
     trainer = {

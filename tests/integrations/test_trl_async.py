@@ -1,4 +1,4 @@
-"""TRL's `AsyncGRPOTrainer` on the demo task, with our worker and weight transfer."""
+"""Training of TRL's `AsyncGRPOTrainer` on the demo task, with the worker and weight transfer of this package."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NUM_STEPS = 10
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer wants a GPU's kernel, and to know how fast the GPU is."""
+    """Replace the GPU kernel and the GPU speed that the trainer expects."""
     from trl.experimental.async_grpo import async_grpo_trainer, packing
 
     monkeypatch.setattr(packing, "_flash_attn", CpuFlashAttention)
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
 
 
-def test_it_runs_ten_steps_on_samples_of_the_present_weights(
+def test_ten_steps_run_on_samples_of_the_current_weights(
     task_config: Config, model_path: Path, tmp_path: Path
 ) -> None:
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer  # late: takes seconds
@@ -70,6 +70,6 @@ def test_it_runs_ten_steps_on_samples_of_the_present_weights(
     assert all(0 <= entry["reward"] <= 1 for entry in logs)
     assert all(entry["sample/staleness_max"] <= 2 for entry in logs)
     assert max(entry["agent_loop/num_tool_calls"] for entry in logs) > 0.3
-    # The first samples are of the weights that are trained: only rounding keeps the ratio from 1.
+    # The first samples come from the trained weights, so the ratio differs from 1 only by rounding.
     assert logs[0]["ratio"] == pytest.approx(1.0, abs=1e-4)
     assert logs[0]["kl"] == pytest.approx(0.0, abs=1e-4)

@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` on the demo task, with our loops and the embedded engine."""
+"""Training of TRL's `GRPOTrainer` on the demo task, with the tool loop and the embedded engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_GROUPS = 8
 
 
 def grpo_args(folder: Path, **changes: Any) -> Any:
-    """One rollout of 64 trajectories, two updates of half of them each."""
+    """Return arguments for rollouts of 64 trajectories, each with two updates on half of them."""
     return trl.GRPOConfig(
         **{
             "output_dir": str(folder),
@@ -49,7 +49,7 @@ def grpo_args(folder: Path, **changes: Any) -> Any:
     )
 
 
-def test_it_learns_the_demo_task_with_tool_calls(
+def test_training_learns_the_demo_task_with_tool_calls(
     task_config: Config, model_path: Path, tmp_path: Path
 ) -> None:
     with AgentLoopRollouts(task_config) as rollouts:
@@ -68,13 +68,13 @@ def test_it_learns_the_demo_task_with_tool_calls(
     assert sum(entry["reward"] for entry in logs[-3:]) / 3 > 0.6
 
 
-def test_the_loss_touches_what_the_model_said_and_nothing_else(
+def test_the_loss_covers_exactly_the_sampled_tokens(
     task_config: Config, model_path: Path, tmp_path: Path
 ) -> None:
     outputs: list[dict[str, Any]] = []
 
     class Watched(trl.GRPOTrainer):
-        """Keeps the log-probs that the loss is made of."""
+        """Trainer that stores the log-probs of the loss."""
 
         logprobs: torch.Tensor
         batch: dict[str, torch.Tensor]
@@ -110,10 +110,10 @@ def test_the_loss_touches_what_the_model_said_and_nothing_else(
         )
         trainer.train()
 
-    # 1. The rollout after the first update is of that update's weights.
+    # 1. The rollout after the first update uses the weights of that update.
     assert [{*versions(output)} for output in outputs] == [{0}, {1}]
 
-    # 2. Of the tokens of the last batch, those of tools have no gradient, and the model's have one where there is an
+    # 2. In the last batch, tokens of tools have no gradient, and sampled tokens have a gradient if they have an
     #    advantage.
     batch, gradient = trainer.batch, trainer.logprobs.grad
     assert gradient is not None
@@ -125,12 +125,12 @@ def test_the_loss_touches_what_the_model_said_and_nothing_else(
     assert (gradient != 0)[mask & has_advantage].all()
     assert int(mask.sum()) == sum(sum(mask) for mask in outputs[-1]["env_mask"])
 
-    # 3. The trainer gives the sampled tokens the probabilities that they were sampled with.
+    # 3. The trainer computes the log-probs with which the tokens were sampled.
     difference = (trainer.logprobs.detach() - batch["sampling_per_token_logps"])[mask]
     assert difference.abs().max() < 1e-3
 
 
-def test_it_evaluates_on_other_rows(task_config: Config, model_path: Path, tmp_path: Path) -> None:
+def test_evaluation_runs_on_other_rows(task_config: Config, model_path: Path, tmp_path: Path) -> None:
     with AgentLoopRollouts(task_config) as rollouts:
         trainer = trl.GRPOTrainer(
             str(model_path),
@@ -146,7 +146,7 @@ def test_it_evaluates_on_other_rows(task_config: Config, model_path: Path, tmp_p
 
 
 def versions(output: dict[str, Any]) -> list[int]:
-    """The weight versions of all sampled tokens."""
+    """Return the weight versions of all sampled tokens."""
     return [
         version
         for trajectory in output[TRAJECTORY_KEY]

@@ -1,4 +1,4 @@
-"""What `rollout_func` gives `GRPOTrainer`, without training."""
+"""Tests of `rollout_func` without training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytest.importorskip("datasets")
 
 
 def prompts_of(dataset: Any, *, times: int = 1) -> list[Any]:
-    """As TRL gives them: those of the data set, each so many times in a row."""
+    """Return the prompts of a data set, each repeated `times` times in a row as TRL does."""
     return [prompt for prompt in dataset["prompt"] for _ in range(times)]
 
 
@@ -53,7 +53,7 @@ def test_rows_come_back_in_the_order_of_the_prompts(order: list[int]) -> None:
     assert all(len(column) == len(order) for column in output.values())
 
 
-def test_a_column_of_tables_with_different_keys_reaches_the_loop_as_it_is() -> None:
+def test_a_column_of_dicts_with_different_keys_reaches_the_loop_unchanged() -> None:
     rollouts, _ = rollouts_with()
     rows = [{"prompt": "hi", "table": {"a": 1}}, {"prompt": "hi", "table": {"b": 2}}]
     with rollouts:
@@ -61,7 +61,7 @@ def test_a_column_of_tables_with_different_keys_reaches_the_loop_as_it_is() -> N
     assert [t.row["table"] for t in output[TRAJECTORY_KEY]] == [{"a": 1}, {"b": 2}]
 
 
-def test_the_mask_marks_what_the_model_said_and_nothing_else() -> None:
+def test_the_mask_marks_exactly_the_sampled_tokens() -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
         return tool_call_reply("shelf_of", part=4) if request.turn == 0 else text_reply("there")
 
@@ -78,7 +78,7 @@ def test_the_mask_marks_what_the_model_said_and_nothing_else() -> None:
     assert [value != 0 for value in logprobs] == [flag == 1 for flag in mask]
 
 
-def test_failed_and_empty_trajectories_are_outside_the_mask_and_unscored_where_they_failed() -> None:
+def test_failed_and_empty_trajectories_are_masked_and_failed_ones_have_no_reward() -> None:
     rollouts, _ = rollouts_with()
     rows = [
         {"prompt": "hi", "worth": 1},
@@ -94,7 +94,7 @@ def test_failed_and_empty_trajectories_are_outside_the_mask_and_unscored_where_t
     assert [len(ids) for ids in output["completion_ids"]] == [len(mask) for mask in output["env_mask"]]
 
 
-def test_too_many_failures_stop_the_run_with_the_commonest_error() -> None:
+def test_too_many_failures_stop_the_run_with_the_most_frequent_error() -> None:
     rollouts, _ = rollouts_with()
     with rollouts, pytest.raises(RolloutError, match="this row has no right answer"):
         prompts = prompts_of(rollouts.dataset([{"prompt": "hi", "is_broken": True}]), times=4)
@@ -124,7 +124,7 @@ def test_weights_are_published_once_per_step_and_for_each_trainer() -> None:
     assert set(trajectory.output.weight_versions.tolist()) == {3}
 
 
-def test_an_evaluation_samples_as_the_validation_is_set() -> None:
+def test_an_evaluation_uses_the_validation_sampling_parameters() -> None:
     val = CONFIG.rollout.val.model_copy(update={"temperature": 0.5})
     config = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"val": val})})
     rollouts, server = rollouts_with(config=config)
@@ -149,7 +149,9 @@ def test_an_evaluation_samples_as_the_validation_is_set() -> None:
         ),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_arguments_that_contradict_the_configuration_are_rejected(
+    changes: dict[str, Any], message: str
+) -> None:
     rollouts, server = rollouts_with()
     with rollouts, pytest.raises(ConfigError, match=message):
         rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "hi"}])), fake_trainer(**changes))
@@ -157,21 +159,21 @@ def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message:
 
 
 @pytest.mark.parametrize("prompt", ["hi", [], user("hi"), [{**user("hi")[0], "agent_loop_row": 7}]])
-def test_prompts_of_another_data_set_are_refused(prompt: Any) -> None:
+def test_prompts_of_another_data_set_are_rejected(prompt: Any) -> None:
     rollouts, _ = rollouts_with()
     with rollouts, pytest.raises(DataError, match=r"rollouts\.dataset"):
         rollouts.dataset([{"prompt": "hi"}])
         rollouts.rollout_func([prompt], fake_trainer())
 
 
-def test_rollouts_that_are_not_open_say_so() -> None:
+def test_rollouts_that_are_not_open_raise_an_error() -> None:
     rollouts, _ = rollouts_with()
     dataset = rollouts.dataset([{"prompt": "hi"}])
     with pytest.raises(RuntimeError, match="inside `with"):
         rollouts.rollout_func(prompts_of(dataset), fake_trainer())
 
 
-def test_an_adapter_that_cannot_be_merged_is_refused() -> None:
+def test_an_adapter_that_cannot_be_merged_is_rejected() -> None:
     peft = pytest.importorskip("peft")
     rollouts, _ = rollouts_with()
     trainer = fake_trainer()
@@ -195,7 +197,7 @@ def test_adapters_are_published_merged_under_the_names_of_the_model() -> None:
     torch.testing.assert_close(plain(inputs), model(inputs))
 
 
-def test_leaving_the_rollouts_ends_the_server_and_the_thread() -> None:
+def test_closing_the_rollouts_ends_the_server_and_the_thread() -> None:
     rollouts, server = rollouts_with()
     with rollouts:
         rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "hi"}])), fake_trainer())
@@ -204,7 +206,7 @@ def test_leaving_the_rollouts_ends_the_server_and_the_thread() -> None:
     assert server.num_sessions == 0
 
 
-def test_a_run_that_nothing_scores_says_what_is_missing() -> None:
+def test_the_error_for_missing_rewards_states_what_to_set() -> None:
     rollouts, _ = rollouts_with(has_reward=False)
     with rollouts:
         output = rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "hi"}])), fake_trainer())
@@ -212,7 +214,7 @@ def test_a_run_that_nothing_scores_says_what_is_missing() -> None:
         rewards_of(output)
 
 
-def test_what_a_coroutine_in_the_other_thread_gives_or_raises_comes_out() -> None:
+def test_results_and_errors_of_a_coroutine_in_the_other_thread_are_passed_on() -> None:
     async def gives() -> int:
         return 7
 
@@ -276,7 +278,7 @@ def test_tokens_beyond_the_trainers_limit_are_cut_off() -> None:
     assert output["logprobs"] == [[-1.0, 0.0]]
 
 
-def test_a_loop_with_several_outputs_is_refused() -> None:
+def test_a_loop_with_several_outputs_is_rejected() -> None:
     output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
     branch = Trajectory(output=output, row={}, group=0, rollout=0, reward=1.0, reward_extra={}, branch=0)
     with pytest.raises(DataError, match="returned a list of outputs"):

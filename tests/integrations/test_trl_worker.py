@@ -1,4 +1,4 @@
-"""The rollout worker for `AsyncGRPOTrainer`, without a trainer."""
+"""Tests of the rollout worker for `AsyncGRPOTrainer`, without a trainer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def take(worker: AgentLoopRolloutWorker, count: int) -> list[Any]:
 
 
 def wait_for(condition: Any) -> None:
-    """Real time: the worker is in a thread of its own."""
+    """Wait for a condition in real time, because the worker runs in a thread."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
@@ -65,7 +65,7 @@ def rows_worth(*worths: float, **columns: Any) -> list[dict[str, Any]]:
     return [{"prompt": f"row {place}", "worth": worth, **columns} for place, worth in enumerate(worths)]
 
 
-def test_a_sample_holds_the_tokens_and_the_logprobs_where_the_model_spoke() -> None:
+def test_a_sample_has_the_tokens_and_the_logprobs_of_the_sampled_tokens() -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
         return tool_call_reply("shelf_of", part=4) if request.turn == 0 else text_reply("there")
 
@@ -105,7 +105,7 @@ def test_advantages_compare_within_the_group_and_failed_trajectories_are_left_ou
     assert sum(sample.advantage for sample in samples) == pytest.approx(0, abs=1e-5)
 
 
-def test_no_more_is_in_flight_or_waiting_than_the_arguments_allow() -> None:
+def test_samples_in_flight_and_in_the_buffer_stay_within_the_limit() -> None:
     rollouts, server = rollouts_with()
     with rollouts:
         worker = rollouts.worker(rows_worth(1, 2, 3), args=async_args(max_inflight_tasks=6))
@@ -118,7 +118,7 @@ def test_no_more_is_in_flight_or_waiting_than_the_arguments_allow() -> None:
     assert len(server.requests) == 8
 
 
-def test_a_bound_below_one_group_still_runs_one_group_at_a_time() -> None:
+def test_a_limit_below_one_group_runs_one_group_at_a_time() -> None:
     rollouts, server = rollouts_with()
     with rollouts:
         worker = rollouts.worker(rows_worth(1), args=async_args(num_generations=4, max_inflight_tasks=1))
@@ -145,7 +145,7 @@ def test_weights_are_published_as_the_version_that_the_trainer_counts_next() -> 
     assert sample.model_version == 1
 
 
-def test_stopping_cancels_what_is_in_flight_and_leaves_nothing() -> None:
+def test_stopping_cancels_trajectories_in_flight_and_releases_everything() -> None:
     rollouts, server = rollouts_with(lambda _: text_reply("never", latency_s=math.inf))
     with rollouts:
         worker = rollouts.worker(rows_worth(1), args=async_args())
@@ -164,7 +164,7 @@ def test_a_worker_that_was_never_started_can_be_stopped() -> None:
         rollouts.worker(rows_worth(1), args=async_args()).stop()
 
 
-def test_leaving_the_rollouts_ends_a_worker_that_still_runs() -> None:
+def test_closing_the_rollouts_ends_a_running_worker() -> None:
     rollouts, server = rollouts_with(lambda _: text_reply("never", latency_s=math.inf))
     with rollouts:
         worker = rollouts.worker(rows_worth(1), args=async_args())
@@ -174,7 +174,7 @@ def test_leaving_the_rollouts_ends_a_worker_that_still_runs() -> None:
     assert server.num_running == 0
 
 
-def test_silence_is_reported_as_such() -> None:
+def test_a_stalled_worker_is_reported() -> None:
     rollouts, server = rollouts_with(lambda _: text_reply("never", latency_s=math.inf))
     with rollouts:
         worker = rollouts.worker(rows_worth(1), args=async_args())
@@ -186,7 +186,7 @@ def test_silence_is_reported_as_such() -> None:
         worker.stop()
 
 
-def test_one_broken_row_is_left_out_and_counted() -> None:
+def test_one_broken_row_is_skipped_and_counted() -> None:
     rollouts, _ = rollouts_with()
     rows = [*rows_worth(1, 1), {"prompt": "hi", "is_broken": True}]
     with rollouts:
@@ -208,7 +208,7 @@ def test_too_many_broken_groups_in_a_row_end_the_worker_with_their_error() -> No
     assert worker.metrics_queue.qsize() == MAX_LOST_GROUPS_IN_A_ROW
 
 
-def test_rows_that_nothing_scores_end_the_worker() -> None:
+def test_rows_without_rewards_end_the_worker() -> None:
     rollouts, _ = rollouts_with(has_reward=False)
     with rollouts:
         worker = rollouts.worker(rows_worth(1), args=async_args())
@@ -231,13 +231,15 @@ def test_prompts_that_are_all_too_long_end_the_worker() -> None:
         ({"max_completion_length": 64}, "max_completion_length is 64"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_arguments_that_contradict_the_configuration_are_rejected(
+    changes: dict[str, Any], message: str
+) -> None:
     rollouts, _ = rollouts_with()
     with rollouts, pytest.raises(ConfigError, match=message):
         rollouts.worker(rows_worth(1), args=async_args(**changes))
 
 
-def test_it_has_what_the_trainer_asks_of_workers_and_transfers() -> None:
+def test_worker_and_weight_transfer_implement_the_trainers_protocols() -> None:
     from trl.experimental.async_grpo.async_grpo_trainer import RolloutWorkerProtocol, WeightTransferProtocol
 
     rollouts, _ = rollouts_with()

@@ -1,4 +1,4 @@
-"""A whole run: real manager, pool, balancer and worker; only the engines are simulated."""
+"""Complete runs with the real manager, pool, balancer and worker on simulated engines."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.worker import AgentLoopWorker
+from agent_loop.servers.decode_speed import DecodeSpeedEstimator
 from agent_loop.servers.forecast import RemainingTurnsForecast
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.servers.decode_speed import DecodeSpeedEstimator
 from agent_loop.simulation.cluster import (
     FaultKind,
     OrderName,
@@ -46,7 +46,7 @@ def report_of(cluster: SimulatedCluster) -> SimulationReport:
 
 
 @pytest.mark.parametrize("policy", list(PolicyName))
-def test_every_policy_brings_every_trajectory_to_its_end(policy: PolicyName) -> None:
+def test_every_policy_completes_every_trajectory(policy: PolicyName) -> None:
     report = report_of(replace(SMALL, policy=policy))
     assert (report.num_trajectories, report.num_failed, report.num_failovers) == (100, 0, 0)
     assert report.to_bound > 1
@@ -56,7 +56,7 @@ def test_every_policy_brings_every_trajectory_to_its_end(policy: PolicyName) -> 
         assert report.prefix_hit_rate > 0.99
 
 
-def test_equal_servers_are_almost_as_good_as_one_of_their_size() -> None:
+def test_equal_servers_are_almost_as_fast_as_one_server_of_their_capacity() -> None:
     report = report_of(SMALL)
     assert report.to_perfect is not None
     assert report.to_perfect < 1.1
@@ -78,13 +78,13 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 @pytest.mark.parametrize("order", [OrderName.LEARNT, OrderName.ORACLE])
-def test_the_line_can_be_ordered_by_what_is_left(order: OrderName) -> None:
+def test_the_queue_can_be_ordered_by_remaining_work(order: OrderName) -> None:
     report = report_of(replace(SMALL, order=order))
     assert (report.num_trajectories, report.num_failed) == (100, 0)
 
 
 @pytest.mark.parametrize("kind", list(FaultKind))
-def test_servers_that_fail_cost_time_and_no_trajectory(kind: FaultKind) -> None:
+def test_failing_servers_cost_time_but_no_trajectory(kind: FaultKind) -> None:
     faults = (
         ServerFault(server=1, at_s=20.0, for_s=60.0, kind=kind),
         ServerFault(server=2, at_s=30.0, kind=kind),
@@ -94,12 +94,12 @@ def test_servers_that_fail_cost_time_and_no_trajectory(kind: FaultKind) -> None:
     assert report.num_failovers >= 2
 
 
-def test_no_more_trajectories_run_than_are_allowed() -> None:
+def test_concurrent_trajectories_stay_within_the_limit() -> None:
     outcome = simulate(replace(SMALL, max_concurrent=5), PLANS)
     assert max(sample.num_in_flight + sample.num_waiting for sample in outcome.samples) <= 5
 
 
-def test_cancelling_a_thousand_trajectories_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelling_a_thousand_trajectories_releases_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     servers: list[SimulatedServer] = []
     make = SimulatedServer.__init__
 
@@ -125,7 +125,7 @@ def test_cancelling_a_thousand_trajectories_leaves_nothing_behind(monkeypatch: p
     run_virtual(main())
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_settings_are_rejected() -> None:
     with pytest.raises(ConfigError, match="at least one server"):
         SimulatedCluster(num_servers=0)
     with pytest.raises(ConfigError, match="has no queue to order"):
@@ -167,7 +167,7 @@ def test_the_tool_loop_runs_on_simulated_servers() -> None:
 # -- what the policy learns --------------------------------------------------------------------------------------------
 
 
-def test_speeds_and_the_cost_of_an_empty_step_are_told_from_completions() -> None:
+def test_speeds_and_the_cost_of_an_empty_step_are_estimated_from_completions() -> None:
     estimate, speeds = DecodeSpeedEstimator(), {"a": 1.0, "b": 1.0, "c": 1.0, "slow": 0.5}
     for number in range(2000):
         for server, speed in speeds.items():
@@ -203,7 +203,7 @@ def test_one_server_alone_is_not_timed() -> None:
     assert estimate.speed_of("a") < estimate.speed_of("b")
 
 
-def test_the_forecast_learns_from_sessions_that_end_and_is_not_misled_by_those_that_run() -> None:
+def test_the_forecast_learns_from_ended_sessions_and_ignores_running_ones() -> None:
     forecast = RemainingTurnsForecast()
     for session in range(4000):
         turns = 20 if session % 10 == 0 else 2

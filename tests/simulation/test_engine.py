@@ -1,4 +1,4 @@
-"""The queueing model, without servers, loops or clocks."""
+"""Tests of the queueing model, without servers, event loops or clocks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def run_to_end(engine: SimulatedEngine) -> dict[str, tuple[float, SimulatedReque
     return ends
 
 
-def test_a_request_alone_takes_its_prefill_and_its_steps() -> None:
+def test_a_single_request_takes_the_time_of_its_prefill_and_steps() -> None:
     engine = SimulatedEngine(MODEL)
     submit(engine, "a", prompt=500, new=100)
     assert run_to_end(engine)["a"][0] == pytest.approx(500 / 1000 + 100 * 0.011)
 
 
-def test_a_slow_engine_takes_longer_for_all_of_it() -> None:
+def test_a_slow_engine_takes_longer_for_prefill_and_decoding() -> None:
     engine = SimulatedEngine(
         EngineModel(step_s=0.01, step_s_per_request=0.0, prefill_tokens_per_s=1000, speed=0.5)
     )
@@ -50,7 +50,7 @@ def test_requests_that_decode_together_share_each_step() -> None:
     assert ends["long"][0] == pytest.approx(prefills + 100 * 0.012 + 100 * 0.011)
 
 
-def test_decoding_stands_still_while_a_prompt_is_computed() -> None:
+def test_decoding_stops_during_a_prefill() -> None:
     engine = SimulatedEngine(MODEL)
     submit(engine, "a", new=100)
     engine.advance(0.5)
@@ -58,7 +58,7 @@ def test_decoding_stands_still_while_a_prompt_is_computed() -> None:
     assert run_to_end(engine)["a"][0] == pytest.approx(0.001 + 3.0 + 100 * 0.011 + 0.001)
 
 
-def test_beyond_the_batch_requests_wait() -> None:
+def test_requests_beyond_the_batch_are_queued() -> None:
     engine = SimulatedEngine(MODEL)
     for number in range(5):
         submit(engine, f"r{number}", new=10)
@@ -67,7 +67,7 @@ def test_beyond_the_batch_requests_wait() -> None:
     assert ends["r4"][0] > ends["r3"][0]
 
 
-def test_a_later_turn_computes_what_is_new() -> None:
+def test_a_later_turn_prefills_only_new_tokens() -> None:
     engine = SimulatedEngine(MODEL)
     submit(engine, "t0", session="s", prompt=1000, new=100)
     run_to_end(engine)
@@ -78,7 +78,7 @@ def test_a_later_turn_computes_what_is_new() -> None:
     assert ended - began == pytest.approx(0.05 + 10 * 0.011)
 
 
-def test_the_session_that_was_used_longest_ago_makes_room_first() -> None:
+def test_the_least_recently_used_session_is_evicted_first() -> None:
     engine = SimulatedEngine(MODEL)
     for session in ("old", "new"):
         submit(engine, session, session=session, prompt=4000, new=100)
@@ -91,7 +91,7 @@ def test_the_session_that_was_used_longest_ago_makes_room_first() -> None:
     assert run_to_end(engine)["old again"][1].num_cached < 900
 
 
-def test_when_the_cache_is_full_the_youngest_waits_and_is_computed_anew() -> None:
+def test_the_newest_request_is_preempted_and_recomputed_when_the_cache_is_full() -> None:
     engine = SimulatedEngine(MODEL)
     submit(engine, "first", prompt=4000, new=2000)
     submit(engine, "second", prompt=4000, new=2000)
@@ -101,13 +101,13 @@ def test_when_the_cache_is_full_the_youngest_waits_and_is_computed_anew() -> Non
     assert ends["second"][0] > ends["first"][0] + 5.0  # its 5,000 tokens were computed again
 
 
-def test_one_that_outgrows_the_whole_cache_ends_there() -> None:
+def test_a_request_that_outgrows_the_cache_ends_early() -> None:
     engine = SimulatedEngine(MODEL)
     submit(engine, "a", prompt=9000, new=5000)
     assert run_to_end(engine)["a"][1].num_done == 1000
 
 
-def test_what_is_withdrawn_has_what_it_decoded_and_makes_room() -> None:
+def test_a_removed_request_has_its_decoded_tokens_and_frees_its_slot() -> None:
     engine = SimulatedEngine(MODEL)
     for number in range(5):
         submit(engine, f"r{number}", new=1000)
@@ -119,7 +119,7 @@ def test_what_is_withdrawn_has_what_it_decoded_and_makes_room() -> None:
     assert engine.remove("r0") is None
 
 
-def test_a_large_engine_is_as_fast_as_many_evenly_loaded_ones() -> None:
+def test_a_scaled_engine_is_as_fast_as_many_evenly_loaded_engines() -> None:
     large = SimulatedEngine(MODEL.scaled(3))
     small = SimulatedEngine(MODEL)
     for number in range(12):
@@ -134,7 +134,7 @@ request_sizes = st.tuples(st.integers(0, 4), st.integers(1, 4000), st.integers(1
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(request_sizes, max_size=25))
-def test_whatever_comes_everything_ends_and_the_cache_is_never_overfull(
+def test_all_requests_end_and_the_cache_never_exceeds_its_capacity(
     requests: list[tuple[int, int, int, float]],
 ) -> None:
     engine = SimulatedEngine(MODEL)

@@ -1,4 +1,4 @@
-"""Recorded trajectories as a workload, and the command."""
+"""Recorded trajectories as a workload, and `agent-loop simulate`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_small_run_can_be_repeated_as_a_large_one(tmp_path: Path) -> None:
     assert {plan.turns for plan in plans} == {plans[0].turns}
 
 
-def test_what_holds_no_records_is_refused(tmp_path: Path) -> None:
+def test_files_without_records_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no recorded trajectories"):
         read_plans(tmp_path)
     with pytest.raises(DataError, match="does not exist"):
@@ -60,7 +60,7 @@ def test_what_holds_no_records_is_refused(tmp_path: Path) -> None:
         read_plans(tmp_path)
 
 
-def test_the_command_prints_the_figures_as_a_table_and_as_json(tmp_path: Path) -> None:
+def test_the_command_prints_statistics_as_a_table_and_as_json(tmp_path: Path) -> None:
     runner = CliRunner()
     command = [
         "simulate",
@@ -89,7 +89,7 @@ def test_the_command_prints_the_figures_as_a_table_and_as_json(tmp_path: Path) -
         (["--fail", "soon"], "give the number of a server and seconds, as in 3@60"),
     ],
 )
-def test_the_command_says_what_is_wrong(arguments: list[str], expected: str) -> None:
+def test_the_command_explains_invalid_options(arguments: list[str], expected: str) -> None:
     result = CliRunner().invoke(app, ["simulate", *arguments])
     assert isinstance(result.exception, ConfigError)
     assert expected in str(result.exception)

@@ -1,4 +1,4 @@
-"""A simulated engine behind the seam of all servers."""
+"""Tests of the simulated server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def complete(server: SimulatedServer, session: str = "s", *, first: int = 
     return await server.generate(as_token_ids([first]), SamplingParams(), session)
 
 
-def test_a_completion_comes_when_the_engine_is_done_with_it() -> None:
+def test_a_completion_is_returned_when_the_engine_has_finished_it() -> None:
     async def main() -> None:
         server = server_named("a")
         output = await complete(server)
@@ -54,7 +54,7 @@ def test_an_aborted_completion_returns_its_tokens() -> None:
     run_virtual(main())
 
 
-def test_a_cancelled_completion_frees_its_place() -> None:
+def test_a_cancelled_completion_frees_its_slot() -> None:
     async def main() -> None:
         server = server_named("a")
         with pytest.raises(TimeoutError):
@@ -65,7 +65,7 @@ def test_a_cancelled_completion_frees_its_place() -> None:
     run_virtual(main())
 
 
-def test_what_a_server_cannot_do_is_refused() -> None:
+def test_invalid_requests_are_rejected() -> None:
     async def main() -> None:
         server = server_named("a")
         with pytest.raises(BadPrompt, match="0 tokens"):
@@ -88,7 +88,7 @@ def test_what_a_server_cannot_do_is_refused() -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_a_completion_goes_on_at_another_server(hangs: bool) -> None:
+def test_a_completion_is_continued_on_another_server(hangs: bool) -> None:
     async def main() -> None:
         servers = [server_named("a"), server_named("b")]
         manager = AsyncLLMServerManager(servers)

@@ -1,4 +1,4 @@
-"""Rollouts that are traced, on scripted servers and the real clock."""
+"""Traced rollouts on scripted servers and the real clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def roll_out(
     runs: Sequence[Mapping[str, Any]] = ({"label": "step=3"},),
     **rollout: Any,
 ) -> list[Trajectory]:
-    """The trajectories of all runs; when it returns, the manager is closed."""
+    """Return the trajectories of all runs, after the manager was closed."""
     rows = rows or [{"raw_prompt": user("What is 1 + 2?")}]
     trajectories: list[Trajectory] = []
     config = settings(trace, **rollout)
@@ -53,5 +53,5 @@ def run(trace: TraceConfig, **kwargs: Any) -> list[Trajectory]:
 
 
 def events_in(path: Path) -> list[dict[str, Any]]:
-    """Of all trajectories that the `file` backend wrote, as `agent-loop traces` prints them."""
+    """Return the events of all trajectories in a file of the `file` backend, as `agent-loop traces` prints them."""
     return [json.loads(line) for account in read_accounts(path) for line in event_lines(account)]

@@ -1,4 +1,4 @@
-"""What is told of a trajectory, and that it is linear in its tokens."""
+"""Events of a trajectory, whose size is linear in its tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "traces.jsonl"
 
 
-def test_every_turn_is_told_once_with_what_is_new_in_it(path: Path) -> None:
+def test_every_turn_has_one_event_with_its_new_tokens(path: Path) -> None:
     [trajectory] = run(TraceConfig(backend="file", path=str(path), experiment_name="tries"))
     events = events_in(path)
     assert kinds(events) == [
@@ -41,8 +41,8 @@ def test_every_turn_is_told_once_with_what_is_new_in_it(path: Path) -> None:
         "end",
     ]
     assert {event["trajectory_id"] for event in events} == {"step=3/group=0/rollout=0"}
-    told = [event for event in events if "tokens" in event]
-    assert [id_ for event in told for id_ in event["tokens"]["ids"]] == [
+    with_tokens = [event for event in events if "tokens" in event]
+    assert [id_ for event in with_tokens for id_ in event["tokens"]["ids"]] == [
         *trajectory.output.prompt_ids.tolist(),
         *trajectory.output.response_ids.tolist(),
     ]
@@ -58,7 +58,7 @@ def test_every_turn_is_told_once_with_what_is_new_in_it(path: Path) -> None:
     }
 
 
-def test_with_token2text_texts_take_the_place_of_ids(path: Path) -> None:
+def test_token2text_replaces_ids_by_texts(path: Path) -> None:
     run(TraceConfig(backend="file", path=str(path), token2text=True))
     events = events_in(path)
     assert all(event["tokens"]["ids"] is None for event in events if "tokens" in event)
@@ -72,7 +72,7 @@ def test_with_token2text_texts_take_the_place_of_ids(path: Path) -> None:
     assert (tool["arguments"], tool["reply"]) == ({"a": 1, "b": 2}, "3")
 
 
-def test_without_token2text_no_text_of_the_conversation_is_told(path: Path) -> None:
+def test_without_token2text_events_have_no_text_of_the_conversation(path: Path) -> None:
     run(TraceConfig(backend="file", path=str(path)), rows=[{"raw_prompt": user("the secret word is fox")}])
     assert "secret" not in path.read_text()
     [tool] = [event for event in events_in(path) if event["event"] == "tool"]
@@ -100,7 +100,7 @@ def test_validation_refills_and_the_step_come_from_the_run(path: Path) -> None:
     assert [(each["step"], each["validate"]) for each in began] == [(7, False), (7, True), (None, False)]
 
 
-def test_a_sample_of_rows_is_the_same_each_time_and_keeps_whole_groups(tmp_path: Path) -> None:
+def test_the_traced_rows_of_a_step_are_reproducible_and_keep_whole_groups(tmp_path: Path) -> None:
     def chosen(name: str, step: int) -> Counter[int]:
         path = tmp_path / name
         trace = TraceConfig(backend="file", path=str(path), max_samples_per_step_per_worker=2)
@@ -120,7 +120,7 @@ def test_a_sample_of_rows_is_the_same_each_time_and_keeps_whole_groups(tmp_path:
 
 @register("two_branches")
 class TwoBranches(AgentLoopBase):
-    """Says two things after one prompt."""
+    """Loop that samples two completions of one prompt."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         async with self.episode(row["raw_prompt"]) as episode:
@@ -131,7 +131,7 @@ class TwoBranches(AgentLoopBase):
             return [episode.output(), second]
 
 
-def test_branches_are_told_one_by_one_with_their_own_turns(path: Path) -> None:
+def test_each_branch_has_events_of_its_own_turns(path: Path) -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
         return text_reply("the quick brown fox" if request.sampling_params.max_tokens else "the")
 
@@ -153,7 +153,7 @@ def test_branches_are_told_one_by_one_with_their_own_turns(path: Path) -> None:
         ]
 
 
-def test_a_trajectory_that_failed_says_why(path: Path) -> None:
+def test_a_failed_trajectory_has_the_reason(path: Path) -> None:
     run(
         TraceConfig(backend="file", path=str(path)),
         script=[ScriptedReply(encoded("no"), error="the engine is on fire")],
@@ -165,9 +165,7 @@ def test_a_trajectory_that_failed_says_why(path: Path) -> None:
 
 
 @pytest.mark.parametrize("token2text", [False, True])
-def test_what_is_told_grows_with_the_tokens_and_not_with_their_square(
-    tmp_path: Path, token2text: bool
-) -> None:
+def test_events_grow_linearly_with_the_tokens(tmp_path: Path, token2text: bool) -> None:
     def bytes_per_token(num_turns: int) -> tuple[float, float]:
         path = tmp_path / f"{num_turns}.jsonl"
 
@@ -190,7 +188,7 @@ def test_what_is_told_grows_with_the_tokens_and_not_with_their_square(
     assert rendered[1] < 2 * rendered[0]
 
 
-def test_two_writers_tell_the_same(path: Path) -> None:
+def test_two_writers_receive_the_same_events(path: Path) -> None:
     run(TraceConfig(backend=["file", "file"], path=str(path)), script=ADDS)
     events = events_in(path)
     half = len(events) // 2

@@ -1,4 +1,4 @@
-"""The page of metrics names all there are."""
+"""Tests that the metrics page lists all metrics."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def generator() -> Any:
     return module
 
 
-def test_the_page_is_what_the_generator_writes() -> None:
+def test_the_page_matches_the_generator() -> None:
     module = generator()
     assert module.TARGET.read_text(encoding="utf-8") == module.render()
 
 
-def test_every_metric_of_a_step_is_on_it() -> None:
+def test_every_metric_of_a_step_is_on_the_page() -> None:
     known = generator().step_metrics()
     trajectories = run(TraceConfig(), runs=[{"n": 2}])
     metrics = rollout_metrics(trajectories, success_threshold=1.0, weight_version=0)
@@ -41,7 +41,7 @@ def test_every_metric_of_a_step_is_on_it() -> None:
     assert not [name for name in metrics if name not in known and not name.startswith(prefixes)]
 
 
-def test_what_prometheus_reads_has_a_kind_and_a_meaning() -> None:
+def test_every_prometheus_metric_has_a_kind_and_a_description() -> None:
     rows = [line for line in generator().render().splitlines() if line.startswith("| `agent_loop_")]
     assert len(rows) > 20
     for row in rows:

@@ -1,4 +1,4 @@
-"""What MLflow's own client finds in its store."""
+"""Traces as MLflow's own client reads them from its store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
 @pytest.fixture(scope="module")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Making one takes seconds."""
+    """Return an empty store, shared by the tests because creating one takes seconds."""
     path = tmp_path_factory.mktemp("store") / "empty.db"
     mlflow.MlflowClient(f"sqlite:///{path}").create_experiment("other")
     return path
@@ -112,7 +112,7 @@ def test_a_failure_is_an_error_of_the_trace(uri: str) -> None:
 
 @pytest.fixture
 def server(uri: str) -> Generator[tuple[str, subprocess.Popen[bytes]]]:
-    """An MLflow server in processes of its own."""
+    """Start an MLflow server in its own processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -139,7 +139,7 @@ def server(uri: str) -> Generator[tuple[str, subprocess.Popen[bytes]]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_server_that_is_killed_in_the_middle_costs_the_traces_alone(
+def test_a_server_killed_during_the_run_loses_only_traces(
     uri: str, server: tuple[str, subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
     url, process = server

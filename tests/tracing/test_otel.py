@@ -1,4 +1,4 @@
-"""What an OpenTelemetry collector receives."""
+"""Spans as an OpenTelemetry collector receives them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = ["invoke_agent tool_agent", "chat", "execute_tool add", "Adder.sum_of", 
 
 
 class Collector:
-    """A small one, at `url`."""
+    """Small OTLP collector at `url`."""
 
     def __init__(self) -> None:
         self.requests: list[ExportTraceServiceRequest] = []
@@ -126,7 +126,7 @@ def test_attributes_are_those_of_the_conventions_for_generative_ai(collector: Co
     ]
 
 
-def test_texts_are_sent_where_token2text_asks_for_them(collector: Collector) -> None:
+def test_texts_are_sent_with_token2text(collector: Collector) -> None:
     run(traces_to(collector, token2text=True))
     spans = {span.name: attributes_of(span) for span in collector.spans}
     assert "What is 1 + 2?" in spans[NAMES[0]]["gen_ai.input.messages"]
@@ -142,7 +142,7 @@ def test_a_failure_is_an_error_of_the_trace(collector: Collector) -> None:
     assert attributes_of(root)["error.type"] == "ServerError"
 
 
-def test_a_collector_that_is_not_there_costs_the_traces_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_collector_loses_only_traces(caplog: pytest.LogCaptureFixture) -> None:
     collector = Collector()
     with listening(collector):
         pass
@@ -151,7 +151,7 @@ def test_a_collector_that_is_not_there_costs_the_traces_alone(caplog: pytest.Log
     assert "traces to otel: 4 in total were not written" in caplog.text
 
 
-def test_what_is_in_a_file_is_sent_later(collector: Collector, tmp_path: Path) -> None:
+def test_a_trace_file_can_be_sent_later(collector: Collector, tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
     run(TraceConfig(backend="file", path=str(path), token2text=True), runs=[{"n": 3}])
     command = ["traces", str(path), "--to", "otel", "--at", collector.url, "--project", "tea"]
@@ -163,7 +163,7 @@ def test_what_is_in_a_file_is_sent_later(collector: Collector, tmp_path: Path) -
     assert "What is 1 + 2?" in attributes_of(collector.spans[0])["gen_ai.input.messages"]
 
 
-def test_what_is_sent_grows_with_the_tokens_and_not_with_their_square(collector: Collector) -> None:
+def test_sent_spans_grow_linearly_with_the_tokens(collector: Collector) -> None:
     def bytes_per_token(num_turns: int) -> float:
         def script(request: ScriptedRequest) -> ScriptedReply:
             return (

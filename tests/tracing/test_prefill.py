@@ -1,4 +1,4 @@
-"""How long the first token took: servers say it, streams are measured, and it reaches the span."""
+"""Time to the first token: reported by servers or measured from streams, and recorded on the span."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = np.arange(100, dtype=np.int32)
 
 
 class SilentServer(ScriptedServer):
-    """Streams, and says nothing of time."""
+    """Server that streams without reporting the prefill time."""
 
     async def stream(self, *args: Any, **kwargs: Any) -> Any:
         for token in (1, 2, 3):
@@ -31,7 +31,7 @@ class SilentServer(ScriptedServer):
 
 
 def details_of(*servers: Any) -> dict[str, Any]:
-    """Of the span of one completion."""
+    """Return the details of the span of one completion."""
 
     async def main() -> dict[str, Any]:
         with ActivityMonitor().trajectory("group=0") as activity:
@@ -44,25 +44,25 @@ def details_of(*servers: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_server_that_says_it_is_believed(streams: bool) -> None:
+def test_the_prefill_time_that_a_server_reports_is_used(streams: bool) -> None:
     replies = [ScriptedReply([1, 2, 3, 4], latency_s=2.0)]
     servers = [ScriptedServer(replies, name=f"scripted-{n}", streams=streams) for n in range(2)]
     assert details_of(*servers)["prefill_s"] == 0.5
 
 
-def test_the_stream_of_a_server_that_says_nothing_is_measured() -> None:
+def test_the_first_chunk_is_timed_if_the_server_reports_no_prefill_time() -> None:
     servers = [SilentServer([], name=f"silent-{n}", streams=True) for n in range(2)]
     assert Ability.STREAMING in servers[0].abilities
     assert details_of(*servers)["prefill_s"] == 0.5
 
 
-def test_a_simulated_engine_counts_from_the_request_with_its_time_in_line() -> None:
-    def says(prompt_ids: IntArray, session: str) -> list[int]:
+def test_the_prefill_time_of_a_simulated_engine_includes_queueing() -> None:
+    def next_tokens(prompt_ids: IntArray, session: str) -> list[int]:
         return [1] * 10
 
     async def main() -> list[TokenOutput]:
         model = EngineModel(prefill_tokens_per_s=100.0, step_s=0.01, step_s_per_request=0.0)
-        server = SimulatedServer(says, model=model)
+        server = SimulatedServer(next_tokens, model=model)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(server.generate(PROMPT, SamplingParams(), name)) for name in "ab"]
         return [task.result() for task in tasks]
@@ -72,7 +72,7 @@ def test_a_simulated_engine_counts_from_the_request_with_its_time_in_line() -> N
     assert second.prefill_s == pytest.approx(2.01, abs=0.02)
 
 
-def test_it_travels_and_does_not_make_completions_differ() -> None:
+def test_the_prefill_time_is_serialized_and_ignored_by_equality() -> None:
     output = TokenOutput([1, 2], [-0.1, -0.2], "stop", prefill_s=0.25)
     assert PackedCompletion.pack(output).unpack().prefill_s == 0.25
     assert TokenOutput.from_chunks(output.chunks).prefill_s == 0.25

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a rollout."""
+"""Metrics of a rollout as Prometheus reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ assert ToolError
 
 
 async def scraped(manager: AgentLoopManager) -> dict[str, float]:
-    """The samples, by name and labels."""
+    """Return the samples by name and labels."""
     assert manager.telemetry.metrics is not None
     url = f"http://127.0.0.1:{manager.telemetry.metrics.port}/metrics"
 
@@ -44,7 +44,7 @@ def manager_of(*servers: ScriptedServer, **rollout: Any) -> AgentLoopManager:
 ROWS = [{"raw_prompt": user("What is 1 + 2?")}]
 
 
-def test_what_ended_is_counted() -> None:
+def test_ended_trajectories_are_counted() -> None:
     async def main() -> None:
         async with manager_of(ScriptedServer(ADDS)) as manager:
             trajectories = await manager.run(ROWS, n=4)
@@ -60,7 +60,7 @@ def test_what_ended_is_counted() -> None:
     asyncio.run(main())
 
 
-def test_failures_of_tools_and_trajectories_are_told_by_kind() -> None:
+def test_failures_of_tools_and_trajectories_are_counted_by_kind() -> None:
     async def main() -> None:
         server = ScriptedServer(
             [tool_call_reply("add", a="one"), ScriptedReply(encoded("no"), error="on fire")]
@@ -74,7 +74,7 @@ def test_failures_of_tools_and_trajectories_are_told_by_kind() -> None:
     asyncio.run(main())
 
 
-def test_what_runs_and_what_is_held_back_is_seen_while_it_does() -> None:
+def test_running_and_waiting_trajectories_are_reported_during_a_run() -> None:
     async def main() -> None:
         server = ScriptedServer(lambda request: ScriptedReply(encoded("slow"), latency_s=30.0))
         async with manager_of(server, max_concurrent=2) as manager, asyncio.TaskGroup() as group:
@@ -94,7 +94,7 @@ def test_what_runs_and_what_is_held_back_is_seen_while_it_does() -> None:
     asyncio.run(main())
 
 
-def test_a_lost_server_its_failovers_and_the_weights_of_the_others_are_seen() -> None:
+def test_a_lost_server_its_failovers_and_the_weight_versions_are_reported() -> None:
     async def main() -> None:
         def script(request: Any) -> ScriptedReply:
             if not any(server.num_sessions > 4 for server in servers):
@@ -133,7 +133,7 @@ def test_traces_that_were_not_written_are_counted() -> None:
     asyncio.run(main())
 
 
-def test_a_port_that_is_taken_is_said_by_its_key() -> None:
+def test_the_error_for_a_taken_port_names_its_setting() -> None:
     async def main() -> None:
         async with manager_of(ScriptedServer(ADDS)) as manager:
             assert manager.telemetry.metrics is not None

@@ -1,4 +1,4 @@
-"""What the `file` backend wrote, read back."""
+"""Reading of files that the `file` backend wrote."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.tracing.harness import events_in, run
 
 @register("many_branches")
 class ManyBranches(AgentLoopBase):
-    """Says something else in each branch, of another length."""
+    """Loop whose branches have different texts of different lengths."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         async with self.episode(row["raw_prompt"]) as episode:
@@ -56,8 +56,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "traces.jsonl"
 
 
-def form_of(trajectory: Trajectory, *, template: ChatTemplate | None = None) -> JsonTrace:
-    """As the writer of one row's trajectory is given it."""
+def json_trace_of(trajectory: Trajectory, *, template: ChatTemplate | None = None) -> JsonTrace:
+    """Return a trajectory's JSON document as the writer receives it."""
     assert trajectory.trace is not None
     attributes = TraceAttributes("step=3/group=0/rollout=0", 3, 0, 0, False, "tool_agent", "")
     decode_runs = None if template is None else make_token_decoder(template)
@@ -70,7 +70,7 @@ def form_of(trajectory: Trajectory, *, template: ChatTemplate | None = None) -> 
 @pytest.mark.parametrize("token2text", [False, True])
 def test_a_stored_trajectory_has_the_events_of_the_live_one(path: Path, token2text: bool) -> None:
     [trajectory] = run(TraceConfig(backend="file", path=str(path), token2text=token2text))
-    live = account_from_json(form_of(trajectory, template=hermes_template() if token2text else None))
+    live = account_from_json(json_trace_of(trajectory, template=hermes_template() if token2text else None))
     [stored] = read_accounts(path)
     assert list(event_lines(stored)) == list(event_lines(live))
     assert len(list(event_lines(stored))) > 8
@@ -94,7 +94,7 @@ def test_texts_are_those_of_the_tokenizer() -> None:
     assert others(runs) == expected
 
 
-def test_a_line_that_a_killed_process_left_unfinished_is_left_out_and_said(
+def test_an_incomplete_last_line_is_skipped_with_a_warning(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(TraceConfig(backend="file", path=str(path)), runs=[{"n": 3}])
@@ -112,28 +112,28 @@ def test_a_line_that_a_killed_process_left_unfinished_is_left_out_and_said(
         ('{"version": 99}', "line 1 has version 99, but this agent-loop reads 1; upgrade agent-loop"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_place(path: Path, line: str, message: str) -> None:
+def test_an_invalid_line_is_rejected_with_its_number(path: Path, line: str, message: str) -> None:
     path.write_text(line + "\n")
     with pytest.raises(DataError, match=message):
         list(read_accounts(path))
 
 
-def test_a_file_that_is_not_there_is_named(path: Path) -> None:
+def test_the_error_for_a_missing_file_names_it(path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         list(read_accounts(path))
 
 
-def test_values_that_json_does_not_hold_are_described(path: Path) -> None:
+def test_values_that_json_cannot_represent_are_described(path: Path) -> None:
     [trajectory] = run(TraceConfig())
     strange = {"half": "a \ud83d b", "large": 2**70, "infinite": float("inf"), "object": object(), 3: (1, 2)}
-    path.write_bytes(line_of(form_of(structs.replace(trajectory, reward=1.0, reward_extra=strange))))
+    path.write_bytes(line_of(json_trace_of(structs.replace(trajectory, reward=1.0, reward_extra=strange))))
     [stored] = read_accounts(path)
     described = str(stored.reward_extra.pop("object"))
     assert described.startswith("<object object at")
     assert stored.reward_extra == {"half": "a ? b", "large": 2.0**70, "infinite": None, "3": [1, 2]}
 
 
-def test_many_branches_do_not_each_have_the_spans_of_all(path: Path) -> None:
+def test_a_branch_does_not_store_the_spans_of_all_branches(path: Path) -> None:
     def bytes_per_branch(num_branches: int) -> float:
         file = path.with_name(f"{num_branches}.jsonl")
         trace = TraceConfig(backend="file", path=str(file))
@@ -145,7 +145,7 @@ def test_many_branches_do_not_each_have_the_spans_of_all(path: Path) -> None:
     assert bytes_per_branch(40) < 1.3 * bytes_per_branch(4)
 
 
-def test_the_command_prints_events_of_the_trajectories_asked_for(path: Path) -> None:
+def test_the_command_prints_events_of_the_requested_trajectories(path: Path) -> None:
     run(TraceConfig(backend="file", path=str(path)), runs=[{"label": "step=1"}, {"label": "step=2", "n": 2}])
     result = CliRunner().invoke(app, ["traces", str(path), "--trajectory", "step=2/"], catch_exceptions=False)
     events = [json.loads(line) for line in result.stdout.splitlines()]

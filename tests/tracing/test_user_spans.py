@@ -1,4 +1,4 @@
-"""Spans that users put around their own code."""
+"""Spans around user code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Thinker:
 
 
 def spans_of(what: Any) -> list[Span]:
-    """What a trajectory has waited for that does this."""
+    """Return the spans of a trajectory that runs the given coroutine."""
 
     async def main() -> tuple[Span, ...]:
         with ActivityMonitor().trajectory("group=0") as activity:
@@ -51,7 +51,7 @@ def test_a_call_is_a_span_with_its_inputs_its_output_and_its_time() -> None:
     assert inner.name == "Thinker.conclude"
 
 
-def test_a_span_knows_in_which_one_it_lies_whatever_runs_beside_it() -> None:
+def test_a_span_has_its_parent_even_with_concurrent_spans() -> None:
     async def many() -> None:
         await asyncio.gather(*(Thinker().think(f"tea {n}") for n in range(3)))
 
@@ -64,7 +64,7 @@ def test_a_span_knows_in_which_one_it_lies_whatever_runs_beside_it() -> None:
     assert all("within" not in span.details for span in outer.values())
 
 
-def test_spans_within_a_tool_lie_within_its_span_even_in_a_thread() -> None:
+def test_spans_in_a_tool_are_nested_in_its_span_even_in_a_thread() -> None:
     async def in_tool() -> None:
         with waiting_for(WaitKind.TOOL, "teapot") as details:
             await run_in_thread(Thinker().conclude, "tea")
@@ -76,7 +76,7 @@ def test_spans_within_a_tool_lie_within_its_span_even_in_a_thread() -> None:
     assert span.details["output"] == "tea!"
 
 
-def test_an_exception_is_kept_on_the_span_and_goes_on() -> None:
+def test_an_exception_is_recorded_on_the_span_and_raised() -> None:
     async def fails() -> None:
         with pytest.raises(ValueError, match="no idea"):
             await Thinker().fail()
@@ -85,7 +85,7 @@ def test_an_exception_is_kept_on_the_span_and_goes_on() -> None:
     assert span.details["error"] == "ValueError: no idea"
 
 
-def test_attributes_are_a_span_around_the_code_and_trace_false_hides_it() -> None:
+def test_rollout_trace_attr_records_a_span_and_trace_false_disables_spans() -> None:
     async def run() -> None:
         with rollout_trace_attr(sample_index=3, step=7, rollout_n=1, name="tea", validate=True):
             await Thinker().think("milk")
@@ -99,7 +99,7 @@ def test_attributes_are_a_span_around_the_code_and_trace_false_hides_it() -> Non
     assert inner[1].details["within"] == outer.details["span"]
 
 
-def test_what_is_recorded_is_bounded_and_json_whatever_it_is() -> None:
+def test_recorded_values_are_bounded_and_json() -> None:
     class Rude:
         def __repr__(self) -> str:
             raise RuntimeError("no")
@@ -120,7 +120,7 @@ def test_what_is_recorded_is_bounded_and_json_whatever_it_is() -> None:
     assert deep == {"deep": {"deeper": ["[[[1]]]"]}}
 
 
-def test_outside_of_a_rollout_the_functions_are_as_they_were() -> None:
+def test_decorated_functions_work_unchanged_outside_a_rollout() -> None:
     assert asyncio.run(Thinker().think("tea", seconds=0.0)) == "tea!"
     assert Thinker().conclude("tea") == "tea!"
     assert inspect.iscoroutinefunction(Thinker.think)

@@ -1,4 +1,4 @@
-"""The calls that Weave's own client makes of a trajectory; its service is not needed for that."""
+"""Calls of Weave's own client for a trajectory, without Weave's service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
 
 class Service:
-    """Keeps what the client sends, as `TraceServerClientInterface` has it."""
+    """Fake `TraceServerClientInterface` that stores the client's requests."""
 
     def __init__(self) -> None:
         self.starts: list[Any] = []
@@ -53,7 +53,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Service:
     return service
 
 
-def test_a_trajectory_is_a_call_with_calls_below_it(service: Service) -> None:
+def test_a_trajectory_is_a_call_with_nested_calls(service: Service) -> None:
     [trajectory] = run(TraceConfig(backend="weave", project_name="tea", token2text=True, flush_timeout_s=60))
     [root] = [start for start in service.starts if start.parent_id is None]
     by_name = {start.op_name.split("/")[-1].split(":")[0]: start for start in service.starts}

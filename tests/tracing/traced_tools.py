@@ -1,4 +1,4 @@
-"""A tool with spans of its own."""
+"""Tool that records its own spans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agent_loop.tracing import rollout_trace_op
 
 
 class Adder:
-    """Adds."""
+    """Adder whose method is traced."""
 
     @rollout_trace_op
     def sum_of(self, a: int, b: int) -> int:

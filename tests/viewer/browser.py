@@ -1,4 +1,4 @@
-"""A viewer in a process of its own, and pages of it in a headless browser."""
+"""Viewer in its own process, and its pages in a headless browser."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 
 def browser_path() -> str:
-    """Of the browser that is installed; empty if there is none."""
+    """Return the path of an installed browser; empty if there is none."""
     return next((path for name in BROWSERS if (path := shutil.which(name))), "")
 
 
 @dataclass(frozen=True)
 class Viewer:
-    """A running `agent-loop view`."""
+    """Running `agent-loop view`."""
 
     url: str
     process: subprocess.Popen[str]
 
     def stop(self, kind: int = signal.SIGINT) -> int:
-        """Its exit code."""
+        """Stop the viewer with a signal and return its exit code."""
         self.process.send_signal(kind)
         return self.process.wait(timeout=20)
 
 
 @contextmanager
 def viewing(run: Path) -> Generator[Viewer]:
-    """Shows a run on a free port until the body ends."""
+    """Serve a run on a free port until the body ends."""
     process = subprocess.Popen(
         [*COMMAND, str(run), "--no-open", "--port", "0"],
         stdout=subprocess.PIPE,
@@ -67,6 +67,6 @@ def viewing(run: Path) -> Generator[Viewer]:
 
 
 def shoot(page: Any, name: str) -> None:
-    """Keeps a picture of a page."""
+    """Save a screenshot of a page."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=str(SCREENSHOTS / f"{name}.png"))

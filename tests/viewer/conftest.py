@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small run that nobody changes."""
+    """Return a small run that no test changes."""
     return write_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real training with a few steps; `AGENT_LOOP_DEMO_RUN` names one that is there already."""
+    """Return a real training run of a few steps. `AGENT_LOOP_DEMO_RUN` names an existing one to use instead."""
     if given := os.environ.get("AGENT_LOOP_DEMO_RUN"):
         return Path(given)
     folder = tmp_path_factory.mktemp("demo")
@@ -48,7 +48,7 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright  # late: needed by the tests with a browser alone
 
     path = browser_path()
-    assert path, "no browser is installed; `make test-browser` says how to get one"
+    assert path, "no browser is installed; run `make test-browser`, which installs one"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
         yield browser
@@ -57,7 +57,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A page that fails the test if a script of it raises, or if it asks for anything from elsewhere."""
+    """Open a page. The test fails if one of the page's scripts raises or requests data from another host."""
     context = browser.new_context(viewport={"width": 1360, "height": 860}, color_scheme="light")
     page = context.new_page()
     errors: list[str] = []

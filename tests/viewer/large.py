@@ -1,4 +1,4 @@
-"""Large runs, made quickly: many trajectories with few tokens, one trajectory with many."""
+"""Fast generation of large runs: many trajectories with few tokens, or one trajectory with many tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.viewer.synthetic import PIECES, WORDS, write_rows, write_table
 
 PER_FILE = 500
 NEEDLE = "zebra"
-"""What one message in a thousand says."""
+"""Text of one message in a thousand."""
 
 
 def write_many(folder: Path, *, count: int) -> Path:
-    """A run with so many trajectories, `PER_FILE` in a step."""
+    """Write a run with `count` trajectories, `PER_FILE` per step."""
     for step, start in enumerate(range(0, count, PER_FILE), start=1):
         table = _table(step, min(PER_FILE, count - start))
         write_table(folder / "trajectories" / f"train-{step:06d}.parquet", table, step=step)
@@ -32,7 +32,7 @@ def write_many(folder: Path, *, count: int) -> Path:
 
 
 def write_long(folder: Path, *, num_tokens: int) -> Path:
-    """A run with one trajectory of so many tokens."""
+    """Write a run with one trajectory of `num_tokens` tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / VOCABULARY_FILE).write_text(json.dumps({"version": 1, "pieces": PIECES}), encoding="utf-8")
     random = np.random.default_rng(0)
@@ -83,7 +83,7 @@ def _table(step: int, count: int) -> pa.Table:
     lengths = random.integers(20, 60, count)
     rewards = random.beta(0.4, 0.6, count)
     seconds = random.gamma(2.0, 4.0, count)
-    says = [NEEDLE if place % 1000 == 0 else "word " * 40 for place in random.integers(0, 1000, count)]
+    texts = [NEEDLE if place % 1000 == 0 else "word " * 40 for place in random.integers(0, 1000, count)]
     columns: dict[str, Any] = {
         "step": np.full(count, step),
         "split": ["train"] * count,
@@ -108,7 +108,7 @@ def _table(step: int, count: int) -> pa.Table:
         "tool_s": seconds * 0.2,
         "response_ids": _lists(random.integers(0, len(PIECES), lengths.sum()), lengths),
         "response_mask": _lists(np.ones(lengths.sum()), lengths),
-        "messages": [json.dumps([{"role": "user", "content": said}]) for said in says],
+        "messages": [json.dumps([{"role": "user", "content": text}]) for text in texts],
         "answer": ["word"] * count,
         "spans": ["[]"] * count,
     }

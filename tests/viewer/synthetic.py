@@ -1,4 +1,4 @@
-"""Runs made up from numbers: small ones that look like a training, large ones to see how fast the page is."""
+"""Synthetic runs that look like training runs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ WORDS = [
     " naïve",
 ]
 BYTES = [[0xE2, 0x82], [0xAC]]
-"""Two tokens that make up one character."""
+"""Two tokens that form one character."""
 PIECES: list[Any] = [*WORDS, *BYTES, "<|im_end|>", "<tool_call>", "</tool_call>"]
 BEGAN_AT = 1_790_000_000.0
 
 
 def write_run(folder: Path, *, num_steps: int = 6, num_groups: int = 4, n: int = 4, seed: int = 0) -> Path:
-    """The folder of a run with metrics, settings, vocabulary and one file per step."""
+    """Write a run with metrics, settings, vocabulary and one file per step, and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text("trainer:\n  total_steps: 40\nrollout:\n  n: 4\n", encoding="utf-8")
     (folder / VOCABULARY_FILE).write_text(json.dumps({"version": 1, "pieces": PIECES}), encoding="utf-8")
@@ -51,7 +51,7 @@ def write_run(folder: Path, *, num_steps: int = 6, num_groups: int = 4, n: int =
 def add_step(
     folder: Path, *, step: int, num_groups: int = 4, n: int = 4, random: np.random.Generator | None = None
 ) -> Path:
-    """One step more: its file, then its line of metrics, as a training writes them."""
+    """Add a step: first its file, then its line of metrics, as training writes them."""
     random = random or np.random.default_rng(step)
     rows = [
         row
@@ -66,7 +66,7 @@ def add_step(
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]], *, step: int, split: str = "train") -> Path:
-    """A file of the stored form; columns that the rows lack are null."""
+    """Write a file of stored trajectories. Columns that the rows lack are null."""
     return write_table(path, pa.Table.from_pylist(list(rows), schema=SCHEMA), step=step, split=split)
 
 
@@ -89,7 +89,7 @@ def write_table(path: Path, table: pa.Table, *, step: int, split: str = "train")
 def trajectory_rows(
     step: int, *, group: int, rollout: int, random: np.random.Generator, num_turns: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """One trajectory, or its branches: group 1 branches, group 2 has one that failed."""
+    """Return one trajectory, or its branches. Group 1 has branches; group 2 has a failed trajectory."""
     for branch in (0, 1) if group == 1 and rollout == 0 else (None,):
         yield _row(step, group, rollout, branch, random, num_turns or 2 + (rollout + step) % 3)
 
@@ -123,7 +123,7 @@ def _row(
 
 
 class _Row:
-    """Builds one row, turn after turn."""
+    """Builder of one row, turn by turn."""
 
     def __init__(self, prompt: list[int], *, step: int, random: np.random.Generator) -> None:
         self._random = random

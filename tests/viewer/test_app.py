@@ -16,7 +16,7 @@ def client(run_folder: Path) -> TestClient:
     return TestClient(app, base_url="http://127.0.0.1:7321")
 
 
-def test_the_page_may_load_nothing_from_elsewhere(client: TestClient) -> None:
+def test_the_page_loads_nothing_from_other_hosts(client: TestClient) -> None:
     reply = client.get("/")
     policy = reply.headers["content-security-policy"]
     assert "default-src 'none'" in policy
@@ -27,7 +27,7 @@ def test_the_page_may_load_nothing_from_elsewhere(client: TestClient) -> None:
         assert "http://" not in text.replace("http://www.w3.org/2000/svg", ""), name
 
 
-def test_no_script_writes_markup() -> None:
+def test_no_script_inserts_markup() -> None:
     for name, text in static_files().items():
         for word in (
             "innerHTML",
@@ -40,7 +40,7 @@ def test_no_script_writes_markup() -> None:
             assert word not in text, f"{word} in {name}"
 
 
-def test_all_modules_that_are_imported_are_there(client: TestClient) -> None:
+def test_all_imported_modules_exist(client: TestClient) -> None:
     for name in static_files():
         assert client.get(f"/static/{name}").status_code == 200
     for text in static_files().values():
@@ -57,19 +57,19 @@ def test_no_other_file_is_served(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 404
 
 
-def test_other_hosts_and_other_methods_are_refused(client: TestClient) -> None:
+def test_other_hosts_and_other_methods_are_rejected(client: TestClient) -> None:
     assert client.get("/api/state", headers={"host": "evil.example"}).status_code == 421
     assert client.get("/api/state", headers={"host": "[::1]:7321"}).status_code == 200
     assert client.post("/api/state").status_code == 405
 
 
-def test_all_hosts_are_served_where_that_is_asked_for(run_folder: Path) -> None:
+def test_all_hosts_are_allowed_if_configured(run_folder: Path) -> None:
     client = TestClient(create_viewer_app(RunSource(run_folder), hosts=None), base_url="http://box.lan")
     assert client.get("/api/state").json()["name"] == run_folder.name
 
 
 @pytest.mark.parametrize(
-    ("path", "status", "said"),
+    ("path", "status", "expected"),
     [
         ("table?files=1;2", 400, "give numbers"),
         ("table", 400, "give numbers"),
@@ -79,15 +79,13 @@ def test_all_hosts_are_served_where_that_is_asked_for(run_folder: Path) -> None:
         ("nothing", 404, ""),
     ],
 )
-def test_requests_that_make_no_sense_are_told_so(
-    client: TestClient, path: str, status: int, said: str
-) -> None:
+def test_invalid_requests_return_an_error(client: TestClient, path: str, status: int, expected: str) -> None:
     reply = client.get(f"/api/{path}")
     assert reply.status_code == status
-    assert said in reply.json()["error"]
+    assert expected in reply.json()["error"]
 
 
-def test_the_data_are_those_of_the_run(client: TestClient) -> None:
+def test_the_api_returns_the_data_of_the_run(client: TestClient) -> None:
     assert len(client.get("/api/state").json()["files"]) == 6
     assert client.get("/api/config").json()["trainer"]["total_steps"] == 40
     part = client.get("/api/metrics").json()
@@ -118,7 +116,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("name", [*HANDLERS, "none"])
-def test_a_query_of_any_values_is_answered_or_refused(run_folder: Path, name: str) -> None:
+def test_any_query_gets_a_response_or_a_client_error(run_folder: Path, name: str) -> None:
     app = create_viewer_app(RunSource(run_folder), hosts=None)
     client = TestClient(app, raise_server_exceptions=False)
     usual = {"files": "0", "text": "a", "split": "train", "step": "1", "id": "x", "cursor": ""}

@@ -14,21 +14,21 @@ from tests.viewer.browser import viewing
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of `agent-loop view`."""
+    """Run `agent-loop view` and return its exit code."""
     monkeypatch.setattr("sys.argv", ["agent-loop", "view", *arguments])
     with pytest.raises(SystemExit) as exit_:
         main()
     return int(exit_.value.code or 0)
 
 
-def test_a_run_that_is_not_there_is_told_in_a_line(
+def test_a_missing_run_is_reported_on_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run_main(monkeypatch, str(tmp_path / "none"), "--no-open") == 2
     assert "none' does not exist; give the folder of a run" in capsys.readouterr().err
 
 
-def test_a_taken_port_is_an_error_if_it_was_asked_for(
+def test_a_taken_port_is_an_error_if_it_was_requested(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_folder: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -37,7 +37,7 @@ def test_a_taken_port_is_an_error_if_it_was_asked_for(
     assert f"127.0.0.1:{port} is not available" in capsys.readouterr().err
 
 
-def test_else_the_next_free_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_free_port_is_used_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def listening_socket(host: str, port: int) -> socket.socket:
@@ -61,7 +61,7 @@ def test_the_export_needs_no_server(
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_it(run_folder: Path) -> None:
+def test_ctrl_c_stops_the_viewer(run_folder: Path) -> None:
     with viewing(run_folder) as viewer:
         assert urlopen(viewer.url).status == 200
         assert viewer.stop() == 128 + signal.SIGINT

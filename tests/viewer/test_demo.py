@@ -1,4 +1,4 @@
-"""The pages on a run of a real training."""
+"""Browser tests of the pages with a real training run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.viewer.browser import shoot, viewing
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1000)]
 
 
-def test_a_trained_run_is_looked_into_from_its_curves_to_its_tokens(page: Any, demo_run: Path) -> None:
+def test_a_trained_run_can_be_explored_from_curves_to_tokens(page: Any, demo_run: Path) -> None:
     stored = StoredRun(demo_run)
     files = stored.files()
     count = sum(file.num_trajectories for file in files)

@@ -18,14 +18,14 @@ def parts_of(text: str) -> dict[str, bytes]:
     return {name: gzip.decompress(base64.b64decode(data)) for name, data in found}
 
 
-def test_the_file_holds_the_newest_trajectories_in_full_and_says_what_it_left_out(
+def test_the_file_contains_the_newest_trajectories_in_full_and_states_what_is_omitted(
     run_folder: Path, tmp_path: Path
 ) -> None:
-    said = write_export(run_folder, target=tmp_path / "x.html", max_trajectories=20)
+    summary = write_export(run_folder, target=tmp_path / "x.html", max_trajectories=20)
     text = (tmp_path / "x.html").read_text(encoding="utf-8")
     parts = parts_of(text)
     head = json.loads(parts["data-head"])
-    assert "102 trajectories, 20 in full" in said
+    assert "102 trajectories, 20 in full" in summary
     assert "20 of 102 trajectories" in head["omitted"]
     assert list(head["timelines"]) == ["train 6", "train 5"]
     assert len(head["metrics"]["lines"]) == 6
@@ -33,7 +33,7 @@ def test_the_file_holds_the_newest_trajectories_in_full_and_says_what_it_left_ou
     assert {f"data-trajectory-{place}" for place in range(20)} < parts.keys()
 
 
-def test_a_small_run_is_exported_whole(run_folder: Path, tmp_path: Path) -> None:
+def test_a_small_run_is_exported_completely(run_folder: Path, tmp_path: Path) -> None:
     write_export(run_folder, target=tmp_path / "x.html", max_trajectories=200)
     head = json.loads(parts_of((tmp_path / "x.html").read_text(encoding="utf-8"))["data-head"])
     assert head["omitted"] == ""
@@ -42,8 +42,8 @@ def test_a_small_run_is_exported_whole(run_folder: Path, tmp_path: Path) -> None
 def test_the_file_is_bounded(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "MAX_ROWS", 40)
     monkeypatch.setattr(export, "MAX_BYTES", 60_000)
-    said = write_export(run_folder, target=tmp_path / "x.html", max_trajectories=200)
-    assert "the newest 34 of 102 trajectories" in said
+    summary = write_export(run_folder, target=tmp_path / "x.html", max_trajectories=200)
+    assert "the newest 34 of 102 trajectories" in summary
     parts = parts_of((tmp_path / "x.html").read_text(encoding="utf-8"))
     head = parts.pop("data-head")
     assert sum(map(len, parts.values())) < 60_000

@@ -1,4 +1,4 @@
-"""The pages in a real browser, on small runs that were made up."""
+"""Browser tests of the pages with small synthetic runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ READY = {
 
 
 def open_page(page: Any, url: str, name: str) -> None:
-    """Waits until all of the run has been read and drawn."""
+    """Open a page and wait until the whole run has been loaded and drawn."""
     page.goto(url + PAGES[name])
     page.locator("main[aria-busy=false]").wait_for()
     page.locator(READY[name]).first.wait_for()
@@ -44,7 +44,7 @@ def open_page(page: Any, url: str, name: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", list(PAGES))
-def test_no_page_has_a_serious_fault_of_accessibility(
+def test_no_page_has_a_serious_accessibility_violation(
     page: Any, small_viewer: Viewer, name: str, scheme: str
 ) -> None:
     from axe_playwright_python.sync_playwright import Axe  # late: needed by the tests with a browser alone
@@ -60,7 +60,7 @@ def test_no_page_has_a_serious_fault_of_accessibility(
     assert faults == []
 
 
-def test_filters_choose_rows_and_are_kept_in_the_address(page: Any, small_viewer: Viewer) -> None:
+def test_filters_select_rows_and_are_kept_in_the_address(page: Any, small_viewer: Viewer) -> None:
     open_page(page, small_viewer.url, "table")
     page.locator(".summary", has_text=re.compile("^102 trajectories")).wait_for()
     page.get_by_label("Filter failure").fill("toolbug")
@@ -75,7 +75,7 @@ def test_filters_choose_rows_and_are_kept_in_the_address(page: Any, small_viewer
     page.locator("input[aria-invalid]").wait_for()
 
 
-def test_a_search_finds_words_of_messages_but_not_keys_of_json(page: Any, small_viewer: Viewer) -> None:
+def test_search_finds_words_in_messages_but_not_json_keys(page: Any, small_viewer: Viewer) -> None:
     open_page(page, small_viewer.url, "table")
     page.get_by_label("Search in all messages").fill("NÄHER")
     page.locator(".summary", has_text="102 of 102").or_(
@@ -97,7 +97,7 @@ def test_sorting_by_a_heading(page: Any, small_viewer: Viewer) -> None:
     assert first.inner_text() != longest
 
 
-def test_rows_are_walked_and_opened_by_keys_and_siblings_too(page: Any, small_viewer: Viewer) -> None:
+def test_rows_and_siblings_can_be_navigated_by_keyboard(page: Any, small_viewer: Viewer) -> None:
     open_page(page, small_viewer.url, "table")
     page.keyboard.press("j")
     page.keyboard.press("j")
@@ -149,7 +149,7 @@ def test_an_address_with_another_view_of_the_same_trajectory_shows_it(
     assert "view=tokens" not in page.url
 
 
-def test_a_trajectory_that_is_left_while_it_is_read_does_not_change_the_next_address(
+def test_leaving_a_trajectory_while_it_loads_does_not_change_the_next_address(
     page: Any, small_viewer: Viewer
 ) -> None:
     open_page(page, small_viewer.url, "table")
@@ -170,7 +170,7 @@ def test_bytes_of_one_character_are_shown_together(page: Any, small_viewer: View
     page.locator(".tokens", has_text="€").wait_for()
 
 
-def test_nothing_of_a_run_becomes_markup(page: Any, small_viewer: Viewer) -> None:
+def test_data_of_a_run_never_becomes_markup(page: Any, small_viewer: Viewer) -> None:
     dialogs: list[str] = []
     page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
     for name in PAGES:
@@ -182,13 +182,13 @@ def test_nothing_of_a_run_becomes_markup(page: Any, small_viewer: Viewer) -> Non
     page.locator(".why", has_text="<img src=x").wait_for()
 
 
-def test_siblings_stand_side_by_side_with_where_they_part(page: Any, small_viewer: Viewer) -> None:
+def test_siblings_are_shown_side_by_side_with_their_first_difference(page: Any, small_viewer: Viewer) -> None:
     open_page(page, small_viewer.url, "siblings")
     page.locator("main", has_text="the first difference is in turn 1").wait_for()
     assert page.locator(".sibling-head").count() == 4
 
 
-def test_the_straggler_is_named_and_leads_to_its_page(page: Any, small_viewer: Viewer) -> None:
+def test_the_straggler_is_named_and_linked(page: Any, small_viewer: Viewer) -> None:
     open_page(page, small_viewer.url, "time")
     name = page.locator(".gantt-name").first.inner_text()
     page.locator(".summary", has_text=f"The last to end was {name}").wait_for()
@@ -198,7 +198,7 @@ def test_the_straggler_is_named_and_leads_to_its_page(page: Any, small_viewer: V
     page.locator(".trajectory-head h1", has_text=name).wait_for()
 
 
-def test_a_run_is_followed_while_it_grows_and_does_not_notice(page: Any, tmp_path: Path) -> None:
+def test_a_running_run_is_followed_without_affecting_it(page: Any, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=2)
     with viewing(run) as viewer:
         open_page(page, viewer.url, "table")
@@ -229,9 +229,7 @@ def test_a_run_without_trajectories_shows_its_curves(page: Any, tmp_path: Path) 
             page.get_by_text("No trajectories are stored.").wait_for()
 
 
-def test_the_exported_file_shows_the_same_without_a_server(
-    page: Any, run_folder: Path, tmp_path: Path
-) -> None:
+def test_the_exported_file_works_without_a_server(page: Any, run_folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "report.html"
     assert "102 trajectories, 20 in full" in write_export(run_folder, target=target, max_trajectories=20)
     url = target.as_uri()

@@ -21,7 +21,7 @@ TYPES = {kind: np.dtype(name) for name, kind in KINDS.items()}
 
 
 def unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the page makes of a packet: meta, and columns as lists."""
+    """Decode a packet like the page: meta, and columns as lists."""
     (length,) = struct.unpack_from("<I", data)
     head = json.loads(data[4 : 4 + length])
     columns: dict[str, Any] = {}
@@ -36,7 +36,7 @@ def unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     return head["meta"], columns
 
 
-def test_columns_keep_their_values_and_their_nulls() -> None:
+def test_packets_keep_values_and_nulls() -> None:
     table = pa.table(
         {
             "text": pa.chunked_array([["a", None], ["b", "a"]]),
@@ -48,9 +48,9 @@ def test_columns_keep_their_values_and_their_nulls() -> None:
         }
     )
     meta, columns = unpacked(
-        packet({"said": "naïve \U0001f600"}, {name: table[name] for name in table.column_names})
+        packet({"note": "naïve \U0001f600"}, {name: table[name] for name in table.column_names})
     )
-    assert meta == {"said": "naïve \U0001f600"}
+    assert meta == {"note": "naïve \U0001f600"}
     assert columns["text"] == ["a", None, "b", "a"]
     assert columns["flag"] == [1, 2, 0, 1]
     assert columns["whole"] == [1, -2, 3, 4]
@@ -61,7 +61,7 @@ def test_columns_keep_their_values_and_their_nulls() -> None:
     assert np.isnan(columns["real"][1])
 
 
-def test_the_table_has_the_rows_of_the_files_that_are_asked_for(run_folder: Path) -> None:
+def test_the_table_has_the_rows_of_the_requested_files(run_folder: Path) -> None:
     source = RunSource(run_folder)
     numbers = source.state()["files"]
     _, columns = unpacked(source.table(numbers[-2:]))
@@ -73,7 +73,7 @@ def test_the_table_has_the_rows_of_the_files_that_are_asked_for(run_folder: Path
     assert unpacked(source.table([999])) == ({}, {})
 
 
-def test_a_trajectory_has_all_that_is_known_of_each_token(run_folder: Path) -> None:
+def test_a_trajectory_has_all_values_of_each_token(run_folder: Path) -> None:
     data = RunSource(run_folder).trajectory(split="train", step=3, trajectory_id="group=0/rollout=0")
     meta, columns = unpacked(data)
     length = meta["prompt_length"] + meta["response_length"]
@@ -86,7 +86,7 @@ def test_a_trajectory_has_all_that_is_known_of_each_token(run_folder: Path) -> N
     assert meta["reward_extra"] == {"acc": 1, "odd": "NaN"}
 
 
-def test_a_trajectory_that_is_not_there_is_an_error_that_says_so(run_folder: Path) -> None:
+def test_a_missing_trajectory_is_an_error(run_folder: Path) -> None:
     with pytest.raises(DataError, match="no trajectory group=9/rollout=9 of train step 3 is stored"):
         RunSource(run_folder).trajectory(split="train", step=3, trajectory_id="group=9/rollout=9")
 
@@ -98,7 +98,7 @@ def test_the_timeline_has_one_entry_per_rollout_with_the_weights_of_each_complet
     assert {span[4]["weight_version"] for span in completions} == {2}
 
 
-def test_spans_that_are_none_are_left_out(tmp_path: Path) -> None:
+def test_invalid_spans_are_skipped(tmp_path: Path) -> None:
     row = {"step": 1, "split": "train", "trajectory_id": "group=0/rollout=0", "group": 0, "rollout": 0}
     spans = [["tool", "t", 0.0, 1.0], ["tool"], "odd", ["tool", "t", "x", 2.0, {}]]
     write_rows(tmp_path / "train-000001.parquet", [row | {"spans": json.dumps(spans)}], step=1)
@@ -117,7 +117,7 @@ def test_spans_that_are_none_are_left_out(tmp_path: Path) -> None:
         ("\U0001f600", 17),
     ],
 )
-def test_a_search_looks_at_what_is_said_not_at_how_it_is_stored(
+def test_search_looks_at_texts_and_not_at_their_storage_format(
     run_folder: Path, text: str, count: int | None
 ) -> None:
     source = RunSource(run_folder)
@@ -126,7 +126,7 @@ def test_a_search_looks_at_what_is_said_not_at_how_it_is_stored(
     assert len(found) == count if count is not None else 0 < len(found) < 17
 
 
-def test_files_that_come_change_and_go_are_followed(tmp_path: Path) -> None:
+def test_added_changed_and_removed_files_are_followed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=2)
     source = RunSource(run)
     first = source.state()["files"]
@@ -141,7 +141,7 @@ def test_files_that_come_change_and_go_are_followed(tmp_path: Path) -> None:
     assert columns["step"].count(2) == 4
 
 
-def test_a_file_that_cannot_be_read_is_named_and_left_out(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_skipped_and_reported(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=1)
     (run / "trajectories" / "train-000002.parquet").write_bytes(b"PAR1 not all of it")
     source = RunSource(run)
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_read_is_named_and_left_out(tmp_path: Path) -> Non
     assert source.timeline(split="train", step=1)
 
 
-def test_unknown_columns_of_numbers_are_shown_and_missing_ones_are_no_harm(tmp_path: Path) -> None:
+def test_unknown_number_columns_are_shown_and_missing_columns_are_tolerated(tmp_path: Path) -> None:
     pq.write_table(pa.table({"novel": [0.5], "step": [1], "long_text": ["x" * 1000]}), tmp_path / "x.parquet")
     source = RunSource(tmp_path / "x.parquet")
     _, columns = unpacked(source.table(source.state()["files"]))
@@ -161,14 +161,14 @@ def test_unknown_columns_of_numbers_are_shown_and_missing_ones_are_no_harm(tmp_p
     assert source.timeline(split="train", step=1) == []
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no run at"):
         RunSource(tmp_path / "nothing")
     with pytest.raises(DataError, match="holds no run"):
         RunSource(tmp_path)
 
 
-def test_metrics_are_read_on_and_half_lines_wait(tmp_path: Path) -> None:
+def test_metrics_are_read_incrementally_and_incomplete_lines_are_left_for_later(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1}\nnot json\n[1]\n{"step": 2, "a"')
     part = read_new_lines(path)
@@ -181,7 +181,7 @@ def test_metrics_are_read_on_and_half_lines_wait(tmp_path: Path) -> None:
     assert read_new_lines(path, more.cursor).lines == []
 
 
-def test_metrics_that_a_resumed_run_wrote_anew_replace_those_before(tmp_path: Path) -> None:
+def test_rewritten_metrics_of_a_resumed_run_replace_the_old_ones(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     before = read_new_lines(path)

@@ -1,4 +1,4 @@
-"""How quick the page is with large runs. The limits are generous; the figures are printed."""
+"""Speed of the page with large runs. The limits are generous; the measurements are printed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 FIRST_PAINT_S = 2.0
 FILTER_S = 0.5
 FRAME_MS = 50.0
-"""Work of the page's thread for a frame; how long a frame takes depends on who else uses the machine."""
+"""Limit of the page thread's work per frame. The frame time itself depends on other load of the machine."""
 
-FILTERING = """async ([label, text, said]) => {
+FILTERING = """async ([label, text, expected]) => {
   const input = document.querySelector(`[aria-label="${label}"]`);
   const started = performance.now();
   input.value = text;
   input.dispatchEvent(new Event("input"));
-  while (!document.querySelector(".summary").innerText.startsWith(said)) await new Promise(requestAnimationFrame);
+  while (!document.querySelector(".summary").innerText.startsWith(expected)) await new Promise(requestAnimationFrame);
   return performance.now() - started;
 }"""
-"""From the last key to the rows, the wait for further keys included."""
+"""Milliseconds from the input to the rows, including the debounce delay."""
 
 NUM_FRAMES = 120
 SCROLLING = """async (selector) => {
@@ -47,7 +47,7 @@ SCROLLING = """async (selector) => {
 
 
 def scroll(page: Any, selector: str) -> tuple[dict[str, float], float]:
-    """How long frames took while it scrolled, and the work of the page's thread for each, in ms."""
+    """Return the frame times during scrolling, and the page thread's work per frame, in ms."""
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
 
@@ -61,7 +61,7 @@ def scroll(page: Any, selector: str) -> tuple[dict[str, float], float]:
 
 
 def first_paints(page: Any, url: str) -> tuple[float, float]:
-    """Seconds to the first rows, the best of three, as others may use the machine; and to all rows at first."""
+    """Return the seconds to the first rows, the best of three, and to all rows on the first load."""
     paints: list[float] = []
     all_s = 0.0
     for _ in range(3):
@@ -75,7 +75,7 @@ def first_paints(page: Any, url: str) -> tuple[float, float]:
     return min(paints), all_s
 
 
-def test_a_hundred_thousand_trajectories_are_shown_and_filtered_at_once(page: Any, many_run: Path) -> None:
+def test_a_hundred_thousand_trajectories_are_shown_and_filtered_quickly(page: Any, many_run: Path) -> None:
     with viewing(many_run) as viewer:
         first_paint_s, all_s = first_paints(page, f"{viewer.url}#/trajectories")
         last = 100_000 // PER_FILE
@@ -93,7 +93,7 @@ def test_a_hundred_thousand_trajectories_are_shown_and_filtered_at_once(page: An
         assert work_ms < FRAME_MS
 
 
-def test_a_hundred_thousand_tokens_scroll_without_jerks(page: Any, long_run: Path) -> None:
+def test_a_hundred_thousand_tokens_scroll_smoothly(page: Any, long_run: Path) -> None:
     with viewing(long_run) as viewer:
         started = time.monotonic()
         page.goto(

@@ -1,4 +1,4 @@
-"""A writer that fails, hangs or is slow is its own trouble: the rollout goes on as if there were none."""
+"""Tests that a writer which fails, hangs or is slow does not affect the rollout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agent_loop.config import TraceConfig
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.tracing import background_writer as delivery_module
+from agent_loop.tracing import background_writer as writer_module
 from agent_loop.tracing import tracer as tracer_module
 from agent_loop.tracing.background_writer import BackgroundWriter, OneAtATimeWriter
 from agent_loop.tracing.json_traces import JsonTrace, to_json_traces
@@ -26,7 +26,7 @@ from tests.tracing.harness import run, settings
 
 
 class Notebook:
-    """Keeps what it is given; does what it is told at each item."""
+    """Writer that stores its items and calls a function before each."""
 
     def __init__(self, at_write: Callable[[int], None] = lambda number: None) -> None:
         self.items: list[object] = []
@@ -51,7 +51,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "agent_loop.tracing.background_writer"]
 
 
-def test_everything_is_written_in_order_and_the_writer_closed() -> None:
+def test_all_items_are_written_in_order_and_the_writer_is_closed() -> None:
     notebook = Notebook()
     background_writer = BackgroundWriter[int](OneAtATimeWriter(notebook), name="notes", max_queued=100)
     for number in range(50):
@@ -61,13 +61,15 @@ def test_everything_is_written_in_order_and_the_writer_closed() -> None:
     assert (notebook.num_opened, notebook.is_closed, background_writer.num_dropped) == (1, True, 0)
 
 
-def test_a_writer_that_was_given_nothing_is_never_opened() -> None:
+def test_a_writer_without_items_is_never_opened() -> None:
     notebook = Notebook()
     BackgroundWriter[int](OneAtATimeWriter(notebook), name="notes", max_queued=1).close(timeout_s=10)
     assert (notebook.num_opened, notebook.is_closed) == (0, False)
 
 
-def test_what_a_writer_fails_on_is_dropped_and_said_once_per_kind(caplog: pytest.LogCaptureFixture) -> None:
+def test_items_that_a_writer_fails_on_are_dropped_and_logged_once_per_error_type(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def fails(number: int) -> None:
         if number % 2:
             raise OSError(28, "No space left on device") if number < 7 else ValueError("what?")
@@ -86,7 +88,7 @@ def test_what_a_writer_fails_on_is_dropped_and_said_once_per_kind(caplog: pytest
     ]
 
 
-def test_a_writer_that_cannot_be_opened_is_tried_again_with_the_next_item() -> None:
+def test_opening_a_writer_is_retried_with_the_next_item() -> None:
     class Late(Notebook):
         def open(self) -> None:
             super().open()
@@ -102,7 +104,7 @@ def test_a_writer_that_cannot_be_opened_is_tried_again_with_the_next_item() -> N
     assert background_writer.num_dropped == 2
 
 
-def test_a_writer_that_hangs_drops_what_does_not_fit_and_holds_the_end_up_for_a_bounded_time(
+def test_a_hung_writer_drops_items_beyond_the_queue_and_delays_the_end_for_a_bounded_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     release = threading.Event()
@@ -125,7 +127,7 @@ def assert_waits(event: threading.Event) -> None:
 
 @pytest.fixture
 def writer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Notebook], None]:
-    """Puts a notebook in the place of a backend."""
+    """Return a function that replaces the backend's writer by a notebook."""
 
     def put(notebook: Notebook) -> None:
         monkeypatch.setattr(tracer_module, "make_writer", lambda backend, config: OneAtATimeWriter(notebook))
@@ -133,7 +135,7 @@ def writer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Notebook], None]:
     return put
 
 
-def test_a_rollout_does_not_notice_a_writer_that_raises(writer: Callable[[Notebook], None]) -> None:
+def test_a_writer_that_raises_does_not_affect_the_rollout(writer: Callable[[Notebook], None]) -> None:
     def raises(number: int) -> None:
         raise RuntimeError("the tracing server is gone")
 
@@ -142,7 +144,7 @@ def test_a_rollout_does_not_notice_a_writer_that_raises(writer: Callable[[Notebo
     assert [t.output.stop_reason for t in trajectories] == [StopReason.ANSWERED] * 8
 
 
-def test_a_rollout_does_not_notice_a_writer_that_hangs(writer: Callable[[Notebook], None]) -> None:
+def test_a_hung_writer_does_not_affect_the_rollout(writer: Callable[[Notebook], None]) -> None:
     release = threading.Event()
     writer(Notebook(lambda number: assert_waits(release)))
     seconds: list[float] = []
@@ -163,7 +165,7 @@ def test_a_rollout_does_not_notice_a_writer_that_hangs(writer: Callable[[Noteboo
     assert seconds[0] < 5
 
 
-def test_a_full_disk_is_said_once_and_costs_the_traces_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_logged_once_and_loses_only_traces(caplog: pytest.LogCaptureFixture) -> None:
     trajectories = run(TraceConfig(backend="file", path="/dev/full"), runs=[{"n": 3}])
     assert len(trajectories) == 3
     first, last = warnings(caplog)
@@ -171,7 +173,7 @@ def test_a_full_disk_is_said_once_and_costs_the_traces_alone(caplog: pytest.LogC
     assert last == "traces to file: 3 in total were not written"
 
 
-def test_what_is_queued_when_the_rollout_is_cancelled_is_still_written(tmp_path: Path) -> None:
+def test_queued_traces_are_written_after_the_rollout_is_cancelled(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
 
     async def main() -> None:
@@ -187,7 +189,7 @@ def test_what_is_queued_when_the_rollout_is_cancelled_is_still_written(tmp_path:
     assert len(list(read_accounts(path))) == 5
 
 
-def test_a_package_that_is_missing_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "weave", None)
     with pytest.raises(
         ConfigError, match=r'rollout.trace.backend=weave needs weave: pip install "agent-loop\[weave\]"'
@@ -195,7 +197,7 @@ def test_a_package_that_is_missing_is_named_before_anything_runs(monkeypatch: py
         run(TraceConfig(backend="weave"))
 
 
-def test_finished_trajectories_are_read_in_the_writers_thread_alone(
+def test_finished_trajectories_are_converted_only_in_the_writers_thread(
     writer: Callable[[Notebook], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readers: list[str] = []
@@ -213,7 +215,7 @@ def test_finished_trajectories_are_read_in_the_writers_thread_alone(
 
 
 class Album:
-    """Keeps batches as it is given them."""
+    """Writer that stores its batches."""
 
     max_batch = 4
 
@@ -230,7 +232,7 @@ class Album:
     def close(self) -> None: ...
 
 
-def test_what_comes_while_a_writer_is_busy_is_written_in_batches_of_bounded_size() -> None:
+def test_items_that_arrive_while_a_writer_is_busy_are_written_in_bounded_batches() -> None:
     release = threading.Event()
     album = Album(lambda: assert_waits(release))
     background_writer = BackgroundWriter[int](album, name="notes", max_queued=100)
@@ -243,7 +245,7 @@ def test_what_comes_while_a_writer_is_busy_is_written_in_batches_of_bounded_size
     assert album.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_a_batch_that_is_not_written_counts_each_of_its_items() -> None:
+def test_every_item_of_a_failed_batch_is_counted() -> None:
     def fails() -> None:
         raise OSError(28, "No space left on device")
 
@@ -254,7 +256,7 @@ def test_a_batch_that_is_not_written_counts_each_of_its_items() -> None:
     assert background_writer.num_dropped == 6
 
 
-def test_the_end_counts_the_items_of_a_batch_that_hangs() -> None:
+def test_closing_counts_the_items_of_a_hung_batch() -> None:
     release, begun = threading.Event(), threading.Event()
 
     def hangs() -> None:
@@ -270,8 +272,8 @@ def test_the_end_counts_the_items_of_a_batch_that_hangs() -> None:
     release.set()
 
 
-def test_what_comes_alone_is_written_although_nothing_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery_module, "BATCH_WINDOW_S", 0.001)
+def test_a_single_item_is_written_without_further_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "BATCH_WINDOW_S", 0.001)
     written = threading.Event()
     background_writer = BackgroundWriter[int](Album(written.set), name="notes", max_queued=100)
     background_writer.put(1)
@@ -279,10 +281,10 @@ def test_what_comes_alone_is_written_although_nothing_else_comes(monkeypatch: py
     background_writer.close(timeout_s=10)
 
 
-def test_a_short_queue_does_not_fill_up_while_the_writer_waits_for_more(
+def test_a_short_queue_is_written_as_soon_as_it_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(delivery_module, "BATCH_WINDOW_S", 600.0)
+    monkeypatch.setattr(writer_module, "BATCH_WINDOW_S", 600.0)
     written = threading.Event()
     background_writer = BackgroundWriter[int](Album(written.set), name="notes", max_queued=2)
     background_writer.put(1)
