@@ -1,4 +1,4 @@
-"""A model whose completions depend on the context alone, tools that record their calls, and runs in parts."""
+"""Partial rollouts on scripted servers: a deterministic script, tools that count their calls, and a runner."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TOKEN_S = 0.1
 OPENING = encoded("<|im_start|>assistant\n")
 
 
-def speak(turns: Sequence[str]) -> Any:
-    """Return a script that samples the next of these turns, or the rest of a turn that the context begins.
+def scripted_turns(turns: Sequence[str]) -> Any:
+    """Return a script that samples the next of these turns, or the rest of a turn whose start is in the context.
 
     The log-prob of a token is derived from its position in the context.
     """
@@ -35,41 +35,48 @@ def speak(turns: Sequence[str]) -> Any:
 
     def script(request: ScriptedRequest) -> ScriptedReply:
         ids = request.prompt_ids.tolist()
-        starts = [place for place in range(len(ids)) if ids[place : place + len(OPENING)] == OPENING]
-        begun = ids[starts[-1] + len(OPENING) :]
-        said = replies[len(starts) - 1]
-        assert said[: len(begun)] == begun
-        rest = said[len(begun) :]
-        logprobs = [logprob_at(len(ids) + place) for place in range(len(rest))]
+        starts = [i for i in range(len(ids)) if ids[i : i + len(OPENING)] == OPENING]
+        head = ids[starts[-1] + len(OPENING) :]
+        turn_ids = replies[len(starts) - 1]
+        assert turn_ids[: len(head)] == head
+        rest = turn_ids[len(head) :]
+        logprobs = [logprob_at(len(ids) + position) for position in range(len(rest))]
         return ScriptedReply(rest, logprobs=logprobs, latency_s=TOKEN_S * len(rest))
 
     return script
 
 
-def logprob_at(place: int) -> float:
-    return -(place % 89 + 1) / 100
+def logprob_at(position: int) -> float:
+    """Return the log-prob of the token at a position of the context."""
+    return -(position % 89 + 1) / 100
 
 
-class World:
-    """Calls of all tool instances."""
+class CallCounts:
+    """Number of started and ended calls of all tool instances, by tool name."""
 
     def __init__(self) -> None:
-        self.begun: Counter[str] = Counter()
+        self.started: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
 
 
-class Doer(BaseTool):
-    """Counts all calls in the world, and the calls of its trajectory in its reply."""
+class CountingTool(BaseTool):
+    """Tool that counts all calls in `counts`. With `on_replay` `rerun`, replies count the calls of the trajectory."""
 
     def __init__(
-        self, name: str, world: World, *, on_replay: OnReplay, latency_s: float, reward: float | None = None
+        self,
+        name: str,
+        counts: CallCounts,
+        *,
+        on_replay: OnReplay,
+        latency_s: float,
+        reward: float | None = None,
     ) -> None:
         parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
         function = {"name": name, "description": "Does.", "parameters": parameters}
         super().__init__({}, {"type": "function", "function": function})
         self.on_replay = on_replay
         self.open: dict[str, int] = {}
-        self._world = world
+        self._counts = counts
         self._latency_s = latency_s
         self._reward = reward
 
@@ -79,12 +86,12 @@ class Doer(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        self._world.begun[self.name] += 1
+        self._counts.started[self.name] += 1
         await asyncio.sleep(self._latency_s * (1 + parameters["a"] % 3))
-        self._world.ended[self.name] += 1
+        self._counts.ended[self.name] += 1
         self.open[instance_id] += 1
-        counts = self.on_replay is OnReplay.RERUN
-        text = f"{parameters['a']} done" + (f", call {self.open[instance_id]}" if counts else "")
+        is_counting = self.on_replay is OnReplay.RERUN
+        text = f"{parameters['a']} done" + (f", call {self.open[instance_id]}" if is_counting else "")
         return ToolResponse(text=text), self._reward, {"a": parameters["a"]}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -97,8 +104,8 @@ class SlowUser(ScriptedInteraction):
         return await super().generate_response(instance_id, messages, **kwargs)
 
 
-class Setting:
-    """One row, its tools and its server. Each part of its trajectory has new tools and a new loop."""
+class PartialRunner:
+    """One row with its tools and servers. Each part of the trajectory runs with new tools and a new loop."""
 
     def __init__(
         self,
@@ -108,12 +115,12 @@ class Setting:
         replies: Sequence[str] = (),
         num_servers: int = 1,
         max_parallel_calls: int = 2,
-        tool_class: type[Doer] = Doer,
+        tool_class: type[CountingTool] = CountingTool,
         **limits: Any,
     ) -> None:
-        self.world = World()
+        self.counts = CallCounts()
         self.servers = [
-            ScriptedServer(speak(turns), name=f"scripted-{n}", streams=num_servers > 1)
+            ScriptedServer(scripted_turns(turns), name=f"scripted-{n}", streams=num_servers > 1)
             for n in range(num_servers)
         ]
         self.server_manager = AsyncLLMServerManager(self.servers)
@@ -128,7 +135,7 @@ class Setting:
     ) -> AgentLoopOutput:
         """Run one part to the end, or until it is cancelled, and pickle and unpickle its output."""
         tools = {
-            name: self._tool_class(name, self.world, on_replay=on_replay, latency_s=latency_s, reward=0.25)
+            name: self._tool_class(name, self.counts, on_replay=on_replay, latency_s=latency_s, reward=0.25)
             for name, (on_replay, latency_s) in self._tools.items()
         }
         interaction = SlowUser(self._replies)
@@ -170,22 +177,23 @@ class Setting:
         return await self.run(partial_output=output), parts
 
 
-def random_turns(of: random.Random, *, many: Sequence[str], one: str) -> list[str]:
+def random_turns(rng: random.Random, *, many: Sequence[str], one: str) -> list[str]:
     """Return turns with calls, without calls and with malformed calls, and an answer at the end.
 
     Args:
+        rng: Random numbers that determine the turns.
         many: Tools that a turn may call more than once.
-        one: A tool that a turn calls at most once, since the order of its calls matters.
+        one: A tool that a turn calls at most once, because the order of its calls matters.
     """
     turns: list[str] = []
-    for _ in range(of.randint(1, 4)):
-        names = [of.choice(many) for _ in range(of.randint(0, 3))]
-        names += [one] * of.randint(0, 1)
-        of.shuffle(names)
-        calls = [call_text(name, a=of.randrange(100)) for name in names]
-        if of.random() < 0.1:
+    for _ in range(rng.randint(1, 4)):
+        names = [rng.choice(many) for _ in range(rng.randint(0, 3))]
+        names += [one] * rng.randint(0, 1)
+        rng.shuffle(names)
+        calls = [call_text(name, a=rng.randrange(100)) for name in names]
+        if rng.random() < 0.1:
             calls.append("<tool_call>\n{oops\n</tool_call>")
-        turns.append(f"I think {of.randrange(1000)}. " + "".join(calls))
+        turns.append(f"I think {rng.randrange(1000)}. " + "".join(calls))
     return [*turns, *["That is the answer."] * 8]
 
 

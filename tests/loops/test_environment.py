@@ -1,3 +1,5 @@
+"""Environment classes as written for TRL: their tools, rewards, errors and limits."""
+
 from __future__ import annotations
 
 import threading
@@ -16,7 +18,7 @@ from tests.rollout.harness import Adder, WorkerHarness
 
 
 class Shop:
-    """A shop, written for TRL's `environment_factory` as TRL's documentation shows."""
+    """Shop written for TRL's `environment_factory`, as TRL's documentation shows."""
 
     made: list[Shop]
     stock = 2
@@ -159,7 +161,7 @@ def test_calls_of_one_turn_run_one_after_the_other() -> None:
     assert trajectory.reward == 2.0
 
 
-def test_the_reward_is_read_where_a_limit_ends_the_trajectory() -> None:
+def test_the_reward_is_read_if_a_limit_ends_the_trajectory() -> None:
     limits = MultiTurnConfig(max_assistant_turns=2)
     trajectory = play(
         Shop, [tool_call_reply("buy", price=1), tool_call_reply("buy", price=1)], multi_turn=limits
@@ -186,7 +188,7 @@ def test_close_is_not_a_tool_and_is_called_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "says_what"),
+    ("broken", "message"),
     [
         ({"reset": lambda self, **row: 3}, "EnvironmentBug: reset of shop returned 3 (int); return a str"),
         ({"reset": lambda self, **row: 1 / 0}, "EnvironmentBug: reset of shop raised ZeroDivisionError"),
@@ -195,10 +197,10 @@ def test_close_is_not_a_tool_and_is_called_at_the_end() -> None:
         ({"get_reward": lambda self: float("nan")}, "get_reward of shop returned nan"),
     ],
 )
-def test_an_environment_that_raises_fails_its_trajectory(broken: dict[str, Any], says_what: str) -> None:
+def test_an_environment_that_raises_fails_its_trajectory(broken: dict[str, Any], message: str) -> None:
     output = play(type("Broken", (Closing,), broken), [text_reply("Hello.")]).output
     assert output.failure is not None
-    assert says_what in output.failure.error
+    assert message in output.failure.error
     assert Shop.made[0].log == ["closed"]
 
 
@@ -271,12 +273,12 @@ class Endless:
 
 
 def no_docstring() -> Any:
-    class Dumb:
+    class Undocumented:
         def reset(self, **row: Any) -> None: ...
 
         def go(self) -> None: ...
 
-    return Dumb()
+    return Undocumented()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Handlers of the tool loop, and the state that they read."""
+"""Overridden handlers of the tool loop, and the state that handlers can read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.rollout.harness import Adder, WorkerHarness
 
 
 class Doubter(BaseInteraction):
-    """Doubts once, then ends the conversation."""
+    """Interaction that asks `Sure?` once and then ends the conversation."""
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
@@ -27,7 +27,7 @@ class Doubter(BaseInteraction):
 
 @register("watched")
 class Watched(ToolAgentLoop):
-    """Records the state that it reads after each handler."""
+    """Loop that records the state after each handler."""
 
     async def _handle_pending_state(
         self, agent_data: AgentData, sampling_params: dict[str, Any]

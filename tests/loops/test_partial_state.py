@@ -1,4 +1,4 @@
-"""Resuming after calls of tools whose state cannot be restored: tokens are kept until something reads it."""
+"""Resumption after calls of tools whose state cannot be restored. Tokens are kept unless the lost state is read."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
 from agent_loop.types import StopReason
 from tests.helpers import call_text, encoded
-from tests.loops.partials import TOKEN_S, Doer, Setting, facts, random_turns
+from tests.loops.partials import TOKEN_S, CountingTool, PartialRunner, facts, random_turns
 
 LATENCY_S = 0.4
 LOOK = f"I look. {call_text('look', a=0)}"
-SILENT = {"look": (OnReplay.RESTART, LATENCY_S)}
+NOT_RESTORABLE = {"look": (OnReplay.RESTART, LATENCY_S)}
 
 
-class Judge(Doer):
-    """Rewards a trajectory with the number of its calls."""
+class Judge(CountingTool):
+    """Tool whose reward is the number of calls of its trajectory."""
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
-        self._world.begun["verdict"] += 1
+        self._counts.started["verdict"] += 1
         return float(self.open[instance_id])
 
 
 class FailsEarly(Judge):
-    """Raises instead of a reward before the third call."""
+    """Tool whose reward raises before the second call."""
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
         if self.open[instance_id] < 2:
@@ -40,11 +40,11 @@ class FailsEarly(Judge):
 
 
 class VerlTool(verl.BaseTool):
-    """A tool as written for verl: with state, a reward that reads it, and no `on_replay`."""
+    """Tool as written for verl: it has state, a reward that reads the state, and no `on_replay`."""
 
-    begun: ClassVar[list[str]] = []
+    started: ClassVar[list[str]] = []
 
-    def __init__(self, name: str, world: Any, **options: Any) -> None:
+    def __init__(self, name: str, counts: Any, **options: Any) -> None:
         parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
         function = {"name": name, "description": "Does.", "parameters": parameters}
         super().__init__({}, {"type": "function", "function": function})
@@ -56,7 +56,7 @@ class VerlTool(verl.BaseTool):
         return instance_id, verl.ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        self.begun.append(instance_id)
+        self.started.append(instance_id)
         self.open[instance_id] += 1
         return verl.ToolResponse(text="done"), 0.0, {}
 
@@ -68,7 +68,7 @@ class VerlTool(verl.BaseTool):
 
 
 def after_calls(*turns: str, tokens: int = 3, latency_s: float = LATENCY_S) -> float:
-    """Return the time at which a number of tokens after these turns is sampled. Each turn calls one tool."""
+    """Return the time at which `tokens` tokens are sampled after these turns. Each turn calls one tool."""
     sampled = sum(len(encoded(f"{turn}<|im_end|>")) for turn in turns)
     return (sampled + tokens + 0.5) * TOKEN_S + len(turns) * latency_s
 
@@ -79,32 +79,32 @@ def restarts(output: AgentLoopOutput) -> list[str]:
 
 def test_tokens_are_kept_if_a_completion_after_the_last_call_is_aborted() -> None:
     turns = [LOOK, "It is done."]
-    whole = run_virtual(Setting(turns, tools=SILENT).run())
-    setting = Setting(turns, tools=SILENT)
-    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK)))
+    whole = run_virtual(PartialRunner(turns, tools=NOT_RESTORABLE).run())
+    runner = PartialRunner(turns, tools=NOT_RESTORABLE)
+    part = run_virtual(runner.run(cancel_after_s=after_calls(LOOK)))
     assert part.extra_fields["state"] == "generating"
-    output = run_virtual(setting.run(partial_output=part))
+    output = run_virtual(runner.run(partial_output=part))
     assert facts(output) == facts(whole)
-    assert setting.world.begun["look"] == 1
-    assert setting.servers[0].requests[-1].prompt_ids.tolist() == [*part.prompt_ids, *part.response_ids]
+    assert runner.counts.started["look"] == 1
+    assert runner.servers[0].requests[-1].prompt_ids.tolist() == [*part.prompt_ids, *part.response_ids]
 
 
 def test_a_new_call_of_a_tool_whose_state_is_lost_starts_the_trajectory_again() -> None:
     turns = [LOOK, LOOK, "It is done."]
-    setting = Setting(turns, tools=SILENT)
-    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK)))
-    output = run_virtual(setting.run(partial_output=part))
+    runner = PartialRunner(turns, tools=NOT_RESTORABLE)
+    part = run_virtual(runner.run(cancel_after_s=after_calls(LOOK)))
+    output = run_virtual(runner.run(partial_output=part))
     [reason] = restarts(output)
     assert "tool 'look' is called after tool 'look', whose state cannot be restored" in reason
     assert output.stop_reason is StopReason.ANSWERED
-    assert setting.world.begun["look"] == 3
+    assert runner.counts.started["look"] == 3
 
 
 def test_an_aborted_call_starts_the_trajectory_again() -> None:
-    setting = Setting([LOOK, "It is done."], tools=SILENT)
-    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK, tokens=0) - LATENCY_S / 2))
+    runner = PartialRunner([LOOK, "It is done."], tools=NOT_RESTORABLE)
+    part = run_virtual(runner.run(cancel_after_s=after_calls(LOOK, tokens=0) - LATENCY_S / 2))
     assert part.extra_fields["state"] == "processing_tools"
-    output = run_virtual(setting.run(partial_output=part))
+    output = run_virtual(runner.run(partial_output=part))
     assert "was used before, and its on_replay does not allow a replay" in restarts(output)[0]
 
 
@@ -115,69 +115,71 @@ def test_other_tools_may_be_called_later_if_they_cannot_read_the_lost_state(
     on_replay: str, num_restarts: int
 ) -> None:
     turns = [LOOK, f"And now. {call_text('book', a=0)}", "It is done."]
-    tools = {**SILENT, "book": (OnReplay(on_replay), LATENCY_S)}
-    setting = Setting(turns, tools=tools)
-    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK)))
-    output = run_virtual(setting.run(partial_output=part))
+    tools = {**NOT_RESTORABLE, "book": (OnReplay(on_replay), LATENCY_S)}
+    runner = PartialRunner(turns, tools=tools)
+    part = run_virtual(runner.run(cancel_after_s=after_calls(LOOK)))
+    output = run_virtual(runner.run(partial_output=part))
     assert len(restarts(output)) == num_restarts
     assert output.stop_reason is StopReason.ANSWERED
-    assert setting.world.begun["book"] == 1
-    assert setting.world.begun["look"] == 1 + num_restarts
+    assert runner.counts.started["book"] == 1
+    assert runner.counts.started["look"] == 1 + num_restarts
 
 
 def test_a_trajectory_that_called_a_once_only_tool_is_refused_if_it_would_have_to_start_again() -> None:
     book = f"I book. {call_text('book', a=0)}"
-    setting = Setting([book, LOOK, LOOK, "Done."], tools={**SILENT, "book": (OnReplay.ONCE, LATENCY_S)})
-    part = run_virtual(setting.run(cancel_after_s=after_calls(book, LOOK)))
+    runner = PartialRunner(
+        [book, LOOK, LOOK, "Done."], tools={**NOT_RESTORABLE, "book": (OnReplay.ONCE, LATENCY_S)}
+    )
+    part = run_virtual(runner.run(cancel_after_s=after_calls(book, LOOK)))
     with pytest.raises(ReplayMismatch, match="tool 'book' was used and may be used only once"):
-        run_virtual(setting.run(partial_output=part))
+        run_virtual(runner.run(partial_output=part))
 
 
 def test_a_tool_reward_is_calculated_at_the_cancellation_and_counts_at_the_end() -> None:
     turns = [LOOK, LOOK, "It is done."]
-    setting = Setting(turns, tools=SILENT, tool_class=Judge)
-    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK, LOOK)))
+    runner = PartialRunner(turns, tools=NOT_RESTORABLE, tool_class=Judge)
+    part = run_virtual(runner.run(cancel_after_s=after_calls(LOOK, LOOK)))
     assert part.reward_score is None
-    again = run_virtual(setting.run(partial_output=part, cancel_after_s=2.5 * TOKEN_S))
+    again = run_virtual(runner.run(partial_output=part, cancel_after_s=2.5 * TOKEN_S))
     assert again.stop_reason is StopReason.CANCELLED
     assert again.reward_score is None
-    output = run_virtual(setting.run(partial_output=again))
+    output = run_virtual(runner.run(partial_output=again))
     assert output.reward_score == 2.0
     assert not restarts(output)
-    assert setting.world.begun == {"look": 2, "verdict": 1}
+    assert runner.counts.started == {"look": 2, "verdict": 1}
 
 
 def test_without_a_tool_reward_at_the_cancellation_the_trajectory_starts_again() -> None:
-    setting = Setting([LOOK, LOOK, "It is done."], tools=SILENT, tool_class=FailsEarly)
-    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK)))
-    output = run_virtual(setting.run(partial_output=part))
+    runner = PartialRunner([LOOK, LOOK, "It is done."], tools=NOT_RESTORABLE, tool_class=FailsEarly)
+    part = run_virtual(runner.run(cancel_after_s=after_calls(LOOK)))
+    output = run_virtual(runner.run(partial_output=part))
     assert output.reward_score == 2.0
     assert len(restarts(output)) == 1
-    assert setting.world.begun["look"] == 3
+    assert runner.counts.started["look"] == 3
 
 
 def test_a_tool_of_verl_keeps_tokens_and_reward() -> None:
-    VerlTool.begun.clear()
-    setting = Setting([LOOK, "It is done."], tools=SILENT, tool_class=VerlTool)  # type: ignore[arg-type]
-    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK, latency_s=0)))
-    output = run_virtual(setting.run(partial_output=part))
+    VerlTool.started.clear()
+    runner = PartialRunner([LOOK, "It is done."], tools=NOT_RESTORABLE, tool_class=VerlTool)  # type: ignore[arg-type]
+    part = run_virtual(runner.run(cancel_after_s=after_calls(LOOK, latency_s=0)))
+    output = run_virtual(runner.run(partial_output=part))
     assert not restarts(output)
     assert output.reward_score == 1.0
     assert output.response_ids.tolist()[: len(part.response_ids)] == part.response_ids.tolist()
-    assert len(VerlTool.begun) == 1
+    assert len(VerlTool.started) == 1
 
 
 @pytest.mark.parametrize("first_seed", range(0, 60, 20))
 def test_any_cancelled_and_resumed_trajectory_ends_as_one_without_a_cancellation(first_seed: int) -> None:
     num_cut = num_restarts = 0
-    tools = {**SILENT, "book": (OnReplay.RESTART, 0.7), "step": (OnReplay.RERUN, 0.3)}
+    tools = {**NOT_RESTORABLE, "book": (OnReplay.RESTART, 0.7), "step": (OnReplay.RERUN, 0.3)}
     for seed in range(first_seed, first_seed + 20):
-        of = random.Random(seed)
-        turns = random_turns(of, many=["look", "book"], one="step")
-        setting = Setting(turns, tools=tools, tool_class=Judge)
-        whole = run_virtual(Setting(turns, tools=tools, tool_class=Judge).run())
-        cuts = [of.uniform(0, whole.metrics.total) for _ in range(of.randint(1, 3))]
-        output, parts = run_virtual(setting.run_in_parts(cuts))
+        rng = random.Random(seed)
+        turns = random_turns(rng, many=["look", "book"], one="step")
+        runner = PartialRunner(turns, tools=tools, tool_class=Judge)
+        whole = run_virtual(PartialRunner(turns, tools=tools, tool_class=Judge).run())
+        cuts = [rng.uniform(0, whole.metrics.total) for _ in range(rng.randint(1, 3))]
+        output, parts = run_virtual(runner.run_in_parts(cuts))
         num_cut += len(parts)
         num_restarts += bool(restarts(output))
         expected, found = facts(whole), facts(output)

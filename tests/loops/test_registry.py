@@ -1,3 +1,5 @@
+"""Registration of agent loops by decorator, file and YAML list."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -30,7 +32,7 @@ class FromAFile(Patient):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the loops that a test registers after the test."""
+    """Remove the loops that a test registered when the test ends."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
 
 
@@ -110,7 +112,7 @@ def test_redefining_a_loop_replaces_it_without_a_warning() -> None:
 
 
 def test_the_context_of_a_trajectory_has_every_field_of_its_workers_context() -> None:
-    stand_ins = {name: cast(Any, object()) for name in LoopContext.__struct_fields__}
-    context = LoopContext(**stand_ins)
+    placeholders = {name: cast(Any, object()) for name in LoopContext.__struct_fields__}
+    context = LoopContext(**placeholders)
     own = {name: cast(Any, object()) for name in ("server_manager", "new_log", "completions")}
     assert context.of_trajectory(**own) == structs.replace(context, **own)

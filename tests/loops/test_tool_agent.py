@@ -1,3 +1,5 @@
+"""The tool loop: calls and their replies, malformed calls, limits, deadlines and interactions."""
+
 from __future__ import annotations
 
 import math
@@ -28,8 +30,8 @@ def replies(trajectory: Trajectory) -> list[str]:
     return [message["content"] for message in trajectory.output.messages if message["role"] == "tool"]
 
 
-def assert_token_truth(trajectory: Trajectory, harness: WorkerHarness) -> None:
-    """Check that each request's context is a prefix of the record, which holds each completion at its position."""
+def assert_record_matches_requests(trajectory: Trajectory, harness: WorkerHarness) -> None:
+    """Check that the context of each request is a prefix of the trajectory's tokens."""
     record = np.concatenate([segment.token_ids for segment in trajectory.output.segments])
     for request in harness.server.requests:
         assert record[: len(request.prompt_ids)].tolist() == request.prompt_ids.tolist()
@@ -50,9 +52,9 @@ def test_a_call_is_run_and_its_reply_reaches_the_model_before_the_answer() -> No
     assert output.num_turns == 4
     assert output.incidents == ()
     assert (tool.num_created, tool.num_released) == (1, 1)
-    assert_token_truth(trajectory, harness)
-    said = hermes_template().decode(output.response_ids[output.response_mask == 1])
-    assert said == hermes_template().decode([*ADD.token_ids, *ANSWER.token_ids])
+    assert_record_matches_requests(trajectory, harness)
+    sampled = hermes_template().decode(output.response_ids[output.response_mask == 1])
+    assert sampled == hermes_template().decode([*ADD.token_ids, *ANSWER.token_ids])
 
 
 def test_calls_beyond_max_parallel_calls_queue_and_all_are_answered() -> None:
@@ -61,7 +63,7 @@ def test_calls_beyond_max_parallel_calls_queue_and_all_are_answered() -> None:
     harness = WorkerHarness([three, ANSWER], tools=[tool], multi_turn=MultiTurnConfig(max_parallel_calls=2))
     trajectory = harness.run_one()
     assert replies(trajectory) == ["2", "4", "6"]
-    assert tool.most_at_once == 2
+    assert tool.max_concurrent_calls == 2
     assert tool.num_created == 1
     assert trajectory.output.metrics.tool_calls == 2.0
 
@@ -133,7 +135,7 @@ def test_any_other_exception_in_a_tool_fails_the_trajectory_as_a_bug_of_the_tool
     assert "ZeroDivisionError: boom" in failure.traceback
     assert trajectory.reward is None
     assert tool.open == set()
-    assert trajectory.output.response_mask.sum() == len(ADD.token_ids), "what the model said is kept"
+    assert trajectory.output.response_mask.sum() == len(ADD.token_ids), "the sampled tokens are kept"
 
 
 def test_a_hung_tool_is_answered_and_released() -> None:
@@ -228,7 +230,7 @@ def test_a_complete_call_before_a_cut_turn_is_run_and_the_turn_is_closed() -> No
     assert trajectory.output.stop_reason is StopReason.ANSWERED
     text = hermes_template().decode(trajectory.output.response_ids)
     assert "and then<|im_end|>\n<|im_start|>user\n<tool_response>\n3" in text
-    assert_token_truth(trajectory, harness)
+    assert_record_matches_requests(trajectory, harness)
 
 
 def test_a_prompt_over_its_limit_ends_the_episode_before_anything_is_sent() -> None:
@@ -240,7 +242,7 @@ def test_a_prompt_over_its_limit_ends_the_episode_before_anything_is_sent() -> N
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_long_prompt_is_truncated_as_the_config_says(side: str) -> None:
+def test_a_long_prompt_is_truncated_on_the_configured_side(side: str) -> None:
     harness = WorkerHarness([ANSWER], prompt_length=3, truncate_prompt=side)
     trajectory = harness.run_one()
     full = hermes_template().open([{"role": "user", "content": "What is 1 + 2?"}])
@@ -256,12 +258,12 @@ def test_a_tool_can_end_the_episode() -> None:
     assert trajectory.output.response_ids.tolist() == list(ADD.token_ids)
 
 
-def test_a_deadline_ends_the_trajectory_and_keeps_what_was_sampled() -> None:
+def test_a_deadline_ends_the_trajectory_and_keeps_the_sampled_tokens() -> None:
     slow = ScriptedReply(ANSWER.token_ids, latency_s=len(ANSWER.token_ids) * 1.0)
     trajectory = WorkerHarness([ADD, slow], tools=[Adder({"latency_s": 1.0})], deadline_s=4.5).run_one()
     assert trajectory.output.stop_reason is StopReason.DEADLINE
-    said = trajectory.output.response_ids[trajectory.output.response_mask == 1]
-    assert said.tolist() == [*ADD.token_ids, *ANSWER.token_ids[:3]]
+    sampled = trajectory.output.response_ids[trajectory.output.response_mask == 1]
+    assert sampled.tolist() == [*ADD.token_ids, *ANSWER.token_ids[:3]]
 
 
 def test_a_deadline_reaches_a_hung_tool() -> None:
@@ -273,7 +275,7 @@ def test_a_deadline_reaches_a_hung_tool() -> None:
 
 
 class Patient(BaseInteraction):
-    """Asks for another try until the answer holds the right number."""
+    """Interaction that asks for another try until the answer contains the right number."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -295,7 +297,7 @@ class Patient(BaseInteraction):
         self.open.discard(instance_id)
 
 
-def test_an_interaction_answers_where_no_tool_is_called() -> None:
+def test_an_interaction_replies_to_turns_without_a_call() -> None:
     patient = Patient({"name": "patient", "truth": "3"})
     harness = WorkerHarness(
         [text_reply("2?"), ADD, ANSWER], tools=[Adder()], interactions={"patient": patient}
@@ -308,7 +310,7 @@ def test_an_interaction_answers_where_no_tool_is_called() -> None:
     assert trajectory.reward == 0.75
     assert [s.origin for s in output.response_segments].count(Origin.INTERACTION) == 1
     assert patient.open == set()
-    assert_token_truth(trajectory, harness)
+    assert_record_matches_requests(trajectory, harness)
 
 
 def test_an_unknown_interaction_fails_the_row_with_its_name() -> None:

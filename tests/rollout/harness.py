@@ -42,7 +42,7 @@ SCHEMA = {
 
 
 class Adder(BaseTool):
-    """Adds two numbers. Counts open instances; sleeps, fails and ends the episode as its config says."""
+    """Tool that adds two numbers and counts its instances. Its config sets its delay, reply, rewards and errors."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, *, name: str = "add") -> None:
         super().__init__(config or {}, {**SCHEMA, "function": {**SCHEMA["function"], "name": name}})
@@ -50,8 +50,8 @@ class Adder(BaseTool):
         self.num_created = 0
         self.num_released = 0
         self.executed: list[dict[str, Any]] = []
-        self.most_at_once = 0
-        self._at_once = 0
+        self.max_concurrent_calls = 0
+        self._num_running = 0
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         self.num_created += 1
@@ -62,12 +62,12 @@ class Adder(BaseTool):
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         assert instance_id in self.open
         self.executed.append(parameters)
-        self._at_once += 1
-        self.most_at_once = max(self.most_at_once, self._at_once)
+        self._num_running += 1
+        self.max_concurrent_calls = max(self.max_concurrent_calls, self._num_running)
         try:
             await asyncio.sleep(self.config.get("latency_s", 0))
         finally:
-            self._at_once -= 1
+            self._num_running -= 1
         if "raises" in self.config:
             raise self.config["raises"]
         text = self.config.get("says", str(parameters["a"] + parameters["b"]))
@@ -85,7 +85,7 @@ class Adder(BaseTool):
 
 
 class WorkerHarness:
-    """One worker on one scripted server."""
+    """Worker with one scripted server."""
 
     def __init__(
         self,

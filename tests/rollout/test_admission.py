@@ -1,4 +1,4 @@
-"""The bound on trajectories in flight: its rule, the gate, and both with simulated servers."""
+"""Bound on the trajectories in flight: the control rule, the gate, and both with simulated servers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cheap(num_turns: int) -> ServerUsage:
 
 def updated(
     control: AdmissionControl,
-    use: ServerUsage | None = None,
+    usage: ServerUsage | None = None,
     *,
     num_in_flight: int,
     num_running: int = 1000,
@@ -39,7 +39,7 @@ def updated(
 ) -> float:
     """Return the bound after one update. By default the servers did no work, have no free slot and report nothing."""
     return control.update(
-        use or ServerUsage(),
+        usage or ServerUsage(),
         num_in_flight=num_in_flight,
         num_running=num_running,
         num_waiting=num_waiting,
@@ -48,10 +48,10 @@ def updated(
     )
 
 
-# -- the rule ----------------------------------------------------------------------------------------------------------
+# -- control rule ------------------------------------------------------------------------------------------------------
 
 
-def test_servers_that_tell_nothing_of_themselves_bound_nothing() -> None:
+def test_servers_that_report_no_usage_do_not_limit_the_bound() -> None:
     control = AdmissionControl(num_slots=None)
     for _ in range(50):
         assert updated(control, cheap(100), num_in_flight=100, num_waiting=90) == math.inf
@@ -69,16 +69,16 @@ def test_the_bound_doubles_only_while_the_caches_are_almost_empty() -> None:
     assert updated(control, cheap(160), num_in_flight=160, demand=0.7) == 168
 
 
-def test_after_a_costly_round_the_bound_falls_by_those_that_wait_and_no_further() -> None:
+def test_after_a_costly_round_the_bound_falls_by_the_number_of_waiting_requests_and_no_further() -> None:
     control = AdmissionControl(num_slots=64)
     assert updated(control, costly(64), num_in_flight=64, num_waiting=10, demand=1.0) == 54
-    # ten of the old ones have still to end: nothing is learnt from them
+    # Ten trajectories from before the decrease still run, so that this round does not count.
     assert updated(control, costly(64), num_in_flight=60, num_waiting=10, demand=1.0) == 54
     assert updated(control, costly(54), num_in_flight=54, num_waiting=50, demand=1.0) == 37
     assert updated(control, costly(37), num_in_flight=37, demand=1.0) == 37
 
 
-def test_a_bound_that_was_infinite_falls_too() -> None:
+def test_an_infinite_bound_falls_after_a_costly_round() -> None:
     control = AdmissionControl(num_slots=None)
     assert updated(control, costly(1000), num_in_flight=1000, num_waiting=900) == 700
 
@@ -91,7 +91,7 @@ def test_the_bound_never_falls_below_one() -> None:
     assert control.bound == 1
 
 
-def test_what_is_computed_again_while_the_caches_have_room_is_no_reason() -> None:
+def test_recomputed_tokens_do_not_lower_the_bound_while_the_caches_have_room() -> None:
     control = AdmissionControl(num_slots=20)
     assert updated(control, costly(20), num_in_flight=20, num_waiting=10, demand=0.3) == 25
     assert updated(control, costly(25), num_in_flight=25, num_waiting=10, demand=0.8) == 25
@@ -99,14 +99,14 @@ def test_what_is_computed_again_while_the_caches_have_room_is_no_reason() -> Non
 
 def test_a_completion_reports_how_many_tokens_were_recomputed() -> None:
     output = TokenOutput([1, 2, 3], None, "stop", num_preempted=1, num_cached_tokens=40)
-    use = ServerUsage().with_completion(output, num_prompt_tokens=120, num_known_tokens=100)
-    assert use == ServerUsage(num_turns=1, num_sampled_tokens=3, num_recomputed_tokens=60 + 120)
-    silent = TokenOutput([1, 2, 3], None, "stop")
-    use = ServerUsage().with_completion(silent, num_prompt_tokens=120, num_known_tokens=100)
-    assert use.num_recomputed_tokens == 0
+    usage = ServerUsage().with_completion(output, num_prompt_tokens=120, num_known_tokens=100)
+    assert usage == ServerUsage(num_turns=1, num_sampled_tokens=3, num_recomputed_tokens=60 + 120)
+    without_counts = TokenOutput([1, 2, 3], None, "stop")
+    usage = ServerUsage().with_completion(without_counts, num_prompt_tokens=120, num_known_tokens=100)
+    assert usage.num_recomputed_tokens == 0
 
 
-def test_slow_tools_do_not_leave_servers_idle_however_much_is_computed_again() -> None:
+def test_the_bound_grows_while_servers_are_idle_even_after_costly_rounds() -> None:
     control = AdmissionControl(num_slots=64)
     for bound in (80, 100, 125):
         in_flight = int(control.bound)
@@ -117,15 +117,15 @@ def test_slow_tools_do_not_leave_servers_idle_however_much_is_computed_again() -
     assert updated(control, costly(4), num_in_flight=99, num_running=9, demand=1.2) == 125
 
 
-# -- the gate ----------------------------------------------------------------------------------------------------------
+# -- gate --------------------------------------------------------------------------------------------------------------
 
 
-def test_trajectories_begin_in_their_order_and_those_that_began_go_on_when_the_bound_falls() -> None:
-    gate, begun = AdmissionGate(bound=3), list[int]()
+def test_trajectories_start_in_order_and_running_ones_continue_when_the_bound_falls() -> None:
+    gate, started = AdmissionGate(bound=3), list[int]()
 
     async def one(number: int) -> None:
         async with gate:
-            begun.append(number)
+            started.append(number)
             await asyncio.sleep(10)
 
     async def main() -> None:
@@ -133,21 +133,21 @@ def test_trajectories_begin_in_their_order_and_those_that_began_go_on_when_the_b
             for number in range(6):
                 group.create_task(one(number))
             await asyncio.sleep(1)
-            assert (begun, gate.num_waiting) == ([0, 1, 2], 3)
+            assert (started, gate.num_waiting) == ([0, 1, 2], 3)
             gate.set_bound(1)
             await asyncio.sleep(1)
             assert gate.num_in_flight == 3
             await asyncio.sleep(10)
-            assert (begun, gate.num_in_flight) == ([0, 1, 2, 3], 1)
+            assert (started, gate.num_in_flight) == ([0, 1, 2, 3], 1)
             gate.set_bound(5)
             await asyncio.sleep(1)
-            assert begun == [0, 1, 2, 3, 4, 5]
+            assert started == [0, 1, 2, 3, 4, 5]
         assert (gate.num_in_flight, gate.num_waiting) == (0, 0)
 
     run_virtual(main())
 
 
-def test_who_is_cancelled_while_it_waits_or_is_let_in_leaves_no_gap() -> None:
+def test_a_trajectory_cancelled_in_the_queue_or_when_admitted_does_not_use_up_the_bound() -> None:
     gate = AdmissionGate(bound=1)
 
     async def one(seconds: float) -> None:
@@ -158,20 +158,20 @@ def test_who_is_cancelled_while_it_waits_or_is_let_in_leaves_no_gap() -> None:
         async with asyncio.TaskGroup() as group:
             first = group.create_task(one(5))
             waiting = group.create_task(one(5))
-            let_in = group.create_task(one(5))
+            admitted = group.create_task(one(5))
             group.create_task(one(5))
             await asyncio.sleep(1)
             waiting.cancel()
-            first.cancel()  # lets `let_in` in, which is cancelled before it has run
+            first.cancel()  # admits `admitted`, which is cancelled before it runs
             await asyncio.sleep(0)
-            let_in.cancel()
+            admitted.cancel()
         assert (gate.num_in_flight, gate.num_waiting) == (0, 0)
         assert asyncio.get_running_loop().time() == pytest.approx(6)
 
     run_virtual(main())
 
 
-# -- before simulated servers ------------------------------------------------------------------------------------------
+# -- with simulated servers --------------------------------------------------------------------------------------------
 
 
 def makespan(kv_tokens: int, bound: Literal["auto"] | None, *, per_server: int) -> SimulationOutcome:
@@ -183,14 +183,14 @@ def makespan(kv_tokens: int, bound: Literal["auto"] | None, *, per_server: int) 
 
 
 @pytest.mark.slow
-def test_with_too_little_kv_cache_a_bound_that_adapts_ends_earlier_than_none() -> None:
+def test_an_adaptive_bound_shortens_the_rollout_if_the_kv_cache_is_too_small() -> None:
     assert (
         makespan(400_000, "auto", per_server=800).makespan_s
         < 0.8 * makespan(400_000, None, per_server=800).makespan_s
     )
 
 
-def test_with_enough_kv_cache_it_costs_nothing() -> None:
+def test_an_adaptive_bound_costs_no_time_if_the_kv_cache_is_large_enough() -> None:
     assert (
         makespan(800_000, "auto", per_server=200).makespan_s
         < 1.02 * makespan(800_000, None, per_server=200).makespan_s

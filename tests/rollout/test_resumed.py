@@ -1,4 +1,4 @@
-"""Rollouts that are cancelled as a whole, and resumed."""
+"""Resumption of rollouts whose trajectories were all cancelled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 from tests.helpers import call_text, encoded, hermes_template, user
-from tests.loops.partials import TOKEN_S, Doer, World, speak
+from tests.loops.partials import TOKEN_S, CallCounts, CountingTool, scripted_turns
 from tests.rollout.harness import WorkerHarness
 from tests.rollout.journaled import key_of
 
@@ -31,7 +31,7 @@ ROWS = [{"raw_prompt": user(f"question {n}")} for n in range(4)]
 
 
 def make_manager(agent: str, **settings: Any) -> AgentLoopManager:
-    servers = [ScriptedServer(speak([SPEECH]), name=f"scripted-{n}", streams=True) for n in range(2)]
+    servers = [ScriptedServer(scripted_turns([SPEECH]), name=f"scripted-{n}", streams=True) for n in range(2)]
     agent_config = AgentConfig(default_agent_loop=agent, num_workers=2)
     config = RolloutConfig(agent=agent_config, n=2, **settings)
     return AgentLoopManager(config, servers=servers, template=hermes_template())
@@ -98,15 +98,15 @@ def test_trajectories_of_a_loop_that_cannot_be_resumed_start_again() -> None:
 
 
 def test_a_resumed_row_that_is_killed_resumes_from_its_output_and_its_journal(tmp_path: Path) -> None:
-    """The row is cancelled in its second turn and killed in its third. Each call runs once."""
+    """Check that each call runs once in a row that is cancelled in its second turn and killed in its third."""
     turns = [call_text("book", a=1), call_text("book", a=2), "Both are done."]
-    world, path = World(), tmp_path / "journal"
+    counts, path = CallCounts(), tmp_path / "journal"
     rows = [{"raw_prompt": user("What is to be done?")}]
     lengths = [len(encoded(f"{turn}<|im_end|>")) * TOKEN_S for turn in turns]
 
     def make_harness() -> WorkerHarness:
-        tool = Doer("book", world, on_replay=OnReplay.ONCE, latency_s=0.1)
-        return WorkerHarness(speak(turns), tools=[tool], agent="partial_tool_agent")
+        tool = CountingTool("book", counts, on_replay=OnReplay.ONCE, latency_s=0.1)
+        return WorkerHarness(scripted_turns(turns), tools=[tool], agent="partial_tool_agent")
 
     async def cancelled() -> list[Trajectory]:
         part = make_harness()
@@ -125,11 +125,11 @@ def test_a_resumed_row_that_is_killed_resumes_from_its_output_and_its_journal(tm
         return []
 
     earlier = run_virtual(cancelled())
-    assert world.ended == {"book": 1}
+    assert counts.ended == {"book": 1}
     run_virtual(resumed(earlier, killed_after_s=lengths[1] - 1))
-    assert world.ended == {"book": 2}
+    assert counts.ended == {"book": 2}
     [trajectory] = run_virtual(resumed(earlier, killed_after_s=None))
-    assert world.begun == world.ended == {"book": 2}
+    assert counts.started == counts.ended == {"book": 2}
     assert trajectory.output.stop_reason is StopReason.ANSWERED
     assert trajectory.output.answer == "Both are done."
     assert not trajectory.output.incidents

@@ -1,3 +1,5 @@
+"""Episodes: exact records within limits, single use, failures, cancellation, branches and early stops."""
+
 from __future__ import annotations
 
 import asyncio
@@ -34,7 +36,7 @@ def make_episode(script: Any, **limits: Any) -> tuple[Episode, ScriptedServer]:
 vocabulary = st.integers(0, len(encoded("x")) + 300)
 turn = st.fixed_dictionaries(
     {
-        "said": st.lists(vocabulary, min_size=1, max_size=30),
+        "token_ids": st.lists(vocabulary, min_size=1, max_size=30),
         "ends": st.booleans(),
         "max_tokens": st.one_of(st.none(), st.integers(1, 12)),
         "reply": st.text(max_size=20),
@@ -58,10 +60,10 @@ def test_any_script_of_turns_is_recorded_exactly_and_within_limits(
 
     def script(request: ScriptedRequest) -> ScriptedReply:
         drawn = turns[len(returned)]
-        said = [*drawn["said"], *([encoded("<|im_end|>")[0]] if drawn["ends"] else [])]
+        ids = [*drawn["token_ids"], *([encoded("<|im_end|>")[0]] if drawn["ends"] else [])]
         limit = request.sampling_params.max_tokens
-        returned.append(said[:limit])
-        return ScriptedReply(said, logprobs=[-0.25 * n for n in range(len(said))], stops=drawn["ends"])
+        returned.append(ids[:limit])
+        return ScriptedReply(ids, logprobs=[-0.25 * n for n in range(len(ids))], stops=drawn["ends"])
 
     episode, server = make_episode(script, response_length=response_length, **turn_limits)
 
@@ -91,27 +93,27 @@ def test_any_script_of_turns_is_recorded_exactly_and_within_limits(
     if turn_limits["max_user_turns"] is not None:
         assert episode.user_turns <= turn_limits["max_user_turns"]
     if turn_limits["max_turn_tokens"] is not None:
-        assert all(len(said) <= turn_limits["max_turn_tokens"] for said in returned)
+        assert all(len(ids) <= turn_limits["max_turn_tokens"] for ids in returned)
 
 
-def test_an_episode_is_used_once() -> None:
+def test_an_episode_cannot_be_entered_twice() -> None:
     async def scenario() -> None:
         episode, _ = make_episode([text_reply("hi")])
         async with episode:
             await episode.generate({})
-        with pytest.raises(EpisodeError, match="used once"):
+        with pytest.raises(EpisodeError, match="entered before"):
             await episode.__aenter__()
 
     run_virtual(scenario())
 
 
-def test_verbs_outside_async_with_are_refused() -> None:
+def test_an_episode_that_was_not_entered_cannot_generate() -> None:
     episode, _ = make_episode([text_reply("hi")])
     with pytest.raises(EpisodeError, match="async with"):
         run_virtual(episode.generate({}))
 
 
-def test_a_verb_after_the_end_leaves_the_loop_and_keeps_the_record() -> None:
+def test_a_step_after_the_end_raises_episode_stopped_and_keeps_the_record() -> None:
     async def scenario() -> AgentLoopOutput:
         episode, _ = make_episode([text_reply("hi")])
         with pytest.raises(EpisodeStopped):
@@ -126,7 +128,7 @@ def test_a_verb_after_the_end_leaves_the_loop_and_keeps_the_record() -> None:
     assert output.answer == "hi"
 
 
-def test_a_failure_in_the_body_is_raised_and_named() -> None:
+def test_an_exception_in_the_body_is_raised_and_sets_the_stop_reason() -> None:
     async def scenario() -> AgentLoopOutput:
         episode, _ = make_episode([text_reply("hi")])
         with pytest.raises(ZeroDivisionError):
@@ -157,7 +159,7 @@ def test_a_cancelled_generation_keeps_the_tokens_sampled_so_far() -> None:
     assert output.response_ids.tolist() == encoded("abcd")[:2]
 
 
-def test_a_reward_of_the_loops_own_counts() -> None:
+def test_the_reward_that_a_loop_computes_is_in_the_output() -> None:
     async def scenario() -> AgentLoopOutput:
         episode, _ = make_episode([text_reply("hi")])
         async with episode:
@@ -169,7 +171,7 @@ def test_a_reward_of_the_loops_own_counts() -> None:
     assert output.extra_fields == {"tries": 1}
 
 
-def test_an_episode_branches_from_where_it_stood_even_when_it_is_over() -> None:
+def test_an_episode_that_is_over_can_branch_from_an_earlier_mark() -> None:
     async def scenario() -> None:
         episode, server = make_episode(
             lambda r: text_reply(f"reply {len(server.requests)}"), max_assistant_turns=2
@@ -182,11 +184,11 @@ def test_an_episode_branches_from_where_it_stood_even_when_it_is_over() -> None:
             await episode.generate({})
             with pytest.raises(EpisodeStopped):
                 await episode.generate({})
-            async with episode.branch(at=before) as again, episode.branch(at=between) as other:
-                await again.generate({})
+            async with episode.branch(at=before) as first, episode.branch(at=between) as other:
+                await first.generate({})
                 await other.observe(user("something else"))
                 await other.generate({})
-        assert [m["content"] for m in again.output().messages] == ["hello", "reply 3"]
+        assert [m["content"] for m in first.output().messages] == ["hello", "reply 3"]
         assert [m["content"] for m in other.output().messages] == [
             "hello",
             "reply 1",
@@ -198,18 +200,18 @@ def test_an_episode_branches_from_where_it_stood_even_when_it_is_over() -> None:
     run_virtual(scenario())
 
 
-def test_what_hears_a_turn_may_end_it() -> None:
+def test_on_token_can_end_a_turn() -> None:
     async def scenario() -> None:
         episode, _ = make_episode([text_reply("one two three"), text_reply("done")])
-        heard: list[int] = []
+        received: list[int] = []
 
-        def hear(chunk: Any) -> bool:
-            heard.extend(chunk.token_ids)
-            return len(heard) < 3
+        def on_token(chunk: Any) -> bool:
+            received.extend(chunk.token_ids)
+            return len(received) < 3
 
         async with episode:
-            completion = await episode.generate({}, on_token=hear)
-            assert completion.token_ids == heard == encoded("one two three")[:3]
+            completion = await episode.generate({}, on_token=on_token)
+            assert completion.token_ids == received == encoded("one two three")[:3]
             assert not completion.is_cut
             assert await episode.observe(user("go on"))
             assert (await episode.generate({})).content == "done"

@@ -1,3 +1,5 @@
+"""Limits of an episode: which one ends it, and the parameters that they leave for a turn."""
+
 from __future__ import annotations
 
 import pytest
@@ -20,7 +22,7 @@ def limits(**values: int) -> EpisodeLimits:
         (3, 100, StopReason.MAX_ASSISTANT_TURNS),
     ],
 )
-def test_a_turn_needs_room_in_turns_and_tokens(
+def test_another_turn_is_forbidden_by_the_limit_of_turns_or_of_tokens(
     assistant_turns: int, num_tokens: int, forbidden: StopReason | None
 ) -> None:
     assert (
@@ -29,7 +31,7 @@ def test_a_turn_needs_room_in_turns_and_tokens(
     )
 
 
-def test_a_reply_needs_a_turn_behind_it() -> None:
+def test_a_reply_is_forbidden_if_no_assistant_turn_could_follow() -> None:
     both = limits(max_assistant_turns=3, max_user_turns=2)
     assert both.forbids_reply(assistant_turns=2, user_turns=1, num_tokens=5) is None
     assert both.forbids_reply(assistant_turns=2, user_turns=2, num_tokens=5) is StopReason.MAX_USER_TURNS
@@ -37,7 +39,7 @@ def test_a_reply_needs_a_turn_behind_it() -> None:
     assert both.forbids_reply(assistant_turns=1, user_turns=1, num_tokens=100) is StopReason.RESPONSE_LENGTH
 
 
-def test_the_last_turn_is_the_one_that_nothing_could_answer() -> None:
+def test_the_last_turn_is_the_turn_after_which_no_reply_is_allowed() -> None:
     assert limits(max_assistant_turns=3).is_last_turn(assistant_turns=2, user_turns=0)
     assert not limits(max_assistant_turns=3).is_last_turn(assistant_turns=1, user_turns=0)
     assert limits(max_user_turns=1).is_last_turn(assistant_turns=1, user_turns=1)
@@ -45,14 +47,14 @@ def test_the_last_turn_is_the_one_that_nothing_could_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "per_turn", "used", "allowed"),
+    ("requested", "per_turn", "used", "allowed"),
     [(None, None, 0, 100), (7, None, 0, 7), (7, 5, 0, 5), (7, 5, 98, 2)],
 )
-def test_a_turn_gets_the_least_of_what_is_asked_allowed_and_left(
-    asked: int | None, per_turn: int | None, used: int, allowed: int
+def test_max_tokens_is_the_minimum_of_the_request_the_turn_limit_and_the_tokens_left(
+    requested: int | None, per_turn: int | None, used: int, allowed: int
 ) -> None:
     applied = EpisodeLimits(10, 100, max_turn_tokens=per_turn).applied(
-        SamplingParams(max_tokens=asked, stop_token_ids=(1,)), num_tokens=used, stop_token_ids=[2]
+        SamplingParams(max_tokens=requested, stop_token_ids=(1,)), num_tokens=used, stop_token_ids=[2]
     )
     assert applied.max_tokens == allowed
     assert applied.stop_token_ids == (1, 2)

@@ -1,4 +1,4 @@
-"""Time limits of completions, turns and trajectories: what each ends, what it is called, and what is kept."""
+"""Time limits of completions, turns and trajectories: their incidents, and the tokens that are kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def kinds(output: AgentLoopOutput) -> list[IncidentKind]:
     return [incident.kind for incident in output.incidents]
 
 
-def test_a_completion_that_takes_too_long_is_cut_and_what_came_of_it_kept() -> None:
+def test_a_completion_over_its_time_limit_is_cut_and_its_tokens_are_kept() -> None:
     harness = WorkerHarness(lambda _: text_reply("abcdefgh", latency_s=100.0), generate_timeout_s=40.0)
     output = harness.run_one().output
     assert output.stop_reason is StopReason.DEADLINE
@@ -36,7 +36,7 @@ def test_a_completion_that_takes_too_long_is_cut_and_what_came_of_it_kept() -> N
     assert output.metrics.total == pytest.approx(40, abs=0.1)
 
 
-def test_the_limit_of_a_completion_counts_its_time_in_line() -> None:
+def test_the_time_limit_of_a_completion_includes_its_time_in_the_queue() -> None:
     harness = WorkerHarness(lambda _: text_reply("ok", latency_s=30.0), generate_timeout_s=40.0)
     harness.server_manager.pool.balancer.remove_server("scripted-0")
     harness.server_manager.pool.balancer.add_server("scripted-0", max_in_flight=1)
@@ -48,7 +48,7 @@ def test_the_limit_of_a_completion_counts_its_time_in_line() -> None:
     )
 
 
-def test_each_completion_has_its_time_anew() -> None:
+def test_the_time_limit_applies_to_each_completion_separately() -> None:
     harness = WorkerHarness(
         lambda r: (
             text_reply(call_text("add", a=1, b=2), latency_s=30.0)
@@ -63,7 +63,7 @@ def test_each_completion_has_its_time_anew() -> None:
     assert (output.stop_reason, kinds(output)) == (StopReason.ANSWERED, [])
 
 
-def test_a_server_that_does_not_even_abort_loses_the_turn_which_is_named() -> None:
+def test_a_turn_is_lost_and_reported_if_its_server_does_not_answer_the_abort() -> None:
     harness = WorkerHarness(
         lambda _: ScriptedReply(encoded("never"), latency_s=math.inf), generate_timeout_s=40.0
     )
@@ -78,7 +78,7 @@ def test_a_server_that_does_not_even_abort_loses_the_turn_which_is_named() -> No
     assert output.response_ids.tolist() == []
 
 
-def test_a_turn_that_takes_too_long_with_its_tools_ends_the_trajectory() -> None:
+def test_a_turn_whose_tools_exceed_its_time_limit_ends_the_trajectory() -> None:
     tool = Adder({"latency_s": 50.0})
     harness = WorkerHarness(
         lambda _: text_reply(call_text("add", a=1, b=2), latency_s=20.0),
@@ -95,7 +95,7 @@ def test_a_turn_that_takes_too_long_with_its_tools_ends_the_trajectory() -> None
     assert output.metrics.total == pytest.approx(60, abs=0.1)
 
 
-def test_the_trajectorys_own_limit_ends_it_without_an_incident_of_its_turns() -> None:
+def test_the_time_limit_of_a_trajectory_ends_it_without_an_incident_of_a_turn() -> None:
     harness = WorkerHarness(
         lambda _: text_reply("abcdefgh", latency_s=100.0),
         generate_timeout_s=60.0,
@@ -106,9 +106,9 @@ def test_the_trajectorys_own_limit_ends_it_without_an_incident_of_its_turns() ->
     assert (output.stop_reason, kinds(output)) == (StopReason.DEADLINE, [IncidentKind.CUT_TURN])
 
 
-@register("thinks_after_its_turn")
-class ThinksAfterItsTurn(AgentLoopBase):
-    """Takes its time between a turn's reply, or a branch, and what follows."""
+@register("waits_after_its_turn")
+class WaitsAfterItsTurn(AgentLoopBase):
+    """Loop that waits 500 s after its turn, after the reply to it, or after a branch, as the row's `then` selects."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         async with self.episode(row["raw_prompt"]) as episode:
@@ -129,14 +129,12 @@ class ThinksAfterItsTurn(AgentLoopBase):
         ("wait", StopReason.DEADLINE),
     ],
 )
-def test_a_turn_is_over_when_its_reply_is_there_or_the_episode_branches(
-    then: str, reason: StopReason
-) -> None:
-    harness = WorkerHarness(lambda _: text_reply("x"), agent="thinks_after_its_turn", turn_timeout_s=60.0)
+def test_a_turn_ends_when_a_reply_is_added_or_the_episode_branches(then: str, reason: StopReason) -> None:
+    harness = WorkerHarness(lambda _: text_reply("x"), agent="waits_after_its_turn", turn_timeout_s=60.0)
     assert harness.run_one(then=then).output.stop_reason is reason
 
 
-def test_the_earliest_of_several_limits_counts_and_ended_ones_do_not() -> None:
+def test_the_earliest_of_several_limits_applies_and_removed_limits_do_not() -> None:
     async def main() -> None:
         deadlines = Deadlines()
         with pytest.raises(TimeoutError), deadlines:

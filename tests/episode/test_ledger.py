@@ -1,3 +1,5 @@
+"""Token ledger: its segments, masks, log-probs, attachments and forks."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -30,7 +32,7 @@ def completions(draw: st.DrawFn) -> TokenOutput:
     prompt=token_ids,
     turns=st.lists(st.tuples(completions(), token_ids, st.sampled_from([Origin.TOOL, Origin.INTERACTION]))),
 )
-def test_the_record_is_what_was_sent_and_returned(
+def test_an_output_has_exactly_the_appended_tokens_masks_and_weight_versions(
     prompt: list[int], turns: list[tuple[TokenOutput, list[int], Origin]]
 ) -> None:
     ledger = TokenLedger()
@@ -53,8 +55,8 @@ def test_the_record_is_what_was_sent_and_returned(
     assert (output.response_logprobs[output.response_mask == 0] == 0).all()
     assert set(output.weight_versions[output.response_mask == 0].tolist()) <= {-1}
     assert set(output.weight_versions[output.response_mask == 1].tolist()) <= {3, 4}
-    for view, then in views:
-        assert view.tolist() == then, "a context handed out earlier must not change"
+    for view, expected in views:
+        assert view.tolist() == expected, "a view that `context` returned earlier must not change"
 
 
 def test_appending_a_token_at_a_time_reallocates_a_logarithmic_number_of_times() -> None:
@@ -81,12 +83,12 @@ def test_a_prompt_after_the_response_is_refused() -> None:
         ledger.append([1], origin=Origin.PROMPT)
 
 
-def test_nobody_but_a_server_writes_model_tokens() -> None:
+def test_model_tokens_can_only_be_appended_as_a_completion() -> None:
     with pytest.raises(EpisodeError, match="append_completion"):
         TokenLedger().append([1], origin=Origin.MODEL)
 
 
-def test_a_completion_across_a_weight_swap_is_two_segments_and_one_turn() -> None:
+def test_a_completion_across_a_weight_update_is_two_segments_and_one_turn() -> None:
     ledger = TokenLedger()
     ledger.append([1], origin=Origin.PROMPT)
     chunks = [TokenChunk([5, 6], [-1.0] * 2, 1), TokenChunk([7], [-1.0], 2, stop_reason="stop")]
@@ -96,7 +98,7 @@ def test_a_completion_across_a_weight_swap_is_two_segments_and_one_turn() -> Non
     assert output.num_turns == 2
 
 
-def test_missing_logprobs_are_missing_not_zero() -> None:
+def test_response_logprobs_are_none_if_a_completion_has_none() -> None:
     ledger = TokenLedger()
     ledger.append_completion(TokenOutput([5, 6], [-1.0, -2.0], "stop"))
     ledger.append_completion(TokenOutput([7], None, "stop"))
@@ -104,15 +106,15 @@ def test_missing_logprobs_are_missing_not_zero() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1))
-def test_an_output_from_lists_gives_the_lists_back(mask: list[bool]) -> None:
+def test_an_output_built_from_lists_returns_the_same_lists(mask: list[bool]) -> None:
     ids = list(range(len(mask)))
-    logprobs = [-float(position) if said else 0.0 for position, said in enumerate(mask)]
+    logprobs = [-float(position) if is_sampled else 0.0 for position, is_sampled in enumerate(mask)]
     output = AgentLoopOutput(
         prompt_ids=[7, 8], response_ids=ids, response_mask=mask, response_logprobs=logprobs, num_turns=2
     )
     assert output.prompt_ids.tolist() == [7, 8]
     assert output.response_ids.tolist() == ids
-    assert output.response_mask.tolist() == [int(said) for said in mask]
+    assert output.response_mask.tolist() == [int(is_sampled) for is_sampled in mask]
     assert output.response_logprobs is not None
     assert output.response_logprobs.tolist() == logprobs
     assert output.num_turns == 2
@@ -128,7 +130,7 @@ def test_an_output_from_lists_gives_the_lists_back(mask: list[bool]) -> None:
         ({"segments": ()}, "one of the two"),
     ],
 )
-def test_lists_that_do_not_go_together_are_refused(lists: dict, complaint: str) -> None:
+def test_lists_that_do_not_match_are_refused(lists: dict, complaint: str) -> None:
     given_lists = {"prompt_ids": [1], "response_ids": [2, 3, 4], "response_mask": [1, 1, 1], **lists}
     with pytest.raises(EpisodeError, match=complaint):
         AgentLoopOutput(**given_lists)
@@ -142,7 +144,7 @@ def test_only_model_segments_carry_a_weight_version() -> None:
         Segment(ids, Origin.MODEL)
 
 
-def test_attachments_are_counted_from_their_segment_in_the_record_and_from_the_start_in_the_context() -> None:
+def test_attachments_of_a_segment_count_from_its_start_and_those_of_a_ledger_from_the_first_token() -> None:
     image = Attachment("image", 1, 2, 9, {}, b"")
     ledger = TokenLedger()
     ledger.append([1, 9, 9], origin=Origin.PROMPT, attachments=[image])
@@ -155,7 +157,7 @@ def test_attachments_are_counted_from_their_segment_in_the_record_and_from_the_s
     assert [a.start for a in placed_attachments(fork.segments())] == [1, 6]
 
 
-def test_a_ledger_forks_where_it_stood_before() -> None:
+def test_a_ledger_can_be_forked_at_the_end_of_any_segment() -> None:
     ledger = TokenLedger()
     ledger.append([1, 2], origin=Origin.PROMPT)
     ledger.append_completion(TokenOutput([5, 6], [-1.0, -2.0], "stop"))
