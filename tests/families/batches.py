@@ -1,4 +1,4 @@
-"""Batches for training models of the zoo, and the log-probs that a row alone has."""
+"""Training batches for the tiny models, and a comparison with the log-probs of single rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.servers.tiny_embedded import full_forward_logprobs
 
 
 def ragged_batch(*, limits: Sequence[int] = (), num_rows: int = 12) -> RolloutBatch:
-    """Rows of two turns of random lengths, which begin alike; the first ones lie at the limits and cross them."""
+    """Return rows of two turns with random lengths and a common prefix. The first rows are at the limits or cross
+    them."""
     rng = random.Random(0)
     prompt = token_ids(80)
     lengths = [n for limit in limits for n in (limit - 2, limit + 1, 2 * limit + 3)]
@@ -34,7 +35,7 @@ def ragged_batch(*, limits: Sequence[int] = (), num_rows: int = 12) -> RolloutBa
 
 
 def check_logprobs(found_BR: Tensor, model: object, batch: RolloutBatch, *, tolerance: float = 1e-4) -> None:
-    """Compare the log-probs of the model's tokens with those that each row has alone."""
+    """Compare the log-probs of the model's tokens with those of a forward of each single row."""
     width = batch["prompts"].shape[1]
     with torch.inference_mode():
         for row in range(len(batch)):

@@ -1,4 +1,4 @@
-"""A tiny model with random weights of one model type."""
+"""Tiny models with random weights of one model type."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from transformers.utils import logging
 from tests.families.sizes import tiny_settings
 
 NARROW, WIDE = 0.2, 0.3
-"""Standard deviations of the weights that make logits: below the first, next-token distributions are flat."""
+"""Standard deviations of the output head's weights. Below `NARROW`, next-token distributions are flat and the weights
+are drawn again with `WIDE`."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model type with one set of options, from which tiny models can be built."""
+    """Model type with one set of options, from which tiny models are built."""
 
     name: str
-    """The model type, followed by what differs from its options: `qwen3`, `qwen3-window`."""
+    """Model type, followed by the name of a variant: `qwen3`, `qwen3-window`."""
     model_type: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the configuration besides the tiny sizes."""
+    """Arguments of the configuration in addition to the tiny sizes."""
     limits: tuple[int, ...] = ()
-    """Lengths in tokens above which the model computes otherwise: windows, chunks, original context lengths."""
+    """Lengths in tokens above which the computation changes: windows, chunks, original context lengths."""
     causal: bool = True
-    """Whether the logits at a position depend on nothing that follows it."""
+    """Whether the logits at a position do not depend on later tokens."""
 
     def build(self, seed: int = 0) -> Any:
-        """Return a new model in float32 and evaluation mode; a seed and a name always give the same weights."""
+        """Return a new model in float32 and evaluation mode. Its weights depend only on the seed and the family."""
         config = self.config()
         with torch.random.fork_rng(devices=[]), _quiet():
             torch.manual_seed(seed)
@@ -47,11 +48,11 @@ class Family:
             return model
 
     def config(self) -> Any:
-        """Return a new configuration. Composite types give that of their text model where the class takes it."""
+        """Return a new configuration. It is that of the text model for a composite type whose model class takes it."""
         config_class = CONFIG_MAPPING[self.model_type]
-        taken = self._model_class().config_class
-        if config_class.sub_configs and not issubclass(config_class, taken):
-            config_class = taken
+        model_config_class = self._model_class().config_class
+        if config_class.sub_configs and not issubclass(config_class, model_config_class):
+            config_class = model_config_class
         with _quiet():
             return config_class(**tiny_settings(config_class, copy.deepcopy(dict(self.changes))))
 
@@ -61,7 +62,7 @@ class Family:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from logging remarks on tiny sizes and on default configurations."""
+    """Suppress warnings of transformers about tiny sizes and default configurations."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -71,9 +72,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _fill_padding(model: Any) -> None:
-    """Give the padding token an embedding like others, which it has in models that were trained on it.
+    """Initialize the embedding of the padding token like the others, as in models that were trained on it.
 
-    Keys of zeros would tie in sparse attention, and torch breaks ties by the length of the sequence.
+    Keys of zeros would have equal scores in sparse attention, and torch's choice among them depends on the length of
+    the sequence.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:

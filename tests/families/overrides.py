@@ -1,4 +1,4 @@
-"""What single model types need besides tiny sizes, and which types cannot be built."""
+"""Options that single model types need in addition to tiny sizes, and types that cannot be built."""
 
 from __future__ import annotations
 
@@ -123,16 +123,16 @@ NOT_BUILT: dict[str, str] = {
     "gemma4_unified_assistant": "it only drafts from the keys and values of another model",
 }
 
-ROTATED_ANEW = "a sequence beyond the limit rotates every position otherwise"
+ROTATION_CHANGES = "sequences beyond the limit change the rotation of all positions"
 NOT_CAUSAL: dict[str, str] = {
     "big_bird-sparse": "blocks attend to later blocks",
     "cpmant": "every token attends to the whole context",
-    "doge-sparse": "the tokens to keep are chosen among all, later ones too",
-    "llama-rope-dynamic": ROTATED_ANEW,
-    "phi3-rope-longrope": ROTATED_ANEW,
-    "phimoe-rope-longrope": ROTATED_ANEW,
+    "doge-sparse": "the tokens to keep are chosen among all tokens, including later ones",
+    "llama-rope-dynamic": ROTATION_CHANGES,
+    "phi3-rope-longrope": ROTATION_CHANGES,
+    "phimoe-rope-longrope": ROTATION_CHANGES,
     "prophetnet": "the buckets of its relative positions depend on the length of the sequence",
-    "qwen3-rope-dynamic": ROTATED_ANEW,
-    "qwen3-rope-longrope": ROTATED_ANEW,
+    "qwen3-rope-dynamic": ROTATION_CHANGES,
+    "qwen3-rope-longrope": ROTATION_CHANGES,
 }
-"""Families whose logits at a position depend on what follows it, with the reason."""
+"""Families whose logits at a position depend on later tokens, with the reason."""

@@ -1,4 +1,4 @@
-"""The table of model families in docs/engines.md: `python -m tests.families.page` writes it."""
+"""Table of model families in docs/engines.md. `python -m tests.families.page` writes it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tests.families.zoo import FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 START, END = "<!-- families -->\n", "<!-- end of families -->\n"
-SHARED, TURNS, COMPLETIONS, NO_CACHE, REFUSED = (
+SHARED, TURNS, COMPLETIONS, NO_CACHE, NOT_SUPPORTED = (
     "one cache for all requests (`shared`)",
     "a cache per request, resumed by its next turn (`per_request`)",
     "a cache per completion (`per_request`)",
     "no cache (`none`)",
-    "refused",
+    "not supported",
 )
-WAYS = (SHARED, TURNS, COMPLETIONS, NO_CACHE, REFUSED)
+BACKENDS = (SHARED, TURNS, COMPLETIONS, NO_CACHE, NOT_SUPPORTED)
 
 
-def way_of(server: EmbeddedServer) -> str:
-    """Return how a server computes its model."""
+def backend_of(server: EmbeddedServer) -> str:
+    """Return the table's name of a server's backend."""
     backend = server._engine.backend
     if not isinstance(backend, PerRequestBackend):
         return SHARED
@@ -32,30 +32,31 @@ def way_of(server: EmbeddedServer) -> str:
     return TURNS if backend.resumes_turns else COMPLETIONS
 
 
-def documented_ways() -> dict[str, str]:
-    """Read the way of each family from the page."""
+def documented_backends() -> dict[str, str]:
+    """Read the backend of each family from the page."""
     text = PAGE.read_text()
     rows = re.findall(
         r"^\| (.+?) \| \d+ \| (.*?) \|$", text[text.index(START) : text.index(END)], re.MULTILINE
     )
-    return {family: way for way, families in rows for family in re.findall(r"`([^`]+)`", families)}
+    return {family: backend for backend, families in rows for family in re.findall(r"`([^`]+)`", families)}
 
 
 def main() -> None:
-    families: dict[str, list[str]] = {way: [] for way in WAYS}
+    """Choose the backend of each family and write the table."""
+    families: dict[str, list[str]] = {backend: [] for backend in BACKENDS}
     for name, family in FAMILIES.items():
         try:
             server = EmbeddedServer(family.build(), config=EmbeddedConfig(max_model_len=128, max_slots=8))
         except ConfigError as error:
             print(f"{name}: {error}")
-            families[REFUSED].append(name)
+            families[NOT_SUPPORTED].append(name)
             continue
-        families[way_of(server)].append(name)
+        families[backend_of(server)].append(name)
     rows = [
-        f"| {way} | {len(names)} | {', '.join(f'`{n}`' for n in names)} |\n"
-        for way, names in families.items()
+        f"| {backend} | {len(names)} | {', '.join(f'`{n}`' for n in names)} |\n"
+        for backend, names in families.items()
     ]
-    table = "".join(["| computed with | count | families |\n|---|---|---|\n", *rows])
+    table = "".join(["| backend | count | families |\n|---|---|---|\n", *rows])
     text = PAGE.read_text()
     PAGE.write_text(text[: text.index(START) + len(START)] + table + text[text.index(END) :])
 

@@ -15,7 +15,7 @@ HEADS = 4
 HEAD_DIM = 8
 PAD, BOS, EOS = 0, 1, 2
 PLAIN_IDS = range(3, 80)
-"""Token ids without a meaning of their own; the ids of padding, images and so on are outside."""
+"""Token ids without a special meaning. The ids of padding, images and so on are outside of the range."""
 
 FIELDS: dict[str, Any] = {
     "hidden_size|d_model|n_embd|emb_dim|embedding_size|attention_hidden_size|word_embed_proj_dim": HIDDEN,
@@ -50,7 +50,7 @@ FIELDS: dict[str, Any] = {
     "use_cache|is_decoder": True,
     "logit_scale": 1.0,
 }
-"""Sizes by a pattern of the field's name."""
+"""Values of fields, by a pattern of the field's name."""
 
 CAPPED: dict[str, int] = {
     "num_experts_per_tok|num_experts_per_token|moe_topk|moe_k|top_k_experts": 2,
@@ -61,7 +61,7 @@ CAPPED: dict[str, int] = {
     "type_vocab_size|task_type_vocab_size|prompt_types|segment_types": 2,
     "swiglu_limit": 10,
 }
-"""The largest value of fields whose default stays where it is smaller."""
+"""Largest values of fields, by a pattern of the field's name. Smaller defaults are kept."""
 
 WINDOWS = "sliding_window|sliding_window_size|attention_window_size|local_attention|window_size|attention_chunk_size"
 LAYERS = "num_hidden_layers|n_layers?|num_layers|.*coder_layers|num_blocks|num_layers_per_stack"
@@ -77,8 +77,8 @@ KEY_HEADS = {
 def tiny_settings(config_class: Any, changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return arguments that make a tiny configuration of `config_class`.
 
-    Lists with one value per layer keep each of their values, and end as the list of the default ends.
-    `changes` goes last, and a list among them which is as long as the model has layers sets their number.
+    Lists with one value per layer keep each distinct value, and keep their last value at the end. `changes` take
+    precedence, and the longest list of strings in them sets the number of layers.
     """
     changes = changes or {}
     defaults = config_class().to_dict()
@@ -118,7 +118,7 @@ def _layer_settings(known: dict[str, Any], changes: dict[str, Any]) -> dict[str,
 
 
 def _part(config_class: Any, default: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the settings of a part such as the text model, or None where the part is missing by default."""
+    """Return the settings of a nested configuration such as the text model, or None if it is missing by default."""
     if not default:
         return None
     if config_class is AutoConfig:
@@ -151,12 +151,12 @@ def _key_heads(name: str, default: int | None, known: dict[str, Any]) -> int | N
 
 
 def _kinds(values: list[Any]) -> bool:
-    """Return whether a list has kinds or flags for the layers, rather than their numbers or sizes."""
+    """Return whether a list has types or flags of layers instead of numbers or sizes."""
     return all(isinstance(value, str) or value in (0, 1) for value in values)
 
 
 def _pattern(values: list[Any]) -> list[Any]:
-    """Return the distinct values in the order of their first appearance, the last value of the list at the end."""
+    """Return the distinct values in the order of their first occurrence, but with the list's last value at the end."""
     distinct = list(dict.fromkeys(values))
     if len(distinct) == 1:
         return distinct
@@ -164,6 +164,6 @@ def _pattern(values: list[Any]) -> list[Any]:
 
 
 def _fit(pattern: list[Any], count: int) -> list[Any]:
-    """Repeat the pattern up to `count` values, such that it ends with its own end."""
+    """Repeat the pattern to get `count` values that end with the end of the pattern."""
     whole = pattern * (count // len(pattern) + 1)
     return whole[len(whole) - count :]

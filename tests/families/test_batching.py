@@ -1,4 +1,4 @@
-"""Every family in every way of batching: refused by name, or exact."""
+"""Tests that each way of batching is exact for every family, or rejects the family."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tests.families.zoo import Family, each_family
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-3
-"""In nats; models that magnify rounding stay below it, and padding or another row moves log-probs by far more."""
+"""Largest difference of log-probs in nats. Rounding stays below it; wrong padding or packing exceeds it by far."""
 
 
-@pytest.mark.parametrize("way", ["padding", "use_packing", "share_prefixes"])
+@pytest.mark.parametrize("batching", ["padding", "use_packing", "share_prefixes"])
 @each_family(where=lambda family: family.causal)
-def test_logprobs_of_batched_rows_are_those_of_rows_alone(family: Family, way: str) -> None:
-    config = ActorConfig() if way == "padding" else ActorConfig.model_validate({way: True})
+def test_logprobs_of_batched_rows_equal_those_of_single_rows(family: Family, batching: str) -> None:
+    config = ActorConfig() if batching == "padding" else ActorConfig.model_validate({batching: True})
     model = family.build()
     try:
         actor = Actor(model, config=config, max_row_tokens=128)
     except ConfigError:
-        assert way != "padding"  # such models are trained one row at a time
+        assert batching != "padding"  # such models are trained one row at a time
         return
     batch = ragged_batch(limits=family.limits)
     check_logprobs(actor.logprobs(batch), model, batch, tolerance=TOLERANCE)

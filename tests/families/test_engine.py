@@ -1,4 +1,4 @@
-"""Every family of models on the embedded engine: exact by the way that the documentation names, or refused."""
+"""Tests that every family is exact on the documented backend of the embedded engine, or is not supported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
-from tests.families.page import REFUSED, documented_ways, way_of
+from tests.families.page import NOT_SUPPORTED, backend_of, documented_backends
 from tests.families.zoo import Family, each_family, token_ids
 from tests.servers.tiny_embedded import (
     full_forward_logprobs,
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 MAX_MODEL_LEN = 128
 TOLERANCE = 1e-3
-"""In nats; a wrong window, state or position moves log-probs by far more."""
-DOCUMENTED = documented_ways()
+"""Largest difference of log-probs in nats. A wrong window, state or position exceeds it by far."""
+DOCUMENTED = documented_backends()
 
 
 @each_family()
@@ -42,9 +42,9 @@ def test_a_family_is_served_exactly_as_documented(family: Family) -> None:
             eos_token_ids=(),
         )
     except ConfigError:
-        assert DOCUMENTED[name] == REFUSED
+        assert DOCUMENTED[name] == NOT_SUPPORTED
         return
-    assert DOCUMENTED[name] == way_of(server)
+    assert DOCUMENTED[name] == backend_of(server)
     asyncio.run(_check(server, model, family))
 
 
@@ -58,7 +58,7 @@ async def _check(server: EmbeddedServer, model: object, family: Family) -> None:
 
 
 def _prompts(family: Family, count: int) -> list[IntArray]:
-    """Prompts at and beyond each limit first, then of any length."""
+    """Return prompts with lengths around the limits in random order, then prompts of random length."""
     rng = random.Random(count)
     lengths = [n for limit in family.limits for n in (limit - 2, limit, limit + 1, 2 * limit + 3)]
     rng.shuffle(lengths)
@@ -82,7 +82,7 @@ async def _check_two_turns(server: EmbeddedServer, model: object, prompts: list[
 
 
 async def _check_update(server: EmbeddedServer, model: object, family: Family) -> None:
-    """Tokens before a weight update have the log-probs of the old model, those after it of the new one."""
+    """Check that tokens before a weight update have log-probs of the old weights, and later ones of the new weights."""
     prompt, num_before = np.array(token_ids(12), dtype=np.int32), server.stats.decoded_tokens
     newer = family.build(seed=1)
     async with asyncio.TaskGroup() as group:

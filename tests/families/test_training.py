@@ -1,4 +1,4 @@
-"""Families that the shared cache does not compute are trained as any other: rollouts, updates, new weights."""
+"""Tests that families that the shared cache does not support can be trained: rollouts, updates, new weights."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.slow
 
 NUM_STEPS = 3
 TOLERANCE = 1e-4
-"""In nats, between the log-probs of rollout and trainer."""
+"""Largest difference between the log-probs of rollout and trainer, in nats."""
 HEAD_SCALE = 0.1
-"""The zoo's wide logits magnify the rounding of linear attention to about the tolerance."""
+"""Factor on the output head. Without it, the large logits amplify the rounding of linear attention to the tolerance."""
 
 
 @register("family_asks_twice")
 class AsksTwice(AgentLoopBase):
-    """Two completions, with a question between them."""
+    """Loop with two completions and a user message between them."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         async with self.episode(row["raw_prompt"]) as episode:
@@ -46,7 +46,7 @@ class AsksTwice(AgentLoopBase):
 
 
 def share_of_odd_tokens(output: AgentLoopOutput, row: Row) -> float:
-    """A reward that differs between the rollouts of random models."""
+    """Return the share of odd tokens, a reward that differs between the rollouts of random models."""
     return sum(token % 2 for token in output.response_ids) / max(1, len(output.response_ids))
 
 

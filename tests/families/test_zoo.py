@@ -1,4 +1,4 @@
-"""The zoo has a sound tiny model of every causal language model that transformers can build."""
+"""Tests that there is a valid tiny model of every causal language model that transformers can build."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.families.zoo import FAMILIES, MAX_POSITIONS, NOT_BUILT, VOCAB_SIZE, F
 
 LENGTH = 40
 PARAMETERS = 3_000_000
-"""More than the largest model of the zoo has."""
+"""Upper bound of the number of parameters of a tiny model."""
 
 
 def logits(model: Any, ids: list[int]) -> torch.Tensor:
@@ -50,7 +50,7 @@ def test_every_family_builds_and_gives_distributions_that_are_neither_flat_nor_c
     check(family)
 
 
-def test_every_type_of_transformers_is_built_or_named_with_the_reason() -> None:
+def test_every_type_of_transformers_is_built_or_listed_with_the_reason() -> None:
     types = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     missing = types - FAMILIES.keys() - NOT_BUILT.keys()
     assert not missing, f"add these types to the zoo: {sorted(missing)}"
@@ -58,12 +58,12 @@ def test_every_type_of_transformers_is_built_or_named_with_the_reason() -> None:
     assert {family.model_type for family in FAMILIES.values()} | NOT_BUILT.keys() == types
 
 
-def test_overrides_and_reasons_name_types_that_exist() -> None:
+def test_overrides_and_reasons_are_of_existing_types() -> None:
     unknown = (OVERRIDES.keys() | NOT_BUILT.keys()) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert not unknown, f"transformers has no such types: {sorted(unknown)}"
 
 
-def test_the_weights_depend_on_the_seed_alone() -> None:
+def test_the_weights_depend_only_on_the_seed() -> None:
     family = FAMILIES["llama"]
     first, again, other = (
         family.build(1).state_dict(),
@@ -74,7 +74,7 @@ def test_the_weights_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_building_a_model_leaves_the_random_state_alone() -> None:
+def test_building_a_model_does_not_change_the_random_state() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -83,7 +83,7 @@ def test_building_a_model_leaves_the_random_state_alone() -> None:
 
 
 @pytest.mark.slow
-def test_every_text_model_with_a_window_has_a_variant_in_which_the_window_is_short() -> None:
+def test_every_text_model_with_a_window_has_a_variant_with_a_short_window() -> None:
     windowed = {
         name for name, family in FAMILIES.items() if name == family.model_type and has_window(family.config())
     }
@@ -106,7 +106,7 @@ def test_limits_are_shorter_than_the_tests_and_only_variants_have_them() -> None
 
 @pytest.mark.slow
 @each_family()
-def test_what_follows_a_position_changes_its_logits_in_the_named_families_alone(family: Family) -> None:
+def test_later_tokens_change_logits_only_in_families_that_are_not_causal(family: Family) -> None:
     model, ids = family.build(), token_ids(LENGTH)
     whole = logits(model, ids)
     difference = max(float((whole[:cut] - logits(model, ids[:cut])).abs().max()) for cut in (30, 12))
@@ -126,11 +126,11 @@ def comparable(family: Family) -> bool:
 
 @pytest.mark.slow
 @each_family(where=comparable)
-def test_a_limit_changes_what_a_model_computes(family: Family) -> None:
+def test_a_limit_changes_the_logits_of_longer_sequences(family: Family) -> None:
     assert difference_from_its_type(family, LENGTH) > 1e-3
 
 
 @pytest.mark.slow
 @each_family(where=comparable)
-def test_a_limit_changes_nothing_for_shorter_sequences(family: Family) -> None:
+def test_a_limit_does_not_change_the_logits_of_shorter_sequences(family: Family) -> None:
     assert difference_from_its_type(family, min(family.limits)) < 1e-4

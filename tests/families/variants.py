@@ -1,4 +1,4 @@
-"""Options of single model types that matter because of a limit: windows, chunks, sparse attention, scaled positions."""
+"""Variants of model types with other options: windows, chunks, sparse attention, scaled positions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from tests.families.family import Family
 
 LIMIT = 16
-"""The tokens that a window spans, so that short tests get past it."""
+"""Length of windows in tokens, short enough that the sequences of the tests exceed it."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 WINDOWED = (
@@ -106,11 +106,11 @@ OTHERS = (
         {"use_mem_rope": True, "num_mem_blocks": 2, "use_shared_attention_adapter": True},
     ),
 )
-"""Every other option. The window of Moshi changes nothing: its masks leave it to flash attention."""
+"""The other variants. The window of Moshi has no effect, because its masks leave the window to flash attention."""
 
 
 def variants() -> list[Family]:
-    """Return the variants; each has the weights of the model of its type where their shapes agree."""
+    """Return the variants. A variant has the weights of its type's model if their shapes are equal."""
     windows = {**{kind: {"sliding_window": LIMIT} for kind in WINDOWED}, **WINDOW_OPTIONS}
     return [
         *(Family(f"{kind}-window", kind, options, (LIMIT,)) for kind, options in windows.items()),

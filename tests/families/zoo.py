@@ -1,7 +1,7 @@
-"""A tiny model with random weights for every causal language model that transformers can build, and its variants.
+"""Tiny models with random weights of every causal language model that transformers can build, and of variants.
 
-`FAMILIES` names them. Windows and the like are wider than `MAX_POSITIONS` in the models that are named as their type;
-the variants have limits of 8 to 24 tokens.
+`FAMILIES` lists them. Models that are named after their type have no window or similar limit below `MAX_POSITIONS`.
+The variants have limits of 8 to 24 tokens.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def _families() -> dict[str, Family]:
 
 
 FAMILIES: dict[str, Family] = _families()
-"""Every family by its name: the types first, in the order of transformers, then the variants."""
+"""All families by name: the types in the order of transformers, then the variants."""
 
 
 def each_family(*names: str, where: Callable[[Family], bool] = lambda family: True) -> Any:
-    """Parametrize a test over `family`: the named ones, or all; `where` selects among them."""
-    chosen = [FAMILIES[name] for name in names or FAMILIES]
-    return pytest.mark.parametrize("family", [pytest.param(f, id=f.name) for f in chosen if where(f)])
+    """Parametrize a test over `family`: the named families, or all of them, filtered by `where`."""
+    selected = [FAMILIES[name] for name in names or FAMILIES]
+    return pytest.mark.parametrize("family", [pytest.param(f, id=f.name) for f in selected if where(f)])
 
 
 def token_ids(length: int, *, seed: int = 0) -> list[int]:
-    """Return random ids of plain tokens: none is for padding, an end, or an image."""
+    """Return random ids of plain tokens, which are not tokens for padding, end or images."""
     return random.Random(seed).choices(PLAIN_IDS, k=length)
