@@ -208,7 +208,7 @@ def test_opening_a_channel_ends_the_earlier_channel_of_the_client() -> None:
 
 
 class Breaks(ScriptedServer):
-    """Server that fails as the name of the session says."""
+    """Server that fails in different ways, selected by the name of the session."""
 
     async def generate(
         self, prompt_ids: IntArray, sampling_params: SamplingParams, request_id: str, **_: Any

@@ -11,7 +11,7 @@ from agent_loop.distributed.weights import PublishedWeights, WeightFetcher, Weig
 from agent_loop.weights import AdaptedWeights, SharedWeights
 from tests.distributed.cluster import cluster_of, ray
 from tests.weights.adapting import adapted_of, base_weights
-from tests.weights.receiving import Arrived, flat
+from tests.weights.receiving import PlainTensor, flat
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -23,7 +23,7 @@ class Fetching:
         self._fetcher = WeightFetcher()
         self._bases: list[Any] = []
 
-    async def fetch(self, published: PublishedWeights) -> tuple[str, list[Arrived], int]:
+    async def fetch(self, published: PublishedWeights) -> tuple[str, list[PlainTensor], int]:
         """Return the id of the base, the merged weights, and the number of bases fetched so far."""
         weights = await self._fetcher.fetch(published)
         assert isinstance(weights, AdaptedWeights)

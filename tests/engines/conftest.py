@@ -1,4 +1,4 @@
-"""Tests of real engines. Tests of engines that are not installed are skipped. `make test-engines` installs and runs all."""
+"""Tests of real engines, skipped if an engine is not installed. `make test-engines` installs and runs all engines."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class SampledRow(NamedTuple):
 
     token_id: int
     logprob: float
-    """Log-prob as defined by `TokenOutput.logprobs`."""
+    """Log-prob as defined by `TokenOutput.log_probs`."""
     is_finite: bool
     """False if the row's logits contain NaN or infinity; the other fields are meaningless then."""
     extras: TokenArrays

@@ -12,7 +12,11 @@ class HeldTokens:
     """Tokens of one completion that wait for their weight versions."""
 
     def __init__(self, *, stop_token_ids: frozenset[int]) -> None:
-        """Args: stop_token_ids: Stop tokens that the engine ignores. The completion is cut after the first of them."""
+        """Create an empty buffer.
+
+        Args:
+            stop_token_ids: Stop tokens that the engine ignores. The completion is cut after the first of them.
+        """
         self.num_read = 0
         """Tokens that were read, including those after the cut."""
         self.is_cut = False
