@@ -1,4 +1,4 @@
-"""Tests of the tokens that the embedded engine computes and those that it reuses from its cache."""
+"""Tests of the prefix cache: which prompt tokens the embedded engine computes, and which it reuses."""
 
 from __future__ import annotations
 
