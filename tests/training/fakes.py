@@ -1,4 +1,4 @@
-"""A tiny policy, and rollouts that sample from it without servers."""
+"""Tiny policy, and rollouts that sample from the policy without servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agent_loop.types import Origin, Row, as_token_ids
 VOCABULARY = 24
 PAD = 0
 REWARDED = 7
-"""The token that the reward asks for."""
+"""Token that the reward counts."""
 
 
 def tiny_policy(seed: int = 0) -> Qwen3ForCausalLM:
@@ -57,7 +57,10 @@ class FakeTemplate:
 
 
 class FakeRollouts:
-    """Samples two short turns around a made-up tool reply. What it samples depends on weights and version only."""
+    """Manager stub that samples two short turns with a fixed tool reply between them.
+
+    The sampled tokens depend on the weights and their version only.
+    """
 
     def __init__(
         self,
@@ -138,7 +141,10 @@ def sample_trajectory(
     num_tokens: tuple[int, int] = (3, 2),
     has_logprobs: bool = True,
 ) -> Trajectory:
-    """Two model turns of `num_tokens` with a tool reply between them; the reward is the share of `REWARDED`."""
+    """Return a trajectory of two model turns of `num_tokens` with a tool reply between them.
+
+    The reward is the share of `REWARDED` among the sampled tokens.
+    """
     prompt = [int(word) for word in row["raw_prompt"][0]["content"].split()]
     ids = list(prompt)
     segments = [Segment(as_token_ids(prompt), Origin.PROMPT)]
@@ -179,7 +185,7 @@ def sample_trajectory(
 def sample_trajectories(
     model: Qwen3ForCausalLM, *, num_groups: int = 4, n: int = 6, seed: int = 0, has_logprobs: bool = True
 ) -> list[Trajectory]:
-    """Ragged in prompts and turns."""
+    """Return trajectories with prompts and turns of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [
         sample_trajectory(

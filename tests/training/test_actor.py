@@ -1,4 +1,4 @@
-"""The actor learns from what it is told to, and from nothing else."""
+"""The actor learns from sampled tokens of kept rows only, and reports what it did in its metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_actor(model: Qwen3ForCausalLM | None = None, *, temperature: float = 1.
 
 
 def make_batch(**options: Any) -> tuple[RolloutBatch, Tensor]:
-    """With advantages [B, 1]."""
+    """Return a batch with its advantages [B, 1]."""
     batch = assemble(sample_trajectories(tiny_policy(), **options), pad_token_id=PAD)
     return batch, grpo_advantages(batch["reward"], groups_B=batch["group"])[:, None]
 
@@ -39,7 +39,7 @@ def parameters(actor: Actor) -> dict[str, Tensor]:
 
 
 def gradients(actor: Actor, batch: RolloutBatch, advantages_BR: Tensor) -> Tensor:
-    """Plain gradients of one update, caught before the optimiser forgets them."""
+    """Return the gradients of one update, taken before the optimiser clears them."""
     caught: list[Tensor] = []
     for parameter in actor.model.parameters():
         parameter.grad = None
@@ -53,7 +53,7 @@ def gradients(actor: Actor, batch: RolloutBatch, advantages_BR: Tensor) -> Tenso
     return torch.cat(caught)
 
 
-def test_logprobs_are_those_of_the_rollout() -> None:
+def test_logprobs_equal_those_of_the_rollout() -> None:
     batch, _ = make_batch()
 
     logprobs_BR = make_actor(max_tokens_per_micro_batch=50).logprobs(batch)
@@ -105,7 +105,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def off_policy_batch() -> tuple[RolloutBatch, Tensor]:
-    """Rollout and trainer disagree, so that ratios are not 1; each token has an advantage of its own."""
+    """Return a batch whose importance ratios are not 1, with a different advantage [B, R] for each token."""
     batch, _ = make_batch()
     generator = torch.Generator().manual_seed(1)
     batch["rollout_log_probs"] += 0.2 * torch.randn(batch["responses"].shape, generator=generator)
@@ -113,9 +113,9 @@ def off_policy_batch() -> tuple[RolloutBatch, Tensor]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_cutting_and_packing_change_no_gradient(name: str) -> None:
+def test_splitting_and_packing_change_no_gradient(name: str) -> None:
     batch, advantages_BR = off_policy_batch()
-    cuts: list[dict[str, Any]] = [
+    splits: list[dict[str, Any]] = [
         {"max_tokens_per_micro_batch": 100_000},
         {"max_tokens_per_micro_batch": 30},
         {"max_tokens_per_micro_batch": 1},
@@ -126,11 +126,11 @@ def test_cutting_and_packing_change_no_gradient(name: str) -> None:
 
     whole, *others = (
         gradients(
-            make_actor(tiny_policy(seed=2).double(), grad_clip=1e9, **LOSSES[name], **cut),
+            make_actor(tiny_policy(seed=2).double(), grad_clip=1e9, **LOSSES[name], **split),
             batch,
             advantages_BR,
         )
-        for cut in cuts
+        for split in splits
     )
 
     assert float(whole.norm()) > 0
@@ -168,7 +168,7 @@ def test_gradient_checkpointing_computes_layers_twice_and_changes_no_gradient() 
     assert num_forwards == [1, 2]
 
 
-def test_rows_that_are_not_kept_and_tokens_of_tools_teach_nothing() -> None:
+def test_dropped_rows_and_tool_tokens_have_no_effect_on_the_weights() -> None:
     batch, advantages_BR = make_batch()
     keep_B = batch["group"] != 2
     changed = batch.clone()
@@ -186,7 +186,7 @@ def test_rows_that_are_not_kept_and_tokens_of_tools_teach_nothing() -> None:
         assert torch.equal(value, parameters(second)[name])
 
 
-def test_without_rows_the_weights_stay_and_the_metrics_say_so() -> None:
+def test_without_rows_the_weights_are_unchanged_and_a_metric_reports_it() -> None:
     batch, advantages_BR = make_batch()
     actor = make_actor()
     before = parameters(actor)
@@ -211,7 +211,7 @@ def test_an_infinite_gradient_is_counted_and_changes_no_weight() -> None:
     assert all(torch.equal(value, before[name]) for name, value in actor.weights())
 
 
-def test_epochs_and_mini_batches_make_so_many_optimiser_steps() -> None:
+def test_the_number_of_optimiser_steps_is_epochs_times_mini_batches() -> None:
     batch, advantages_BR = make_batch()
 
     metrics = make_actor(ppo_epochs=3, ppo_mini_batches=4).update(batch, advantages_BR=advantages_BR)
@@ -219,7 +219,7 @@ def test_epochs_and_mini_batches_make_so_many_optimiser_steps() -> None:
     assert metrics[names.OPTIMIZER_STEPS] == 12
 
 
-def test_the_first_mini_batch_measures_how_far_engine_and_trainer_are_apart() -> None:
+def test_the_first_mini_batch_measures_the_mismatch_of_engine_and_trainer() -> None:
     batch, advantages_BR = make_batch()
     agreeing = make_actor(ppo_mini_batches=4, lr=0.1).update(batch, advantages_BR=advantages_BR)
     batch["rollout_log_probs"] += 0.25
@@ -271,7 +271,7 @@ def test_the_learning_rate_warms_up_over_updates() -> None:
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
 
 
-def test_the_learning_rate_falls_in_a_straight_line_and_stays_there() -> None:
+def test_the_learning_rate_decays_linearly_to_its_minimum() -> None:
     batch, advantages_BR = make_batch()
     actor = make_actor(lr=1.0e-3, warmup_steps=2, decay_steps=4, min_lr_share=0.2)
 
@@ -304,9 +304,9 @@ def test_an_empty_prompt_is_refused_by_name() -> None:
         make_actor().update(batch, advantages_BR=torch.ones(2, 1))
 
 
-def test_a_row_without_a_token_of_the_models_is_left_out() -> None:
+def test_a_row_without_sampled_tokens_is_skipped() -> None:
     trajectories = sample_trajectories(tiny_policy(), num_groups=1, n=2)
-    silent = Trajectory(
+    without_tokens = Trajectory(
         output=AgentLoopOutput(segments=[Segment(as_token_ids([3, 4]), Origin.PROMPT)]),
         row={},
         group=0,
@@ -314,14 +314,14 @@ def test_a_row_without_a_token_of_the_models_is_left_out() -> None:
         reward=0.0,
         reward_extra={},
     )
-    batch = assemble([*trajectories, silent], pad_token_id=PAD)
+    batch = assemble([*trajectories, without_tokens], pad_token_id=PAD)
 
     metrics = make_actor().update(batch, advantages_BR=torch.ones(3, 1))
 
     assert metrics[names.ROWS_TRAINED] == 2
 
 
-def test_old_logprobs_are_the_rollouts_unless_they_are_to_be_computed() -> None:
+def test_old_logprobs_come_from_the_rollout_unless_they_are_recomputed() -> None:
     batch, advantages_BR = off_policy_batch()
 
     given = make_actor().update(batch, advantages_BR=advantages_BR)
@@ -334,7 +334,7 @@ def test_old_logprobs_are_the_rollouts_unless_they_are_to_be_computed() -> None:
     assert 0 < given[names.MISMATCH_K3] < 0.1
 
 
-def test_the_correction_says_how_many_tokens_it_touched() -> None:
+def test_the_correction_reports_the_share_of_tokens_it_changed() -> None:
     batch, advantages_BR = off_policy_batch()
     mask_BR = batch["response_mask"].bool()
     ratios = (make_actor().logprobs(batch) - batch["rollout_log_probs"]).exp()[mask_BR]
@@ -358,7 +358,7 @@ def test_a_correction_without_logprobs_of_the_servers_is_refused() -> None:
         make_actor(**LOSSES["truncate"]).update(bare, advantages_BR=advantages_BR)
 
 
-def test_a_correction_needs_logprobs_of_the_trainers_own() -> None:
+def test_a_correction_needs_logprobs_that_the_trainer_computed() -> None:
     with pytest.raises(ConfigError, match=r"actor\.correction is .* set actor\.old_log_probs=recompute"):
         load_config(overrides=["actor.correction.kind=mask"])
 

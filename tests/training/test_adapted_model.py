@@ -1,4 +1,4 @@
-"""What servers get of a model with adapters: a base and factors, or merged weights where products do not do."""
+"""Servers get a model with adapters as a base and factors, or as merged weights if factors cannot express it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gpt2() -> PreTrainedModel:
 
 
 def with_adapters(model: PreTrainedModel, names: list[str], **options: Any) -> PreTrainedModel:
-    """Each name has adapters that add something."""
+    """Add an adapter with random weights for each name."""
     for name in names:
         settings = peft.LoraConfig(
             r=3,
@@ -64,13 +64,13 @@ def with_adapters(model: PreTrainedModel, names: list[str], **options: Any) -> P
 
 
 def assert_merged(weights: AdaptedWeights, model: PreTrainedModel) -> None:
-    """They are what `peft` would merge."""
+    """Check that the weights equal the weights that `peft` merges."""
     expected = dict(merged_parameters(model))
     for name, tensor in weights:
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
 
 
-def test_the_base_of_a_training_stays_and_its_factors_are_those_of_the_moment(tmp_path: Path) -> None:
+def test_the_base_is_unchanged_by_training_and_the_factors_are_current(tmp_path: Path) -> None:
     actor = actor_of(tmp_path)
     first = adapted(actor)
     before = flat(first)
@@ -88,7 +88,7 @@ def tiny_named(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name.replace(".base_layer.", "."), value) for name, value in model.named_parameters()]
 
 
-def test_the_base_has_the_precision_of_the_servers_and_factors_have_all_of_theirs(tmp_path: Path) -> None:
+def test_the_base_has_the_dtype_of_the_servers_and_factors_are_float32(tmp_path: Path) -> None:
     actor = actor_of(tmp_path, dtype=torch.bfloat16)
     train(actor)
     weights = adapted(actor)
@@ -98,7 +98,7 @@ def test_the_base_has_the_precision_of_the_servers_and_factors_have_all_of_their
     assert not torch.equal(weights.merged(NAME), weights.base[NAME])
 
 
-def test_who_writes_below_the_adapters_makes_another_base(tmp_path: Path) -> None:
+def test_a_changed_base_weight_has_another_base_id(tmp_path: Path) -> None:
     actor = actor_of(tmp_path)
     first = adapted(actor).base_id
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_who_writes_below_the_adapters_makes_another_base(tmp_path: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 @pytest.mark.parametrize("names", [["one"], ["one", "other"]])
-def test_embeddings_transposed_layers_and_several_adapters_are_factors_too(names: list[str]) -> None:
+def test_embeddings_transposed_layers_and_several_adapters_are_sent_as_factors(names: list[str]) -> None:
     model = with_adapters(gpt2(), names)
     weights = adapted(Actor(model, config=ActorConfig()))
     left_OR, right_RI = weights.factors["transformer.h.0.attn.c_attn.weight"]
@@ -120,14 +120,14 @@ def test_embeddings_transposed_layers_and_several_adapters_are_factors_too(names
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["ln_f"]}])
-def test_adapters_that_are_more_than_a_product_travel_merged(options: dict[str, Any]) -> None:
+def test_adapters_that_are_more_than_a_product_are_sent_merged(options: dict[str, Any]) -> None:
     model = with_adapters(gpt2(), ["one"], **options)
     weights = Actor(model, config=ActorConfig()).weights()
     assert not isinstance(weights, AdaptedWeights)
     assert dict(weights)
 
 
-def test_a_convolution_travels_merged() -> None:
+def test_a_convolution_is_sent_merged() -> None:
     class Convolved(GPT2LMHeadModel):
         def __init__(self, config: GPT2Config) -> None:
             super().__init__(config)

@@ -1,4 +1,4 @@
-"""Low-rank adapters are trained, the weights below them are not, and servers get both in one."""
+"""Low-rank adapters are trained and the weights below them are not; servers get the merged weights."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ def test_new_adapters_change_nothing_and_nothing_else_is_trained(folder: Path, b
     assert all(torch.equal(value, parameters(actor)[name]) for name, value in plain.named_parameters())
 
 
-def test_an_update_moves_merged_weights_and_leaves_the_base_as_it_was(
-    folder: Path, batch: RolloutBatch
-) -> None:
+def test_an_update_changes_the_merged_weights_and_not_the_base(folder: Path, batch: RolloutBatch) -> None:
     actor, before = make_actor(settings(folder)), dict(tiny_policy().named_parameters())
 
     metrics = train(actor, batch)
@@ -78,7 +76,9 @@ def test_an_update_moves_merged_weights_and_leaves_the_base_as_it_was(
     assert changed == {name for name in before if name.endswith("_proj.weight")}
 
 
-def test_a_model_with_the_merged_weights_says_what_the_actor_says(folder: Path, batch: RolloutBatch) -> None:
+def test_a_model_with_the_merged_weights_has_the_logprobs_of_the_actor(
+    folder: Path, batch: RolloutBatch
+) -> None:
     actor = make_actor(settings(folder, lora_alpha=8.0))
     train(actor, batch)
     server: Qwen3ForCausalLM = tiny_policy(seed=9)
@@ -90,7 +90,7 @@ def test_a_model_with_the_merged_weights_says_what_the_actor_says(folder: Path, 
     )
 
 
-def test_a_checkpoint_of_adapters_goes_on_where_it_was(
+def test_training_resumes_exactly_from_a_checkpoint_of_adapters(
     folder: Path, batch: RolloutBatch, tmp_path: Path
 ) -> None:
     first = make_actor(settings(folder))
@@ -152,6 +152,6 @@ def test_settings_that_do_not_fit_are_refused(
         load_policy(settings(folder, **others), path=None if "target_modules" in others else tmp_path)
 
 
-def test_a_checkpoint_without_adapters_is_refused_where_some_are_wanted(folder: Path) -> None:
+def test_a_checkpoint_without_adapters_is_refused_if_the_settings_have_adapters(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.lora_rank is 4, but .* holds no adapters"):
         load_policy(settings(folder), path=folder)

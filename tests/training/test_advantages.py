@@ -1,4 +1,4 @@
-"""Advantages against the formula, written out group by group."""
+"""Advantages equal a reference implementation that works group by group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def naive_advantages(rewards: list[float], groups: list[int], *, norm_by_std: bo
 
 @settings(max_examples=150, deadline=None)
 @given(rows=st.lists(st.tuples(rewards, st.integers(0, 3)), max_size=20), norm_by_std=st.booleans())
-def test_advantages_are_the_formula_on_every_ragged_group(
+def test_advantages_match_the_formula_on_ragged_groups(
     rows: list[tuple[float, int]], norm_by_std: bool
 ) -> None:
     values, groups = [reward for reward, _ in rows], [group for _, group in rows]
@@ -73,11 +73,11 @@ def test_leave_one_out_compares_with_the_mean_of_the_others(rows: list[tuple[flo
     values = torch.tensor([reward for reward, _ in rows], dtype=torch.float32).tolist()
     groups = [group for _, group in rows]
     expected: list[float] = []
-    for place, (reward, group) in enumerate(zip(values, groups, strict=True)):
+    for index, (reward, group) in enumerate(zip(values, groups, strict=True)):
         others = [
             r
             for other, (r, g) in enumerate(zip(values, groups, strict=True))
-            if other != place and g == group and not math.isnan(r)
+            if other != index and g == group and not math.isnan(r)
         ]
         is_alone = math.isnan(reward) or not others
         expected.append(0.0 if is_alone else reward - statistics.mean(others))

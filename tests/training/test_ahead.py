@@ -1,4 +1,4 @@
-"""How many rollouts run at once, and how old their weights may be."""
+"""Rollouts that run ahead: how many run at once, and how old their weights may be."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from agent_loop.training.ahead import RolloutsAhead
 
 
 class Trainer:
-    """Takes rollouts in the order of the steps, and learns from each for a while."""
+    """Trainer that consumes rollouts in the order of the steps and updates for a given time after each."""
 
     def __init__(self, *, max_staleness: int, rollout_s: list[float], update_s: list[float]) -> None:
         self.version = 0
         self.began_at: dict[int, int] = {}
-        """The version of the weights when the rollout of each step began."""
+        """Weight version at the start of the rollout of each step."""
         self.num_running = self.most_running = 0
         self._max_staleness = max_staleness
         self._rollout_s = rollout_s
@@ -53,7 +53,7 @@ seconds = st.floats(0, 30)
     max_staleness=st.integers(0, 4),
     lengths=st.lists(st.tuples(seconds, seconds), min_size=1, max_size=12),
 )
-def test_no_rollout_is_older_than_the_bound_and_none_is_left_out(
+def test_no_rollout_is_older_than_max_staleness_and_no_step_is_skipped(
     max_staleness: int, lengths: list[tuple[float, float]]
 ) -> None:
     trainer = Trainer(
@@ -70,8 +70,8 @@ def test_no_rollout_is_older_than_the_bound_and_none_is_left_out(
 
 
 @pytest.mark.parametrize(("max_staleness", "seconds_taken"), [(0, 10 * 6.0), (1, 10 * 5.0 + 1.0), (4, 16.0)])
-def test_what_runs_ahead_costs_no_time(max_staleness: int, seconds_taken: float) -> None:
-    """Ten rollouts of 5 s and ten updates of 1 s."""
+def test_rollouts_that_run_ahead_overlap_with_updates(max_staleness: int, seconds_taken: float) -> None:
+    """Run ten rollouts of 5 s and ten updates of 1 s."""
     trainer = Trainer(max_staleness=max_staleness, rollout_s=[5.0] * 10, update_s=[1.0] * 10)
 
     async def timed() -> float:
@@ -86,7 +86,7 @@ def test_what_runs_ahead_costs_no_time(max_staleness: int, seconds_taken: float)
         assert taken < 10 * 6.0
 
 
-def test_leaving_cancels_what_runs_and_a_failure_comes_with_its_step() -> None:
+def test_exit_cancels_running_rollouts_and_a_failure_is_raised_at_its_step() -> None:
     ended: list[int] = []
 
     async def roll_out(step: int) -> int:
@@ -106,4 +106,4 @@ def test_leaving_cancels_what_runs_and_a_failure_comes_with_its_step() -> None:
         assert len(asyncio.all_tasks()) == 1
 
     run_virtual(scenario())
-    assert sorted(ended) == [1, 2, 3, 4]  # that of step 5 had not begun
+    assert sorted(ended) == [1, 2, 3, 4]  # The rollout of step 5 had not started.

@@ -1,4 +1,4 @@
-"""Rollouts that run ahead of the weights, and groups that are rolled out in place of others."""
+"""Rollouts that run ahead of the weights, and groups that replace groups without variance."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from agent_loop.types import Row
 from tests.training.fakes import FakeRollouts, tiny_policy
 
 
-class TakesTime(FakeRollouts):
-    """Later steps of the same time take longer. Tokens are of the weights that were there when their rollout began."""
+class SlowRollouts(FakeRollouts):
+    """Rollouts that take time, and longer for later steps. Tokens are sampled with the weights at their start."""
 
     def __init__(self) -> None:
         super().__init__(tiny_policy())
         self.rows_of: dict[int, Sequence[Row]] = {}
-        """By step."""
+        """Rows by step."""
         self.num_running = self.most_running = 0
         self.is_awake = False
 
@@ -76,8 +76,8 @@ def policy_of(result: TrainResult) -> dict[str, Tensor]:
     return AutoModelForCausalLM.from_pretrained(result.checkpoint / "model", dtype="float32").state_dict()
 
 
-def test_a_bound_of_zero_is_synchronous_training_bit_for_bit(config: Config, tmp_path: Path) -> None:
-    sync_rollouts, async_rollouts = TakesTime(), TakesTime()
+def test_max_staleness_of_zero_is_synchronous_training_bit_for_bit(config: Config, tmp_path: Path) -> None:
+    sync_rollouts, async_rollouts = SlowRollouts(), SlowRollouts()
 
     synchronous = train(with_settings(config, run_dir=tmp_path / "sync"), sync_rollouts)
     asynchronous = train(
@@ -96,10 +96,10 @@ def test_a_bound_of_zero_is_synchronous_training_bit_for_bit(config: Config, tmp
 
 
 @pytest.mark.parametrize("max_staleness", [1, 4])
-def test_every_row_is_trained_once_and_no_token_is_older_than_the_bound(
+def test_every_row_is_trained_once_and_no_token_is_older_than_max_staleness(
     config: Config, tmp_path: Path, max_staleness: int
 ) -> None:
-    rollouts, reference = TakesTime(), TakesTime()
+    rollouts, reference = SlowRollouts(), SlowRollouts()
     config = with_settings(config, run_dir=tmp_path / "run", total_steps=8)
     settings = {"mode": "async", "max_staleness": max_staleness, "val_every": 3}
 
@@ -112,14 +112,14 @@ def test_every_row_is_trained_once_and_no_token_is_older_than_the_bound(
     assert rollouts.rows_of == reference.rows_of
     staleness = [line[names.STALENESS_MAX] for line in lines]
     assert all(steps <= min(number, max_staleness) for number, steps in enumerate(staleness))
-    assert max(staleness) == max_staleness  # not at each step: a rollout may begin late on a busy machine
+    assert max(staleness) == max_staleness  # Not at each step: a rollout may start late on a busy machine.
     assert all(line[names.STALENESS_MEAN] <= line[names.STALENESS_MAX] for line in lines)
-    assert 1 < rollouts.most_running <= max_staleness + 2  # a validation beside them
+    assert 1 < rollouts.most_running <= max_staleness + 2  # A validation may run at the same time.
     assert rollouts.num_running == 0
 
 
-def test_ctrl_c_ends_all_rollouts_and_the_run_goes_on_later(config: Config, tmp_path: Path) -> None:
-    class Interrupted(TakesTime):
+def test_ctrl_c_ends_all_rollouts_and_the_run_can_be_resumed(config: Config, tmp_path: Path) -> None:
+    class Interrupted(SlowRollouts):
         async def run(self, rows: Sequence[Row], **options: Any) -> list[Trajectory]:
             if options["label"] == "step=5":
                 signal.raise_signal(signal.SIGINT)
@@ -133,15 +133,15 @@ def test_ctrl_c_ends_all_rollouts_and_the_run_goes_on_later(config: Config, tmp_
     assert rollouts.num_running == 0
     assert latest_checkpoint(stopped.run_dir).step == stopped.step
 
-    rest = TakesTime()
+    rest = SlowRollouts()
     resumed = train(settings, rest, resume="auto")
 
     assert sorted(rest.rows_of) == list(range(stopped.step + 1, 7))
     assert [line["step"] for line in lines_of(resumed)] == list(range(1, 7))
 
 
-def test_a_rollout_that_fails_ends_the_run_when_its_step_has_come(config: Config, tmp_path: Path) -> None:
-    class Fails(TakesTime):
+def test_a_failed_rollout_ends_the_run_at_its_step(config: Config, tmp_path: Path) -> None:
+    class Fails(SlowRollouts):
         async def run(self, rows: Sequence[Row], **options: Any) -> list[Trajectory]:
             if options["label"] == "step=3":
                 raise RolloutError("16 of 16 trajectories failed")
@@ -155,8 +155,8 @@ def test_a_rollout_that_fails_ends_the_run_when_its_step_has_come(config: Config
     assert rollouts.num_running == 0
 
 
-class SomeAgree(FakeRollouts):
-    """In every second group that is begun all rewards are the same."""
+class SomeEqualRewards(FakeRollouts):
+    """Rollouts in which all rewards of every second group are equal."""
 
     def __init__(self) -> None:
         super().__init__(tiny_policy())
@@ -176,7 +176,7 @@ class SomeAgree(FakeRollouts):
 
 def test_groups_without_variance_are_replaced_by_other_rows(config: Config, tmp_path: Path) -> None:
     config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"max_refills": 4})})
-    rollouts = SomeAgree()
+    rollouts = SomeEqualRewards()
 
     result = train(with_settings(config, run_dir=tmp_path / "run"), rollouts)
 
@@ -191,15 +191,15 @@ def test_groups_without_variance_are_replaced_by_other_rows(config: Config, tmp_
         assert len(set(others) - set(batch)) == len(others)
 
 
-def test_a_step_that_runs_out_of_other_rows_has_fewer_groups(config: Config, tmp_path: Path) -> None:
-    class AllAgree(SomeAgree):
+def test_a_step_without_enough_other_rows_has_fewer_groups(config: Config, tmp_path: Path) -> None:
+    class AllEqualRewards(SomeEqualRewards):
         async def run(self, rows: Sequence[Row], **options: Any) -> list[Trajectory]:
             return [structs.replace(t, reward=1.0) for t in await super().run(rows, **options)]
 
     config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"max_refills": 9})})
-    rollouts = AllAgree()
+    rollouts = AllEqualRewards()
 
     result = train(with_settings(config, run_dir=tmp_path / "run", total_steps=1), rollouts)
 
-    assert len(rollouts.by_step[1]) == 10  # all there are
+    assert len(rollouts.by_step[1]) == 10  # All rows of the data set.
     assert lines_of(result)[0][names.SKIPPED_UPDATE] == 1.0

@@ -1,4 +1,4 @@
-"""Rows are batched for training only in ways that give what each row gives alone."""
+"""Rows are batched for training only in ways that do not change the outputs of any row."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def test_a_model_with_full_attention_is_batched_in_any_way(attention: str, setti
         ("bloom", SHARED, ".*fails with ValueError: too many values"),
     ],
 )
-def test_a_way_of_batching_that_is_not_exact_is_refused(
-    name: str, settings: dict[str, bool], fault: str
-) -> None:
+def test_batching_that_is_not_exact_is_refused(name: str, settings: dict[str, bool], fault: str) -> None:
     with pytest.raises(ConfigError, match=rf"^actor\.{fault}"):
         prove(build(name), **settings)
 
@@ -81,7 +79,7 @@ def test_a_model_that_padding_changes_is_trained_one_row_at_a_time(
 
 
 @pytest.mark.parametrize("name", ["gpt_neo-window", "llama4_text-chunk", "gemma3_text-window"])
-def test_windows_and_chunks_are_crossed_by_padded_and_packed_rows(name: str) -> None:
+def test_attention_windows_and_chunks_are_tested_with_rows_that_exceed_them(name: str) -> None:
     for settings in ({}, PACKED):
         model: Any = FAMILIES[name].build()
         actor = Actor(model, config=ActorConfig(**settings), max_row_tokens=128)
@@ -89,7 +87,7 @@ def test_windows_and_chunks_are_crossed_by_padded_and_packed_rows(name: str) -> 
         check_logprobs(actor.logprobs(batch), model, batch)
 
 
-def test_windows_that_no_row_is_longer_than_do_not_count() -> None:
+def test_attention_windows_longer_than_every_row_are_ignored() -> None:
     model = build("gemma3_text-window")
     longest = min(FAMILIES["gemma3_text-window"].limits)
     assert prove(model, max_row_tokens=longest, **SHARED)
@@ -108,7 +106,7 @@ def test_a_forward_that_fails_is_named() -> None:
         prove(model)
 
 
-def test_a_critic_is_tried_below_its_head() -> None:
+def test_a_critic_is_tested_below_its_head() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=60,
@@ -121,7 +119,7 @@ def test_a_critic_is_tried_below_its_head() -> None:
     model: Any = LlamaForTokenClassification(config).eval()
     torch.nn.init.zeros_(model.score.weight)
     assert prove(model, **PACKED)
-    # What follows a token's predecessor in the input, whatever row that is from, reaches the token.
+    # The hook adds the output of the previous token in the input, which may belong to another row.
     model.model.layers[0].register_forward_hook(lambda module, args, output: output + output.roll(1, dims=1))
     with pytest.raises(ConfigError, match=r"^critic\.use_packing is on"):
         Critic(model, config=CriticConfig(use_packing=True))

@@ -1,4 +1,4 @@
-"""Every statistic counts a rollout once: against references that know rollouts, and no rows."""
+"""Every statistic counts a rollout once. The references work on rollouts, not on rows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MODES: list[AggregationMode] = ["token-mean", "seq-mean-token-mean", "seq-mean-t
 class Branch:
     reward: float | None
     turns: tuple[tuple[int, float | None], ...]
-    """Of each turn its tokens, and its reward."""
+    """Number of tokens and reward of each turn."""
 
     @property
     def num_tokens(self) -> int:
@@ -93,17 +93,17 @@ def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
 def trajectory(branch: Branch, *, group: int, rollout: int, number: int | None) -> Trajectory:
     segments = [Segment(as_token_ids([3, 4]), Origin.PROMPT)]
     feedback: list[Feedback] = []
-    place = -1
+    index = -1
     for length, reward in branch.turns:
         logprobs = np.full(length, -1.0, np.float32)
         segments += [
             Segment(as_token_ids([5] * length), Origin.MODEL, logprobs, 0),
             Segment(as_token_ids([6]), Origin.TOOL),
         ]
-        place += length
+        index += length
         if reward is not None:
-            feedback.append(Feedback(Origin.TOOL, "tool", place=place, reward=reward))
-        place += 1
+            feedback.append(Feedback(Origin.TOOL, "tool", place=index, reward=reward))
+        index += 1
     return Trajectory(
         AgentLoopOutput(segments=segments, feedback=feedback),
         row={},
@@ -122,7 +122,7 @@ def batch_of(groups: Sequence[Group]) -> RolloutBatch:
 def estimated(
     groups: Sequence[Group], estimator: Any, **config: Any
 ) -> dict[tuple[int, int, int], list[float]]:
-    """The advantage of each token of the branches that are trained, by group, rollout and branch."""
+    """Return the advantage of each token of the trained branches, by group, rollout and branch."""
     batch = batch_of(groups)
     settings = AlgorithmConfig(
         adv_estimator=estimator, turn_reward_weight=WEIGHT, drop_zero_variance_groups=False, **config
@@ -147,7 +147,7 @@ def estimated(
     }
 
 
-# -- the references: they see groups of rollouts of branches --------------------------------------------------------
+# -- references: they work on groups of rollouts of branches --------------------------------------------------------
 
 
 def scored(rollout: Rollout) -> Rollout:
@@ -164,12 +164,12 @@ def deviation_of_rollouts(rollouts: Sequence[Sequence[float]]) -> float:
     return math.sqrt(sum(squares) / (len(squares) - 1))
 
 
-def tells_something(rollouts: Sequence[Sequence[float]]) -> bool:
+def rewards_differ(rollouts: Sequence[Sequence[float]]) -> bool:
     return len(rollouts) > 1 and len({value for each in rollouts for value in each}) > 1
 
 
 def turn_weights(group: Group) -> list[tuple[float, float]]:
-    """Of each reward of a turn in the group, the reward and how much it counts."""
+    """Return each turn reward of the group with its weight."""
     found: list[tuple[float, float]] = []
     for rollout in group:
         rewarded = [[r for _, r in branch.turns if r is not None] for branch in scored(rollout)]
@@ -181,7 +181,7 @@ def turn_weights(group: Group) -> list[tuple[float, float]]:
 def reference_grpo(group: Group, branch: Branch) -> list[float]:
     rollouts = [[b.reward for b in scored(rollout)] for rollout in group if scored(rollout)]
     outcome = 0.0
-    if tells_something(rollouts):
+    if rewards_differ(rollouts):
         outcome = (branch.reward - mean_of_rollouts(rollouts)) / (deviation_of_rollouts(rollouts) + 1e-6)
     weighted = turn_weights(group)
     count = sum(weight for _, weight in weighted)
@@ -189,23 +189,26 @@ def reference_grpo(group: Group, branch: Branch) -> list[float]:
     if len({reward for reward, _ in weighted}) > 1:
         mean = sum(reward * weight for reward, weight in weighted) / count
         variance = sum(weight * (reward - mean) ** 2 for reward, weight in weighted) / max(1.0, count - 1)
-        place = -1
+        index = -1
         for length, reward in branch.turns:
-            place += length
+            index += length
             if reward is not None:
-                tokens[place] = (reward - mean) / (math.sqrt(variance) + 1e-6)
-    return [outcome + WEIGHT * sum(tokens[place:]) for place in range(len(tokens))]
+                tokens[index] = (reward - mean) / (math.sqrt(variance) + 1e-6)
+    return [outcome + WEIGHT * sum(tokens[index:]) for index in range(len(tokens))]
 
 
 def reference_rloo(group: Group, rollout: Rollout, branch: Branch) -> list[float]:
     rollouts = [[b.total for b in scored(each)] for each in group if scored(each)]
     others = [[b.total for b in scored(each)] for each in group if scored(each) and each is not rollout]
-    value = branch.total - mean_of_rollouts(others) if tells_something(rollouts) else 0.0
+    value = branch.total - mean_of_rollouts(others) if rewards_differ(rollouts) else 0.0
     return [value] * branch.num_tokens
 
 
 def whitened(rollouts: Sequence[Sequence[Sequence[float]]]) -> list[list[list[float]]]:
-    """Of rollouts of branches of tokens: a token of a rollout with k branches counts as 1 / k."""
+    """Return the whitened values of rollouts of branches of tokens.
+
+    A token of a rollout with k branches has the weight 1 / k.
+    """
     weighted = [(value, 1 / len(rollout)) for rollout in rollouts for branch in rollout for value in branch]
     count = sum(weight for _, weight in weighted)
     mean = sum(value * weight for value, weight in weighted) / count
@@ -223,7 +226,7 @@ def reference_returns(groups: Sequence[Group], *, is_centred: bool) -> list[list
         mean = mean_of_rollouts(rollouts) if rollouts else 0.0
         count = sum(weight for _, weight in weighted)
         turn_mean = sum(reward * weight for reward, weight in weighted) / count if weighted else 0.0
-        compares = tells_something(rollouts)
+        compares = rewards_differ(rollouts)
         compares_turns = len({reward for reward, _ in weighted}) > 1
         for rollout in group:
             if not scored(rollout):
@@ -237,7 +240,7 @@ def reference_returns(groups: Sequence[Group], *, is_centred: bool) -> list[list
                 if is_centred and not compares_turns:
                     shown = Branch(branch.reward, tuple((length, None) for length, _ in branch.turns))
                 rewards = shown.token_rewards(outcome=outcome, turn_mean=turn_mean if is_centred else 0.0)
-                of_branches.append([sum(rewards[place:]) for place in range(len(rewards))])
+                of_branches.append([sum(rewards[index:]) for index in range(len(rewards))])
             returns.append(of_branches)
     return returns
 
@@ -280,19 +283,19 @@ def assert_same(found: Mapping[Any, Sequence[float]], expected: Mapping[Any, Seq
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @settings(max_examples=40, deadline=None)
 @given(groups=groups)
-def test_an_estimator_gives_what_a_reference_of_rollouts_gives(estimator: str, groups: list[Group]) -> None:
+def test_an_estimator_matches_a_reference_that_works_on_rollouts(estimator: str, groups: list[Group]) -> None:
     assert_same(estimated(groups, estimator), reference(groups, estimator))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @settings(max_examples=25, deadline=None)
 @given(groups=groups, seed=st.integers(0, 99))
-def test_as_many_copies_of_a_branch_as_one_likes_change_no_other_advantage(
+def test_copies_of_a_branch_change_no_advantage_of_other_rollouts(
     estimator: str, groups: list[Group], seed: int
 ) -> None:
-    """The copies share what they share: nothing of the others, and nothing of themselves, moves."""
-    dice = random.Random(seed)
-    copied = [[rollout * dice.randint(1, 3) for rollout in group] for group in groups]
+    """The copies share the weight of the original branch, so no advantage changes."""
+    rng = random.Random(seed)
+    copied = [[rollout * rng.randint(1, 3) for rollout in group] for group in groups]
 
     found, expected = estimated(copied, estimator), estimated(groups, estimator)
 
@@ -302,7 +305,7 @@ def test_as_many_copies_of_a_branch_as_one_likes_change_no_other_advantage(
 
 
 def two_rollouts() -> Group:
-    """One with one branch and reward 1, one with three branches and reward 0."""
+    """Return a group of a rollout with one branch and reward 1, and a rollout with three branches and reward 0."""
     return [[Branch(1.0, ((2, None),))], [Branch(0.0, ((2, None),))] * 3]
 
 
@@ -316,7 +319,9 @@ def two_rollouts() -> Group:
         ("gae", (3 / 4) ** 0.5),
     ],
 )
-def test_one_branch_against_three_is_one_rollout_against_one(estimator: str, expected: float) -> None:
+def test_a_rollout_with_three_branches_counts_like_a_rollout_with_one(
+    estimator: str, expected: float
+) -> None:
     found = estimated([two_rollouts()], estimator)
 
     assert found[0, 0, 0] == pytest.approx([expected] * 2, abs=1e-5)
@@ -324,8 +329,8 @@ def test_one_branch_against_three_is_one_rollout_against_one(estimator: str, exp
         assert found[0, 1, branch] == pytest.approx([-expected] * 2, abs=1e-5)
 
 
-def test_branches_of_one_rollout_are_told_apart_without_huge_advantages() -> None:
-    """The rollouts are worth the same, to a hair; what their branches differ by is in the deviation too."""
+def test_different_branches_of_one_rollout_do_not_get_huge_advantages() -> None:
+    """The mean rewards of the rollouts are nearly equal. The deviation includes the differences of the branches."""
     rewards_B = torch.tensor([1.0, 0.0, 1.0, 1e-4])
     options = {"groups_B": torch.zeros(4, dtype=torch.int64), "rollouts_B": torch.tensor([0, 0, 1, 1])}
 
@@ -344,7 +349,7 @@ def test_a_rollout_has_no_signal_without_another_one() -> None:
     assert not rloo_advantages(rewards_B, **options).any()
 
 
-def test_a_branch_that_nothing_scored_takes_no_share_of_its_rollouts_weight() -> None:
+def test_an_unscored_branch_has_no_share_of_its_rollouts_weight() -> None:
     turns = ((2, None),)
     whole: Group = [[Branch(1.0, turns)], [Branch(0.0, turns), Branch(0.5, turns)]]
     partly: Group = [[Branch(1.0, turns)], [Branch(0.0, turns), Branch(None, turns), Branch(0.5, turns)]]
@@ -356,8 +361,8 @@ def test_a_branch_that_nothing_scored_takes_no_share_of_its_rollouts_weight() ->
         assert found[0, 0, 0] == pytest.approx(expected[0, 0, 0])
 
 
-def test_a_turn_that_branches_share_counts_in_what_each_of_them_earned() -> None:
-    """The rollouts earned the same, be it on one way or on two."""
+def test_the_reward_of_a_shared_turn_counts_in_the_total_of_each_branch() -> None:
+    """The total rewards of the rollouts are equal, with one branch or with two."""
     alone = trajectory(Branch(0.0, ((2, 1.0), (1, None))), group=0, rollout=0, number=None)
     first = trajectory(Branch(0.0, ((2, 1.0), (1, None))), group=0, rollout=1, number=0)
     shared = first.output.segments[:3]
@@ -394,7 +399,9 @@ def test_a_rollout_without_a_token_to_train_still_counts_with_its_reward() -> No
 # -- losses -----------------------------------------------------------------------------------------------------------
 
 
-def cut_up(values: Sequence[Sequence[float]], rollouts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def split_into_rows(
+    values: Sequence[Sequence[float]], rollouts: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
     width = max(map(len, values))
     values_BT = torch.tensor(
         [[*row, *[math.nan] * (width - len(row))] for row in values], dtype=torch.float64
@@ -403,7 +410,7 @@ def cut_up(values: Sequence[Sequence[float]], rollouts: Sequence[int]) -> tuple[
 
 
 def reference_loss(rollouts: Sequence[Sequence[float]], mode: AggregationMode, *, length: int) -> float:
-    """Of all tokens of each rollout."""
+    """Return the loss over all tokens of each rollout."""
     if mode == "token-mean":
         return sum(map(sum, rollouts)) / sum(map(len, rollouts))
     if mode == "seq-mean-token-mean":
@@ -414,7 +421,7 @@ def reference_loss(rollouts: Sequence[Sequence[float]], mode: AggregationMode, *
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_the_loss_is_that_of_rollouts_however_their_tokens_are_cut_into_rows(
+def test_the_loss_of_a_rollout_does_not_depend_on_its_split_into_rows(
     mode: AggregationMode, data: st.DataObject
 ) -> None:
     tokens = st.lists(st.floats(-3, 3), min_size=1, max_size=6)
@@ -425,7 +432,7 @@ def test_the_loss_is_that_of_rollouts_however_their_tokens_are_cut_into_rows(
         for start, end in zip([0, *cuts], [*cuts, len(rollout)], strict=True):
             rows.append((number, rollout[start:end]))
     rows = data.draw(st.permutations(rows))
-    values_BT, mask_BT, rollouts_B = cut_up([row for _, row in rows], [number for number, _ in rows])
+    values_BT, mask_BT, rollouts_B = split_into_rows([row for _, row in rows], [number for number, _ in rows])
     numbers = torch.arange(len(rows))
     reduce = Aggregation.of_rows(mask_BT, rows=numbers, rollouts_B=rollouts_B, mode=mode, length=7)
     parts = [part for part in numbers.tensor_split(3) if len(part)]
@@ -439,7 +446,7 @@ def test_the_loss_is_that_of_rollouts_however_their_tokens_are_cut_into_rows(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_that_are_rollouts_weigh_as_they_always_did(mode: AggregationMode) -> None:
+def test_rows_with_one_branch_have_weight_one(mode: AggregationMode) -> None:
     generator = torch.Generator().manual_seed(0)
     values_BT = torch.randn(6, 5, generator=generator)
     mask_BT = (torch.rand(6, 5, generator=generator) < 0.6).long()
@@ -471,7 +478,7 @@ def test_the_branches_of_a_rollout_are_in_one_mini_batch() -> None:
         assert sum(map(len, of_parts)) == len(set().union(*of_parts)) == 5
 
 
-def test_rows_that_are_rollouts_are_dealt_as_they_always_were() -> None:
+def test_rows_with_one_branch_are_shuffled_into_mini_batches_as_without_branches() -> None:
     config = ActorConfig(ppo_mini_batches=3, ppo_epochs=2)
     rows = torch.tensor([1, 2, 4, 7, 8])
     generator = torch.Generator().manual_seed(0)
@@ -486,7 +493,7 @@ def test_rows_that_are_rollouts_are_dealt_as_they_always_were() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_gradient_of_branches_does_not_depend_on_micro_batches(mode: AggregationMode) -> None:
-    """Rows of one rollout are in different micro-batches: their weights are still those of the rollout."""
+    """Rows of one rollout are in different micro-batches and still have the weights of the rollout."""
     sampled = sample_trajectories(tiny_policy(), num_groups=2, n=4)
     sampled = [structs.replace(t, rollout=t.rollout // 3, branch=t.rollout % 3) for t in sampled]
     batch = assemble(sampled, pad_token_id=PAD)
@@ -533,7 +540,7 @@ def test_a_tools_metrics_count_a_rollout_once() -> None:
     assert metrics["tools/tool/reward/mean"] == pytest.approx(0.5)
 
 
-def test_rows_are_numbered_by_rollout_and_rows_without_a_branch_stand_alone() -> None:
+def test_rows_are_numbered_by_rollout_and_each_row_without_a_branch_is_one_rollout() -> None:
     turns = ((1, None),)
     trajectories = trajectories_of([[[Branch(0.0, turns)] * 2, [Branch(0.0, turns)]]])
     alone = structs.replace(trajectories[2], rollout=1)
@@ -543,7 +550,7 @@ def test_rows_are_numbered_by_rollout_and_rows_without_a_branch_stand_alone() ->
     assert rollouts_of_rows(batch).tolist() == [0, 0, 1, 2]
 
 
-def test_whitening_by_weights_is_whitening_of_rollouts() -> None:
+def test_weighted_whitening_equals_whitening_of_rollouts() -> None:
     values_BR, mask_BR = torch.tensor([[1.0], [0.0], [0.0], [0.0]]), torch.ones(4, 1)
 
     found = whiten(values_BR, mask_BR=mask_BR, weights_B=torch.tensor([1, 1 / 3, 1 / 3, 1 / 3]))
@@ -551,7 +558,7 @@ def test_whitening_by_weights_is_whitening_of_rollouts() -> None:
     assert found[:, 0].tolist() == pytest.approx([0.5**0.5, *[-(0.5**0.5)] * 3], abs=1e-5)
 
 
-# -- what chooses rows ------------------------------------------------------------------------------------------------
+# -- selection of rows ------------------------------------------------------------------------------------------------
 
 
 def scores(*rollouts: Sequence[float | None]) -> list[Trajectory]:
@@ -568,7 +575,7 @@ def scores(*rollouts: Sequence[float | None]) -> list[Trajectory]:
         ([[1.0, None], [0.0]], True),
     ],
 )
-def test_a_group_is_kept_where_its_rollouts_can_be_told_apart(
+def test_a_group_is_kept_if_its_rollouts_have_different_rewards(
     rollouts: list[list[float | None]], is_kept: bool
 ) -> None:
     trajectories = scores(*rollouts)
@@ -581,7 +588,7 @@ def test_a_group_is_kept_where_its_rollouts_can_be_told_apart(
     assert signal_B.any() == is_kept
 
 
-def test_a_greedy_rollout_earned_the_mean_of_its_scored_branches() -> None:
+def test_the_reward_of_a_greedy_rollout_is_the_mean_of_its_scored_branches() -> None:
     branches = [Branch(1.0, ((1, 2.0),)), Branch(0.0, ((1, None),)), Branch(None, ((1, 4.0),))]
 
     assert _earned(trajectories_of([[branches]]), turn_weight=0.5) == 1.0
@@ -602,7 +609,7 @@ def test_the_branches_of_a_failed_rollout_are_one_failure() -> None:
 
 
 def test_the_share_of_rollouts_with_a_signal_counts_rollouts() -> None:
-    """Three groups of two rollouts, of which one has a signal; it has most of the rows."""
+    """Use three groups of two rollouts. Only the group with most of the rows has a signal."""
     turns = ((1, None),)
     flat: Group = [[Branch(0.0, turns)], [Branch(0.0, turns)]]
     varied: Group = [[Branch(1.0, turns)] * 3, [Branch(0.0, turns)] * 3]
@@ -614,11 +621,11 @@ def test_the_share_of_rollouts_with_a_signal_counts_rollouts() -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_where_each_rollout_has_one_branch_numbers_do_not_depend_on_branches_at_all(estimator: Any) -> None:
-    """Bit for bit: the rollouts' numbers of such rows change nothing."""
-    dice = random.Random(0)
+def test_with_one_branch_per_rollout_the_result_is_the_same_as_without_branches(estimator: Any) -> None:
+    """The results are equal bit for bit with and without the numbers of the rollouts."""
+    rng = random.Random(0)
     groups = [
-        [[Branch(dice.choice([None, 0.1, 0.5, 1.0]), ((2, dice.random()), (1, None)))] for _ in range(5)]
+        [[Branch(rng.choice([None, 0.1, 0.5, 1.0]), ((2, rng.random()), (1, None)))] for _ in range(5)]
         for _ in range(4)
     ]
     batch = batch_of(groups)

@@ -1,4 +1,4 @@
-"""Checkpoints are whole, loadable by others, and refused when damaged."""
+"""Checkpoints are complete, other libraries can load them, and damaged checkpoints are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHECKPOINTED = Path(tempfile.mkdtemp()) / "step-000001"
 
 @pytest.fixture(autouse=True, scope="module")
 def one_small_checkpoint() -> Iterator[None]:
-    """A checkpoint with little in it, for tests of its state."""
+    """Yield a checkpoint with small files, for tests of its state."""
 
     class Small:
         def save(self, folder: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_a_model_folder_and_a_state(tmp_path: Path) -> None:
     make_learner(0).load(checkpoint)
 
 
-def test_the_last_ones_are_kept_and_the_latest_is_found_by_number(tmp_path: Path) -> None:
+def test_the_last_checkpoints_are_kept_and_the_latest_is_found_by_number(tmp_path: Path) -> None:
     for step in (2, 999_999, 1_000_000):
         save(tmp_path, step=step)
 
@@ -99,7 +99,7 @@ def test_the_last_ones_are_kept_and_the_latest_is_found_by_number(tmp_path: Path
     assert latest_checkpoint(tmp_path).step == 1_000_000
 
 
-def test_what_was_left_half_written_is_no_checkpoint_and_is_swept_up(tmp_path: Path) -> None:
+def test_a_partially_written_checkpoint_is_ignored_and_removed(tmp_path: Path) -> None:
     torn = checkpoints_folder(tmp_path) / ".step-000007.tmp"
     torn.mkdir(parents=True)
     (torn / "half").write_text("half")
@@ -118,7 +118,7 @@ def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["trainer/.metadata", "model/model.safetensors", "model/config.json"])
-def test_a_file_that_is_cut_off_or_missing_is_named(tmp_path: Path, name: str) -> None:
+def test_a_truncated_or_missing_file_is_named(tmp_path: Path, name: str) -> None:
     checkpoint = save(tmp_path, step=1)
     file = checkpoint.path / name
     whole = file.read_bytes()
@@ -141,7 +141,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_a_trainer_state_that_is_not_what_it_was_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_changed_trainer_state_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint = save(tmp_path, step=1)
     file = checkpoint.path / "trainer" / name
     file.write_bytes(b"x" * file.stat().st_size)
@@ -152,7 +152,7 @@ def test_a_trainer_state_that_is_not_what_it_was_is_refused(tmp_path: Path, name
         make_learner(1).load(checkpoint)
 
 
-def test_a_state_lacks_what_was_not_saved(tmp_path: Path) -> None:
+def test_loading_a_part_that_was_not_saved_is_refused(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, step=1)
     save_state({"one": torch.ones(3)}, tmp_path)
     elsewhere = dataclasses.replace(checkpoint, path=tmp_path)
@@ -178,13 +178,13 @@ def every_file(checkpoint: Checkpoint) -> list[Path]:
     return sorted(path for path in checkpoint.path.rglob("*") if path.is_file())
 
 
-def test_one_changed_bit_in_any_file_is_noticed_and_the_checkpoint_before_is_named(tmp_path: Path) -> None:
+def test_one_changed_bit_in_any_file_is_detected_and_the_previous_checkpoint_is_named(tmp_path: Path) -> None:
     earlier, checkpoint = save(tmp_path, step=1), save(tmp_path, step=2)
     assert len(every_file(checkpoint)) > 5
     for file in every_file(checkpoint):
         whole = file.read_bytes()
-        for place in {0, len(whole) // 2, len(whole) - 1}:
-            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        for index in {0, len(whole) // 2, len(whole) - 1}:
+            file.write_bytes(whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :])
             name = file.relative_to(checkpoint.path).as_posix()
             with pytest.raises(CheckpointError, match=rf"is damaged: {name} ") as refused:
                 latest_checkpoint(tmp_path)
@@ -197,13 +197,13 @@ def test_one_changed_bit_in_any_file_is_noticed_and_the_checkpoint_before_is_nam
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_a_state_with_a_changed_byte_says_the_same_or_is_refused(data: st.DataObject) -> None:
+def test_a_state_with_a_changed_byte_is_equal_or_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         whole = (CHECKPOINTED / "state.json").read_bytes()
         shutil.copytree(CHECKPOINTED, path / "step-000001")
-        place = data.draw(st.integers(0, len(whole) - 1))
-        changed = whole[:place] + bytes([whole[place] ^ data.draw(st.integers(1, 255))]) + whole[place + 1 :]
+        index = data.draw(st.integers(0, len(whole) - 1))
+        changed = whole[:index] + bytes([whole[index] ^ data.draw(st.integers(1, 255))]) + whole[index + 1 :]
         (path / "step-000001" / "state.json").write_bytes(changed)
         try:
             checkpoint = open_checkpoint(path / "step-000001")
@@ -212,7 +212,7 @@ def test_a_state_with_a_changed_byte_says_the_same_or_is_refused(data: st.DataOb
         assert dataclasses.replace(checkpoint, path=CHECKPOINTED) == open_checkpoint(CHECKPOINTED)
 
 
-def test_a_file_that_was_not_written_with_it_is_named(tmp_path: Path) -> None:
+def test_an_additional_file_in_a_checkpoint_is_named(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, step=1)
     (checkpoint.path / "notes.txt").write_text("mine")
     assert latest_checkpoint(tmp_path).step == 1
@@ -221,7 +221,7 @@ def test_a_file_that_was_not_written_with_it_is_named(tmp_path: Path) -> None:
         latest_checkpoint(tmp_path)
 
 
-def test_only_the_model_is_read_where_only_the_model_is_needed(tmp_path: Path) -> None:
+def test_only_the_model_is_verified_if_only_the_model_is_read(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, step=1)
     (checkpoint.path / "trainer" / ".metadata").unlink()
     assert latest_checkpoint(tmp_path, parts=["model"]).step == 1
@@ -229,7 +229,7 @@ def test_only_the_model_is_read_where_only_the_model_is_needed(tmp_path: Path) -
         latest_checkpoint(tmp_path)
 
 
-def test_a_checkpoint_of_an_older_version_is_taken_with_a_warning(
+def test_a_checkpoint_of_an_older_version_is_accepted_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = save(tmp_path, step=1)
@@ -241,8 +241,8 @@ def test_a_checkpoint_of_an_older_version_is_taken_with_a_warning(
     assert "has no checksums: only the sizes of its files were checked" in caplog.text
 
 
-class OnAFullDisk:
-    """A learner whose disk is full when it comes to one of its files."""
+class LearnerOnFullDisk:
+    """Learner whose disk is full when it writes one of its files."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -256,14 +256,14 @@ class OnAFullDisk:
 
 
 @pytest.mark.parametrize("name", ["model/config.json", "trainer/__0_0.distcp", "other"])
-def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path, name: str) -> None:
+def test_a_full_disk_is_an_error_and_the_previous_checkpoint_is_intact(tmp_path: Path, name: str) -> None:
     earlier = save(tmp_path, step=1, keep=1)
     with pytest.raises(CheckpointError) as refused:
         save_checkpoint(
             tmp_path,
             step=2,
             weight_version=2,
-            learner=OnAFullDisk(name),
+            learner=LearnerOnFullDisk(name),
             tokenizer=tiny_tokenizer(),
             config={},
             keep=1,

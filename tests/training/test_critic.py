@@ -1,4 +1,4 @@
-"""The critic predicts what comes, from the tokens before."""
+"""The critic predicts the return at each token from the tokens before it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_critic(
     folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 1, **settings: Any
 ) -> Critic:
-    """With a head that is not 0."""
+    """Return a critic whose head is not 0."""
     model: Any = load_critic(CriticConfig(), model_config=ModelConfig(path=str(folder), device="cpu")).to(
         dtype
     )
@@ -37,7 +37,7 @@ def make_critic(
 
 
 def make_batch() -> tuple[RolloutBatch, Tensor]:
-    """With returns [B, R]."""
+    """Return a batch with its returns [B, R]."""
     batch = assemble(sample_trajectories(tiny_policy()), pad_token_id=PAD)
     generator = torch.Generator().manual_seed(0)
     return batch, torch.randn(batch["responses"].shape, generator=generator)
@@ -47,7 +47,7 @@ def all_rows(batch: RolloutBatch) -> Tensor:
     return torch.arange(len(batch))
 
 
-def test_a_new_head_expects_nothing_and_the_rest_is_the_policys(policy_folder: Path) -> None:
+def test_a_new_head_predicts_zero_and_the_other_weights_are_the_policys(policy_folder: Path) -> None:
     model: Any = load_critic(CriticConfig(), model_config=ModelConfig(path=str(policy_folder), device="cpu"))
     batch, _ = make_batch()
 
@@ -58,7 +58,7 @@ def test_a_new_head_expects_nothing_and_the_rest_is_the_policys(policy_folder: P
     assert all(torch.equal(value, policy[name]) for name, value in trunk)
 
 
-def test_a_head_that_was_saved_is_kept(policy_folder: Path, tmp_path: Path) -> None:
+def test_a_saved_head_is_loaded(policy_folder: Path, tmp_path: Path) -> None:
     critic = make_critic(policy_folder)
     critic.model.save_pretrained(tmp_path)
     batch, _ = make_batch()
@@ -76,7 +76,7 @@ def test_a_head_that_was_saved_is_kept(policy_folder: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "settings", [{}, {"use_packing": True, "max_tokens_per_micro_batch": 50}, {"share_prefixes": True}]
 )
-def test_the_value_of_a_token_is_that_of_the_tokens_before_it(
+def test_the_value_of_a_token_depends_on_the_tokens_before_it(
     policy_folder: Path, settings: dict[str, Any]
 ) -> None:
     critic, (batch, _) = make_critic(policy_folder, **settings), make_batch()
@@ -99,7 +99,7 @@ def test_the_value_of_a_token_is_that_of_the_tokens_before_it(
         assert not values_BR[row, length:].any()
 
 
-def test_updates_bring_values_to_returns_and_say_how_far_they_are(policy_folder: Path) -> None:
+def test_updates_fit_values_to_returns_and_report_the_explained_variance(policy_folder: Path) -> None:
     critic, (batch, _) = make_critic(policy_folder, clip_range_value=None, grad_clip=10.0), make_batch()
     returns_BR = (batch["group"][:, None] - 1.5).expand(batch["responses"].shape)
 
@@ -130,7 +130,7 @@ def gradients(critic: Critic, batch: RolloutBatch, returns_BR: Tensor, old_BR: T
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_cutting_and_packing_change_no_gradient(policy_folder: Path, mode: str) -> None:
+def test_splitting_and_packing_change_no_gradient(policy_folder: Path, mode: str) -> None:
     batch, returns_BR = make_batch()
     old_BR = make_critic(policy_folder, seed=2).values(batch, rows=all_rows(batch))
     whole, *others = (
@@ -156,7 +156,7 @@ def test_cutting_and_packing_change_no_gradient(policy_folder: Path, mode: str) 
         assert float((whole - other).norm() / whole.norm()) < 1e-6
 
 
-def test_it_goes_on_from_its_state_as_if_it_had_never_stopped(policy_folder: Path) -> None:
+def test_a_critic_resumes_from_its_state_exactly(policy_folder: Path) -> None:
     batch, returns_BR = make_batch()
     old_BR = torch.zeros_like(returns_BR)
     first = make_critic(policy_folder, ppo_mini_batches=3)
@@ -172,7 +172,7 @@ def test_it_goes_on_from_its_state_as_if_it_had_never_stopped(policy_folder: Pat
         assert torch.equal(one, other)
 
 
-def test_without_rows_nothing_is_learnt(policy_folder: Path) -> None:
+def test_without_rows_the_critic_is_unchanged(policy_folder: Path) -> None:
     critic, (batch, returns_BR) = make_critic(policy_folder), make_batch()
     nobody_B = torch.zeros(len(batch), dtype=torch.bool)
 
@@ -180,6 +180,6 @@ def test_without_rows_nothing_is_learnt(policy_folder: Path) -> None:
     assert critic.num_updates == 0
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"critic\.path is '.*nowhere', which transformers cannot load"):
         load_critic(CriticConfig(path=str(tmp_path / "nowhere")), model_config=ModelConfig(path="unused"))

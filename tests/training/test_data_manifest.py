@@ -1,4 +1,4 @@
-"""A run knows the files of its rows again, and says which of them have changed."""
+"""A resumed run compares the files of its rows with the manifest, and reports changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agent_loop.training.run_folder import check_rows_unchanged
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with two shards."""
+    """Return a folder with two shards."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "shards"
     folder.mkdir()
@@ -74,7 +74,7 @@ def swap(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reported"),
     [
         (add, "added: shards/c.jsonl (1 row, 16 bytes)"),
         (add_many, "added: shards/g.jsonl (1 row, 16 bytes); and 2 more"),
@@ -84,25 +84,25 @@ def swap(folder: Path) -> None:
         (swap, "the files come in another order"),
     ],
 )
-def test_what_has_changed_is_said_and_other_training_rows_are_refused(
-    folder: Path, change: Callable[[Path], None], said: str
+def test_changes_are_reported_and_other_training_rows_are_refused(
+    folder: Path, change: Callable[[Path], None], reported: str
 ) -> None:
     before = manifest()
     change(folder)
     now = manifest()
 
-    assert said in str(now.changes_since(before))
+    assert reported in str(now.changes_since(before))
     with pytest.raises(CheckpointError, match=r"set data\.allow_changed_rows=true") as refused:
         check_rows_unchanged(checkpoint(train=before), {"train": now}, allow_changed=False)
-    assert said in str(refused.value)
+    assert reported in str(refused.value)
     assert "step-000002" in str(refused.value)
     [note] = check_rows_unchanged(checkpoint(train=before), {"train": now}, allow_changed=True)
-    assert said in note
+    assert reported in note
     [note] = check_rows_unchanged(checkpoint(val=before), {"val": now}, allow_changed=False)
     assert note.startswith("the rows of data.val_files changed since that checkpoint")
 
 
-def test_the_same_rows_in_other_files_are_no_change(folder: Path, tmp_path: Path) -> None:
+def test_the_same_rows_in_other_files_are_not_a_change(folder: Path, tmp_path: Path) -> None:
     before = manifest()
     text = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
     (tmp_path / "moved.jsonl.gz").write_bytes(gzip.compress(text))
@@ -114,17 +114,17 @@ def test_the_same_rows_in_other_files_are_no_change(folder: Path, tmp_path: Path
     )
 
 
-def test_a_checkpoint_that_knows_no_rows_is_not_compared() -> None:
+def test_a_checkpoint_without_a_manifest_is_not_compared() -> None:
     assert check_rows_unchanged(checkpoint(), {"train": manifest()}, allow_changed=False) == []
 
 
-def test_a_manifest_comes_back_from_its_plain_values() -> None:
+def test_a_manifest_round_trips_through_plain_values() -> None:
     written = manifest()
 
     assert DataManifest.read(json.loads(json.dumps(written.form()))) == written
 
 
-def test_rows_of_a_function_may_hold_any_object() -> None:
+def test_rows_of_a_function_may_contain_any_object() -> None:
     def of(*values: Any) -> DataManifest:
         return DataManifest.of([RowFile("task.py:rows", None, [{"x": value} for value in values])])
 

@@ -32,7 +32,9 @@ DENSE = text_reply('<tool_call>{"name":"add","arguments":{"a":1,"b":2}}</tool_ca
         ([text_reply("an answer that is", ends=False)], None),
     ],
 )
-def test_a_trajectory_is_held_against_a_full_render(script: list[ScriptedReply], cause: Cause | None) -> None:
+def test_a_trajectory_is_compared_with_a_full_render(
+    script: list[ScriptedReply], cause: Cause | None
+) -> None:
     trajectory = WorkerHarness(script, tools=[Adder()], max_turn_tokens=500).run_one()
     assert find_drift(trajectory.output, template=hermes_template()) == cause
 

@@ -1,4 +1,4 @@
-"""Every estimator against its formula, written out token by token on ragged trajectories of several turns."""
+"""Every estimator equals a token-by-token reference on trajectories of several turns and lengths."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WEIGHT = 0.5
 
 @pytest.fixture(scope="module")
 def batch() -> RolloutBatch:
-    """Rows of two turns; one is unscored, some turns have rewards, one group has equal outcomes."""
+    """Return rows of two turns. One row is unscored, some turns have rewards, one group has equal outcomes."""
     trajectories = sample_trajectories(tiny_policy(), num_groups=4, n=4)
     generator = torch.Generator().manual_seed(3)
     outcomes = torch.randn(len(trajectories), generator=generator).tolist()
@@ -62,9 +62,9 @@ def model_tokens(batch: RolloutBatch, row: int) -> list[int]:
 
 
 def naive_rewards(batch: RolloutBatch, row: int, *, outcome: float | None = None) -> list[float]:
-    """Of the model's tokens of a row, one after the other."""
+    """Return the rewards of the sampled tokens of a row, in order."""
     places = model_tokens(batch, row)
-    rewards = [WEIGHT * float(batch["turn_rewards"][row, place]) for place in places]
+    rewards = [WEIGHT * float(batch["turn_rewards"][row, index]) for index in places]
     rewards[-1] += float(batch["reward"][row]) if outcome is None else outcome
     return rewards
 
@@ -75,7 +75,7 @@ def naive_returns(rewards: list[float], gamma: float) -> list[float]:
 
 def naive_whitened(values: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
     mean, deviation = statistics.mean(values.values()), statistics.stdev(values.values())
-    return {place: (value - mean) / deviation for place, value in values.items()}
+    return {index: (value - mean) / deviation for index, value in values.items()}
 
 
 def scored_rows(batch: RolloutBatch) -> list[int]:
@@ -85,25 +85,25 @@ def scored_rows(batch: RolloutBatch) -> list[int]:
 def assert_advantages(
     found: BatchAdvantages, expected: dict[tuple[int, int], float], *, batch: RolloutBatch
 ) -> None:
-    """The kept rows are those that are expected, and each of the model's tokens in them has its value."""
+    """Check that the expected rows are kept, and that each of their sampled tokens has the expected value."""
     assert found.keep_B.nonzero().flatten().tolist() == sorted({row for row, _ in expected})
     assert found.advantages_BR.dtype == torch.float32
     assert found.advantages_BR.shape == batch["responses"].shape
-    trained = [(row, place) for row in {row for row, _ in expected} for place in model_tokens(batch, row)]
+    trained = [(row, index) for row in {row for row, _ in expected} for index in model_tokens(batch, row)]
     assert set(trained) == set(expected)
-    for row, place in trained:
-        assert float(found.advantages_BR[row, place]) == pytest.approx(expected[row, place], abs=1e-4)
+    for row, index in trained:
+        assert float(found.advantages_BR[row, index]) == pytest.approx(expected[row, index], abs=1e-4)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_reinforce_plus_plus_whitens_returns_that_flow_across_observations(
+def test_reinforce_plus_plus_whitens_returns_that_span_observations(
     batch: RolloutBatch, gamma: float
 ) -> None:
     config = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=gamma, turn_reward_weight=WEIGHT)
     returns = {
-        (row, place): value
+        (row, index): value
         for row in scored_rows(batch)
-        for place, value in zip(
+        for index, value in zip(
             model_tokens(batch, row), naive_returns(naive_rewards(batch, row), gamma), strict=True
         )
     }
@@ -112,7 +112,7 @@ def test_reinforce_plus_plus_whitens_returns_that_flow_across_observations(
 
 
 @pytest.mark.parametrize("drops", [True, False])
-def test_its_baseline_variant_takes_the_groups_mean_off_each_reward(batch: RolloutBatch, drops: bool) -> None:
+def test_the_baseline_variant_subtracts_the_groups_mean_reward(batch: RolloutBatch, drops: bool) -> None:
     config = AlgorithmConfig(
         adv_estimator="reinforce_plus_plus_baseline",
         turn_reward_weight=WEIGHT,
@@ -124,36 +124,36 @@ def test_its_baseline_variant_takes_the_groups_mean_off_each_reward(batch: Rollo
         if drops and batch["group"][row] == 3:
             continue
         turns = [
-            float(batch["turn_rewards"][other, place])
+            float(batch["turn_rewards"][other, index])
             for other in group
-            for place in batch["has_turn_reward"][other].nonzero().flatten().tolist()
+            for index in batch["has_turn_reward"][other].nonzero().flatten().tolist()
         ]
         mean = statistics.mean(float(batch["reward"][other]) for other in group)
         rewards = naive_rewards(batch, row, outcome=float(batch["reward"][row]) - mean)
-        for number, place in enumerate(model_tokens(batch, row)):
-            if batch["has_turn_reward"][row, place]:
+        for number, index in enumerate(model_tokens(batch, row)):
+            if batch["has_turn_reward"][row, index]:
                 rewards[number] -= WEIGHT * statistics.mean(turns)
-        for place, value in zip(model_tokens(batch, row), naive_returns(rewards, 1.0), strict=True):
-            returns[row, place] = value
+        for index, value in zip(model_tokens(batch, row), naive_returns(rewards, 1.0), strict=True):
+            returns[row, index] = value
 
     assert_advantages(estimate(batch, config), naive_whitened(returns), batch=batch)
 
 
-def test_leave_one_out_and_remax_take_a_trajectorys_whole_reward(batch: RolloutBatch) -> None:
+def test_leave_one_out_and_remax_use_a_trajectorys_total_reward(batch: RolloutBatch) -> None:
     totals = {row: sum(naive_rewards(batch, row)) for row in scored_rows(batch)}
     groups = batch["group"].tolist()
     leave_one_out = {
-        (row, place): total
+        (row, index): total
         - statistics.mean(v for other, v in totals.items() if groups[other] == groups[row] and other != row)
         for row, total in totals.items()
-        for place in model_tokens(batch, row)
+        for index in model_tokens(batch, row)
         if groups[row] != 3
     }
     baselines = {0: 0.25, 1: -1.0, 2: math.nan, 3: 0.0}
     against_greedy = {
-        (row, place): total - baselines[groups[row]]
+        (row, index): total - baselines[groups[row]]
         for row, total in totals.items()
-        for place in model_tokens(batch, row)
+        for index in model_tokens(batch, row)
         if groups[row] != 2
     }
 
@@ -169,7 +169,7 @@ def test_leave_one_out_and_remax_take_a_trajectorys_whole_reward(batch: RolloutB
 
 
 @pytest.mark.parametrize("whitens", [True, False])
-def test_gae_runs_over_the_models_tokens(batch: RolloutBatch, whitens: bool) -> None:
+def test_gae_is_computed_over_sampled_tokens(batch: RolloutBatch, whitens: bool) -> None:
     gamma, lam = 0.95, 0.8
     values_BR = torch.randn(batch["responses"].shape, generator=torch.Generator().manual_seed(0))
     config = AlgorithmConfig(
@@ -178,22 +178,22 @@ def test_gae_runs_over_the_models_tokens(batch: RolloutBatch, whitens: bool) -> 
     expected: dict[tuple[int, int], float] = {}
     for row in scored_rows(batch):
         places, rewards = model_tokens(batch, row), naive_rewards(batch, row)
-        values = [*(float(values_BR[row, place]) for place in places), 0.0]
+        values = [*(float(values_BR[row, index]) for index in places), 0.0]
         deltas = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
-        for place, value in zip(places, naive_returns(deltas, gamma * lam), strict=True):
-            expected[row, place] = value
+        for index, value in zip(places, naive_returns(deltas, gamma * lam), strict=True):
+            expected[row, index] = value
 
     found = estimate(batch, config, values_BR=values_BR)
 
     assert_advantages(found, naive_whitened(expected) if whitens else expected, batch=batch)
     assert found.returns_BR is not None
-    for (row, place), value in expected.items():
-        assert float(found.returns_BR[row, place]) == pytest.approx(
-            value + float(values_BR[row, place]), abs=1e-5
+    for (row, index), value in expected.items():
+        assert float(found.returns_BR[row, index]) == pytest.approx(
+            value + float(values_BR[row, index]), abs=1e-5
         )
 
 
-def test_grpo_adds_the_process_advantage_and_takes_the_kl_of_whole_rows_off(batch: RolloutBatch) -> None:
+def test_grpo_adds_the_process_advantage_and_subtracts_the_kl_of_whole_rows(batch: RolloutBatch) -> None:
     kl_BR = batch["response_mask"] * torch.rand(
         batch["responses"].shape, generator=torch.Generator().manual_seed(0)
     )
@@ -205,10 +205,10 @@ def test_grpo_adds_the_process_advantage_and_takes_the_kl_of_whole_rows_off(batc
     scores = {row: float(batch["reward"][row] - 0.1 * kl_BR[row].sum()) for row in scored_rows(batch)}
     groups = batch["group"].tolist()
     expected = {
-        (row, place): score
+        (row, index): score
         - statistics.mean(s for other, s in scores.items() if groups[other] == groups[row])
         for row, score in scores.items()
-        for place in model_tokens(batch, row)
+        for index in model_tokens(batch, row)
     }
     assert_advantages(found, expected, batch=batch)
     assert torch.allclose(rewards.per_row()[scored_rows(batch)], torch.tensor(list(scores.values())).double())
@@ -216,18 +216,18 @@ def test_grpo_adds_the_process_advantage_and_takes_the_kl_of_whole_rows_off(batc
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_what_stands_between_turns_changes_no_return(data: st.DataObject) -> None:
+def test_observations_between_turns_change_no_return(data: st.DataObject) -> None:
     masks = data.draw(st.lists(st.booleans(), min_size=1, max_size=12))
     garbage = data.draw(st.sampled_from([math.nan, math.inf, 7.0]))
     mask_BR = torch.tensor([masks])
     generator = torch.Generator().manual_seed(len(masks))
     rewards_BR, values_BR = (torch.randn(1, len(masks), generator=generator) for _ in range(2))
 
-    def spoilt(values_BR: Tensor) -> Tensor:
+    def with_garbage(values_BR: Tensor) -> Tensor:
         return torch.where(mask_BR, values_BR, garbage)
 
     options: dict[str, Any] = {"gamma": 0.9, "lam": 0.7}
-    found_BR = gae(spoilt(rewards_BR), values_BR=spoilt(values_BR), mask_BR=mask_BR, **options)
+    found_BR = gae(with_garbage(rewards_BR), values_BR=with_garbage(values_BR), mask_BR=mask_BR, **options)
     compact_BR = gae(
         rewards_BR[mask_BR][None],
         values_BR=values_BR[mask_BR][None],
@@ -237,11 +237,11 @@ def test_what_stands_between_turns_changes_no_return(data: st.DataObject) -> Non
 
     assert torch.equal(found_BR[mask_BR], compact_BR[0])
     assert not found_BR[~mask_BR].any()
-    returns_BR = discounted_returns(spoilt(rewards_BR), mask_BR=mask_BR, gamma=0.9)
+    returns_BR = discounted_returns(with_garbage(rewards_BR), mask_BR=mask_BR, gamma=0.9)
     assert returns_BR[mask_BR].tolist() == pytest.approx(naive_returns(rewards_BR[mask_BR].tolist(), 0.9))
 
 
-def test_whitening_counts_unmasked_tokens_only_and_survives_few_of_them() -> None:
+def test_whitening_counts_unmasked_tokens_only_and_allows_zero_or_one() -> None:
     values_BR, mask_BR = torch.tensor([[1.0, math.nan, 3.0]]), torch.tensor([[1, 0, 1]])
 
     assert whiten(values_BR, mask_BR=mask_BR)[0].tolist() == pytest.approx([-(0.5**0.5), 0, 0.5**0.5])
@@ -255,7 +255,7 @@ def test_the_soft_punishment_rises_over_the_buffer() -> None:
     assert overlong_penalty(lengths_B, limit=12, buffer=4).tolist() == [0, 0, 0.25, 0.5, 1, 1]
 
 
-def test_long_responses_lose_reward_before_they_are_compared(batch: RolloutBatch) -> None:
+def test_the_length_penalty_is_subtracted_before_rewards_are_compared(batch: RolloutBatch) -> None:
     config = AlgorithmConfig(overlong_buffer=8, overlong_penalty=2.0)
 
     shaped_B = collect(batch, config).outcome_B
@@ -266,7 +266,7 @@ def test_long_responses_lose_reward_before_they_are_compared(batch: RolloutBatch
     assert (lengths_B > 4).any()
 
 
-def test_rows_that_may_not_be_trained_still_count_in_their_group(batch: RolloutBatch) -> None:
+def test_rows_that_are_not_trainable_still_count_in_their_group(batch: RolloutBatch) -> None:
     config = AlgorithmConfig()
     is_allowed_B = torch.arange(len(batch)) != 0
 
@@ -292,7 +292,7 @@ def test_unscored_rows_are_never_kept_and_change_nothing(batch: RolloutBatch) ->
 
 
 @pytest.mark.parametrize(("estimator", "missing"), [("gae", "values_BR"), ("remax", "baselines_B")])
-def test_what_an_estimator_compares_with_must_be_given(
+def test_an_estimator_refuses_missing_baselines_or_values(
     batch: RolloutBatch, estimator: Any, missing: str
 ) -> None:
     with pytest.raises(ValueError, match=f"adv_estimator is {estimator}, which needs {missing}"):

@@ -1,4 +1,4 @@
-"""Evaluations against counting by hand, and their intervals against simulations."""
+"""Evaluations equal counts by hand, and their intervals are tested by simulation."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_correct_sample(num_samples: int)
 
 
 @pytest.mark.parametrize(("num_samples", "num_correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)])
-def test_pass_at_k_refuses_what_cannot_be(num_samples: int, num_correct: int, k: int) -> None:
+def test_pass_at_k_refuses_impossible_counts(num_samples: int, num_correct: int, k: int) -> None:
     with pytest.raises(ValueError, match=r"out of 4; give 0 <= num_correct"):
         pass_at_k(num_samples, num_correct=num_correct, k=k)
 
@@ -120,7 +120,7 @@ def test_nothing_scored_has_no_mean_reward_and_no_success() -> None:
     assert summarise([], success_threshold=1.0).metrics() == {}
 
 
-def test_the_branches_of_a_rollout_are_one_sample_worth_the_best_of_them() -> None:
+def test_the_branches_of_a_rollout_are_one_sample_with_the_best_reward() -> None:
     evaluation = summarise(
         [
             trajectory(0, 0, 0.0, branch=0),
@@ -136,7 +136,7 @@ def test_the_branches_of_a_rollout_are_one_sample_worth_the_best_of_them() -> No
     assert list(evaluation.scores.pass_at_k) == [1, 2]
 
 
-def test_rows_with_fewer_samples_count_only_where_they_have_enough() -> None:
+def test_rows_with_fewer_samples_count_only_for_smaller_k() -> None:
     scores = evaluation_of([[1.0, 0.0], [0.0]]).scores
 
     assert scores.pass_at_k[1].value == 0.25
@@ -154,7 +154,7 @@ def test_the_interval_of_single_samples_is_wilsons() -> None:
     assert (nothing.low, nothing.high) == pytest.approx((0.0, 0.2775), abs=1e-4)
 
 
-def test_more_samples_of_rows_that_are_alike_narrow_an_interval_and_more_of_the_same_row_do_not() -> None:
+def test_more_samples_narrow_an_interval_only_if_rows_have_similar_difficulty() -> None:
     single = estimate_share([0.0, 1.0] * 10, num_draws=20)
     mixed_rows = estimate_share([0.5] * 20, num_draws=160)
     solved_or_not = estimate_share([0.0, 1.0] * 10, num_draws=160)
@@ -166,7 +166,7 @@ def test_more_samples_of_rows_that_are_alike_narrow_an_interval_and_more_of_the_
     assert solved_or_not.half_width >= single.half_width
 
 
-def test_a_single_row_says_no_more_than_one_draw() -> None:
+def test_a_single_row_has_the_interval_of_one_draw() -> None:
     wide = estimate_share([0.5], num_draws=64)
     assert wide.half_width is not None
     assert wide.half_width > 0.4
@@ -184,10 +184,10 @@ def test_the_interval_of_means_is_students() -> None:
 @pytest.mark.parametrize("num_rows", [10, 100])
 @pytest.mark.parametrize(("num_samples", "k"), [(1, 1), (8, 1), (8, 4), (8, 8)])
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (0.2, 0.2), (4.0, 4.0), (0.5, 2.0)])
-def test_nineteen_of_twenty_intervals_of_pass_at_k_hold_the_truth(
+def test_95_percent_of_the_intervals_of_pass_at_k_contain_the_true_value(
     num_rows: int, num_samples: int, k: int, alpha: float, beta: float
 ) -> None:
-    """Rows whose difficulties are drawn from a beta distribution: spread, solved or not, alike, mostly hard."""
+    """Draw the difficulties of rows from a beta distribution: spread, either 0 or 1, similar, or mostly hard."""
     # E[(1 - p)^k] of a beta distribution
     truth = 1 - math.prod((beta + i) / (alpha + beta + i) for i in range(k))
     random = np.random.default_rng([num_rows, num_samples, k])
@@ -207,7 +207,9 @@ def test_nineteen_of_twenty_intervals_of_pass_at_k_hold_the_truth(
 
 @pytest.mark.parametrize("num_samples", [1, 8])
 @pytest.mark.parametrize("loss", [0.0, 0.2])
-def test_nineteen_of_twenty_intervals_of_a_difference_hold_the_truth(num_samples: int, loss: float) -> None:
+def test_95_percent_of_the_intervals_of_a_difference_contain_the_true_value(
+    num_samples: int, loss: float
+) -> None:
     random = np.random.default_rng([num_samples, int(10 * loss)])
     num_trials, num_rows = 300, 40
     hits = 0
@@ -225,7 +227,7 @@ def test_nineteen_of_twenty_intervals_of_a_difference_hold_the_truth(num_samples
 # -- categories --------------------------------------------------------------------------------------------------------
 
 
-def test_categories_are_values_of_a_column_or_of_what_lies_in_one() -> None:
+def test_categories_are_values_of_a_column_or_of_a_nested_field() -> None:
     rows = [
         {"level": 10, "extra_info": {"kind": "sums", "tags": ["a", "é"]}},
         {"level": 9, "extra_info": {"kind": ""}, "extra_info.kind": "its own column"},
@@ -241,7 +243,7 @@ def test_a_column_that_no_row_has_is_refused_with_the_nearest() -> None:
         categories_of([{"level": 1}], column="levle")
 
 
-def test_each_category_has_scores_of_its_own_numbers_in_order() -> None:
+def test_each_category_has_separate_scores_and_numbers_are_sorted() -> None:
     evaluation = evaluation_of([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
     scores = score_categories(evaluation.rows, categories=["10", "9", "10"])
 
@@ -254,7 +256,7 @@ def test_each_category_has_scores_of_its_own_numbers_in_order() -> None:
 # -- comparisons and files ---------------------------------------------------------------------------------------------
 
 
-def test_rows_are_paired_by_their_prompts_wherever_they_are() -> None:
+def test_rows_are_paired_by_their_prompts_in_any_order() -> None:
     rows = [result(0, num_correct=1, prompt="a"), result(1, num_correct=1, prompt="twice")]
     rows += [result(2, num_correct=0, prompt="twice"), result(3, num_correct=1, prompt="new")]
     others = [result(0, num_correct=0, prompt="twice"), result(1, num_correct=1, prompt="twice")]
@@ -267,8 +269,8 @@ def test_rows_are_paired_by_their_prompts_wherever_they_are() -> None:
     assert (found.num_rows, found.pass_at_1.value) == (3, pytest.approx(1 / 3))
 
 
-def test_a_difference_of_the_same_rows_is_known_better_than_either_score() -> None:
-    # Half of the rows are never solved and half always, but for two that the other one does not solve.
+def test_a_paired_difference_has_a_smaller_interval_than_either_score() -> None:
+    # Half of the rows are never solved and half always. The other evaluation does not solve two of the latter.
     rows = [result(g, num_correct=8 * (g % 2), num_samples=8) for g in range(40)]
     others = [result(g, num_correct=8 * (g % 2) if g > 3 else 0, num_samples=8) for g in range(40)]
     found = difference(pair_rows(rows, others=others))
@@ -282,7 +284,7 @@ def test_a_difference_of_the_same_rows_is_known_better_than_either_score() -> No
     assert difference([]) is None
 
 
-def test_two_that_solve_the_same_may_still_differ() -> None:
+def test_the_interval_of_a_zero_difference_is_not_empty() -> None:
     rows = [result(g, num_correct=1) for g in range(10)]
     found = difference(pair_rows(rows, others=rows))
     assert found is not None
@@ -316,7 +318,7 @@ def test_a_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert summary.comparison.categories["level"]["hard"].mean_reward is None
 
 
-def test_a_prompt_with_half_a_character_can_be_written(tmp_path: Path) -> None:
+def test_a_prompt_with_an_unpaired_surrogate_can_be_written(tmp_path: Path) -> None:
     row = {
         "raw_prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "\ud83d?"}]}]
     }
@@ -336,7 +338,9 @@ def test_a_prompt_with_half_a_character_can_be_written(tmp_path: Path) -> None:
         ('{"format": 2}', "format: Input should be 1"),
     ],
 )
-def test_what_is_no_summary_is_refused_with_its_path(tmp_path: Path, content: str, complaint: str) -> None:
+def test_a_file_that_is_not_a_summary_is_refused_with_its_path(
+    tmp_path: Path, content: str, complaint: str
+) -> None:
     (tmp_path / "summary.json").write_text(content, encoding="utf-8")
     with pytest.raises(
         DataError, match=rf"summary.json' is not the summary of an evaluation: .*({complaint})"
@@ -344,7 +348,7 @@ def test_what_is_no_summary_is_refused_with_its_path(tmp_path: Path, content: st
         read_summary(tmp_path)
 
 
-def test_a_summary_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_a_missing_summary_is_reported_as_missing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere' cannot be read \(No such file"):
         read_summary(tmp_path / "nowhere")
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a model folder, for whatever loads those."""
+"""Export of a checkpoint as a model folder."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.training.fakes import PAD, sample_trajectories, tiny_policy, tiny_tok
 
 
 def trained(folder: Path, **model: Any) -> tuple[Learner, Checkpoint]:
-    """After one step, with the checkpoint of it."""
+    """Return a learner after one step, with its checkpoint."""
     tiny_policy().save_pretrained(folder / "base")
     settings = {"path": str(folder / "base"), "device": "cpu", **model}
     config = Config.model_validate({"model": settings, "actor": {"lr": 1e-2}})
     learner = load_learner(config)
-    for _ in range(2):  # the first step of adapters moves one of their two matrices
+    for _ in range(2):  # The first step changes only one of the two matrices of an adapter.
         learner.learn(assemble(sample_trajectories(tiny_policy()), pad_token_id=PAD))
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages }}"
@@ -63,7 +63,7 @@ def test_the_folder_has_the_weights_that_servers_got(tmp_path: Path, model: dict
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_weights_are_of_the_dtype_asked_for_or_of_the_one_trained_with(tmp_path: Path) -> None:
+def test_weights_have_the_requested_dtype_or_the_training_dtype(tmp_path: Path) -> None:
     _, checkpoint = trained(tmp_path, dtype="bfloat16")
 
     export_model(checkpoint, tmp_path / "trained")
@@ -76,7 +76,7 @@ def test_weights_are_of_the_dtype_asked_for_or_of_the_one_trained_with(tmp_path:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_the_command_writes_adapters_alone_as_peft_loads_them(tmp_path: Path) -> None:
+def test_the_command_writes_adapters_in_the_format_of_peft(tmp_path: Path) -> None:
     learner, _ = trained(tmp_path, lora_rank=4)
 
     command = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "adapter"), "--keep-adapter"]
@@ -89,7 +89,7 @@ def test_the_command_writes_adapters_alone_as_peft_loads_them(tmp_path: Path) ->
         torch.testing.assert_close(adapted.get_parameter(name), value)
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+def test_exports_that_cannot_work_are_refused(tmp_path: Path) -> None:
     _, checkpoint = trained(tmp_path)
     other = {**checkpoint.config, "model": {"path": str(tmp_path / "nowhere")}}
 

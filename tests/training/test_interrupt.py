@@ -1,4 +1,4 @@
-"""Ctrl-C asks first and insists the second time."""
+"""The first Ctrl-C requests an interrupt, the second raises `KeyboardInterrupt`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from agent_loop.training.interrupt import Interrupt
 
 
-def test_the_first_sigint_cancels_what_may_be_abandoned_and_the_rest_goes_on() -> None:
+def test_the_first_sigint_cancels_the_abandoning_block_and_execution_continues_after_it() -> None:
     async def scenario() -> list[str]:
         interrupt = Interrupt()
         events: list[str] = []
@@ -26,11 +26,11 @@ def test_the_first_sigint_cancels_what_may_be_abandoned_and_the_rest_goes_on() -
             async with interrupt.abandoning():
                 await asyncio.Event().wait()
             await asyncio.sleep(0)
-            events.append("went on")
+            events.append("continued")
         assert interrupt.is_requested
         return events
 
-    assert asyncio.run(scenario()) == ["cancelled", "went on"]
+    assert asyncio.run(scenario()) == ["cancelled", "continued"]
 
 
 def test_the_second_sigint_raises_at_once() -> None:
@@ -47,7 +47,7 @@ def test_the_second_sigint_raises_at_once() -> None:
         asyncio.run(scenario())
 
 
-def test_the_handler_from_before_is_restored() -> None:
+def test_the_previous_handler_is_restored() -> None:
     def handler(number: int, frame: object) -> None: ...
 
     async def scenario() -> None:
@@ -64,7 +64,7 @@ def test_the_handler_from_before_is_restored() -> None:
         signal.signal(signal.SIGINT, previous)
 
 
-def test_off_the_main_thread_nothing_is_touched() -> None:
+def test_no_handler_is_installed_outside_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGINT)
     failures: list[BaseException] = []
 
@@ -86,7 +86,7 @@ def test_off_the_main_thread_nothing_is_touched() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_timeout_of_the_bodys_own_is_not_swallowed() -> None:
+def test_a_timeout_raised_in_the_body_is_not_swallowed() -> None:
     async def scenario() -> None:
         async with Interrupt().abandoning():
             raise TimeoutError("a tool's")

@@ -1,4 +1,4 @@
-"""A run keeps its trajectories with what it learned from them."""
+"""A run stores its trajectories with their advantages and log-probs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_each_step_is_kept_with_advantages_and_the_trainers_logprobs(config: Con
     assert run.vocabulary()[7] == "7"
 
 
-def test_with_several_mini_batches_the_first_ones_rows_have_the_trainers_logprobs(config: Config) -> None:
+def test_with_several_mini_batches_the_first_one_has_the_trainers_logprobs(config: Config) -> None:
     rows = list(StoredRun(train(changed(config, "trainer", total_steps=1)).run_dir).rows())
     trained = [row for row in rows if row["advantages"] is not None]
     known = [row for row in trained if row["train_logprobs"] is not None]
@@ -58,7 +58,7 @@ def test_recomputed_logprobs_are_kept_of_all_rows(config: Config) -> None:
     assert [row["train_logprobs"] is None for row in rows] == [row["advantages"] is None for row in rows]
 
 
-def test_a_resumed_run_writes_the_files_after_the_checkpoint_anew(config: Config) -> None:
+def test_a_resumed_run_rewrites_the_files_after_the_checkpoint(config: Config) -> None:
     config = changed(config, "trainer", total_steps=3, save_every=2)
     result = train(changed(config, "trainer", save_every=2))
     folder = result.run_dir / "trajectories"
@@ -74,7 +74,7 @@ def test_a_resumed_run_writes_the_files_after_the_checkpoint_anew(config: Config
     assert [after[name] != before[name] for name in sorted(after)] == [False, False, True]
 
 
-def test_what_cannot_be_written_is_a_metric_and_the_run_goes_on(config: Config) -> None:
+def test_a_failed_write_is_counted_in_a_metric_and_the_run_continues(config: Config) -> None:
     run_dir = Path(config.trainer.run_dir)
     run_dir.mkdir()
     (run_dir / "trajectories").write_text("in the way", encoding="utf-8")
@@ -88,7 +88,7 @@ def test_what_cannot_be_written_is_a_metric_and_the_run_goes_on(config: Config) 
 
 
 @pytest.mark.parametrize(("keep", "steps"), [(0, []), (2, [3, 4]), (None, [1, 2, 3, 4])])
-def test_so_many_steps_are_kept(config: Config, keep: int | None, steps: list[int]) -> None:
+def test_the_configured_number_of_steps_is_kept(config: Config, keep: int | None, steps: list[int]) -> None:
     result = train(changed(config, "trainer", save_every=None, keep_trajectories=keep))
     folder = result.run_dir / "trajectories"
     kept = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
@@ -105,7 +105,7 @@ def test_time_shares_are_metrics_of_each_step_and_sum_to_one(config: Config) -> 
         assert len(shares) == 10
 
 
-def test_a_kept_trajectory_is_the_one_that_was_trained(config: Config) -> None:
+def test_a_stored_trajectory_equals_the_trained_trajectory(config: Config) -> None:
     result = train(changed(config, "trainer", total_steps=1))
     read = [to_trajectory(row) for row in StoredRun(result.run_dir).rows()]
     assert [t.trajectory_id for t in read] == [f"group={g}/rollout={r}" for g in range(4) for r in range(4)]

@@ -1,4 +1,4 @@
-"""`kill -9` again and again in the middle of a training."""
+"""Repeated `kill -9` during a training run."""
 
 from __future__ import annotations
 
@@ -84,23 +84,23 @@ def test_a_training_that_is_killed_ten_times_loses_at_most_a_step_each_time(tmp_
     rng = random.Random(7)
     make_training(tmp_path, total_steps=100_000)
     first_steps: dict[int, int] = {}
-    """By process: the step that it began with."""
+    """First step of each process."""
     for _ in range(NUM_KILLS):
         before = steps_of(tmp_path)
         process = started(tmp_path)
         assert process.stdout is not None
-        said = ""
+        output = ""
         for line in process.stdout:
-            said += line
+            output += line
             if line.startswith("step "):
                 break
         time.sleep(rng.uniform(0, 1.5))
         process.kill()
         process.communicate()
-        resumed_after = re.search(r"resuming after step (\d+)", said)
-        assert "step " in said, said
+        resumed_after = re.search(r"resuming after step (\d+)", output)
+        assert "step " in output, output
         first_steps[process.pid] = int(resumed_after[1]) + 1 if resumed_after else 1
-        assert first_steps[process.pid] - 1 >= max(before, default=0) - 1, said
+        assert first_steps[process.pid] - 1 >= max(before, default=0) - 1, output
 
     last = max(steps_of(tmp_path))
     subprocess.run(

@@ -1,4 +1,4 @@
-"""A run that has nothing to learn from says so at its first step, and stops."""
+"""A run without any signal stops at its first step with an error that states the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Edit = Callable[[Trajectory], Trajectory]
 
 
 class EditedRollouts(FakeRollouts):
-    """Returns what `edit` makes of each trajectory, from the step `since` on."""
+    """Rollouts that apply `edit` to each trajectory from the step `since`."""
 
     def __init__(self, edit: Edit, *, since: int = 1) -> None:
         super().__init__(tiny_policy())
@@ -45,7 +45,7 @@ def unscored(trajectory: Trajectory) -> Trajectory:
 
 
 def too_long(trajectory: Trajectory) -> Trajectory:
-    """Scored with 0 by a reward function that reads the answer."""
+    """Return the trajectory with an empty answer, which a reward function scored with 0."""
     output = AgentLoopOutput(segments=(), stop_reason=StopReason.PROMPT_LENGTH)
     return structs.replace(trajectory, output=output, reward=0.0)
 
@@ -55,11 +55,11 @@ def failed(trajectory: Trajectory) -> Trajectory:
     return structs.replace(trajectory, output=output, reward=None)
 
 
-def silent_or_unscored(trajectory: Trajectory) -> Trajectory:
+def empty_or_unscored(trajectory: Trajectory) -> Trajectory:
     return too_long(trajectory) if trajectory.rollout % 2 else unscored(trajectory)
 
 
-def cancelled_and_silent(trajectory: Trajectory) -> Trajectory:
+def cancelled_and_empty(trajectory: Trajectory) -> Trajectory:
     output = AgentLoopOutput(segments=(), stop_reason=StopReason.CANCELLED)
     return structs.replace(trajectory, output=output, reward=None)
 
@@ -74,16 +74,16 @@ def cancelled_and_silent(trajectory: Trajectory) -> Trajectory:
         (too_long, "the prompts of all 16 trajectories are over rollout.prompt_length; raise it"),
         (failed, "all 16 trajectories failed, 16 of them with Boom: no disk; fix that first"),
         (
-            silent_or_unscored,
+            empty_or_unscored,
             "of the 8 trajectories with sampled tokens, of 16, was scored (8 answered, 8 prompt_length); set",
         ),
         (
-            cancelled_and_silent,
+            cancelled_and_empty,
             "no token was sampled in any of 16 trajectories (16 cancelled); check the prompts",
         ),
     ],
 )
-def test_a_first_step_without_a_lesson_stops_the_run_by_name(
+def test_a_first_step_without_a_signal_stops_the_run_with_the_reason(
     config: Config, edit: Edit, message: str
 ) -> None:
     rollouts = EditedRollouts(edit)
@@ -97,14 +97,14 @@ def test_a_first_step_without_a_lesson_stops_the_run_by_name(
     assert list_checkpoints(Path(config.trainer.run_dir)) == []
 
 
-def test_a_run_that_found_nothing_to_learn_can_begin_again_in_its_folder(config: Config) -> None:
+def test_a_run_that_stopped_without_a_signal_can_be_restarted_in_its_folder(config: Config) -> None:
     with pytest.raises(TrainingError):
         train(config, rollouts=EditedRollouts(unscored))
 
     assert train(changed(config, "trainer", total_steps=1)).step == 1
 
 
-def test_a_later_step_without_a_lesson_is_told_and_passed_over(config: Config) -> None:
+def test_a_later_step_without_a_signal_is_reported_and_skipped(config: Config) -> None:
     output = io.StringIO()
 
     result = train(
@@ -118,7 +118,7 @@ def test_a_later_step_without_a_lesson_is_told_and_passed_over(config: Config) -
     assert "step 2: no update" not in output.getvalue()
 
 
-def test_the_first_step_after_a_resume_is_looked_at_too(config: Config) -> None:
+def test_the_first_step_after_a_resume_is_checked_too(config: Config) -> None:
     train(changed(config, "trainer", total_steps=2))
 
     with pytest.raises(TrainingError, match="step 3 has nothing to learn from"):
@@ -133,11 +133,11 @@ def test_one_scored_trajectory_is_enough() -> None:
         refuse_without_lesson([], step=1)
 
 
-def test_updates_that_were_left_out_are_told(config: Config) -> None:
+def test_skipped_updates_are_reported(config: Config) -> None:
     output = io.StringIO()
 
-    def spoil(trajectory: Trajectory) -> Trajectory:
-        """The engine's log-probs were never checked, as if another rollout layer had made them."""
+    def set_logprobs_to_nan(trajectory: Trajectory) -> Trajectory:
+        """Return log-probs that only another rollout layer could return, because this package checks them."""
         segments = [
             s if s.logprobs is None else structs.replace(s, logprobs=s.logprobs * math.nan)
             for s in trajectory.output.segments
@@ -146,7 +146,7 @@ def test_updates_that_were_left_out_are_told(config: Config) -> None:
 
     result = train(
         changed(config, "trainer", total_steps=1),
-        rollouts=EditedRollouts(spoil),
+        rollouts=EditedRollouts(set_logprobs_to_nan),
         console=Console(file=output, width=400),
     )
 
@@ -173,16 +173,16 @@ class ScoresItself(AgentLoopBase):
         {"rollout": {"agent": {"loop_files": ["loops.py"]}}},
     ],
 )
-def test_a_run_that_may_have_a_reward_begins(sections: dict[str, Any]) -> None:
+def test_a_run_with_a_possible_reward_starts(sections: dict[str, Any]) -> None:
     refuse_without_reward(Config.model_validate(sections), [{}])
 
 
-def test_a_run_whose_rows_name_a_loop_that_may_score_begins() -> None:
+def test_a_run_whose_rows_name_a_loop_that_may_score_starts() -> None:
     refuse_without_reward(Config(), [{}, {"agent_name": "scores_itself"}])
 
 
 @pytest.mark.parametrize("loop", ["single_turn_agent", "tool_agent", "partial_tool_agent"])
-def test_a_run_without_any_source_of_reward_is_refused_before_it_begins(loop: str) -> None:
+def test_a_run_without_any_source_of_reward_is_refused_before_it_starts(loop: str) -> None:
     config = Config.model_validate({"rollout": {"agent": {"default_agent_loop": loop}}})
 
     with pytest.raises(ConfigError, match="nothing gives a reward, so nothing can be learned; set reward"):

@@ -1,4 +1,4 @@
-"""From a batch to new weights, by every estimator that there is."""
+"""Updates of the weights from a batch, by every estimator."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def are_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_every_estimator_raises_the_probability_of_what_is_rewarded(
+def test_every_estimator_raises_the_probability_of_rewarded_tokens(
     folder: Path, batch: RolloutBatch, estimator: str
 ) -> None:
     config = settings(
@@ -78,9 +78,7 @@ def test_every_estimator_raises_the_probability_of_what_is_rewarded(
     assert (names.CRITIC_LOSS in metrics[0]) == (estimator == "gae")
 
 
-def test_remax_needs_greedy_rewards_and_leaves_prompts_without_one_out(
-    folder: Path, batch: RolloutBatch
-) -> None:
+def test_remax_needs_greedy_rewards_and_skips_prompts_without_one(folder: Path, batch: RolloutBatch) -> None:
     learner = load_learner(settings(folder, algorithm={"adv_estimator": "remax"}))
 
     metrics = learner.learn(batch, baseline_rewards={0: 0.5, 1: math.nan, 3: 0.0})
@@ -90,7 +88,7 @@ def test_remax_needs_greedy_rewards_and_leaves_prompts_without_one_out(
         learner.learn(batch)
 
 
-def test_trajectories_that_a_limit_cut_are_not_trained(folder: Path) -> None:
+def test_truncated_trajectories_are_not_trained(folder: Path) -> None:
     trajectories = [
         structs.replace(t, output=dataclasses.replace(t.output, stop_reason=StopReason.RESPONSE_LENGTH))
         if t.rollout == 0
@@ -109,8 +107,10 @@ def test_trajectories_that_a_limit_cut_are_not_trained(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("old", ["rollout", "recompute"])
-def test_each_token_loses_its_share_of_the_divergence(folder: Path, batch: RolloutBatch, old: str) -> None:
-    """With no other reward and a critic that expects nothing, an advantage is the sum of what is still to be lost."""
+def test_the_kl_penalty_is_subtracted_from_the_reward_of_each_token(
+    folder: Path, batch: RolloutBatch, old: str
+) -> None:
+    """If there is no other reward and the critic predicts 0, an advantage is minus the sum of the later penalties."""
     config = settings(
         folder,
         algorithm={"adv_estimator": "gae", "whiten_advantages": False, "kl_reward_coef": 0.5},
@@ -127,16 +127,16 @@ def test_each_token_loses_its_share_of_the_divergence(folder: Path, batch: Rollo
         old_BR = Actor(learner.model, config=config.actor).logprobs(batch)
     reference_BR = Actor(tiny_policy(), config=config.actor).logprobs(batch)
     kls = [(old_BR - reference_BR)[row][mask.bool()] for row, mask in enumerate(batch["response_mask"])]
-    still_to_lose = torch.cat([kl.flip(0).cumsum(0) for kl in kls])
+    later_penalties = torch.cat([kl.flip(0).cumsum(0) for kl in kls])
 
     metrics = learner.learn(flat)
 
     assert metrics[names.KL_TO_REFERENCE] == pytest.approx(float(torch.cat(kls).mean()), abs=1e-5)
-    assert metrics[names.ADVANTAGE_MEAN] == pytest.approx(-0.5 * float(still_to_lose.mean()), abs=1e-5)
+    assert metrics[names.ADVANTAGE_MEAN] == pytest.approx(-0.5 * float(later_penalties.mean()), abs=1e-5)
     assert abs(metrics[names.ADVANTAGE_MEAN]) > 0.01
 
 
-def test_in_its_head_start_the_critic_learns_alone(folder: Path, batch: RolloutBatch) -> None:
+def test_only_the_critic_is_trained_during_its_warmup(folder: Path, batch: RolloutBatch) -> None:
     learner = load_learner(settings(folder, algorithm={"adv_estimator": "gae"}, critic={"head_start": 2}))
     before = weights(learner)
 
@@ -152,7 +152,7 @@ def test_in_its_head_start_the_critic_learns_alone(folder: Path, batch: RolloutB
 
 
 @pytest.mark.parametrize("model", [{}, {"lora_rank": 2}])
-def test_a_checkpoint_holds_all_that_is_trained(
+def test_a_checkpoint_contains_all_trained_state(
     folder: Path, batch: RolloutBatch, tmp_path: Path, model: dict[str, Any]
 ) -> None:
     config = settings(folder, algorithm={"adv_estimator": "gae"}, model=model)

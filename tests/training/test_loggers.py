@@ -1,4 +1,4 @@
-"""Metrics in TensorBoard, MLflow and Weights & Biases, read back with their own means."""
+"""Metrics in TensorBoard, MLflow and Weights & Biases, read back with their own readers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_steps(run_dir: Path, *, logger: list[Any], uri: str | None = None) -> 
 
 
 @pytest.mark.filterwarnings("default")
-def test_tensorboard_has_every_number_at_its_step(tmp_path: Path) -> None:
+def test_tensorboard_has_every_metric_at_its_step(tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     write_steps(tmp_path, logger=["console", "tensorboard"])
     events = accumulators.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -45,7 +45,7 @@ def test_tensorboard_has_every_number_at_its_step(tmp_path: Path) -> None:
 
 @pytest.mark.integrations
 @pytest.mark.filterwarnings("default")
-def test_mlflow_has_a_run_with_the_settings_and_every_number(tmp_path: Path) -> None:
+def test_mlflow_has_a_run_with_the_settings_and_every_metric(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     write_steps(tmp_path, logger=["mlflow"], uri=uri)
@@ -65,14 +65,14 @@ def test_wandb_keeps_a_run_that_can_be_synced_later(tmp_path: Path, monkeypatch:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     write_steps(tmp_path, logger=["wandb"])
-    wandb.teardown()  # its background process writes the file, and may do so as late as at its end
+    wandb.teardown()  # The background process of wandb writes the file, at the latest when it ends.
     [kept] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     data = kept.read_bytes()
     assert b"reward/mean" in data
     assert b"tea" in data
 
 
-def test_a_logger_that_fails_costs_its_numbers_alone(
+def test_a_failing_logger_does_not_affect_other_loggers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
@@ -93,13 +93,13 @@ def test_a_logger_that_fails_costs_its_numbers_alone(
     assert "metrics to broken: 1 in total were not written" in caplog.text
 
 
-def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(ConfigError, match=r'needs wandb: pip install "agent-loop\[wandb\]"'):
         make_loggers(Config(trainer=TrainerConfig(logger=["wandb"])))
 
 
-def test_verls_names_are_read() -> None:
+def test_verls_names_of_loggers_are_accepted() -> None:
     config = load_config(
         overrides=[
             "trainer.logger=[console,wandb]",

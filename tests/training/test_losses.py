@@ -1,4 +1,4 @@
-"""Losses against token-by-token references."""
+"""Losses equal token-by-token references."""
 
 from __future__ import annotations
 
@@ -108,16 +108,16 @@ def test_the_policy_loss_is_the_clipped_surrogate(seed: int, mode: AggregationMo
         clipped.append([float(r * advantage > b * advantage) for r, b in zip(ratios, bounded, strict=True)])
         kls.append([old[t] - new[t] for t in places])
 
-    got = policy_loss(**data, clip_ratio_low=LOW, clip_ratio_high=HIGH, agg_mode=mode)
+    result = policy_loss(**data, clip_ratio_low=LOW, clip_ratio_high=HIGH, agg_mode=mode)
 
-    assert float(got.loss) == pytest.approx(naive_mean(losses, mode), rel=1e-12)
-    assert float(got.clip_fraction) == pytest.approx(naive_mean(clipped, mode), rel=1e-12)
-    assert float(got.ppo_kl) == pytest.approx(naive_mean(kls, mode), rel=1e-12)
+    assert float(result.loss) == pytest.approx(naive_mean(losses, mode), rel=1e-12)
+    assert float(result.clip_fraction) == pytest.approx(naive_mean(clipped, mode), rel=1e-12)
+    assert float(result.ppo_kl) == pytest.approx(naive_mean(kls, mode), rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, -1e30])
-def test_masked_tokens_get_a_gradient_of_exactly_zero_whatever_they_hold(
+def test_masked_tokens_get_a_gradient_of_exactly_zero_for_any_value(
     mode: AggregationMode, garbage: float
 ) -> None:
     data = ragged(1)
@@ -146,7 +146,7 @@ def test_masked_tokens_get_a_gradient_of_exactly_zero_whatever_they_hold(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_parts_of_a_mini_batch_add_up_to_the_whole(mode: AggregationMode) -> None:
+def test_the_losses_of_micro_batches_sum_to_the_loss_of_the_mini_batch(mode: AggregationMode) -> None:
     data = ragged(3, rows=8)
     options = {"clip_ratio_low": LOW, "clip_ratio_high": HIGH, "agg_mode": mode}
     denominator = loss_denominator(data["mask_BT"], mode=mode)
@@ -162,9 +162,9 @@ def test_the_parts_of_a_mini_batch_add_up_to_the_whole(mode: AggregationMode) ->
     assert float(parts) == pytest.approx(float(whole), rel=1e-12)
 
 
-def test_a_rising_ratio_is_clipped_higher_than_a_falling_one() -> None:
+def test_the_upper_clip_may_differ_from_the_lower_clip() -> None:
     logprobs_BT = torch.tensor([[1.25, 1.3, 0.75, 0.85]]).log().requires_grad_()
-    got = policy_loss(
+    result = policy_loss(
         logprobs_BT,
         old_logprobs_BT=torch.zeros(1, 4),
         advantages_BT=torch.tensor([[1.0, 1.0, -1.0, -1.0]]),
@@ -172,11 +172,11 @@ def test_a_rising_ratio_is_clipped_higher_than_a_falling_one() -> None:
         clip_ratio_low=LOW,
         clip_ratio_high=HIGH,
     )
-    got.loss.backward()
+    result.loss.backward()
 
     assert logprobs_BT.grad is not None
     assert (logprobs_BT.grad != 0).tolist() == [[True, False, False, True]]
-    assert float(got.clip_fraction) == 0.5
+    assert float(result.clip_fraction) == 0.5
 
 
 def test_the_kl_penalty_is_zero_at_the_reference_and_positive_elsewhere() -> None:
@@ -197,8 +197,8 @@ def test_token_logprobs_and_entropy_are_those_of_the_tempered_softmax() -> None:
         logits_NV, token_ids_M=token_ids_M, place_M=place_M, temperature=0.7
     )
 
-    for token, place in enumerate(place_M.tolist()):
-        weights = [math.exp(x / 0.7) for x in logits_NV[place].tolist()]
+    for token, index in enumerate(place_M.tolist()):
+        weights = [math.exp(x / 0.7) for x in logits_NV[index].tolist()]
         chances = [w / sum(weights) for w in weights]
         assert float(logprobs_M[token]) == pytest.approx(math.log(chances[token_ids_M[token]]))
         assert float(entropy_M[token]) == pytest.approx(-sum(p * math.log(p) for p in chances))
@@ -214,7 +214,7 @@ def test_half_precision_logits_are_reduced_in_single_precision() -> None:
     assert logprobs_M.dtype == torch.float32
 
 
-def test_the_gradient_of_an_entropy_that_only_metrics_want_is_none() -> None:
+def test_an_entropy_for_metrics_only_has_no_gradient() -> None:
     logits_NV = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
     def of_tokens(*, entropy_has_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -248,7 +248,7 @@ def test_a_mean_over_nothing_is_zero() -> None:
     assert float(masked_mean(torch.ones(2, 3), mask_BT=torch.zeros(2, 3))) == 0
 
 
-def test_a_mean_by_a_constant_length_does_not_see_how_long_rows_are() -> None:
+def test_a_mean_by_a_constant_length_does_not_depend_on_row_lengths() -> None:
     values_BT, mask_BT = torch.ones(2, 4), torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
     denominator = loss_denominator(mask_BT, mode="seq-mean-token-sum-norm", length=10)
 
@@ -258,30 +258,30 @@ def test_a_mean_by_a_constant_length_does_not_see_how_long_rows_are() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_dual_clip_bounds_what_a_bad_token_can_cost(seed: int) -> None:
+def test_the_dual_clip_bounds_the_loss_of_a_token_with_negative_advantage(seed: int) -> None:
     data, c = ragged(seed), 1.5
     losses: list[float] = []
     bounded: list[bool] = []
-    for row, place in data["mask_BT"].nonzero().tolist():
-        ratio = math.exp(data["logprobs_BT"][row, place] - data["old_logprobs_BT"][row, place])
-        advantage = float(data["advantages_BT"][row, place])
+    for row, index in data["mask_BT"].nonzero().tolist():
+        ratio = math.exp(data["logprobs_BT"][row, index] - data["old_logprobs_BT"][row, index])
+        advantage = float(data["advantages_BT"][row, index])
         objective = min(ratio * advantage, min(max(ratio, 1 - LOW), 1 + HIGH) * advantage)
         bounded.append(advantage < 0 and objective < c * advantage)
         losses.append(-max(objective, c * advantage) if advantage < 0 else -objective)
     logprobs_BT = data["logprobs_BT"].requires_grad_()
 
-    got = policy_loss(**data, clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=c)
-    got.loss.backward()
+    result = policy_loss(**data, clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=c)
+    result.loss.backward()
 
-    assert float(got.loss.detach()) == pytest.approx(sum(losses) / len(losses), rel=1e-12)
-    assert float(got.dual_clip_fraction) == pytest.approx(sum(bounded) / len(bounded))
+    assert float(result.loss.detach()) == pytest.approx(sum(losses) / len(losses), rel=1e-12)
+    assert float(result.dual_clip_fraction) == pytest.approx(sum(bounded) / len(bounded))
     assert logprobs_BT.grad is not None
     grads = logprobs_BT.grad[data["mask_BT"].bool()]
     assert (grads[torch.tensor(bounded)] == 0).all()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_loss_of_gspo_is_its_formula_and_so_is_its_gradient(seed: int) -> None:
+def test_the_loss_of_gspo_and_its_gradient_match_the_formula(seed: int) -> None:
     data = ragged(seed)
     logprobs_BT, naive_BT = (data["logprobs_BT"].clone().requires_grad_() for _ in range(2))
     losses: list[Tensor] = []
@@ -294,7 +294,7 @@ def test_the_loss_of_gspo_is_its_formula_and_so_is_its_gradient(seed: int) -> No
             losses.append(-torch.minimum(ratio * advantage, clipped * advantage))
     expected = torch.stack(losses).mean()
 
-    got = policy_loss(
+    result = policy_loss(
         **{**data, "logprobs_BT": logprobs_BT},
         clip_ratio_low=LOW,
         clip_ratio_high=HIGH,
@@ -302,16 +302,16 @@ def test_the_loss_of_gspo_is_its_formula_and_so_is_its_gradient(seed: int) -> No
         agg_mode="seq-mean-token-mean",
     )
     expected.backward()
-    got.loss.backward()
+    result.loss.backward()
 
-    assert float(got.loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert float(result.loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     assert logprobs_BT.grad is not None
     assert naive_BT.grad is not None
     torch.testing.assert_close(logprobs_BT.grad, naive_BT.grad, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_the_estimators_of_the_kl_divergence_are_their_formulas(estimator: KLEstimator) -> None:
+def test_the_estimators_of_the_kl_divergence_match_their_formulas(estimator: KLEstimator) -> None:
     data = ragged(0)
 
     kl_BT = kl_penalty(
@@ -321,21 +321,21 @@ def test_the_estimators_of_the_kl_divergence_are_their_formulas(estimator: KLEst
         estimator=estimator,
     )
 
-    for row, place in data["mask_BT"].nonzero().tolist():
+    for row, index in data["mask_BT"].nonzero().tolist():
         policy, reference = (
-            float(data["logprobs_BT"][row, place]),
-            float(data["old_logprobs_BT"][row, place]),
+            float(data["logprobs_BT"][row, index]),
+            float(data["old_logprobs_BT"][row, index]),
         )
         expected = {
             "k1": policy - reference,
             "k2": (policy - reference) ** 2 / 2,
             "k3": math.exp(reference - policy) - 1 - (reference - policy),
         }[estimator]
-        assert float(kl_BT[row, place]) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert float(kl_BT[row, index]) == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert not kl_BT[data["mask_BT"] == 0].any()
 
 
-def test_in_the_mean_k1_and_k3_are_the_kl_divergence() -> None:
+def test_the_expectations_of_k1_and_k3_equal_the_kl_divergence() -> None:
     generator = torch.Generator().manual_seed(0)
     policy_V, reference_V = torch.randn(2, 6, generator=generator, dtype=torch.float64).log_softmax(-1)
     divergence = float((policy_V.exp() * (policy_V - reference_V)).sum())
@@ -352,36 +352,38 @@ def test_in_the_mean_k1_and_k3_are_the_kl_divergence() -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
-def test_importance_weights_are_bounded_ratios(kind: str, level: str) -> None:
+def test_importance_weights_are_truncated_ratios(kind: str, level: str) -> None:
     data = ragged(2)
     config = CorrectionConfig.model_validate(
         {"kind": kind, "level": level, "min_ratio": 0.6, "max_ratio": 1.6}
     )
-    spoilt_BT = torch.where(data["mask_BT"].bool(), data["old_logprobs_BT"], math.nan)
+    with_garbage_BT = torch.where(data["mask_BT"].bool(), data["old_logprobs_BT"], math.nan)
 
-    got = correct(data["logprobs_BT"], rollout_logprobs_BT=spoilt_BT, mask_BT=data["mask_BT"], config=config)
+    result = correct(
+        data["logprobs_BT"], rollout_logprobs_BT=with_garbage_BT, mask_BT=data["mask_BT"], config=config
+    )
 
     difference_BT = data["logprobs_BT"] - data["old_logprobs_BT"]
     touched = 0
-    for row, place in data["mask_BT"].nonzero().tolist():
+    for row, index in data["mask_BT"].nonzero().tolist():
         is_counted = data["mask_BT"][row].bool()
         ratio = math.exp(
-            difference_BT[row][is_counted].sum() if level == "sequence" else difference_BT[row, place]
+            difference_BT[row][is_counted].sum() if level == "sequence" else difference_BT[row, index]
         )
         expected = min(ratio, 1.6)
         if kind == "mask":
             expected = ratio if 0.6 <= ratio <= 1.6 else 0.0
         touched += expected != ratio
-        assert float(got.weights_BT[row, place]) == pytest.approx(expected)
-    assert not got.weights_BT[data["mask_BT"] == 0].any()
+        assert float(result.weights_BT[row, index]) == pytest.approx(expected)
+    assert not result.weights_BT[data["mask_BT"] == 0].any()
     share = touched / int(data["mask_BT"].sum())
-    assert (got.truncated_share, got.masked_share) == ((share, 0) if kind == "truncate" else (0, share))
+    assert (result.truncated_share, result.masked_share) == ((share, 0) if kind == "truncate" else (0, share))
     assert share > 0
 
 
 @pytest.mark.parametrize("clip_range", [None, 0.3])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_value_loss_is_the_worse_of_plain_and_clipped(
+def test_the_value_loss_is_the_larger_of_unclipped_and_clipped(
     mode: AggregationMode, clip_range: float | None
 ) -> None:
     data = ragged(4)
@@ -393,40 +395,40 @@ def test_the_value_loss_is_the_worse_of_plain_and_clipped(
     losses: list[list[float]] = []
     for row in range(5):
         losses.append([])
-        for place in data["mask_BT"][row].nonzero().flatten().tolist():
-            value, old, target = (float(x[row, place]) for x in (values_BT, old_BT, returns_BT))
+        for index in data["mask_BT"][row].nonzero().flatten().tolist():
+            value, old, target = (float(x[row, index]) for x in (values_BT, old_BT, returns_BT))
             near = value if clip_range is None else min(max(value, old - clip_range), old + clip_range)
             losses[-1].append(max((value - target) ** 2, (near - target) ** 2) / 2)
     is_masked_BT = data["mask_BT"] == 0
-    spoilt_BT = torch.where(is_masked_BT, math.nan, values_BT).requires_grad_()
+    with_garbage_BT = torch.where(is_masked_BT, math.nan, values_BT).requires_grad_()
 
-    got = value_loss(
-        spoilt_BT,
+    result = value_loss(
+        with_garbage_BT,
         old_values_BT=old_BT,
         returns_BT=torch.where(is_masked_BT, math.inf, returns_BT),
         mask_BT=data["mask_BT"],
         clip_range=clip_range,
         reduce=Aggregation(mode=mode, denominator=loss_denominator(data["mask_BT"], mode=mode)),
     )
-    got.loss.backward()
+    result.loss.backward()
 
-    assert float(got.loss.detach()) == pytest.approx(naive_mean(losses, mode), rel=1e-12)
-    assert (float(got.clip_fraction) > 0) == (clip_range is not None)
-    assert spoilt_BT.grad is not None
-    assert (spoilt_BT.grad[is_masked_BT] == 0).all()
+    assert float(result.loss.detach()) == pytest.approx(naive_mean(losses, mode), rel=1e-12)
+    assert (float(result.clip_fraction) > 0) == (clip_range is not None)
+    assert with_garbage_BT.grad is not None
+    assert (with_garbage_BT.grad[is_masked_BT] == 0).all()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_with_dual_clip_and_weights_masked_tokens_still_get_exactly_zero(level: str) -> None:
     data = ragged(1)
     is_masked_BT = data["mask_BT"] == 0
-    spoilt = {
+    with_garbage = {
         name: torch.where(is_masked_BT, math.nan, value) for name, value in data.items() if name != "mask_BT"
     }
-    spoilt["logprobs_BT"].requires_grad_()
+    with_garbage["logprobs_BT"].requires_grad_()
 
-    got = policy_loss(
-        **spoilt,
+    result = policy_loss(
+        **with_garbage,
         mask_BT=data["mask_BT"],
         clip_ratio_low=LOW,
         clip_ratio_high=HIGH,
@@ -434,22 +436,25 @@ def test_with_dual_clip_and_weights_masked_tokens_still_get_exactly_zero(level: 
         level="sequence" if level == "sequence" else "token",
         weights_BT=torch.where(is_masked_BT, math.nan, 0.5),
     )
-    got.loss.backward()
+    result.loss.backward()
 
-    assert got.loss.isfinite()
-    grad_BT = spoilt["logprobs_BT"].grad
+    assert result.loss.isfinite()
+    grad_BT = with_garbage["logprobs_BT"].grad
     assert grad_BT is not None
     assert (grad_BT[is_masked_BT] == 0).all()
     assert (grad_BT[~is_masked_BT] != 0).any()
 
 
 IMPOSSIBLE = {"both": (-math.inf, -math.inf), "new": (-math.inf, -1.0), "old": (-1.0, -math.inf)}
-"""The log-probs of a token that a policy cannot sample: the new policy's and the other one's."""
+"""New and old log-prob of a token that one or both of the policies cannot sample."""
 LOG_RATIOS = {"both": 0.0, "new": -20.0, "old": 20.0}
 
 
 def impossible_token(where: str) -> tuple[Tensor, Tensor, Tensor]:
-    """New log-probs with gradient, other log-probs, and mask; the token in question is the second of the first row."""
+    """Return new log-probs with a gradient, old log-probs, and a mask.
+
+    The impossible token is the second token of the first row.
+    """
     new, other = IMPOSSIBLE[where]
     new_BT = torch.tensor([[-1.0, new, -2.0], [-1.0, -1.0, -1.0]], dtype=torch.float64).requires_grad_()
     other_BT = torch.tensor([[-1.2, other, -2.0], [-1.0, -1.1, -1.0]], dtype=torch.float64)
@@ -490,12 +495,12 @@ def test_the_policy_loss_of_an_impossible_token_is_finite_and_has_no_gradient(
             agg_mode=mode,
         )
 
-    got, expected = loss(new_BT, old_BT), loss(finite_BT, old_finite_BT)
-    got.loss.backward()
+    result, expected = loss(new_BT, old_BT), loss(finite_BT, old_finite_BT)
+    result.loss.backward()
 
-    assert float(got.loss.detach()) == pytest.approx(float(expected.loss))
-    assert float(got.ppo_kl) == pytest.approx(float(expected.ppo_kl))
-    assert got.clip_fraction == expected.clip_fraction
+    assert float(result.loss.detach()) == pytest.approx(float(expected.loss))
+    assert float(result.ppo_kl) == pytest.approx(float(expected.ppo_kl))
+    assert result.clip_fraction == expected.clip_fraction
     assert_others_learn(new_BT)
 
 
@@ -509,7 +514,7 @@ def test_the_kl_of_an_impossible_token_is_finite_and_has_no_gradient(
     kl_BT = kl_penalty(new_BT, reference_logprobs_BT=reference_BT, mask_BT=mask_BT, estimator=estimator)
     kl_BT.sum().backward()
 
-    x = -LOG_RATIOS[where]  # reference over policy
+    x = -LOG_RATIOS[where]  # log(reference / policy)
     expected = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[estimator]
     assert float(kl_BT[0, 1].detach()) == pytest.approx(expected)
     assert kl_BT.isfinite().all()
@@ -525,17 +530,17 @@ def test_the_importance_weight_of_an_impossible_token_is_finite(where: str, leve
         {"kind": kind, "level": level, "min_ratio": 0.01, "max_ratio": 2.0}
     )
 
-    got = correct(trainer_BT, rollout_logprobs_BT=rollout_BT, mask_BT=mask_BT, config=config)
+    result = correct(trainer_BT, rollout_logprobs_BT=rollout_BT, mask_BT=mask_BT, config=config)
 
     log_ratio = LOG_RATIOS[where] + (0.2 if level == "sequence" else 0.0)
     expected = min(math.exp(min(log_ratio, 20.0)), 2.0)
     if kind == "mask" and where != "both":
         expected = 0.0
-    assert float(got.weights_BT[0, 1]) == pytest.approx(expected)
-    assert got.weights_BT.isfinite().all()
+    assert float(result.weights_BT[0, 1]) == pytest.approx(expected)
+    assert result.weights_BT.isfinite().all()
 
 
-def test_log_ratios_beyond_the_bound_are_cut_and_have_no_gradient() -> None:
+def test_log_ratios_beyond_the_bound_are_clamped_and_have_no_gradient() -> None:
     left_BT = torch.tensor([[-1.0, -1.0, -60.0]]).requires_grad_()
 
     got_BT = masked_difference(left_BT, torch.tensor([[-2.0, -60.0, -1.0]]), mask_BT=torch.ones(1, 3))

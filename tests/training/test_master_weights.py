@@ -33,7 +33,7 @@ def train(actor: Actor, *, num_updates: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("saves_memory", [False, True])
-def test_losses_are_near_those_of_float32_and_the_policy_learns_as_fast(saves_memory: bool) -> None:
+def test_losses_are_close_to_float32_and_the_policy_learns_as_fast(saves_memory: bool) -> None:
     settings = {"ppo_mini_batches": 2, "gradient_checkpointing": saves_memory, "use_packing": saves_memory}
     full, half = make_actor(None, **settings), make_actor(torch.bfloat16, **settings)
     is_rewarded_BR = (BATCH["responses"] == REWARDED) & BATCH["response_mask"].bool()
@@ -54,7 +54,7 @@ def test_losses_are_near_those_of_float32_and_the_policy_learns_as_fast(saves_me
 
 
 def test_steps_too_small_for_bfloat16_add_up() -> None:
-    """A weight of 1 moves by 1e-4 per step, of which bfloat16 sees nothing."""
+    """A weight of 1 changes by 1e-4 per step, which is below the precision of bfloat16."""
     actor = make_actor(torch.bfloat16, lr=1e-4)
     name = "model.norm.weight"
 
@@ -66,7 +66,7 @@ def test_steps_too_small_for_bfloat16_add_up() -> None:
     assert not torch.equal(dict(actor.weights())[name], after_one)
 
 
-def test_a_checkpoint_holds_the_weights_in_full_and_goes_on_with_them(tmp_path: Path) -> None:
+def test_a_checkpoint_has_float32_weights_and_training_resumes_with_them(tmp_path: Path) -> None:
     tiny_policy().save_pretrained(tmp_path / "base")
     config = Config.model_validate(
         {
@@ -90,7 +90,7 @@ def test_a_checkpoint_holds_the_weights_in_full_and_goes_on_with_them(tmp_path: 
     assert all(torch.equal(value, weights[name]) for name, value in first.weights())
 
 
-def test_buffers_stay_as_precise_as_they_were() -> None:
+def test_buffers_keep_their_precision() -> None:
     actor = make_actor(torch.bfloat16)
 
     expected = dict(tiny_policy().named_buffers())
@@ -99,7 +99,7 @@ def test_buffers_stay_as_precise_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_auto_is_what_the_files_say(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_auto_is_the_dtype_of_the_files(tmp_path: Path, dtype: torch.dtype) -> None:
     policy: Qwen3ForCausalLM = tiny_policy()
     policy.to(dtype).save_pretrained(tmp_path)  # pyright: ignore[reportUnknownMemberType]
     config = ModelConfig(path=str(tmp_path), dtype="auto", device="cpu")
@@ -108,7 +108,7 @@ def test_auto_is_what_the_files_say(tmp_path: Path, dtype: torch.dtype) -> None:
     assert load_policy(config).dtype == torch.float32
 
 
-def test_a_dtype_that_nothing_is_trained_in_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_training_dtype_is_refused(tmp_path: Path) -> None:
     tiny_policy().half().save_pretrained(tmp_path)
 
     with pytest.raises(ConfigError, match=r"model\.dtype is auto, but .* has torch\.float16"):

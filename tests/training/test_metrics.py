@@ -1,4 +1,4 @@
-"""Metrics: what is measured, and a file that survives being cut off."""
+"""Metrics of a step, and a metrics file that can be read after a crash."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_each_step_is_one_line_on_disk_at_once(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
 
 
-def test_a_resumed_run_forgets_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+def test_a_resumed_run_removes_later_steps_and_an_incomplete_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
 
@@ -92,10 +92,10 @@ def test_a_rollout_is_measured_in_tokens_turns_rewards_and_staleness() -> None:
 
 def test_malformed_calls_and_invalid_turns_are_shares_of_all_calls_and_turns() -> None:
     def output(kinds: list[IncidentKind], *, num_tool_calls: int, num_turns: int) -> AgentLoopOutput:
-        said = Segment(as_token_ids([3]), Origin.MODEL, weight_version=0)
+        sampled = Segment(as_token_ids([3]), Origin.MODEL, weight_version=0)
         reply = Segment(as_token_ids([4]), Origin.TOOL)
         return AgentLoopOutput(
-            segments=[said, reply] * num_turns,
+            segments=[sampled, reply] * num_turns,
             incidents=[Incident(kind, "") for kind in kinds],
             metrics=AgentLoopMetrics(num_tool_calls=num_tool_calls),
         )
@@ -115,7 +115,7 @@ def test_malformed_calls_and_invalid_turns_are_shares_of_all_calls_and_turns() -
     assert metrics["rollout/invalid_turn_share"] == 1 / 5
 
 
-def test_metrics_that_do_not_fit_the_disk_end_the_run_by_name() -> None:
+def test_a_full_disk_ends_the_run_with_an_error_that_names_the_metrics() -> None:
     with (
         pytest.raises(OutputError, match="the metrics '/dev/full' cannot be written"),
         MetricsWriter(Path("/dev/full")) as writer,

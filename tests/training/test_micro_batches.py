@@ -1,4 +1,4 @@
-"""Micro-batches keep every token and little padding."""
+"""Micro-batches contain every token and little padding."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def test_columns_that_are_padding_in_all_rows_are_dropped(batch: RolloutBatch) -
     assert sum(part.input_ids_BW.numel() for part in parts) < 0.6 * batch["input_ids"].numel()
 
 
-def test_logprobs_of_a_padded_micro_batch_are_those_of_each_row_alone(batch: RolloutBatch) -> None:
+def test_logprobs_of_a_padded_micro_batch_equal_those_of_each_row_alone(batch: RolloutBatch) -> None:
     model = tiny_policy()
     for part in cut(batch, max_tokens=60):
         logprobs_BR, entropy_BR = response_logprobs(model, part, temperature=0.8)
-        for place, row in enumerate(part.rows_B.tolist()):
+        for index, row in enumerate(part.rows_B.tolist()):
             attended = batch["attention_mask"][row].bool()
             ids = batch["input_ids"][row][attended]
             num_prompt = int(batch["attention_mask"][row, :9].sum())
@@ -71,9 +71,9 @@ def test_logprobs_of_a_padded_micro_batch_are_those_of_each_row_alone(batch: Rol
                 place_M=torch.arange(len(logits_TV)),
                 temperature=0.8,
             )
-            is_model_T = part.mask_BR[place, : len(logits_TV)].bool()
+            is_model_T = part.mask_BR[index, : len(logits_TV)].bool()
             for found_BR, expected in zip((logprobs_BR, entropy_BR), expected_T, strict=True):
-                found_R = found_BR[place]
+                found_R = found_BR[index]
                 torch.testing.assert_close(
                     found_R[: len(is_model_T)], expected * is_model_T, atol=1e-5, rtol=1e-5
                 )
@@ -81,7 +81,7 @@ def test_logprobs_of_a_padded_micro_batch_are_those_of_each_row_alone(batch: Rol
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_packing": True}, {"share_prefixes": True}])
-def test_what_fits_into_one_micro_batch_is_parted_where_several_are_wanted(
+def test_a_small_batch_is_split_if_several_micro_batches_are_requested(
     batch: RolloutBatch, settings: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent_loop.training.micro_batches.SHARED_LINE", 40)

@@ -1,4 +1,4 @@
-"""Rows that share a line of the input get what they get alone."""
+"""Packed rows have the same outputs as rows that are computed alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cut(batch: RolloutBatch, *, max_tokens: int) -> list[MicroBatch]:
 
 
 def sliding_window_model() -> PreTrainedModel:
-    """Layers that see the last four tokens only, between layers that see all."""
+    """Return a model with a sliding window of four tokens in every second layer."""
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=VOCABULARY,
@@ -47,7 +47,9 @@ def sliding_window_model() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 20, 60, 10_000])
-def test_every_row_is_in_one_line_and_lines_keep_to_the_budget(batch: RolloutBatch, max_tokens: int) -> None:
+def test_every_row_is_in_one_packed_row_and_packed_rows_keep_to_the_budget(
+    batch: RolloutBatch, max_tokens: int
+) -> None:
     parts = cut(batch, max_tokens=max_tokens)
 
     assert sorted(torch.cat([part.rows_B for part in parts]).tolist()) == list(range(len(batch)))
@@ -79,7 +81,9 @@ def test_packing_leaves_less_padding() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["full", "sliding"])
-def test_logprobs_of_packed_rows_are_the_padded_ones(batch: RolloutBatch, kind: str, attention: str) -> None:
+def test_logprobs_of_packed_rows_equal_those_of_padded_rows(
+    batch: RolloutBatch, kind: str, attention: str
+) -> None:
     model: Any = tiny_policy() if kind == "full" else sliding_window_model()
     model.set_attn_implementation(attention)
     for part in cut(batch, max_tokens=60):
@@ -94,7 +98,7 @@ def test_logprobs_of_packed_rows_are_the_padded_ones(batch: RolloutBatch, kind: 
 
 
 def turns(*runs: tuple[list[int], bool]) -> Trajectory:
-    """A prompt of three tokens and runs of others, each with whether the model said it."""
+    """Return a trajectory of a prompt of three tokens and runs of tokens, each with whether the model sampled it."""
     segments = [Segment(as_token_ids([4, 5, 6]), Origin.PROMPT)]
     for ids, is_models in runs:
         tokens = as_token_ids(ids)
@@ -106,7 +110,10 @@ def turns(*runs: tuple[list[int], bool]) -> Trajectory:
 
 
 def make_forked_batch() -> RolloutBatch:
-    """Rows that part after the prompt, after a tool's reply, at the last token and nowhere; one ends inside another."""
+    """Return rows that fork after the prompt, after a tool's reply, at the last token and nowhere.
+
+    One row is a prefix of another.
+    """
     tool = ([8, 9], False)
     return assemble(
         [
@@ -121,7 +128,7 @@ def make_forked_batch() -> RolloutBatch:
     )
 
 
-def test_a_prefix_is_in_a_line_once() -> None:
+def test_a_shared_prefix_is_in_a_packed_row_once() -> None:
     batch = make_forked_batch()
     [part] = micro_batches(
         batch,
@@ -133,7 +140,7 @@ def test_a_prefix_is_in_a_line_once() -> None:
 
     packed = pack(part)
 
-    # 10 of the longest row; of the others what follows their forks: a 4, a 13, a 12 and nothing.
+    # 10 tokens of the longest row. Of the other rows the tokens after their forks: a 4, a 13, a 12 and nothing.
     assert packed.input_ids_KL.shape == (1, 13)
     after = packed.input_ids_KL.flatten()[packed.before_M]
     assert sorted(after.tolist()) == sorted([6, 7, 9, 10, 11] * 3 + [6] + [6, 7, 9] + [6, 7])
@@ -141,7 +148,9 @@ def test_a_prefix_is_in_a_line_once() -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 12, 25, 10_000])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_logprobs_of_rows_that_share_prefixes_are_the_padded_ones(attention: str, max_tokens: int) -> None:
+def test_logprobs_of_rows_that_share_prefixes_equal_those_of_padded_rows(
+    attention: str, max_tokens: int
+) -> None:
     model: Any = tiny_policy()
     model.set_attn_implementation(attention)
     for batch in (

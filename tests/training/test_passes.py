@@ -1,4 +1,4 @@
-"""Micro-batches that are computed at once give what they give one after the other."""
+"""Micro-batches that are computed concurrently have the same results as in sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agent_loop.training.policy import load_policy
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
 MAX_TOKENS = 60
-"""Small enough for more micro-batches than threads, so that the number of threads cuts no others."""
+"""Small enough for more micro-batches than threads, so that the number of threads does not change the split."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def parts_of(batch: RolloutBatch) -> list[MicroBatch]:
 def trained(
     batch: RolloutBatch, folder: Path, *, num_threads: int, lora_rank: int, dtype: torch.dtype, settings: Any
 ) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
-    """Weights and metrics of two updates."""
+    """Return the weights and the metrics of two updates."""
     torch.manual_seed(0)
     actor = Actor(
         load_policy(ModelConfig(path=str(folder), device="cpu", lora_rank=lora_rank), seed=1),
@@ -71,7 +71,7 @@ def trained(
         ({}, 2, torch.float32),
     ],
 )
-def test_threads_train_to_the_same_weights_bit_by_bit(
+def test_threads_train_the_same_weights_bit_by_bit(
     batch: RolloutBatch, policy_folder: Path, settings: dict[str, Any], lora_rank: int, dtype: torch.dtype
 ) -> None:
     weights, metrics = trained(
@@ -107,8 +107,10 @@ def test_a_critic_trained_in_threads_is_the_same(batch: RolloutBatch, policy_fol
     assert metrics_again == metrics
 
 
-def test_a_mini_batch_that_fits_is_cut_for_the_threads(batch: RolloutBatch, policy_folder: Path) -> None:
-    """Another cut, so the sums are rounded otherwise."""
+def test_a_mini_batch_within_the_budget_is_split_for_the_threads(
+    batch: RolloutBatch, policy_folder: Path
+) -> None:
+    """The split differs, so the rounding of the sums differs too."""
     options: dict[str, Any] = {"max_tokens_per_micro_batch": 100_000, "use_packing": True, "lr": 1e-3}
     advantages_BR = grpo_advantages(batch["reward"], groups_B=batch["group"])[:, None]
     losses: list[Tensor] = []
@@ -120,7 +122,7 @@ def test_a_mini_batch_that_fits_is_cut_for_the_threads(batch: RolloutBatch, poli
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-7)
 
 
-def test_what_fails_in_a_thread_is_raised_and_what_was_before_it_is_kept(batch: RolloutBatch) -> None:
+def test_an_error_in_a_thread_is_raised_and_earlier_gradients_are_kept(batch: RolloutBatch) -> None:
     parts = parts_of(batch)
     weight = torch.nn.Parameter(torch.ones(3))
 
@@ -141,7 +143,9 @@ def test_what_fails_in_a_thread_is_raised_and_what_was_before_it_is_kept(batch: 
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_weights_that_no_loss_depends_on_get_no_gradient_and_none_share_one(batch: RolloutBatch) -> None:
+def test_weights_that_no_loss_depends_on_get_no_gradient_and_gradients_are_not_shared(
+    batch: RolloutBatch,
+) -> None:
     left, right, apart = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
     weights = MasterWeights({"left": left, "right": right, "apart": apart}, {})
 
@@ -156,7 +160,7 @@ def test_weights_that_no_loss_depends_on_get_no_gradient_and_none_share_one(batc
     assert left.grad.tolist() == right.grad.tolist() == [3.0, 3.0]
 
 
-def test_each_micro_batch_comes_with_what_was_found_of_it(batch: RolloutBatch) -> None:
+def test_each_micro_batch_is_yielded_with_its_result(batch: RolloutBatch) -> None:
     parts = parts_of(batch)
 
     for num_threads in (1, 3):

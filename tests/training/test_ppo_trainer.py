@@ -1,4 +1,4 @@
-"""Whole runs: they learn, stop in good order, and go on as if they had never stopped."""
+"""Whole runs: they learn, stop with a checkpoint, and resume exactly."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_two_steps_and_two_more_after_a_resume_are_four_steps_bit_for_bit(
 
 
 @pytest.mark.parametrize("completed", [0, 1, 2])
-def test_ctrl_c_in_a_rollout_leaves_a_checkpoint_from_which_the_same_run_goes_on(
+def test_ctrl_c_in_a_rollout_writes_a_checkpoint_from_which_the_run_resumes(
     config: Config, tmp_path: Path, completed: int
 ) -> None:
     def interrupt(weight_version: int) -> None:
@@ -135,7 +135,7 @@ def test_ctrl_c_in_an_update_counts_the_step_and_publishes_nothing(config: Confi
     rollouts = FakeRollouts(tiny_policy())
 
     class InterruptingTemplate(FakeTemplate):
-        """The update reads the pad token in its thread; the signal is dealt with before it goes on."""
+        """Template that sends SIGINT when the thread of the update reads the pad token."""
 
         @property
         def pad_token_id(self) -> int:
@@ -154,7 +154,7 @@ def test_ctrl_c_in_an_update_counts_the_step_and_publishes_nothing(config: Confi
     assert latest_checkpoint(stopped.run_dir).step == 2
 
 
-def test_too_many_failures_stop_the_run_and_leave_a_checkpoint(config: Config) -> None:
+def test_too_many_failures_stop_the_run_with_a_checkpoint(config: Config) -> None:
     def fail(weight_version: int) -> None:
         if weight_version == 3:
             raise RolloutError("16 of 16 trajectories failed")
@@ -180,7 +180,7 @@ def test_a_new_run_does_not_write_into_the_folder_of_another(config: Config) -> 
         train(config, overwrite=True, resume=True)
 
 
-def test_resuming_before_later_checkpoints_needs_a_folder_of_its_own(config: Config, tmp_path: Path) -> None:
+def test_resuming_from_an_earlier_checkpoint_needs_a_separate_folder(config: Config, tmp_path: Path) -> None:
     first = train(config)
     early = str(list_checkpoints(first.run_dir)[0])
 
@@ -191,7 +191,7 @@ def test_resuming_before_later_checkpoints_needs_a_folder_of_its_own(config: Con
     assert_same_policy(first, branch)
 
 
-def test_a_resume_says_what_was_changed_meanwhile(config: Config) -> None:
+def test_a_resume_reports_changed_settings(config: Config) -> None:
     train(changed(config, "trainer", total_steps=2))
     output = io.StringIO()
 

@@ -1,4 +1,4 @@
-"""Two processes train what one process would."""
+"""Training in two processes has the same results as in one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"model": {"dtype": "bfloat16"}, "actor": {"gradient_checkpointing": True, "lr": 1e-4}},
 }
 TOLERANCE = {"bfloat16": 5e-2}
-"""Where sums are rounded to 8 bits, their order shows."""
+"""Tolerance by case. In bfloat16, the order of sums changes their rounding."""
 
 
 def settings(folder: Path, case: str, *, num_processes: int) -> Config:
@@ -59,12 +59,12 @@ def settings(folder: Path, case: str, *, num_processes: int) -> Config:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     metrics: list[dict[str, float]]
-    """Of each update."""
+    """Metrics of each update."""
     weights: dict[str, Tensor]
     checkpoint: Path
-    """Of the middle."""
+    """Checkpoint after half of the updates."""
     base_ids: list[str]
-    """Of two publishings, where there are adapters."""
+    """Base ids of the published weights, if the model has adapters."""
 
 
 @cache
@@ -73,7 +73,7 @@ def batch_of(update: int) -> RolloutBatch:
 
 
 async def train(config: Config, run_dir: Path, *, resume_from: Path | None = None) -> Outcome:
-    """Updates, each on a batch of its own, with a checkpoint in the middle, or from there on."""
+    """Run the updates, each on another batch, with a checkpoint after half of them; or resume from a checkpoint."""
     middle = NUM_UPDATES // 2
     metrics: list[dict[str, float]] = []
     checkpoint = resume_from
@@ -93,7 +93,7 @@ async def train(config: Config, run_dir: Path, *, resume_from: Path | None = Non
                     keep=1,
                 )
             metrics.append(learner.learn(batch_of(number)))
-        next(iter(learner.weights()))  # a reader that stops early
+        next(iter(learner.weights()))  # A reader that stops early.
         published = [learner.weights() for _ in range(2)]
         weights = {name: value.clone() for name, value in published[-1]}
     assert checkpoint is not None
@@ -117,9 +117,7 @@ def assert_same(ours: Outcome, expected: Outcome, *, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_have_the_losses_and_weights_of_one_and_go_on_from_its_checkpoint_and_it_from_theirs(
-    folder: Path, case: str
-) -> None:
+def test_two_processes_match_one_and_checkpoints_can_be_exchanged(folder: Path, case: str) -> None:
     one, two = (settings(folder, case, num_processes=number) for number in (1, 2))
 
     def run(config: Config, name: str, resume_from: Path | None = None) -> Outcome:
@@ -151,7 +149,7 @@ def test_a_run_in_two_processes_has_the_losses_of_one(config: Config) -> None:
         trainer = PPOTrainer(settings, manager=rollouts, console=Console(file=io.StringIO()))
         result = asyncio.run(trainer.fit())
         lines = read_metrics(result.run_dir / "metrics.jsonl")
-        return [line.get(names.LOSS, 0.0) for line in lines]  # none where no group had any variance
+        return [line.get(names.LOSS, 0.0) for line in lines]  # There is no loss if no group has variance.
 
     alone = losses(1)
 

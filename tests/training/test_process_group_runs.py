@@ -1,4 +1,4 @@
-"""Whole runs of `agent-loop train` in two processes, and how they end."""
+"""Whole runs of `agent-loop train` in two processes, and their ends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def values_of(folder: Path, name: str) -> list[float]:
 
 
 def started(folder: Path, *options: str) -> subprocess.Popen[str]:
-    """Two processes that have made two steps."""
+    """Start two processes and return after two steps."""
     process = subprocess.Popen(
         [sys.executable, *TRAIN, TWO, *ENDLESS, *options],
         cwd=folder,
@@ -85,14 +85,14 @@ def assert_ends(pid: int, *, within_s: float) -> None:
         time.sleep(0.05)
 
 
-def test_torchrun_trains_and_one_process_goes_on_from_its_checkpoint(project: Path) -> None:
+def test_torchrun_trains_and_one_process_resumes_from_its_checkpoint(project: Path) -> None:
     run([*TORCHRUN, *TRAIN], project)
     output = run([sys.executable, *TRAIN, "--resume", "trainer.total_steps=4"], project)
 
     assert "resuming after step 3" in output
     assert values_of(project / "run", "step") == [1, 2, 3, 4]
     assert all(norm > 0 for norm in values_of(project / "run", names.GRAD_NORM))
-    # What the servers sampled with is what is trained.
+    # The servers sample with the trained weights.
     assert max(values_of(project / "run", names.LOGPROB_DIFF_MAX)) < 1e-4
 
 
@@ -110,7 +110,7 @@ def test_ctrl_c_writes_a_checkpoint_and_ends_all_processes(project: Path) -> Non
     assert f"resuming after step {last}" in output
 
 
-def test_processes_of_one_machine_listen_on_loopback_alone(project: Path) -> None:
+def test_processes_of_one_machine_listen_on_loopback_only(project: Path) -> None:
     rank_0 = started(project)
     addresses = listening_addresses(process_tree(rank_0.pid))
     rank_0.kill()
@@ -135,7 +135,7 @@ def test_a_process_that_dies_ends_the_others_with_an_error_that_names_it(project
     assert "Traceback" not in output
 
 
-def test_the_others_end_with_a_leader_that_is_killed(project: Path) -> None:
+def test_the_other_ranks_end_if_rank_0_is_killed(project: Path) -> None:
     rank_0 = started(project)
     (rank_1,) = ranks_of(rank_0)
 

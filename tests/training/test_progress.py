@@ -1,4 +1,4 @@
-"""Progress in a terminal and elsewhere."""
+"""Display of progress in a terminal and in plain output."""
 
 from __future__ import annotations
 

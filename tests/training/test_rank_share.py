@@ -53,7 +53,9 @@ def shares(rows: torch.Tensor, *, size: int) -> list[list[MicroBatch]]:
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(24, 2), (23, 3), (2, 4), (1, 2)])
-def test_each_row_counts_in_one_process_and_all_run_as_many_micro_batches(num_rows: int, size: int) -> None:
+def test_each_row_counts_in_one_process_and_all_run_equally_many_micro_batches(
+    num_rows: int, size: int
+) -> None:
     rows = torch.arange(24)[:num_rows]
 
     of_processes = shares(rows, size=size)
@@ -63,7 +65,7 @@ def test_each_row_counts_in_one_process_and_all_run_as_many_micro_batches(num_ro
     assert sorted(torch.cat(counted).tolist()) == rows.tolist()
 
 
-def test_shares_are_about_as_many_tokens() -> None:
+def test_the_shares_of_ranks_have_similar_numbers_of_tokens() -> None:
     tokens = [
         sum(int(m.attention_mask_BW.sum()) for m in share if not m.is_spare)
         for share in shares(torch.arange(24), size=2)
@@ -72,7 +74,7 @@ def test_shares_are_about_as_many_tokens() -> None:
     assert max(tokens) - min(tokens) <= int(BATCH["attention_mask"].sum(dim=1).max())
 
 
-def test_a_spare_micro_batch_counts_nowhere() -> None:
+def test_a_spare_micro_batch_has_no_effect() -> None:
     spare = next(m for share in shares(torch.arange(1), size=2) for m in share if m.is_spare)
     values_BR = torch.zeros(BATCH["responses"].shape)
 

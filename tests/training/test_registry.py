@@ -1,4 +1,4 @@
-"""Estimators and losses of users, by name and by `file.py:name`."""
+"""Estimators and losses of users, selected by name and by `file.py:name`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def with_estimator(returned: Any) -> str:
     return "mine"
 
 
-def test_a_registered_estimator_and_a_file_with_the_same_function_give_the_same(
+def test_a_registered_estimator_and_the_same_function_in_a_file_agree(
     batch: RolloutBatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"
@@ -86,7 +86,7 @@ def test_a_class_is_constructed_and_its_instance_called(batch: RolloutBatch) -> 
     assert estimate(batch, "of_a_class")[:, 0] == pytest.approx(2 * batch["reward"])
 
 
-def test_an_estimator_gets_what_its_decorator_asks_for(batch: RolloutBatch) -> None:
+def test_an_estimator_gets_the_inputs_that_its_decorator_declares(batch: RolloutBatch) -> None:
     @advantage_estimator(
         "with_everything", compares_in_group=True, needs_critic=True, needs_greedy_rollouts=True
     )
@@ -134,7 +134,7 @@ def test_an_exception_in_an_estimator_names_the_estimator_and_the_line(batch: Ro
         estimate(batch, "mine")
 
 
-def test_nan_at_tokens_that_are_not_trained_is_no_error(batch: RolloutBatch) -> None:
+def test_nan_at_tokens_that_are_not_trained_is_not_an_error(batch: RolloutBatch) -> None:
     values_BR = torch.where(batch["response_mask"].bool(), 1.0, torch.nan)
     found_BR = estimate(batch, with_estimator(values_BR))
     assert torch.equal(found_BR, batch["response_mask"].float())
@@ -173,7 +173,7 @@ def test_an_unknown_name_is_refused_with_the_names_that_exist(section: str, key:
         PPOTrainer(config, manager=FakeRollouts(tiny_policy())).fit().send(None)
 
 
-def test_a_name_that_is_taken_goes_to_the_new_function_with_a_warning(batch: RolloutBatch) -> None:
+def test_registering_a_name_again_replaces_the_function_with_a_warning(batch: RolloutBatch) -> None:
     with pytest.warns(UserWarning, match="advantage estimator 'rloo' was .*; .* replaces it"):
         advantage_estimator("rloo")(lambda rewards, *, config: torch.ones(6))
     assert (estimate(batch, "rloo") == 1).all()

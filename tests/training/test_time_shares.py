@@ -1,4 +1,4 @@
-"""Where the time of a step went."""
+"""Shares of the time of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def trajectory(
     )
 
 
-def test_the_rollout_is_dealt_out_as_its_trajectories_spent_it() -> None:
+def test_the_time_of_the_rollout_is_divided_as_its_trajectories_spent_it() -> None:
     fast = trajectory(
         0,
         seconds=4.0,
@@ -60,7 +60,7 @@ def test_the_rollout_is_dealt_out_as_its_trajectories_spent_it() -> None:
     assert time.metrics()[names.SLOWEST_SECONDS] == 10.0
 
 
-def test_what_lies_within_or_beside_counts_once() -> None:
+def test_nested_and_overlapping_spans_count_once() -> None:
     spans = (
         Span("user", "", 0.0, 8.0),
         Span("tool", "a", 1.0, 4.0),
@@ -76,7 +76,7 @@ def test_what_lies_within_or_beside_counts_once() -> None:
     assert sum(time.shares.values()) == pytest.approx(1)
 
 
-def test_what_nobody_watched_is_other() -> None:
+def test_untraced_time_counts_as_other() -> None:
     time = time_shares(
         [trajectory(0, seconds=8.0, watched=False)], phases={"rollout": 3.0, "step": 4.0}, label="step=1"
     )
@@ -85,7 +85,7 @@ def test_what_nobody_watched_is_other() -> None:
     assert names.SLOWEST_SECONDS not in time.metrics()
 
 
-def test_steps_are_put_together_by_their_seconds() -> None:
+def test_steps_are_combined_in_proportion_to_their_seconds() -> None:
     first = time_shares([trajectory(0, seconds=1.0)], phases={"rollout": 1.0, "step": 1.0}, label="step=1")
     second = time_shares([], phases={"update": 3.0, "step": 3.0}, label="step=2")
     both = first.plus(second)
