@@ -19,11 +19,11 @@ from agent_loop.testing import run_virtual
 from agent_loop.types import TokenOutput
 
 
-def costly(num_turns: int) -> ServerUsage:
+def usage_with_recomputation(num_turns: int) -> ServerUsage:
     return ServerUsage(num_turns, num_sampled_tokens=100 * num_turns, num_recomputed_tokens=1000 * num_turns)
 
 
-def cheap(num_turns: int) -> ServerUsage:
+def usage_without_recomputation(num_turns: int) -> ServerUsage:
     return ServerUsage(num_turns, num_sampled_tokens=100 * num_turns)
 
 
@@ -37,7 +37,7 @@ def updated(
     kv_cache_share: float | None = None,
     demand: float | None = None,
 ) -> float:
-    """Return the bound after one update. By default the servers did no work, have no free slot and report nothing."""
+    """Return the bound after one update. By default, the servers are full, did no work, and report no cache use."""
     return control.update(
         usage or ServerUsage(),
         num_in_flight=num_in_flight,
@@ -54,7 +54,9 @@ def updated(
 def test_servers_that_report_no_usage_do_not_limit_the_bound() -> None:
     control = AdmissionControl(num_slots=None)
     for _ in range(50):
-        assert updated(control, cheap(100), num_in_flight=100, num_waiting=90) == math.inf
+        assert (
+            updated(control, usage_without_recomputation(100), num_in_flight=100, num_waiting=90) == math.inf
+        )
     control = AdmissionControl(num_slots=8)
     bounds = [updated(control, num_in_flight=int(control.bound)) for _ in range(6)]
     assert bounds == [16, 32, 64, 128, 256, 512]
@@ -65,36 +67,42 @@ def test_the_bound_doubles_only_while_the_caches_are_almost_empty() -> None:
     assert updated(control, num_in_flight=64, demand=0.1) == 128
     assert updated(control, num_in_flight=128, demand=0.3) == 128
     assert updated(control, num_in_flight=128, demand=0.1) == 128
-    assert updated(control, cheap(128), num_in_flight=128, demand=0.3) == 160
-    assert updated(control, cheap(160), num_in_flight=160, demand=0.7) == 168
+    assert updated(control, usage_without_recomputation(128), num_in_flight=128, demand=0.3) == 160
+    assert updated(control, usage_without_recomputation(160), num_in_flight=160, demand=0.7) == 168
 
 
 def test_after_a_costly_round_the_bound_falls_by_the_number_of_waiting_requests_and_no_further() -> None:
     control = AdmissionControl(num_slots=64)
-    assert updated(control, costly(64), num_in_flight=64, num_waiting=10, demand=1.0) == 54
+    assert updated(control, usage_with_recomputation(64), num_in_flight=64, num_waiting=10, demand=1.0) == 54
     # Ten trajectories from before the decrease still run, so that this round does not count.
-    assert updated(control, costly(64), num_in_flight=60, num_waiting=10, demand=1.0) == 54
-    assert updated(control, costly(54), num_in_flight=54, num_waiting=50, demand=1.0) == 37
-    assert updated(control, costly(37), num_in_flight=37, demand=1.0) == 37
+    assert updated(control, usage_with_recomputation(64), num_in_flight=60, num_waiting=10, demand=1.0) == 54
+    assert updated(control, usage_with_recomputation(54), num_in_flight=54, num_waiting=50, demand=1.0) == 37
+    assert updated(control, usage_with_recomputation(37), num_in_flight=37, demand=1.0) == 37
 
 
 def test_an_infinite_bound_falls_after_a_costly_round() -> None:
     control = AdmissionControl(num_slots=None)
-    assert updated(control, costly(1000), num_in_flight=1000, num_waiting=900) == 700
+    assert updated(control, usage_with_recomputation(1000), num_in_flight=1000, num_waiting=900) == 700
 
 
 def test_the_bound_never_falls_below_one() -> None:
     control = AdmissionControl(num_slots=4)
     for _ in range(40):
         in_flight = int(control.bound)
-        updated(control, costly(in_flight), num_in_flight=in_flight, num_waiting=in_flight, demand=2.0)
+        updated(
+            control,
+            usage_with_recomputation(in_flight),
+            num_in_flight=in_flight,
+            num_waiting=in_flight,
+            demand=2.0,
+        )
     assert control.bound == 1
 
 
 def test_recomputed_tokens_do_not_lower_the_bound_while_the_caches_have_room() -> None:
     control = AdmissionControl(num_slots=20)
-    assert updated(control, costly(20), num_in_flight=20, num_waiting=10, demand=0.3) == 25
-    assert updated(control, costly(25), num_in_flight=25, num_waiting=10, demand=0.8) == 25
+    assert updated(control, usage_with_recomputation(20), num_in_flight=20, num_waiting=10, demand=0.3) == 25
+    assert updated(control, usage_with_recomputation(25), num_in_flight=25, num_waiting=10, demand=0.8) == 25
 
 
 def test_a_completion_reports_how_many_tokens_were_recomputed() -> None:
@@ -110,11 +118,16 @@ def test_the_bound_grows_while_servers_are_idle_even_after_costly_rounds() -> No
     control = AdmissionControl(num_slots=64)
     for bound in (80, 100, 125):
         in_flight = int(control.bound)
-        assert updated(control, costly(4), num_in_flight=in_flight, num_running=9, demand=1.2) == bound
-    full = updated(control, costly(4), num_in_flight=125, num_running=9, kv_cache_share=0.9, demand=1.2)
+        assert (
+            updated(control, usage_with_recomputation(4), num_in_flight=in_flight, num_running=9, demand=1.2)
+            == bound
+        )
+    full = updated(
+        control, usage_with_recomputation(4), num_in_flight=125, num_running=9, kv_cache_share=0.9, demand=1.2
+    )
     assert full == 125
-    assert updated(control, costly(4), num_in_flight=125, num_running=50, demand=1.2) == 125
-    assert updated(control, costly(4), num_in_flight=99, num_running=9, demand=1.2) == 125
+    assert updated(control, usage_with_recomputation(4), num_in_flight=125, num_running=50, demand=1.2) == 125
+    assert updated(control, usage_with_recomputation(4), num_in_flight=99, num_running=9, demand=1.2) == 125
 
 
 # -- gate --------------------------------------------------------------------------------------------------------------
@@ -123,7 +136,7 @@ def test_the_bound_grows_while_servers_are_idle_even_after_costly_rounds() -> No
 def test_trajectories_start_in_order_and_running_ones_continue_when_the_bound_falls() -> None:
     gate, started = AdmissionGate(bound=3), list[int]()
 
-    async def one(number: int) -> None:
+    async def run_trajectory(number: int) -> None:
         async with gate:
             started.append(number)
             await asyncio.sleep(10)
@@ -131,7 +144,7 @@ def test_trajectories_start_in_order_and_running_ones_continue_when_the_bound_fa
     async def main() -> None:
         async with asyncio.TaskGroup() as group:
             for number in range(6):
-                group.create_task(one(number))
+                group.create_task(run_trajectory(number))
             await asyncio.sleep(1)
             assert (started, gate.num_waiting) == ([0, 1, 2], 3)
             gate.set_bound(1)
@@ -150,16 +163,16 @@ def test_trajectories_start_in_order_and_running_ones_continue_when_the_bound_fa
 def test_a_trajectory_cancelled_in_the_queue_or_when_admitted_does_not_use_up_the_bound() -> None:
     gate = AdmissionGate(bound=1)
 
-    async def one(seconds: float) -> None:
+    async def run_trajectory(seconds: float) -> None:
         async with gate:
             await asyncio.sleep(seconds)
 
     async def main() -> None:
         async with asyncio.TaskGroup() as group:
-            first = group.create_task(one(5))
-            waiting = group.create_task(one(5))
-            admitted = group.create_task(one(5))
-            group.create_task(one(5))
+            first = group.create_task(run_trajectory(5))
+            waiting = group.create_task(run_trajectory(5))
+            admitted = group.create_task(run_trajectory(5))
+            group.create_task(run_trajectory(5))
             await asyncio.sleep(1)
             waiting.cancel()
             first.cancel()  # admits `admitted`, which is cancelled before it runs
@@ -174,7 +187,7 @@ def test_a_trajectory_cancelled_in_the_queue_or_when_admitted_does_not_use_up_th
 # -- with simulated servers --------------------------------------------------------------------------------------------
 
 
-def makespan(kv_tokens: int, bound: Literal["auto"] | None, *, per_server: int) -> SimulationOutcome:
+def simulated(kv_tokens: int, bound: Literal["auto"] | None, *, per_server: int) -> SimulationOutcome:
     plans = Workload(num_trajectories=2 * per_server, seed=0).plans()
     cluster = SimulatedCluster(num_servers=2, model=EngineModel(kv_tokens=kv_tokens), max_concurrent=bound)
     outcome = simulate(cluster, plans)
@@ -185,13 +198,13 @@ def makespan(kv_tokens: int, bound: Literal["auto"] | None, *, per_server: int) 
 @pytest.mark.slow
 def test_an_adaptive_bound_shortens_the_rollout_if_the_kv_cache_is_too_small() -> None:
     assert (
-        makespan(400_000, "auto", per_server=800).makespan_s
-        < 0.8 * makespan(400_000, None, per_server=800).makespan_s
+        simulated(400_000, "auto", per_server=800).makespan_s
+        < 0.8 * simulated(400_000, None, per_server=800).makespan_s
     )
 
 
 def test_an_adaptive_bound_costs_no_time_if_the_kv_cache_is_large_enough() -> None:
     assert (
-        makespan(800_000, "auto", per_server=200).makespan_s
-        < 1.02 * makespan(800_000, None, per_server=200).makespan_s
+        simulated(800_000, "auto", per_server=200).makespan_s
+        < 1.02 * simulated(800_000, None, per_server=200).makespan_s
     )

@@ -1,4 +1,4 @@
-"""Arbitrary responses to some rows do not change other rows, keep no lease, and reach no update."""
+"""Arbitrary server responses to some rows do not change other rows, keep no lease, and are not trained on."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ NUM_GOOD = 6
 TIMEOUT_S = 60.0
 
 
-class Odd(BaseException):
-    """A BaseException that is not an Exception."""
+class CustomBaseException(BaseException):
+    """BaseException that is not an Exception."""
 
 
 @dataclass(frozen=True)
-class Reply:
+class HostileReply:
     """Behaviour of a server for one request."""
 
     fields: dict[str, Any]
-    """Set on a completion without any check."""
+    """Fields that are set on a completion without validation."""
     error: type[BaseException] | None
     instead: Any
-    """Returned instead of a completion, if it is not None."""
+    """Value that is returned instead of a completion, if not None."""
     latency_s: float
     swallows: bool
-    """Whether it goes on when it is cancelled."""
+    """Whether the request ignores cancellations."""
     ends: bool
-    """Whether its stream ends with a stop reason."""
+    """Whether the stream ends with a stop reason."""
     num_chunks: int
 
-    async def take_time(self) -> None:
+    async def wait(self) -> None:
+        """Wait for the latency, then raise the error if there is one."""
         ends_at = asyncio.get_running_loop().time() + self.latency_s
         while (left_s := ends_at - asyncio.get_running_loop().time()) > 0:
             try:
@@ -58,7 +59,8 @@ class Reply:
         if self.error is not None:
             raise self.error("hostile")
 
-    def made(self, kind: type[Any]) -> Any:
+    def create(self, kind: type[Any]) -> Any:
+        """Return the reply of `generate` or `stream`: a `TokenOutput` or a `TokenChunk`, or the value of `instead`."""
         if self.instead is not None:
             return self.instead
         chunk = TokenChunk([7, 8], [-0.5, -0.25], stop_reason="stop")
@@ -124,10 +126,10 @@ ERRORS: list[type[BaseException]] = [
     StopAsyncIteration,
     RecursionError,
     MemoryError,
-    Odd,
+    CustomBaseException,
 ]
-REPLIES: st.SearchStrategy[Reply] = st.builds(
-    Reply,
+REPLIES: st.SearchStrategy[HostileReply] = st.builds(
+    HostileReply,
     fields=FIELDS,
     error=st.one_of(st.none(), st.none(), st.sampled_from(ERRORS)),
     instead=st.one_of(
@@ -141,13 +143,13 @@ REPLIES: st.SearchStrategy[Reply] = st.builds(
 
 
 class HostileServer(ScriptedServer):
-    """Returns scripted completions to harmless rows, and to each hostile row its own response."""
+    """Server that returns scripted completions to harmless rows, and to each hostile row its own response."""
 
-    def __init__(self, replies: Sequence[Reply], *, streams: bool, name: str) -> None:
-        super().__init__(answer, name=name, vocab_size=VOCAB_SIZE, max_concurrent=2, streams=streams)
+    def __init__(self, replies: Sequence[HostileReply], *, streams: bool, name: str) -> None:
+        super().__init__(complete, name=name, vocab_size=VOCAB_SIZE, max_concurrent=2, streams=streams)
         self._replies = replies
 
-    def _hostile(self, prompt_ids: Any) -> Reply | None:
+    def _hostile(self, prompt_ids: Any) -> HostileReply | None:
         _, found, number = hermes_template().decode(prompt_ids).partition("hostile ")
         if not found:
             return None
@@ -158,8 +160,8 @@ class HostileServer(ScriptedServer):
         reply = self._hostile(prompt_ids)
         if reply is None:
             return await super().generate(prompt_ids, *args, **kwargs)
-        await reply.take_time()
-        return reply.made(TokenOutput)
+        await reply.wait()
+        return reply.create(TokenOutput)
 
     async def stream(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         reply = self._hostile(prompt_ids)
@@ -169,14 +171,14 @@ class HostileServer(ScriptedServer):
             return
         for _ in range(reply.num_chunks):
             yield TokenChunk([5], [-1.0])
-        await reply.take_time()
-        chunk = reply.made(TokenChunk)
+        await reply.wait()
+        chunk = reply.create(TokenChunk)
         if not reply.ends and isinstance(chunk, TokenChunk):
             object.__setattr__(chunk, "stop_reason", None)
         yield chunk
 
 
-def answer(request: ScriptedRequest) -> ScriptedReply:
+def complete(request: ScriptedRequest) -> ScriptedReply:
     """Return the whole completion of a prompt. The prompt may already contain its first tokens."""
     text = hermes_template().decode(request.prompt_ids)
     question, _, begun = text.rpartition("<|im_start|>assistant\n")
@@ -186,10 +188,10 @@ def answer(request: ScriptedRequest) -> ScriptedReply:
     return ScriptedReply(rest, logprobs=[-0.125] * len(rest), latency_s=0.5 * len(rest))
 
 
-def trajectories_of(
-    replies: Sequence[Reply], *, num_servers: int, streams: bool
+def run_rows(
+    replies: Sequence[HostileReply], *, num_servers: int, streams: bool
 ) -> tuple[list[Trajectory], dict[str, Any]]:
-    """Run the harmless rows with one hostile row for each response. Return the leaks, too."""
+    """Run the harmless rows with one hostile row per response. Return the trajectories and the leaks."""
     servers = [HostileServer(replies, streams=streams, name=f"s{n}") for n in range(num_servers)]
     config = RolloutConfig(
         prompt_length=256, response_length=64, max_failed_share=1.0, request_timeout_s=TIMEOUT_S
@@ -201,19 +203,19 @@ def trajectories_of(
 
     async def main() -> tuple[list[Trajectory], dict[str, Any]]:
         trajectories = await manager.run([*good, *hostile])
-        left = {
+        leaked = {
             "leases": balancer.num_leases,
-            "waiting": balancer.num_queued,
+            "queued": balancer.num_queued,
             "sessions": balancer.num_sessions,
             "tasks": len(asyncio.all_tasks()) - 1,
         }
         await manager.close()
-        return trajectories, left
+        return trajectories, leaked
 
     return run_virtual(main())
 
 
-def learned_from(trajectory: Trajectory) -> tuple[Any, ...]:
+def training_values(trajectory: Trajectory) -> tuple[Any, ...]:
     output = trajectory.output
     versions = [segment.weight_version for segment in output.segments]
     return (
@@ -233,13 +235,13 @@ def learned_from(trajectory: Trajectory) -> tuple[Any, ...]:
     replies=st.lists(REPLIES, min_size=1, max_size=12), num_servers=st.integers(1, 2), streams=st.booleans()
 )
 def test_responses_to_hostile_rows_do_not_change_other_rows_and_are_not_trained_on(
-    replies: list[Reply], num_servers: int, streams: bool
+    replies: list[HostileReply], num_servers: int, streams: bool
 ) -> None:
-    alone, _ = trajectories_of([], num_servers=num_servers, streams=streams)
-    trajectories, left = trajectories_of(replies, num_servers=num_servers, streams=streams)
-    assert left == {"leases": 0, "waiting": 0, "sessions": 0, "tasks": 0}
-    assert num_abandoned() == 0  # (none in a loop that is closed)
-    assert [learned_from(t) for t in trajectories[:NUM_GOOD]] == [learned_from(t) for t in alone]
+    alone, _ = run_rows([], num_servers=num_servers, streams=streams)
+    trajectories, leaked = run_rows(replies, num_servers=num_servers, streams=streams)
+    assert leaked == {"leases": 0, "queued": 0, "sessions": 0, "tasks": 0}
+    assert num_abandoned() == 0  # (the count excludes event loops that are closed)
+    assert [training_values(t) for t in trajectories[:NUM_GOOD]] == [training_values(t) for t in alone]
     assert all(t.output.stop_reason is StopReason.ANSWERED for t in alone)
     for trajectory in trajectories[NUM_GOOD:]:
         failure = trajectory.output.failure
@@ -249,7 +251,7 @@ def test_responses_to_hostile_rows_do_not_change_other_rows_and_are_not_trained_
     batch = assemble(trajectories, pad_token_id=hermes_template().pad_token_id)
     assert int(batch["input_ids"].min()) >= 0
     assert int(batch["input_ids"].max()) < VOCAB_SIZE
-    if "rollout_log_probs" in batch:  # (a server may give none)
+    if "rollout_log_probs" in batch:  # (a server may return none)
         assert (
             -10_000 <= float(batch["rollout_log_probs"].min()) <= float(batch["rollout_log_probs"].max()) <= 0
         )
@@ -257,9 +259,9 @@ def test_responses_to_hostile_rows_do_not_change_other_rows_and_are_not_trained_
 
 
 def test_rows_of_a_server_that_reports_its_death_move_without_changes() -> None:
-    died = Reply({}, ServerDied, None, 0.7, False, True, 1)
-    alone, _ = trajectories_of([], num_servers=2, streams=True)
-    trajectories, left = trajectories_of([died], num_servers=2, streams=True)
-    assert left == {"leases": 0, "waiting": 0, "sessions": 0, "tasks": 0}
-    assert [learned_from(t) for t in trajectories[:NUM_GOOD]] == [learned_from(t) for t in alone]
+    died = HostileReply({}, ServerDied, None, 0.7, False, True, 1)
+    alone, _ = run_rows([], num_servers=2, streams=True)
+    trajectories, leaked = run_rows([died], num_servers=2, streams=True)
+    assert leaked == {"leases": 0, "queued": 0, "sessions": 0, "tasks": 0}
+    assert [training_values(t) for t in trajectories[:NUM_GOOD]] == [training_values(t) for t in alone]
     assert list(trajectories[NUM_GOOD].output.response_ids)[-2:] == [7, 8]

@@ -1,4 +1,4 @@
-"""The client of all servers: starting them, time limits, failover, the line."""
+"""Tests of the client of all servers: start, time limits, failover and the queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agent_loop.testing import run_virtual
 from agent_loop.types import TokenChunk, TokenOutput
 
 
-def test_a_completion_that_hangs_fails_at_its_time_limit_and_frees_its_place() -> None:
+def test_a_hung_completion_fails_at_its_time_limit_and_releases_its_lease() -> None:
     server = ScriptedServer([ScriptedReply([1], latency_s=math.inf)], name="gpu-1")
     manager = AsyncLLMServerManager([server], request_timeout_s=30)
 
@@ -33,7 +33,7 @@ def test_a_completion_that_hangs_fails_at_its_time_limit_and_frees_its_place() -
     run_virtual(main())
 
 
-def test_if_one_engine_does_not_come_up_the_others_are_closed() -> None:
+def test_all_engines_are_closed_if_one_does_not_start() -> None:
     class Broken(ScriptedServer):
         async def start(self) -> None:
             raise ServerDied("no memory", server=self.name)
@@ -52,7 +52,7 @@ def test_if_one_engine_does_not_come_up_the_others_are_closed() -> None:
 
 
 def count_up(request: ScriptedRequest) -> ScriptedReply:
-    """A model that counts on from the last token, one token a second."""
+    """Count from the token after the prompt's last one, one token per second."""
     last = int(request.prompt_ids[-1])
     number = request.sampling_params.max_tokens or 1
     return ScriptedReply(range(last + 1, last + 1 + number), latency_s=number, stops=False)
@@ -70,7 +70,7 @@ async def complete(
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_completion_goes_on_where_its_server_died(streams: bool) -> None:
+def test_another_server_resumes_the_completion_of_a_dead_server(streams: bool) -> None:
     async def main() -> None:
         servers, manager = two_servers(streams=streams)
         clock = asyncio.get_running_loop().time
@@ -82,7 +82,7 @@ def test_a_completion_goes_on_where_its_server_died(streams: bool) -> None:
         output = task.result()
         assert output.token_ids == list(range(101, 111))
         assert (output.stop_reason, output.num_preempted) == ("length", 1)
-        # six tokens were kept where they were streamed
+        # six tokens were streamed before the server died
         assert clock() == pytest.approx(10.5 if streams else 16.5)
         (other,) = [server for server in servers if server is not home]
         assert other.requests[-1].prompt_ids.tolist() == list(range(100, 107) if streams else [100])
@@ -92,13 +92,14 @@ def test_a_completion_goes_on_where_its_server_died(streams: bool) -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("num_tokens", "says_so"), [(3, False), (10, True)])
-def test_what_was_complete_when_its_server_died_is_complete(num_tokens: int, says_so: bool) -> None:
-    """With or without the last part having said that it is the last."""
+@pytest.mark.parametrize(("num_tokens", "has_stop_reason"), [(3, False), (10, True)])
+def test_a_completion_that_was_complete_when_its_server_died_is_kept(
+    num_tokens: int, has_stop_reason: bool
+) -> None:
 
     class DiesAtTheEnd(ScriptedServer):
         async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[TokenChunk]:
-            reason = "stop" if says_so else None
+            reason = "stop" if has_stop_reason else None
             yield TokenChunk([7, 8, 9], [-0.5] * 3, weight_version=4, stop_reason=reason)
             raise ServerDied("the engine was killed", server=self.name)
 
@@ -109,13 +110,13 @@ def test_what_was_complete_when_its_server_died_is_complete(num_tokens: int, say
         output = await complete(AsyncLLMServerManager(servers()), num_tokens=num_tokens)
         request: dict[str, Any] = {"prompt_ids": [100], "sampling_params": {"max_tokens": num_tokens}}
         streamed = [chunk async for chunk in AsyncLLMServerManager(servers()).stream("s", **request)]
-        wanted = TokenOutput([7, 8, 9], [-0.5] * 3, "stop" if says_so else "length", weight_version=4)
+        wanted = TokenOutput([7, 8, 9], [-0.5] * 3, "stop" if has_stop_reason else "length", weight_version=4)
         assert output == TokenOutput.from_chunks(streamed) == wanted
 
     run_virtual(main())
 
 
-def test_the_other_sessions_stay_where_they_are() -> None:
+def test_sessions_of_other_servers_do_not_move_when_a_server_dies() -> None:
     async def main() -> None:
         servers, manager = two_servers(streams=False)
         for number in range(10):
@@ -130,7 +131,7 @@ def test_the_other_sessions_stay_where_they_are() -> None:
     run_virtual(main())
 
 
-def test_the_last_server_that_dies_is_named() -> None:
+def test_the_error_names_every_dead_server_when_none_is_left() -> None:
     async def main() -> None:
         servers, manager = two_servers(streams=False)
         for server in servers:
@@ -155,7 +156,7 @@ def restarting_servers(*, streams: bool, restart_timeout_s: float) -> tuple[list
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_requests_wait_for_a_restart_when_every_server_died(streams: bool) -> None:
-    """Those in flight, those queued, and those that come later."""
+    """Applies to in-flight, queued and later requests."""
 
     async def main() -> None:
         servers, pool = restarting_servers(streams=streams, restart_timeout_s=60)
@@ -195,13 +196,13 @@ def test_requests_fail_when_no_server_restarts_in_time() -> None:
 
 def test_a_request_that_kills_every_server_fails_although_they_restart() -> None:
     async def main() -> None:
-        class DiesOfIt(ScriptedServer):
+        class DiesOnGenerate(ScriptedServer):
             restarts = True
 
             async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
                 raise ServerDied("killed by the request", server=self.name)
 
-        servers = [DiesOfIt([], name="a")]
+        servers = [DiesOnGenerate([], name="a")]
         manager = AsyncLLMServerManager(ServerPool(servers, restart_timeout_s=60))
         async with manager.watching():
             with pytest.raises(ServerDied, match="killed by the request"):
@@ -241,7 +242,7 @@ def test_a_call_to_all_servers_fails_when_no_server_restarts_in_time() -> None:
     run_virtual(main())
 
 
-def test_a_server_that_hangs_is_left_out_and_its_requests_go_on() -> None:
+def test_a_hung_server_is_lost_and_its_requests_resume_on_another_one() -> None:
     class Hangs(ScriptedServer):
         async def health(self) -> ServerHealth:
             await asyncio.Event().wait()
@@ -258,7 +259,7 @@ def test_a_server_that_hangs_is_left_out_and_its_requests_go_on() -> None:
     run_virtual(main())
 
 
-def test_a_server_that_is_well_again_comes_back() -> None:
+def test_a_lost_server_rejoins_once_its_health_check_passes() -> None:
     async def main() -> None:
         servers, manager = two_servers(streams=False)
         servers[0].die()
@@ -272,7 +273,7 @@ def test_a_server_that_is_well_again_comes_back() -> None:
     run_virtual(main())
 
 
-def test_a_server_that_came_back_with_old_weights_waits_for_new_ones() -> None:
+def test_a_restarted_server_with_old_weights_rejoins_at_the_next_update() -> None:
     async def main() -> None:
         servers, manager = two_servers(streams=False)
         await manager.update_weights([], weight_version=1)
@@ -289,23 +290,23 @@ def test_a_server_that_came_back_with_old_weights_waits_for_new_ones() -> None:
     run_virtual(main())
 
 
-def test_a_server_that_dies_of_an_update_is_left_out() -> None:
-    class DiesOfIt(ScriptedServer):
+def test_a_server_that_dies_during_a_weight_update_is_lost() -> None:
+    class DiesOnUpdate(ScriptedServer):
         async def update_weights(self, weights: Any, *, weight_version: int) -> None:
             raise ServerDied("no memory", server=self.name)
 
     async def main() -> None:
-        manager = AsyncLLMServerManager([DiesOfIt([], name="a"), ScriptedServer(count_up, name="b")])
+        manager = AsyncLLMServerManager([DiesOnUpdate([], name="a"), ScriptedServer(count_up, name="b")])
         await manager.update_weights([], weight_version=1)
         assert manager.balancer.servers == ("b",)
 
     run_virtual(main())
 
 
-# -- the line ----------------------------------------------------------------------------------------------------------
+# -- the queue ---------------------------------------------------------------------------------------------------------
 
 
-def test_requests_beyond_what_servers_compute_at_once_wait_in_line() -> None:
+def test_requests_beyond_the_slots_of_all_servers_are_queued() -> None:
     async def main() -> None:
         servers, manager = two_servers(streams=False, max_concurrent=2)
         clock = asyncio.get_running_loop().time
@@ -321,7 +322,7 @@ def test_requests_beyond_what_servers_compute_at_once_wait_in_line() -> None:
     run_virtual(main())
 
 
-def test_a_request_in_line_can_be_aborted_cancelled_or_run_out_of_time() -> None:
+def test_a_queued_request_can_be_aborted_be_cancelled_or_time_out() -> None:
     async def main() -> None:
         server = ScriptedServer(count_up, max_concurrent=1)
         manager = AsyncLLMServerManager([server], request_timeout_s=30)
@@ -339,7 +340,7 @@ def test_a_request_in_line_can_be_aborted_cancelled_or_run_out_of_time() -> None
         async with asyncio.TaskGroup() as group:
             group.create_task(complete(manager, "long", num_tokens=29))
             await asyncio.sleep(0)
-            late = group.create_task(fails(complete(manager, "late", num_tokens=2)))
+            late = group.create_task(error_of(complete(manager, "late", num_tokens=2)))
         assert isinstance(late.result(), ServerTimeout)
         assert "longer than 30 s" in str(late.result())
         assert (manager.balancer.num_leases, manager.balancer.num_queued, server.num_running) == (0, 0, 0)
@@ -347,7 +348,7 @@ def test_a_request_in_line_can_be_aborted_cancelled_or_run_out_of_time() -> None
     run_virtual(main())
 
 
-def test_a_stream_goes_on_at_another_server() -> None:
+def test_another_server_resumes_the_stream_of_a_dead_server() -> None:
     async def main() -> None:
         servers, manager = two_servers(streams=True)
         chunks: list[TokenChunk] = []
@@ -360,7 +361,8 @@ def test_a_stream_goes_on_at_another_server() -> None:
     run_virtual(main())
 
 
-async def fails(call: Coroutine[Any, Any, Any]) -> BaseException | None:
+async def error_of(call: Coroutine[Any, Any, Any]) -> BaseException | None:
+    """Return the error that a call raises, or None."""
     try:
         await call
     except Exception as error:
@@ -368,8 +370,8 @@ async def fails(call: Coroutine[Any, Any, Any]) -> BaseException | None:
     return None
 
 
-@pytest.mark.parametrize("num_at_once", [1, 2, 4])
-def test_a_first_completion_that_took_long_does_not_put_its_server_out_of_use(num_at_once: int) -> None:
+@pytest.mark.parametrize("num_clients", [1, 2, 4])
+def test_one_slow_first_completion_does_not_exclude_its_server(num_clients: int) -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
         return ScriptedReply([1] * 10, latency_s=30.0 if request.request_id == "0" else 1.0)
 
@@ -382,5 +384,5 @@ def test_a_first_completion_that_took_long_does_not_put_its_server_out_of_use(nu
             with manager.scope() as scope:
                 await complete(scope, str(session))
 
-    run_virtual(run_together(client() for _ in range(num_at_once)))
+    run_virtual(run_together(client() for _ in range(num_clients)))
     assert min(len(server.requests) for server in servers) > 70

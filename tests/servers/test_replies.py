@@ -1,4 +1,4 @@
-"""What servers reply is checked where it comes in, and a lease is given back whatever they reply."""
+"""Tests of the checks of servers' replies. The lease is released after every reply."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ VOCAB_SIZE = 100
 GOOD = TokenOutput([7, 8], [-0.5, -0.25], "stop", weight_version=3)
 
 
-class Says(ScriptedServer):
-    """Replies with what it is given; calls it if it can be called. A list is streamed, chunk by chunk."""
+class FixedReplyServer(ScriptedServer):
+    """Server that returns a given reply, or the result of a given function. A list is streamed chunk by chunk."""
 
     abilities = ScriptedServer.abilities | {Ability.STREAMING}
 
@@ -55,7 +55,7 @@ class Says(ScriptedServer):
 
 
 def changed(**fields: Any) -> TokenOutput:
-    """A completion with fields that its constructor would refuse."""
+    """Return a completion with fields that its constructor would reject."""
     output = TokenOutput([7, 8], None, "stop")
     object.__setattr__(output, "chunks", (chunk(**fields),))
     return output
@@ -76,7 +76,7 @@ async def ask(manager: AsyncLLMServerManager, session: str = "s", *, streams: bo
 
 
 def raised_by(server: ScriptedServer, *, streams: bool) -> BadServerReply:
-    """The error of a request, after which nothing is held."""
+    """Return the error of a request. Check that no lease, queued request or task is left."""
     manager = AsyncLLMServerManager([server], vocab_size=VOCAB_SIZE)
 
     async def main() -> BadServerReply:
@@ -139,11 +139,11 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("fields", "words"), BAD_FIELDS)
-def test_a_reply_with_a_wrong_field_fails_its_request(
+def test_a_reply_with_an_invalid_field_fails_its_request(
     fields: dict[str, Any], words: str, streams: bool
 ) -> None:
     reply = chunk(**fields) if streams else changed(**fields)
-    error = raised_by(Says(reply, name="gpu-1"), streams=streams)
+    error = raised_by(FixedReplyServer(reply, name="gpu-1"), streams=streams)
     assert re.search(words, str(error))
 
 
@@ -159,10 +159,10 @@ def test_a_reply_with_a_wrong_field_fails_its_request(
         ((TokenChunk([7], [-0.5]), TokenChunk([8], [-0.5], -1, "stop")), "weight_version is -1"),
     ],
 )
-def test_chunks_that_do_not_fit_together_fail_their_request(chunks: Any, words: str) -> None:
+def test_inconsistent_chunks_fail_their_request(chunks: Any, words: str) -> None:
     output = TokenOutput([7, 8], None, "stop")
     object.__setattr__(output, "chunks", chunks)
-    error = raised_by(Says(output, name="gpu-1"), streams=False)
+    error = raised_by(FixedReplyServer(output, name="gpu-1"), streams=False)
     assert re.search(words, str(error))
 
 
@@ -180,7 +180,7 @@ def test_chunks_that_do_not_fit_together_fail_their_request(chunks: Any, words: 
 )
 def test_extras_without_an_entry_per_token_fail_their_request(extras: Any, words: str, streams: bool) -> None:
     reply = chunk(extras=extras) if streams else changed(extras=extras)
-    assert re.search(words, str(raised_by(Says(reply, name="gpu-1"), streams=streams)))
+    assert re.search(words, str(raised_by(FixedReplyServer(reply, name="gpu-1"), streams=streams)))
 
 
 def test_extras_are_copied_and_read_only() -> None:
@@ -209,19 +209,19 @@ def test_extras_are_copied_and_read_only() -> None:
 )
 def test_a_reply_of_another_type_fails_its_request(reply: Any, streams: bool) -> None:
     word = "not a TokenChunk" if streams else "not a TokenOutput"
-    assert word in str(raised_by(Says(reply, name="gpu-1"), streams=streams))
+    assert word in str(raised_by(FixedReplyServer(reply, name="gpu-1"), streams=streams))
 
 
 def test_a_chunk_is_not_a_completion_and_a_completion_is_not_a_chunk() -> None:
-    assert "not a TokenOutput" in str(raised_by(Says(chunk(), name="gpu-1"), streams=False))
-    assert "not a TokenChunk" in str(raised_by(Says(GOOD, name="gpu-1"), streams=True))
+    assert "not a TokenOutput" in str(raised_by(FixedReplyServer(chunk(), name="gpu-1"), streams=False))
+    assert "not a TokenChunk" in str(raised_by(FixedReplyServer(GOOD, name="gpu-1"), streams=True))
 
 
-class BadStop(BaseException):
-    """Not an Exception."""
+class CustomBaseException(BaseException):
+    """A BaseException that is not an Exception."""
 
 
-class Unspeakable(Exception):
+class UnprintableError(Exception):
     def __str__(self) -> str:
         raise ZeroDivisionError
 
@@ -231,26 +231,26 @@ class Unspeakable(Exception):
     "error",
     [
         ValueError("a bug"),
-        TimeoutError("its own"),
-        JournalError("not its business"),
+        TimeoutError("a timeout of the server's own"),
+        JournalError("an error that servers do not raise"),
         asyncio.CancelledError(),
         GeneratorExit(),
         SystemExit(3),
         KeyboardInterrupt(),
-        BadStop(),
+        CustomBaseException(),
         StopIteration(),
         StopAsyncIteration(),
         RecursionError(),
         ExceptionGroup("several", [ValueError("a bug")]),
-        Unspeakable(),
+        UnprintableError(),
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_whatever_a_server_raises_fails_its_request(error: BaseException, streams: bool) -> None:
+def test_any_exception_of_a_server_fails_its_request(error: BaseException, streams: bool) -> None:
     def raises() -> None:
         raise error
 
-    assert "raised" in str(raised_by(Says(raises, name="gpu-1"), streams=streams))
+    assert "raised" in str(raised_by(FixedReplyServer(raises, name="gpu-1"), streams=streams))
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ def test_whatever_a_server_raises_fails_its_request(error: BaseException, stream
         ([TokenChunk([], [])] * 10_002, "10000 chunks without a token"),
     ],
 )
-def test_a_stream_that_does_not_end_as_it_should_fails_its_request(chunks: list[Any], words: str) -> None:
-    assert words in str(raised_by(Says(chunks, name="gpu-1"), streams=True))
+def test_a_malformed_stream_fails_its_request(chunks: list[Any], words: str) -> None:
+    assert words in str(raised_by(FixedReplyServer(chunks, name="gpu-1"), streams=True))
 
 
 @pytest.mark.parametrize("kind", ["coroutine", "list", "None"])
@@ -273,7 +273,7 @@ def test_a_stream_that_is_not_an_async_generator_fails_its_request(kind: str) ->
     async def coroutine() -> list[TokenChunk]:
         return [chunk()]
 
-    class Plain(Says):
+    class Plain(FixedReplyServer):
         def stream(self, *_: Any, **__: Any) -> Any:
             return coroutine() if kind == "coroutine" else [chunk()] if kind == "list" else None
 
@@ -281,7 +281,7 @@ def test_a_stream_that_is_not_an_async_generator_fails_its_request(kind: str) ->
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_generate_that_cannot_be_awaited_fails_its_request(streams: bool) -> None:
+def test_a_generate_that_is_not_async_fails_its_request(streams: bool) -> None:
     class Plain(ScriptedServer):
         def generate(self, *_: Any, **__: Any) -> Any:
             return GOOD
@@ -289,14 +289,14 @@ def test_a_generate_that_cannot_be_awaited_fails_its_request(streams: bool) -> N
     assert "TypeError" in str(raised_by(Plain([], name="gpu-1"), streams=streams))
 
 
-# -- what passes -------------------------------------------------------------------------------------------------------
+# -- valid replies -----------------------------------------------------------------------------------------------------
 
 
 def checked(output: TokenOutput) -> TokenOutput:
     return ReplyCheck(VOCAB_SIZE).output(output, server="s", request_id="r")
 
 
-def test_a_good_reply_passes_as_it_is_and_is_a_copy() -> None:
+def test_a_valid_reply_is_copied_unchanged() -> None:
     mine, logprobs = [7, 8], [-0.5, 0.0]
     first = TokenChunk([6], [-1.0], weight_version=1, prefill_s=0.5)
     last = TokenChunk(mine, logprobs, 2, "length", num_preempted=1, num_cached_tokens=5)
@@ -307,7 +307,7 @@ def test_a_good_reply_passes_as_it_is_and_is_a_copy() -> None:
     assert (passed.token_ids, passed.log_probs) == ([6, 7, 8], [-1.0, -0.5, 0.0])
 
 
-def test_arrays_and_scalars_of_numpy_become_plain() -> None:
+def test_numpy_arrays_and_scalars_become_python_values() -> None:
     output = changed(
         token_ids=np.array([7, 8]),
         logprobs=[np.float32(-0.5), np.float64(-0.25)],
@@ -319,11 +319,11 @@ def test_arrays_and_scalars_of_numpy_become_plain() -> None:
     assert {type(logprob) for logprob in passed.log_probs or ()} == {float}
 
 
-def test_logprobs_above_zero_by_rounding_become_zero() -> None:
+def test_logprobs_slightly_above_zero_become_zero() -> None:
     assert checked(changed(logprobs=[4.7e-7, -0.25])).log_probs == [0.0, -0.25]
 
 
-def test_a_vocabulary_that_nobody_knows_bounds_nothing_but_int32() -> None:
+def test_token_ids_must_fit_int32_if_the_vocabulary_size_is_unknown() -> None:
     check = ReplyCheck()
     assert (
         check.output(changed(token_ids=[7, 2**31 - 1]), server="s", request_id="r").token_ids[1] == 2**31 - 1
@@ -332,15 +332,15 @@ def test_a_vocabulary_that_nobody_knows_bounds_nothing_but_int32() -> None:
         check.output(changed(token_ids=[7, 2**31]), server="s", request_id="r")
 
 
-def test_the_vocabulary_is_that_of_the_model_and_not_of_its_tokenizer(tmp_path: Path) -> None:
+def test_the_vocabulary_size_is_that_of_the_model_and_not_of_its_tokenizer(tmp_path: Path) -> None:
     small_tokenizer().save_pretrained(tmp_path)
     assert load_chat_template(str(tmp_path)).vocab_size == len(small_tokenizer()) < 512
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 512}', encoding="utf-8")
     assert load_chat_template(str(tmp_path)).vocab_size == 512
 
 
-def test_loops_on_token_ids_have_the_same_vocabulary() -> None:
-    manager = AsyncLLMServerManager([Says(changed(token_ids=[7, 100]))], vocab_size=VOCAB_SIZE)
+def test_token_level_loops_check_the_same_vocabulary_size() -> None:
+    manager = AsyncLLMServerManager([FixedReplyServer(changed(token_ids=[7, 100]))], vocab_size=VOCAB_SIZE)
     for each in (manager.scope(), RememberingServerManager(manager, CompletionMemory())):
         with pytest.raises(BadServerReply, match="expected int <= 99"):
             run_virtual(ask(each))
@@ -351,8 +351,8 @@ def test_loops_on_token_ids_have_the_same_vocabulary() -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("reply", [None, "hello", changed(token_ids=None), 7])
-def test_replies_of_wrong_types_do_not_starve_those_that_follow(reply: Any, streams: bool) -> None:
-    server = Says(reply, max_concurrent=2)
+def test_replies_of_wrong_types_do_not_block_later_requests(reply: Any, streams: bool) -> None:
+    server = FixedReplyServer(reply, max_concurrent=2)
     manager = AsyncLLMServerManager([server])
 
     async def main() -> None:
@@ -368,19 +368,19 @@ def test_replies_of_wrong_types_do_not_starve_those_that_follow(reply: Any, stre
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_server_that_swallows_cancellation_keeps_no_lease(streams: bool) -> None:
-    class Swallows(Says):
+def test_the_lease_of_a_server_that_ignores_cancellation_is_released(streams: bool) -> None:
+    class IgnoresCancellation(FixedReplyServer):
         async def generate(self, *_: Any, **__: Any) -> Any:
-            return await swallow()
+            return await ignore_cancellation()
 
         async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Any]:
             yield chunk(token_ids=[7], logprobs=[-1.0], stop_reason=None)
-            await swallow()
+            await ignore_cancellation()
             yield chunk()
 
     may_end = asyncio.Event()
 
-    async def swallow() -> TokenOutput:
+    async def ignore_cancellation() -> TokenOutput:
         while not may_end.is_set():
             try:
                 await may_end.wait()
@@ -388,7 +388,7 @@ def test_a_server_that_swallows_cancellation_keeps_no_lease(streams: bool) -> No
                 continue
         return GOOD
 
-    server = Swallows(None, max_concurrent=1)
+    server = IgnoresCancellation(None, max_concurrent=1)
     manager = AsyncLLMServerManager([server], request_timeout_s=10)
 
     async def main() -> None:
@@ -405,9 +405,9 @@ def test_a_server_that_swallows_cancellation_keeps_no_lease(streams: bool) -> No
     run_virtual(main())
 
 
-def test_what_a_server_says_after_it_was_given_up_is_not_heard() -> None:
-    class Late(Says):
-        """Does not let itself be cancelled, and goes on to speak."""
+def test_chunks_of_a_lost_server_are_ignored() -> None:
+    class IgnoresCancellation(FixedReplyServer):
+        """Server that ignores cancellation and continues to yield chunks."""
 
         async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Any]:
             yield chunk(token_ids=[1], logprobs=[-1.0], stop_reason=None)
@@ -421,12 +421,12 @@ def test_what_a_server_says_after_it_was_given_up_is_not_heard() -> None:
         async def health(self) -> ServerHealth:
             return replace(await super().health(), is_alive=False)
 
-    class Slow(Says):
+    class Slow(FixedReplyServer):
         async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Any]:
             await asyncio.sleep(100)
             yield chunk()
 
-    manager = AsyncLLMServerManager([Late(None, name="a"), Slow(None, name="b")])
+    manager = AsyncLLMServerManager([IgnoresCancellation(None, name="a"), Slow(None, name="b")])
 
     async def main() -> None:
         async with manager.watching():
@@ -436,8 +436,8 @@ def test_what_a_server_says_after_it_was_given_up_is_not_heard() -> None:
     run_virtual(main())
 
 
-def test_a_policy_that_raises_keeps_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = AsyncLLMServerManager([Says(GOOD, max_concurrent=1)])
+def test_the_lease_is_released_if_the_policy_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = AsyncLLMServerManager([FixedReplyServer(GOOD, max_concurrent=1)])
 
     def breaks(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
@@ -454,31 +454,31 @@ def test_a_policy_that_raises_keeps_no_lease(monkeypatch: pytest.MonkeyPatch) ->
     run_virtual(main())
 
 
-# -- servers beside each other -----------------------------------------------------------------------------------------
+# -- several servers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_what_a_dead_server_left_behind_is_checked(streams: bool) -> None:
-    left: list[Any] = [[chunk(token_ids=[-1, 7], stop_reason=None)], [None], None, [chunk(), chunk()]]
+def test_the_chunks_of_a_dead_server_are_checked(streams: bool) -> None:
+    invalid: list[Any] = [[chunk(token_ids=[-1, 7], stop_reason=None)], [None], None, [chunk(), chunk()]]
 
     async def main(chunks: Any) -> None:
         def dies() -> None:
             raise ServerDied("killed", server="a", chunks=chunks)
 
-        manager = AsyncLLMServerManager([Says(dies, name="a")], vocab_size=VOCAB_SIZE)
+        manager = AsyncLLMServerManager([FixedReplyServer(dies, name="a")], vocab_size=VOCAB_SIZE)
         with pytest.raises(BadServerReply):
             await ask(manager, streams=streams)
         assert (manager.balancer.num_leases, set(manager.pool.lost)) == (0, {"a"})
 
-    for chunks in left:
+    for chunks in invalid:
         run_virtual(main(chunks))
 
 
-def test_a_server_that_says_that_another_one_died_takes_itself_out_alone() -> None:
+def test_only_the_raising_server_is_lost_if_its_error_names_another_server() -> None:
     def dies() -> None:
         raise ServerDied("killed", server="b")
 
-    manager = AsyncLLMServerManager([Says(dies, name="a"), Says([chunk()], name="b")])
+    manager = AsyncLLMServerManager([FixedReplyServer(dies, name="a"), FixedReplyServer([chunk()], name="b")])
 
     async def main() -> None:
         for number in range(4):
@@ -488,8 +488,8 @@ def test_a_server_that_says_that_another_one_died_takes_itself_out_alone() -> No
     run_virtual(main())
 
 
-def test_a_server_whose_replies_are_all_bad_is_left_out_until_its_next_health_check() -> None:
-    bad, good = Says(None, name="bad"), Says([chunk()], name="good")
+def test_a_server_whose_replies_are_all_invalid_is_lost_until_its_next_health_check() -> None:
+    bad, good = FixedReplyServer(None, name="bad"), FixedReplyServer([chunk()], name="good")
     manager = AsyncLLMServerManager([bad, good])
 
     async def ask_for(number: int) -> list[bool]:
@@ -514,8 +514,8 @@ def test_a_server_whose_replies_are_all_bad_is_left_out_until_its_next_health_ch
     run_virtual(main())
 
 
-def test_the_last_server_is_not_left_out_for_bad_replies() -> None:
-    server = Says(None)
+def test_the_last_server_is_not_lost_for_invalid_replies() -> None:
+    server = FixedReplyServer(None)
     manager = AsyncLLMServerManager([server])
 
     async def main() -> None:
@@ -529,8 +529,8 @@ def test_the_last_server_is_not_left_out_for_bad_replies() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(1), ServerError("busy")])
-def test_an_end_session_that_raises_hurts_nobody(error: BaseException) -> None:
-    class Breaks(Says):
+def test_an_error_in_end_session_does_not_affect_other_requests(error: BaseException) -> None:
+    class Breaks(FixedReplyServer):
         def end_session(self, request_id: str) -> None:
             raise error
 
@@ -556,18 +556,20 @@ def test_an_end_session_that_raises_hurts_nobody(error: BaseException) -> None:
         ServerHealth(True, 0, 0, 0, kv_cache_share=math.nan),
     ],
 )
-def test_a_server_with_a_wrong_health_is_left_out_and_ends_no_watch(health: Any) -> None:
-    class Ill(Says):
+def test_a_server_with_an_invalid_health_report_is_lost_and_watching_continues(health: Any) -> None:
+    class InvalidHealth(FixedReplyServer):
         async def health(self) -> Any:
             return health
 
-    manager = AsyncLLMServerManager([Ill([chunk()], name="ill"), Says([chunk()], name="well")])
+    manager = AsyncLLMServerManager(
+        [InvalidHealth([chunk()], name="bad"), FixedReplyServer([chunk()], name="good")]
+    )
 
     async def main() -> None:
         async with manager.watching():
             await asyncio.sleep(12)
-            assert set(manager.pool.lost) == {"ill"}
-            assert "health returned" in manager.pool.lost["ill"]
+            assert set(manager.pool.lost) == {"bad"}
+            assert "health returned" in manager.pool.lost["bad"]
             assert (await ask(manager)).token_ids == [7, 8]
         assert manager.pool.num_running == 0
 
@@ -577,8 +579,8 @@ def test_a_server_with_a_wrong_health_is_left_out_and_ends_no_watch(health: Any)
 @pytest.mark.parametrize(
     "reply", [None, [None], [chunk(stop_reason=None)], [chunk(token_ids=[-1, 2])], [chunk(), chunk()]]
 )
-def test_bad_replies_behind_weight_updates_in_flight_are_named_too(reply: Any) -> None:
-    manager = AsyncLLMServerManager([AbortAndResumeServer(Says(reply))])
+def test_invalid_replies_of_a_wrapped_server_fail_their_requests(reply: Any) -> None:
+    manager = AsyncLLMServerManager([AbortAndResumeServer(FixedReplyServer(reply))])
 
     async def main() -> None:
         for streams in (False, True):
