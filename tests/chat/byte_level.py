@@ -1,4 +1,4 @@
-"""Small byte-level BPE tokenizers, each with the habits of a model family."""
+"""Small byte-level BPE tokenizers, each with the splitting and normalisation of a model family."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXTS = [
 
 
 def untrained() -> Any:
-    """Bytes alone."""
+    """Return a tokenizer whose vocabulary is the bytes."""
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def untrained() -> Any:
 
 
 def trained(tokenizer: Any, *, controls: list[AddedToken] | None = None) -> Any:
-    """The tokenizer with merges, and with control tokens behind its vocabulary."""
+    """Return the tokenizer with merges, and with control tokens after its vocabulary."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=900, min_frequency=1, initial_alphabet=alphabet, show_progress=False
@@ -56,7 +56,7 @@ def trained(tokenizer: Any, *, controls: list[AddedToken] | None = None) -> Any:
 
 @cache
 def like(family: str) -> Any:
-    """A tokenizer that splits and normalises as this family's does."""
+    """Return a tokenizer that splits and normalises like the tokenizers of a family."""
     tokenizer = untrained()
     if PATTERNS[family]:
         tokenizer.pre_tokenizer = split_by(PATTERNS[family])

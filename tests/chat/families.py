@@ -1,4 +1,4 @@
-"""Chat templates in small, each with one habit of a model family."""
+"""Small chat templates, each with one property of a model family."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEXT_ROLE_ENDS_THE_TURN = """\
 {%- if add_generation_prompt %}<|assistant|>{% endif -%}
 {%- set unused = '<|user|><|system|>' -%}
 """
-"""A turn has no close: the model stops at what opens the next one."""
+"""Turns have no end token: the model stops at the token that opens the next turn."""
 
 CALLS_END_OTHERWISE = """\
 {%- set ns = namespace(name=none) -%}
@@ -39,8 +39,8 @@ CALLS_END_OTHERWISE = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}<|start|>assistant{% endif -%}
 """
-"""A call ends with another token than an answer, a last answer with another than an earlier one; tools are named after
-the call before them."""
+"""A call and an answer end with different tokens, and so do the last answer and earlier answers. The name in a tool
+message is the name of the call before it."""
 
 NINE_LETTER_IDS = """\
 {%- for m in messages -%}
@@ -58,7 +58,7 @@ NINE_LETTER_IDS = """\
 {%- endif -%}
 {%- endfor -%}
 """
-"""Tool messages and calls need an id of nine letters; there is no system role and no generation prompt."""
+"""Tool messages and calls need an id of nine letters. There are no system messages and no generation prompt."""
 
 ARGUMENTS_ARE_TEXT = """\
 {%- if messages[0].role != 'system' %}<|system|>You are helpful.<|end|>
@@ -75,7 +75,7 @@ ARGUMENTS_ARE_TEXT = """\
 {% endif -%}
 {%- set unused = '<|user|><|tool|>' -%}
 """
-"""Arguments must be text, a system prompt is written if there is none, and the generation prompt opens reasoning."""
+"""Arguments must be text, a default system prompt is rendered, and the generation prompt opens reasoning."""
 
 READS_REASONING = """\
 {%- for m in messages -%}
@@ -96,7 +96,7 @@ READS_REASONING = """\
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif -%}
 """
-"""Reasoning in an assistant's content is found and written anew, between control tokens of the template."""
+"""The template finds reasoning in an assistant's content and renders it between control tokens."""
 
 PUTS_REASONING_BEFORE = """\
 {%- for m in messages -%}
@@ -113,7 +113,7 @@ PUTS_REASONING_BEFORE = """\
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif -%}
 """
-"""What the template wrote itself is searched for the same strings as what an assistant said."""
+"""The template searches its own output for the same strings as the content of an assistant."""
 
 PRINTS_VALUES = """\
 {%- for m in messages -%}
@@ -124,7 +124,7 @@ PRINTS_VALUES = """\
 {%- if add_generation_prompt %}<start_of_turn>model
 {% endif -%}
 """
-"""Lists of parts and of calls are printed as Python values and as JSON of ASCII."""
+"""The template prints lists of parts as Python values, and lists of calls as ASCII JSON."""
 
 
 def family(chat_template: str) -> ChatTemplate:

@@ -39,7 +39,7 @@ def test_an_end_token_that_opens_the_next_role_is_written_once(
     assert bridged(family(NEXT_ROLE_ENDS_THE_TURN), messages, last) == expected
 
 
-def test_a_foreign_end_token_does_not_swallow_the_next_role() -> None:
+def test_an_end_token_of_another_family_does_not_replace_the_next_role() -> None:
     template = family(NEXT_ROLE_ENDS_THE_TURN)
     ids = template.bridge(user("more"), last_token_id=template.tokenizer.eos_token_id)
     assert template.decode(ids) == "<|user|>\nmore<|assistant|>"
@@ -58,7 +58,7 @@ def test_the_token_that_ends_a_call_decides_where_the_bridge_begins(last: str, e
 
 
 @pytest.mark.parametrize("last", ["<|return|>", "<|end|>", "<|call|>"])
-def test_an_answer_is_closed_once_whatever_token_ended_it(last: str) -> None:
+def test_an_answer_is_closed_once_for_every_end_token(last: str) -> None:
     expected = "<|start|>user<|message|>more<|end|><|start|>assistant"
     assert bridged(family(CALLS_END_OTHERWISE), user("more"), last) == expected
 
@@ -73,7 +73,7 @@ def test_a_tool_message_without_a_name_takes_the_name_of_its_call() -> None:
     ("message", "call_id"),
     [(tool_message("4"), "call00000"), (tool_message("4", tool_call_id="abcdefghi"), "abcdefghi")],
 )
-def test_an_id_is_made_up_only_where_the_template_demands_one(message: dict[str, Any], call_id: str) -> None:
+def test_an_id_is_generated_only_if_the_template_requires_one(message: dict[str, Any], call_id: str) -> None:
     template = family(NINE_LETTER_IDS)
     expected = f'[TOOL_RESULTS] {{"content": "4", "call_id": "{call_id}"}}[/TOOL_RESULTS]'
     assert bridged(template, [message], "</s>") == expected
@@ -83,7 +83,7 @@ def test_an_id_is_made_up_only_where_the_template_demands_one(message: dict[str,
     )
 
 
-def test_a_default_system_prompt_and_an_opened_think_block_come_out_once() -> None:
+def test_a_default_system_prompt_and_an_opened_think_block_are_rendered_once() -> None:
     template = family(ARGUMENTS_ARE_TEXT)
     opened = template.decode(template.open(user("hi")))
     assert opened.count("You are helpful.") == opened.count("<think>") == 1
@@ -104,14 +104,14 @@ def test_names_and_ids_of_calls_cannot_forge_control_tokens(template_text: str) 
     assert controls[0] == controls[1]
 
 
-def test_a_reply_that_quotes_the_stand_in_is_not_taken_for_it() -> None:
+def test_a_reply_that_quotes_the_placeholder_is_not_replaced() -> None:
     template = family(ARGUMENTS_ARE_TEXT)
     quoted = template.renderer.text(user("x"), after=template.bridges.user.placeholder.messages([]))  # type: ignore[union-attr]
     expected = template.decode(template.bridge(user("x"))).replace("x", quoted)
     assert template.decode(template.bridge(user(quoted))) == expected
 
 
-def test_what_a_template_refuses_is_refused_where_it_is_needed() -> None:
+def test_messages_that_a_template_refuses_are_errors_when_they_are_rendered() -> None:
     template = family(
         "{{ raise_exception('no tools, please') if messages[-1].role == 'tool' }}" + ARGUMENTS_ARE_TEXT
     )
@@ -120,10 +120,10 @@ def test_what_a_template_refuses_is_refused_where_it_is_needed() -> None:
         template.bridge([tool_message("4")])
 
 
-def test_texts_written_into_a_form_equal_texts_written_by_the_template() -> None:
+def test_texts_inserted_into_a_form_equal_texts_rendered_by_the_template() -> None:
     for chat_template in (NEXT_ROLE_ENDS_THE_TURN, NINE_LETTER_IDS, ARGUMENTS_ARE_TEXT, CALLS_END_OTHERWISE):
         template = family(chat_template)
         for text in ("", " a\n", "<|user|> </s>", '{"a": "b"}'):
             as_text = template.bridge(user(text)).tolist()
-            # (a message with a field of its own is never written into a form)
+            # A message with an unknown field is never inserted into a form.
             assert as_text == template.bridge([{**user(text)[0], "note": "x"}]).tolist()

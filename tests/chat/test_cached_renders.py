@@ -1,4 +1,4 @@
-"""Cached renders give, token for token, what running the template gives."""
+"""Cached renders have exactly the tokens of full renders."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LOOKS_AT_TEXTS = """\
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif -%}
 """
-"""Only a text with two marks, neither of which is enough alone, is written otherwise."""
+"""Only a text with both tags is rendered differently; one of the tags is not enough."""
 NEW_EACH_MINUTE = "{{ strftime_now('%H:%M') }}<|im_end|>" + LOOKS_AT_TEXTS
 SMALL = {
     "hermes": HERMES_TEMPLATE,
@@ -60,7 +60,7 @@ SMALL = {
     "prints values": PRINTS_VALUES,
 }
 OF_FAMILIES = {"qwen3", "qwen3_5_think", "llama3_1", "gptoss", "glm4moe"}
-"""Shipped templates that each run of the tests compares; the slow tests compare all."""
+"""Shipped templates that every test run compares. The slow tests compare all templates."""
 CHOICES: list[EncoderChoice] = ["auto", "tokenizers"]
 MARKS = [
     "<|im_end|>",
@@ -103,7 +103,7 @@ def replies_of(first: str, second: str) -> list[list[Message]]:
 
 
 def check(template: ChatTemplate, reference: ChatTemplate, first: str, second: str) -> None:
-    """Compare bridges and prompts with those of a template that runs each time and is encoded by `tokenizers`."""
+    """Compare bridges and prompts with a template that runs each time and is encoded by `tokenizers`."""
     calls = [ToolCall("get_weather", {"city": "Lisbon"}, id="abcdefghi")]
     for replies in replies_of(first, second):
         try:
@@ -153,9 +153,7 @@ def hard_texts(template: ChatTemplate, source: str) -> dict[str, str]:
         *(pytest.param(name, marks=[] if name in OF_FAMILIES else pytest.mark.slow) for name in TEMPLATES),
     ],
 )
-def test_every_template_gives_the_tokens_of_its_own_render_for_every_kind_of_text(
-    name: str, choice: EncoderChoice
-) -> None:
+def test_cached_renders_equal_full_renders_for_every_kind_of_text(name: str, choice: EncoderChoice) -> None:
     template, reference = template_of(name, choice), template_of(name, "tokenizers")
     texts_of_kinds = list(hard_texts(template, SMALL.get(name) or TEMPLATES[name]).values())
     for first, second in zip(texts_of_kinds, [*texts_of_kinds[1:], *texts_of_kinds[:1]], strict=True):
@@ -166,7 +164,7 @@ def test_every_template_gives_the_tokens_of_its_own_render_for_every_kind_of_tex
 @pytest.mark.parametrize("name", SMALL)
 @settings(max_examples=25, deadline=None)
 @given(first=texts, second=texts)
-def test_generated_texts_give_the_tokens_of_a_render(
+def test_cached_renders_equal_full_renders_for_generated_texts(
     name: str, choice: EncoderChoice, first: str, second: str
 ) -> None:
     check(template_of(name, choice), template_of(name, "tokenizers"), first, second)
@@ -175,7 +173,7 @@ def test_generated_texts_give_the_tokens_of_a_render(
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_random_texts_give_the_tokens_of_a_render_of_every_shipped_template(
+def test_cached_renders_equal_full_renders_of_every_shipped_template(
     name: str, choice: EncoderChoice
 ) -> None:
     template, reference = template_of(name, choice), template_of(name, "tokenizers")
@@ -200,7 +198,7 @@ call_ids = st.sampled_from([None, "abcdefghi", "ABCDEFGHI"])
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[list[Message], list[ToolCall]]:
-    """Replies that say whose they are, or leave it to the calls; these are as many as the replies, or not."""
+    """Draw tool replies with or without names and ids, and calls whose number may differ from the replies."""
     replies: list[Message] = []
     for _ in range(draw(st.integers(1, 3))):
         reply: Message = {"role": draw(st.sampled_from(["tool", "tool", "user"])), "content": draw(texts)}
@@ -219,7 +217,7 @@ def conversations(draw: st.DrawFn) -> tuple[list[Message], list[ToolCall]]:
 @pytest.mark.parametrize("name", SMALL)
 @settings(max_examples=60, deadline=None)
 @given(conversation=conversations())
-def test_replies_that_look_like_others_are_written_as_what_they_are(
+def test_replies_with_similar_forms_are_rendered_correctly(
     name: str, conversation: tuple[list[Message], list[ToolCall]]
 ) -> None:
     template, (replies, calls) = template_of(name), conversation
@@ -252,7 +250,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> CountedRenders:
     return CountedRenders(monkeypatch)
 
 
-def test_a_template_runs_once_for_all_questions_behind_one_system_prompt(counted: CountedRenders) -> None:
+def test_a_template_runs_once_for_all_questions_after_one_system_prompt(counted: CountedRenders) -> None:
     template = template_of("hermes")
     system: Message = {"role": "system", "content": "Use the tools."}
 
@@ -265,7 +263,9 @@ def test_a_template_runs_once_for_all_questions_behind_one_system_prompt(counted
     assert counted.during(lambda: [ask(str(number)) for number in range(10)]) == 1
 
 
-def test_a_template_that_names_no_ids_runs_once_for_calls_with_new_ids(counted: CountedRenders) -> None:
+def test_a_template_that_does_not_render_ids_runs_once_for_calls_with_new_ids(
+    counted: CountedRenders,
+) -> None:
     template = template_of("hermes")
 
     def answer(number: int) -> None:
@@ -275,7 +275,7 @@ def test_a_template_that_names_no_ids_runs_once_for_calls_with_new_ids(counted: 
     assert counted.during(lambda: [answer(number) for number in range(10)]) == 0
 
 
-def test_a_schema_that_is_changed_in_place_is_written_as_it_is() -> None:
+def test_a_schema_that_is_changed_in_place_is_rendered_again() -> None:
     template = template_of("hermes")
     schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
     before = template.open(user("x"), tools=[schema])
@@ -284,7 +284,7 @@ def test_a_schema_that_is_changed_in_place_is_written_as_it_is() -> None:
     assert "multiply" not in template.decode(before)
 
 
-def test_a_schema_that_holds_other_objects_is_rendered() -> None:
+def test_a_schema_with_objects_that_are_not_json_is_rendered() -> None:
     template = template_of("hermes")
     schema = {"type": "function", "function": {"name": "add", "parameters": {"default": range(0)}}}
     for _ in range(2):
@@ -293,8 +293,8 @@ def test_a_schema_that_holds_other_objects_is_rendered() -> None:
         )
 
 
-def test_a_prompt_shows_the_time_at_which_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The template's clock is a part of what is constant as long as it stands."""
+def test_a_prompt_has_the_time_of_its_render(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cached parts are valid as long as the template's clock shows the same time."""
     template = template_of_source(NEW_EACH_MINUTE)
     first = template.decode(template.open(user("x")))
     reference = template_of_source(NEW_EACH_MINUTE)
@@ -307,7 +307,7 @@ def test_a_prompt_shows_the_time_at_which_it_is_written(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(cached_prompts, "datetime", Later)
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Later)
-    template.renderer.text(user("compiled anew"))
+    template.renderer.text(user("compiled again"))
     assert template.decode(template.open(user("x"))) == template.renderer.text(user("x"))
     assert template.decode(template.open(user("x"))).startswith("03:07")
 
@@ -316,7 +316,7 @@ def template_of_source(source: str) -> ChatTemplate:
     return ChatTemplate(placeholder_tokenizer(source))
 
 
-def test_only_so_many_system_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_cached_system_prompts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached_prompts, "MAX_RENDERS", 3)
     template = template_of_source(HERMES_TEMPLATE)
     for number in range(10):
@@ -331,7 +331,7 @@ def test_only_so_many_system_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=30, deadline=None)
 @given(first=texts, second=texts)
-def test_a_form_gives_the_tokens_of_the_whole_text(
+def test_a_form_has_the_tokens_of_the_whole_text(
     kind: str, around: tuple[str, str], first: str, second: str
 ) -> None:
     encoder = encoder_of(kind)
@@ -350,7 +350,7 @@ QUIRKS = {"rstrip": {"rstrip": True}, "lstrip": {"lstrip": True}, "both": {"lstr
 @pytest.mark.parametrize("quirk", QUIRKS)
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.sampled_from("a \n<>")))
-def test_tokens_that_swallow_spaces_swallow_those_of_a_blank(quirk: str, text: str) -> None:
+def test_tokens_that_strip_spaces_strip_those_of_a_blank_too(quirk: str, text: str) -> None:
     tokenizer = placeholder_tokenizer("x").backend_tokenizer
     tokenizer.add_tokens([AddedToken("<a>", **QUIRKS[quirk]), AddedToken("<b>", **QUIRKS[quirk])])
     encoder = ControlledEncoder(tokenizer)
@@ -362,7 +362,7 @@ def test_tokens_that_swallow_spaces_swallow_those_of_a_blank(quirk: str, text: s
 @pytest.mark.parametrize("tokens", [["<a>", "<a>b"], ["<a>", "x<a>y"], ["<a>", "b<"], ["<a>", "=<a"]])
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.sampled_from("a<>bxy=")))
-def test_a_text_is_not_cut_at_a_token_that_another_may_take_a_part_of(tokens: list[str], text: str) -> None:
+def test_a_text_is_not_split_at_a_token_that_overlaps_with_another(tokens: list[str], text: str) -> None:
     tokenizer = placeholder_tokenizer("x").backend_tokenizer
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
     for choice in CHOICES:
@@ -373,7 +373,7 @@ def test_a_text_is_not_cut_at_a_token_that_another_may_take_a_part_of(tokens: li
         assert CachedRender(parts, encoder=encoder).ids([masked]).tolist() == whole
 
 
-def test_a_template_that_looks_at_both_ends_of_a_text_is_run_each_time() -> None:
+def test_a_template_that_reads_both_ends_of_a_text_runs_each_time() -> None:
     check_ = SlotCheck(mask=str, chat_template=LOOKS_AT_TEXTS)
 
     def render(given: Sequence[str]) -> str:
@@ -395,7 +395,7 @@ def test_a_template_that_looks_at_both_ends_of_a_text_is_run_each_time() -> None
         ("constant", None),
     ],
 )
-def test_a_rule_is_found_only_for_texts_that_are_copied_once(written: str, rule: str | None) -> None:
+def test_a_rule_is_derived_only_for_texts_that_are_copied_once(written: str, rule: str | None) -> None:
     def render(given: Sequence[str]) -> str:
         [text] = given
         return f"<{written.format(text=text, stripped=text.strip(), upper=text.upper())}>"
@@ -404,8 +404,8 @@ def test_a_rule_is_found_only_for_texts_that_are_copied_once(written: str, rule:
 
 
 @pytest.mark.slow
-def test_most_shipped_templates_need_not_run_for_each_reply(counted: CountedRenders) -> None:
-    """A check that refused every template would pass all comparisons above."""
+def test_most_shipped_templates_do_not_run_for_each_reply(counted: CountedRenders) -> None:
+    """A check that refuses every template would pass all comparisons above."""
     cached = 0
     for name in TEMPLATES:
         template = template_of(name)

@@ -26,9 +26,9 @@ TEXTS = [
 ]
 
 
-@register("goes_on_after_cut_turns")
-class GoesOnAfterCutTurns(AgentLoopBase):
-    """One turn for each of the row's limits; calls are answered by tools, everything else by the user."""
+@register("continues_after_truncated_turns")
+class ContinuesAfterTruncatedTurns(AgentLoopBase):
+    """Loop with one turn per limit of the row. Tools reply to calls, and the user replies to everything else."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         async with self.episode(row["raw_prompt"], tools=self.context.tools) as episode:
@@ -41,20 +41,20 @@ class GoesOnAfterCutTurns(AgentLoopBase):
                     else {"role": "tool", "name": call.name, "content": next(results).response.text or ""}
                     for call in completion.calls
                 ]
-                await episode.observe(replies or [{"role": "user", "content": "Go on."}])
+                await episode.observe(replies or [{"role": "user", "content": "Continue."}])
             await episode.finish()
             return episode.output()
 
 
 def run(turns: list[tuple[str, int]]) -> tuple[Trajectory, WorkerHarness]:
     script = [text_reply(text) for text, _ in turns]
-    harness = WorkerHarness(script, tools=[Adder()], agent="goes_on_after_cut_turns")
+    harness = WorkerHarness(script, tools=[Adder()], agent="continues_after_truncated_turns")
     limits = [min(limit, len(reply.token_ids)) for reply, (_, limit) in zip(script, turns, strict=True)]
     return harness.run_one(limits=limits), harness
 
 
 def turns_of(ids: list[int]) -> list[list[int]]:
-    """The tokens of each turn, from behind its start token to the next one."""
+    """Return the tokens of each turn, from after its start token to the next start token."""
     starts = [i for i, token_id in enumerate(ids) if token_id == START[0]]
     return [ids[a + 1 : b] for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
 
@@ -64,7 +64,7 @@ turns = st.lists(st.tuples(st.sampled_from(TEXTS), st.integers(1, 200)), min_siz
 
 @settings(deadline=None)
 @given(turns)
-def test_turns_cut_anywhere_are_closed_exactly_once(turns: list[tuple[str, int]]) -> None:
+def test_turns_truncated_at_any_token_are_closed_exactly_once(turns: list[tuple[str, int]]) -> None:
     trajectory, harness = run(turns)
     output = trajectory.output
     assert output.failure is None
@@ -73,7 +73,7 @@ def test_turns_cut_anywhere_are_closed_exactly_once(turns: list[tuple[str, int]]
         assert record[: len(request.prompt_ids)] == request.prompt_ids.tolist()
 
     *closed, last = turns_of(record)
-    for number, turn in enumerate(closed[1:]):  # (the first is the system prompt)
+    for number, turn in enumerate(closed[1:]):  # The first turn is the system prompt.
         role = ROLE_OF[tuple(turn[: turn.index(NEWLINE[0])])]
         assert role == ("assistant" if number % 2 else "user")
         assert turn.count(END[0]) == 1
@@ -84,13 +84,13 @@ def test_turns_cut_anywhere_are_closed_exactly_once(turns: list[tuple[str, int]]
 
 @settings(deadline=None)
 @given(turns)
-def test_cut_turns_keep_every_sampled_token_and_no_other(turns: list[tuple[str, int]]) -> None:
+def test_truncated_turns_have_exactly_the_sampled_tokens(turns: list[tuple[str, int]]) -> None:
     trajectory, _ = run(turns)
     output = trajectory.output
-    said = [segment.token_ids.tolist() for segment in output.segments if segment.origin is Origin.MODEL]
+    sampled = [segment.token_ids.tolist() for segment in output.segments if segment.origin is Origin.MODEL]
     scripted: list[ScriptedReply] = [text_reply(text) for text, _ in turns]
     expected = [list(r.token_ids)[:limit] for r, (_, limit) in zip(scripted, turns, strict=True)]
-    assert said == expected
+    assert sampled == expected
     assert len(output.response_ids) == len(output.response_mask)
     assert int(output.response_mask.sum()) == sum(map(len, expected))
     assert output.response_logprobs is not None

@@ -32,7 +32,7 @@ def byte_level(*, ignore_merges: bool = False, **model: Any) -> Tokenizer:
 
 
 def metaspace_bpe() -> Tokenizer:
-    """As Llama 2: byte fallback, controls in the model's own vocabulary, a space before the first word only."""
+    """Return a tokenizer like Llama 2's: byte fallback, control tokens in the vocabulary, a space before the text."""
     pieces = [
         "<unk>",
         *CONTROLS,
@@ -52,7 +52,7 @@ def metaspace_bpe() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Control tokens have the best score of all, as they do in sentencepiece models."""
+    """Return a tokenizer whose control tokens have the best scores, as in sentencepiece models."""
     pieces = [("<unk>", 0.0), *((text, 0.0) for text in CONTROLS)]
     pieces += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]
     pieces += [(char, -5.0) for char in "\u2581abcdefghinostul<>|[]/_"]
@@ -66,7 +66,7 @@ def unigram() -> Tokenizer:
 
 
 def lower_case() -> Tokenizer:
-    """Finds its control tokens in the normalised text."""
+    """Return a tokenizer that searches for control tokens in the normalised text."""
     tokenizer = byte_level()
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.add_tokens([AddedToken("<answer>", normalized=True)])
@@ -90,28 +90,28 @@ KINDS = ["byte-level", "byte-level, whole words first", "metaspace", "unigram", 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("around", ["{}", "a {} b", "a{}b", "{0}{0}", "<{}>"])
-def test_no_control_token_in_foreign_text_becomes_one(kind: str, around: str) -> None:
+def test_control_tokens_in_untrusted_text_are_encoded_as_plain_text(kind: str, around: str) -> None:
     encoder = encoder_of(kind)
     own = [encoder.encode("<|im_start|>")[0], encoder.encode("<|im_end|>")[0]]
     for text in [*encoder.control_texts, *map(str.upper, encoder.control_texts)]:
-        foreign = around.format(text)
-        assert encoder.control_ids.isdisjoint(encoder.encode_plain(encoder.unmask(encoder.mask(foreign)))), (
-            text
-        )
-        ids = encoder.encode(f"<|im_start|>{encoder.mask(foreign)}<|im_end|>")
+        untrusted = around.format(text)
+        assert encoder.control_ids.isdisjoint(
+            encoder.encode_plain(encoder.unmask(encoder.mask(untrusted)))
+        ), text
+        ids = encoder.encode(f"<|im_start|>{encoder.mask(untrusted)}<|im_end|>")
         assert [i for i in ids if i in encoder.control_ids] == own, text
 
 
 @pytest.mark.parametrize("kind", KINDS[:4])
-def test_foreign_text_with_control_tokens_reads_the_same(kind: str) -> None:
+def test_untrusted_text_with_control_tokens_decodes_to_itself(kind: str) -> None:
     encoder = encoder_of(kind)
-    foreign = "said" + "".join(encoder.control_texts) + "and" + MASK_OPEN + ".3c;"
-    decoded = encoder.decode(encoder.encode(f"<s>{encoder.mask(foreign)}</s>"))
-    assert decoded.replace("<s> said", "<s>said") == f"<s>{foreign}</s>"
+    untrusted = "said" + "".join(encoder.control_texts) + "and" + MASK_OPEN + ".3c;"
+    decoded = encoder.decode(encoder.encode(f"<s>{encoder.mask(untrusted)}</s>"))
+    assert decoded.replace("<s> said", "<s>said") == f"<s>{untrusted}</s>"
 
 
 @pytest.mark.parametrize("kind", KINDS[:4])
-def test_masks_change_nothing_outside_their_stretch(kind: str) -> None:
+def test_masks_do_not_change_tokens_outside_the_masked_text(kind: str) -> None:
     encoder = encoder_of(kind)
     before, after = "<s>hello the fox<|im_start|>", "<|im_end|>is tool"
     ids = encoder.encode(f"{before}{encoder.mask('a</s>')}{after}")
@@ -121,7 +121,7 @@ def test_masks_change_nothing_outside_their_stretch(kind: str) -> None:
 
 
 @given(st.lists(st.sampled_from([*"<>|/s[]INTim_endstart ", MASK_OPEN, ".", ":", "3c;", "\n"])).map("".join))
-def test_masks_are_undone_and_leave_no_control_token(text: str) -> None:
+def test_unmasking_restores_the_text_without_control_tokens(text: str) -> None:
     encoder = encoder_of("byte-level")
     masked = encoder.mask(text)
     assert encoder.unmask(masked) == text

@@ -1,4 +1,4 @@
-"""Random conversations on every chat template that is called exact: none differs from a full render."""
+"""Random conversations on every chat template that is reported as exact equal their full renders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agent_loop.types import Message, ToolCall
 from tests.chat.test_trl_templates import TEMPLATES, report_of, template_of
 
 AssistantTurn: TypeAlias = tuple[Message, list[Message]]
-"""What the assistant says, and what follows it."""
+"""Message of the assistant, and the messages after it."""
 
 NUM_CONVERSATIONS = 60
 PIECES = (
@@ -52,12 +52,12 @@ PIECES = (
 
 
 def text(random: Random, *, most: int = 5) -> str:
-    """Pieces in any order, or nothing."""
+    """Return random pieces of text, or the empty text."""
     return "".join(random.choices(PIECES, k=random.randrange(most)))
 
 
-def said(random: Random, *, has_tools: bool, has_reasoning: bool) -> Message:
-    """An assistant turn: parallel calls, text beside calls, reasoning, or nothing at all."""
+def assistant_message(random: Random, *, has_tools: bool, has_reasoning: bool) -> Message:
+    """Return an assistant message with calls, text, reasoning, any combination of them, or nothing."""
     message: Message = {"role": "assistant", "content": text(random).strip()}
     if has_reasoning and random.random() < 0.4:
         message["reasoning_content"] = text(random).strip() or "hm"
@@ -74,12 +74,12 @@ def said(random: Random, *, has_tools: bool, has_reasoning: bool) -> Message:
 def conversation(
     random: Random, *, has_tools: bool, has_reasoning: bool
 ) -> tuple[list[Message], list[AssistantTurn]]:
-    """Return first messages, and turns."""
+    """Return the first messages, and the turns."""
     first: list[Message] = [{"role": "system", "content": text(random)}] if random.random() < 0.4 else []
     first.append({"role": "user", "content": text(random)})
     turns: list[AssistantTurn] = []
     for _ in range(random.randrange(1, 6)):
-        message = said(random, has_tools=has_tools, has_reasoning=has_reasoning)
+        message = assistant_message(random, has_tools=has_tools, has_reasoning=has_reasoning)
         replies: list[Message] = [
             {"role": "tool", "content": text(random), "name": c["function"]["name"], "tool_call_id": c["id"]}
             for c in message.get("tool_calls", ())
@@ -91,14 +91,14 @@ def conversation(
 
 
 def completion(template: ChatTemplate, before: str, ended: str) -> list[int]:
-    """Return what a model samples that says what the template writes, up to where it stops."""
+    """Return the completion that a model samples for a rendered turn, up to its end token."""
     assert ended.startswith(before)
     ids = template.encoder.encode(ended[len(before) :])
     first_stop = len(ids)
-    for place in reversed(range(len(ids))):
-        if ids[place] in template.end_ids:
-            first_stop = place
-        elif template.decode([ids[place]]).strip():
+    for index in reversed(range(len(ids))):
+        if ids[index] in template.end_ids:
+            first_stop = index
+        elif template.decode([ids[index]]).strip():
             break
     return ids[: first_stop + 1]
 
@@ -110,7 +110,7 @@ def tokens(
     *,
     tools: Sequence[Mapping[str, Any]],
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of a whole trajectory, and those of a full render."""
+    """Return the tokens of a whole trajectory, and the tokens of a full render."""
     ids = template.open(first, tools=tools).tolist()
     messages = [template.bridges.adapted(message) for message in first]
 
@@ -132,7 +132,7 @@ def tokens(
 
 
 def num_equal(name: str, *, has_tools: bool) -> tuple[int, int]:
-    """Return how many conversations a template writes, and how many of them are equal."""
+    """Return the number of conversations that a template renders, and how many of them are equal."""
     report, template = report_of(name), template_of(name)
     num_written = equal = 0
     for seed in range(NUM_CONVERSATIONS):
@@ -153,7 +153,7 @@ def num_equal(name: str, *, has_tools: bool) -> tuple[int, int]:
         for name in TEMPLATES
     ],
 )
-def test_no_conversation_differs_where_a_template_is_exact(name: str) -> None:
+def test_no_conversation_differs_for_templates_reported_as_exact(name: str) -> None:
     report = report_of(name)
     for has_tools, verdict in ((False, report.without_tools), (True, report.with_tools)):
         if verdict is TemplateVerdict.EXACT:
@@ -162,6 +162,6 @@ def test_no_conversation_differs_where_a_template_is_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize("has_tools", [False, True])
-def test_newlines_that_merge_show_in_the_conversations(has_tools: bool) -> None:
+def test_the_conversations_detect_merged_newlines(has_tools: bool) -> None:
     num_written, equal = num_equal("qwen3_8", has_tools=has_tools)
     assert equal < num_written

@@ -1,11 +1,11 @@
-"""What was used last is kept, and made once."""
+"""Tests of the cache of least recently used values."""
 
 from __future__ import annotations
 
 from agent_loop.chat.lru_cache import LruCache
 
 
-def test_a_value_is_made_once_and_those_used_longest_ago_are_dropped() -> None:
+def test_a_value_is_created_once_and_the_least_recently_used_values_are_dropped() -> None:
     made: list[str] = []
     kept: LruCache[str] = LruCache(2)
 
@@ -17,7 +17,7 @@ def test_a_value_is_made_once_and_those_used_longest_ago_are_dropped() -> None:
     assert len(kept) == 2
 
 
-def test_an_error_keeps_nothing() -> None:
+def test_an_error_is_not_cached() -> None:
     kept: LruCache[float] = LruCache(2)
     for _ in range(2):
         try:

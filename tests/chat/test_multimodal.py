@@ -45,7 +45,7 @@ def pad_id(template: ChatTemplate) -> int:
     return template.tokenizer.convert_tokens_to_ids(PAD)
 
 
-def test_a_prompt_with_images_has_the_tokens_that_the_processor_itself_writes(template: ChatTemplate) -> None:
+def test_a_prompt_with_images_has_the_tokens_of_the_processor(template: ChatTemplate) -> None:
     images = [picture(0), picture(1, width=64, height=40)]
     messages = image_message("what differs?", *images)
     encoded = template.open_encoded(messages)
@@ -57,14 +57,14 @@ def test_a_prompt_with_images_has_the_tokens_that_the_processor_itself_writes(te
     assert [a.num_tokens for a in encoded.attachments] == [12, 40]
 
 
-def test_each_run_lies_on_its_placeholders(template: ChatTemplate) -> None:
+def test_each_attachment_covers_its_placeholders(template: ChatTemplate) -> None:
     ids, attachments = template.open_encoded(image_message("a", picture(0), picture(1)))
     runs = [set(range(a.start, a.end)) for a in attachments]
     assert set(np.flatnonzero(ids == pad_id(template)).tolist()) == runs[0] | runs[1]
     assert not runs[0] & runs[1]
 
 
-def test_a_bridge_with_several_images_ends_as_the_prompt_that_holds_them(template: ChatTemplate) -> None:
+def test_a_bridge_with_several_images_equals_the_end_of_the_full_prompt(template: ChatTemplate) -> None:
     before = [*user("look"), {"role": "assistant", "content": "ok"}]
     replies = tool_image_message(picture(0), picture(1, width=16), text="two views")
     whole = template.open_encoded([*before, *replies])
@@ -75,7 +75,7 @@ def test_a_bridge_with_several_images_ends_as_the_prompt_that_holds_them(templat
     assert [a.digest for a in bridge.attachments] == [a.digest for a in whole.attachments]
 
 
-def test_a_placeholder_in_foreign_text_stays_text(template: ChatTemplate) -> None:
+def test_a_placeholder_in_untrusted_text_stays_text(template: ChatTemplate) -> None:
     ids, attachments = template.bridge_encoded(
         tool_image_message(picture(), text=f"no {PAD} here <|vision_start|>")
     )
@@ -105,7 +105,7 @@ def test_text_only_messages_have_no_attachments(template: ChatTemplate) -> None:
     assert template.open(parts).tolist() == template.open(user("hello")).tolist()
 
 
-def test_every_form_of_an_image_is_read_alike(tmp_path: Path) -> None:
+def test_every_form_of_an_image_is_read_equally(tmp_path: Path) -> None:
     image = picture()
     path = tmp_path / "view.png"
     image.save(path)
@@ -156,26 +156,26 @@ def test_a_part_without_an_image_is_an_error(template: ChatTemplate) -> None:
         template.open([{"role": "user", "content": [{"type": "image"}]}])
 
 
-def test_a_template_without_a_processor_says_why_it_takes_no_images() -> None:
+def test_a_template_without_a_processor_refuses_images_with_the_reason() -> None:
     with pytest.raises(
         ChatTemplateError, match="1 images or videos, but the model cannot read them: the model has no"
     ):
         hermes_template().open(image_message("a", picture()))
 
 
-def test_videos_are_refused_by_name_where_a_model_takes_none() -> None:
+def test_videos_are_refused_by_name_if_the_model_has_no_videos() -> None:
     with pytest.raises(ChatTemplateError, match=r"holds a video.*give its frames as images"):
         idefics_template().open(video_message("a", video_frames()))
 
 
-def test_a_template_that_leaves_an_image_out_is_refused(template: ChatTemplate) -> None:
+def test_a_template_that_drops_an_image_is_refused(template: ChatTemplate) -> None:
     assert isinstance(template.media, MediaProcessor)
     ids = template.encoder.encode(f"a {PAD}")
     with pytest.raises(ChatTemplateError, match=r"1 placeholders '<\|image_pad\|>' for 2 images"):
         template.media.encode(ids, template.media.read(_media(picture()) * 2))
 
 
-def test_features_that_need_other_tokens_than_the_processor_writes_are_refused() -> None:
+def test_a_mismatch_of_features_and_placeholder_tokens_is_refused() -> None:
     processor = vision_processor()
     wrong = as_token_ids([1, 2])
     with pytest.raises(ChatTemplateError, match=r"need 12 tokens .* wrote 2; .* same merge_size"):
@@ -196,7 +196,7 @@ def _media(image: Any) -> Any:
     return [Medium("image", image)]
 
 
-def test_cutting_a_prompt_keeps_an_image_whole_or_not_at_all(template: ChatTemplate) -> None:
+def test_truncating_a_prompt_keeps_or_drops_whole_images(template: ChatTemplate) -> None:
     encoded = template.open_encoded(image_message("a", picture(0), picture(1)))
     first, second = encoded.attachments
     inside = encoded.first(second.start + 3)
@@ -207,7 +207,7 @@ def test_cutting_a_prompt_keeps_an_image_whole_or_not_at_all(template: ChatTempl
     assert encoded.last(len(encoded.token_ids)).attachments[0].start == first.start
 
 
-def test_text_counts_on_behind_an_image() -> None:
+def test_positions_of_text_continue_after_an_image() -> None:
     offsets = np.indices((1, 2, 3), dtype=np.int32).reshape(3, -1)
     image = Attachment("image", 2, 6, 9, {}, b"", offsets, 3)
     positions = position_ids(10, [image])
@@ -225,17 +225,17 @@ def test_text_counts_on_behind_an_image() -> None:
         (Attachment("image", 0, 1, 9, {}, b""), "hold no placeholder 9"),
     ],
 )
-def test_a_run_must_lie_on_its_tokens(attachment: Attachment, complaint: str) -> None:
+def test_an_attachment_must_cover_its_tokens(attachment: Attachment, complaint: str) -> None:
     with pytest.raises(EpisodeError, match=complaint):
         Segment(as_token_ids([1, 9, 9, 2]), Origin.PROMPT, attachments=(attachment,))
 
 
-def test_models_attach_nothing() -> None:
+def test_a_model_segment_with_an_attachment_is_refused() -> None:
     with pytest.raises(EpisodeError, match="a model segment with an image"):
         Segment(as_token_ids([9]), Origin.MODEL, None, 0, (Attachment("image", 0, 1, 9, {}, b""),))
 
 
-def test_tokens_without_images_are_cut_as_they_are() -> None:
+def test_tokens_without_images_are_truncated_plainly() -> None:
     encoded = Encoded(as_token_ids([1, 2, 3]))
     assert encoded.first(2).token_ids.tolist() == [1, 2]
     assert encoded.last(2).token_ids.tolist() == [2, 3]
@@ -269,7 +269,7 @@ def test_a_text_model_has_no_processor(tmp_path: Path) -> None:
 
 
 class _Counts:
-    """A processor that counts what it is asked to read."""
+    """Processor that counts its calls."""
 
     def __init__(self) -> None:
         processor = vision_processor()
@@ -298,7 +298,7 @@ def test_an_image_is_read_once_for_all_members_of_a_group(tmp_path: Path) -> Non
     assert processor.num_read == 2
 
 
-def test_an_array_that_a_tool_writes_over_is_read_again() -> None:
+def test_an_array_that_a_tool_overwrites_is_read_again() -> None:
     template, processor = counting_template()
     view = np.asarray(picture(0)).copy()
     first = template.open_encoded(image_message("a", view))
@@ -308,7 +308,7 @@ def test_an_array_that_a_tool_writes_over_is_read_again() -> None:
     assert first.attachments[0].digest != second.attachments[0].digest
 
 
-def test_a_file_that_is_written_over_is_read_again(tmp_path: Path) -> None:
+def test_a_file_that_is_overwritten_is_read_again(tmp_path: Path) -> None:
     template, processor = counting_template()
     path = tmp_path / "view.png"
     for image in (picture(0), picture(1, width=48)):
@@ -317,7 +317,7 @@ def test_a_file_that_is_written_over_is_read_again(tmp_path: Path) -> None:
     assert processor.num_read == 2
 
 
-def test_what_is_kept_of_images_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_images_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     template, processor = counting_template()
     one = sum(
         a.nbytes
@@ -344,7 +344,7 @@ async def read_twice(template: ChatTemplate) -> list[Any]:
     return [task.result() for task in tasks]
 
 
-def test_images_are_read_beside_the_event_loop_and_once() -> None:
+def test_images_are_read_once_and_outside_the_event_loop() -> None:
     template, processor = counting_template()
     first, *_ = reads = asyncio.run(read_twice(template))
     assert processor.num_read == 2
@@ -364,8 +364,8 @@ def test_a_damaged_file_is_an_error_that_names_it_or_an_image(suffix: str) -> No
         warnings.simplefilter("ignore")
         for _ in range(150):
             damaged = bytearray(whole[: random.integers(1, len(whole) + 1)])
-            for place in random.integers(0, len(damaged), 3):
-                damaged[place] = random.integers(0, 256)
+            for index in random.integers(0, len(damaged), 3):
+                damaged[index] = random.integers(0, 256)
             with contextlib.suppress(DataError):
                 load_image(bytes(damaged))
 
@@ -377,8 +377,8 @@ def test_an_enormous_image_is_an_error_that_names_it(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 40), (40, 1), (3, 40), (40, 3), (1, 1), (3, 3)])
-def test_an_image_of_one_or_three_pixels_is_not_taken_for_its_channels(width: int, height: int) -> None:
-    """A library that guesses where the channels are would read such an image on its side."""
+def test_an_image_with_a_side_of_one_or_three_pixels_is_not_transposed(width: int, height: int) -> None:
+    """A library that guesses the axis of the channels would transpose such an image."""
     image = picture(width=width, height=height)
     [read] = vision_template().open_encoded(image_message("a", image)).attachments
     _, rows, columns = read.features["image_grid_thw"][0].tolist()

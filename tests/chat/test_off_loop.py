@@ -33,8 +33,8 @@ def test_only_long_texts_are_encoded_in_a_thread(content: object, is_long: bool)
     assert [thread is not threading.main_thread() for thread in threads] == [is_long]
 
 
-def test_threads_share_the_forms_of_a_template() -> None:
-    """Each asks with system prompts of its own, more of them than are kept."""
+def test_threads_share_the_cached_forms_of_a_template() -> None:
+    """Each thread renders with different system prompts, more of them than the cache holds."""
     template = hermes_template()
     results: dict[int, list[str]] = {}
 

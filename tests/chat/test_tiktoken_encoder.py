@@ -56,7 +56,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=150, deadline=None)
 @given(text=texts)
-def test_ids_are_those_of_tokenizers_or_none(family: str, text: str) -> None:
+def test_ids_equal_those_of_tokenizers_or_are_none(family: str, text: str) -> None:
     tokenizer = like(family)
     ids = tiktoken_encoder(tokenizer).encode(text)
     assert ids in (ids_of(tokenizer, text), None)
@@ -66,7 +66,7 @@ def test_ids_are_those_of_tokenizers_or_none(family: str, text: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=60, deadline=None)
 @given(text=texts, before=st.sampled_from(["", *CONTROLS]), after=st.sampled_from(["", *CONTROLS]))
-def test_masked_and_plain_text_gets_the_same_ids_from_both_libraries(
+def test_masked_and_plain_text_has_the_same_ids_in_both_libraries(
     family: str, text: str, before: str, after: str
 ) -> None:
     quick, slow = ControlledEncoder(like(family)), ControlledEncoder(like(family), choice="tokenizers")
@@ -81,7 +81,7 @@ def test_masked_and_plain_text_gets_the_same_ids_from_both_libraries(
 @settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.integers(0, 1000)))
 def test_any_ids_decode_to_the_same_text(family: str, ids: list[int]) -> None:
-    """Those that break characters apart and those that stand for nothing, too."""
+    """Also ids that split characters, and ids that are not in the vocabulary."""
     tokenizer = like(family)
     assert tiktoken_encoder(tokenizer).decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -102,7 +102,7 @@ def with_model(**changes: Any) -> Callable[[], Tokenizer]:
 
 
 def with_swapped_ids() -> Tokenizer:
-    """The first two tokens that merges make have each other's ids."""
+    """Return a tokenizer in which the ids of the first two merged tokens are swapped."""
     described = json.loads(like("gpt2").to_str())
     vocab, merges = described["model"]["vocab"], described["model"]["merges"]
     first, second = ("".join(merge) for merge in merges[:2])
@@ -111,7 +111,7 @@ def with_swapped_ids() -> Tokenizer:
 
 
 def with_unmade_word() -> Tokenizer:
-    """Finds a word whole that no merges make."""
+    """Return a tokenizer whose vocabulary has a word that merges cannot reach."""
     described = json.loads(like("llama3").to_str())
     described["added_tokens"] = []
     described["model"]["vocab"] |= {"unmadeword": len(described["model"]["vocab"])}
@@ -165,7 +165,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("reason", OTHERS)
-def test_other_tokenizers_encode_themselves_and_the_log_says_why(
+def test_other_tokenizers_are_encoded_by_tokenizers_and_the_reason_is_logged(
     reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = OTHERS[reason]()
@@ -181,15 +181,15 @@ def test_other_tokenizers_encode_themselves_and_the_log_says_why(
         assert encoder.encode("A hello <a> covid19") == ids_of(tokenizer, "A hello <a> covid19")
 
 
-def test_a_pattern_that_splits_elsewhere_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a version of `tokenizers` came with another pattern of its own."""
+def test_a_pattern_that_splits_differently_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of `tokenizers` could have another pattern."""
     monkeypatch.setattr(byte_level, "GPT2_PATTERN", GPT2_PATTERN.replace(" ?\\p{N}+", "\\p{N}"))
     with pytest.raises(OtherTokenizer, match="splits ASCII text at other positions"):
         tiktoken_encoder(trained(untrained(), controls=[AddedToken("<only here>")]))
 
 
-def test_a_character_that_two_patterns_class_differently_is_found_out() -> None:
-    """As if one engine knew an older version of Unicode."""
+def test_a_character_that_two_patterns_classify_differently_is_detected() -> None:
+    """One of the engines could have an older version of Unicode."""
     proof = SplitCheck(like("qwen2"), pattern=QWEN3_5)
     assert not proof.covers("a\u0301")
     assert proof.covers("aé你")
@@ -197,7 +197,7 @@ def test_a_character_that_two_patterns_class_differently_is_found_out() -> None:
 
 
 @pytest.mark.parametrize("text", ["new \U00016105 script", "a" * (MAX_CHARACTERS + 1), "\u0378"])
-def test_what_is_not_certain_is_encoded_by_tokenizers(text: str) -> None:
+def test_text_with_uncertain_splits_is_encoded_by_tokenizers(text: str) -> None:
     tokenizer = like("qwen2")
     assert tiktoken_encoder(tokenizer).encode(text) is None
     assert ControlledEncoder(tokenizer).encode(f"<|im_start|>{text}") == ids_of(
@@ -205,8 +205,8 @@ def test_what_is_not_certain_is_encoded_by_tokenizers(text: str) -> None:
     )
 
 
-def test_tokens_that_no_text_encodes_to_are_never_made() -> None:
-    """A vocabulary may hold tokens that its merges cannot reach."""
+def test_tokens_that_merges_cannot_reach_are_never_encoded() -> None:
+    """A vocabulary may contain tokens that its merges cannot reach."""
     described = json.loads(like("gpt2").to_str())
     vocab = described["model"]["vocab"]
     vocab["qz"] = max(vocab.values(), default=0) + 100

@@ -1,4 +1,4 @@
-"""Every chat template that the `trl` package ships: more than twenty model families."""
+"""Tests of all chat templates in the `trl` package, of more than twenty model families."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agent_loop.errors import ChatTemplateError
 
 ROOT = Path(__file__).parents[2]
 
-# Their outputs are grouped once per conversation, not once per turn.
+# Templates that group tool outputs once per conversation, not once per turn.
 GROUPED_ONCE = {"deepseek_r1_distill", "deepseek_r1_distill_training", "deepseekv3", "deepseekv3_training"}
 MOVE_TEXT = {"diffusion_gemma", "diffusion_gemma_training", "gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"}
 MERGE_NEWLINES = {"qwen3_5_think_training", "qwen3_6_training", "qwen3_8", "qwen3_8_training"}
@@ -66,7 +66,7 @@ def test_the_package_ships_many_templates() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_of_templates_is_what_the_generator_writes() -> None:
+def test_the_page_of_templates_equals_the_output_of_its_generator() -> None:
     assert GENERATOR.TARGET.read_text(encoding="utf-8") == GENERATOR.render(
         {name: report_of(name) for name in TEMPLATES}
     )
@@ -85,7 +85,7 @@ def test_every_template_gets_a_verdict_with_named_causes(name: str) -> None:
 
 
 @every_template
-def test_what_follows_the_turn_is_what_the_template_writes(name: str) -> None:
+def test_a_bridge_differs_only_for_regrouped_tools_and_moved_text(name: str) -> None:
     for result in report_of(name).results:
         if result.is_bridge_exact or result.name.endswith("without reply"):
             continue
@@ -97,13 +97,12 @@ def test_what_follows_the_turn_is_what_the_template_writes(name: str) -> None:
 def test_a_template_that_only_appends_is_bridged_token_for_token(name: str) -> None:
     template, report = template_of(name), report_of(name)
     for result in differing(report):
-        if result.position is None:  # (the tokens are equal, but the template leaves something out of both)
+        if result.position is None:  # The tokens are equal, but the template drops something from both.
             assert result.differences[0].is_in_no_render or result.causes == (Cause.END_TOKEN,)
         elif name in GROUPED_ONCE or set(result.causes) == {Cause.MERGED_TOKENS}:
             continue
-        elif not result.name.endswith(
-            "without reply"
-        ):  # (a user's bridge is that of an answer, not of a call)
+        # The bridge before a user message follows an answer, not a call.
+        elif not result.name.endswith("without reply"):
             assert not only_appends(template, PROBES[result.name]), result
 
 
@@ -119,7 +118,7 @@ PARALLEL = {name for name in CALLING if "parallel" in name}
         ("lfm2", {name for name in CALLING if not PROBES[name].has_reasoning} - {"unicode tool reply"}),
     ],
 )
-def test_calls_that_a_template_leaves_out_are_named_and_their_replies_are_written(
+def test_calls_that_a_template_drops_are_reported_and_their_replies_are_rendered(
     name: str, dropping: set[str]
 ) -> None:
     template, report = template_of(name), report_of(name)
@@ -127,21 +126,21 @@ def test_calls_that_a_template_leaves_out_are_named_and_their_replies_are_writte
     assert {result.name for result in dropped} == dropping
     for result in dropped:
         *_, turn = PROBES[result.name].turns
-        written = template.decode(template.bridge(turn.replies, calls=turn.calls))
+        rendered = template.decode(template.bridge(turn.replies, calls=turn.calls))
         for reply in turn.replies:
-            assert reply["content"] in written
+            assert reply["content"] in rendered
         assert result.is_bridge_exact
     assert report.causes[0] is Cause.DROPPED_CALL
     assert report.kinds(tools=True)[0] is CauseKind.LEFT_OUT
 
 
-def test_a_call_that_is_left_out_beside_another_is_shown_by_its_argument() -> None:
+def test_a_dropped_call_next_to_another_is_identified_by_its_argument() -> None:
     [example, *_] = [found for _, found in report_of("gptoss").examples(Cause.DROPPED_CALL)]
     assert (example.kept, example.is_in_no_render) == ("Oslo", True)
 
 
-def test_schemas_that_are_left_out_come_before_every_other_cause() -> None:
-    """Though the tokens differ for other causes."""
+def test_dropped_schemas_are_reported_before_every_other_cause() -> None:
+    """The tokens differ for other causes too."""
     report = report_of("deepseekv3")
     assert report.causes[0] is Cause.IGNORED_TOOLS
     assert {Cause.GENERATION_PROMPT, Cause.REGROUPED_TOOLS} < set(report.causes)
@@ -152,7 +151,7 @@ def test_schemas_that_are_left_out_come_before_every_other_cause() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_v5", "diffusion_gemma"])
-def test_text_that_moves_behind_tool_replies_is_named(name: str) -> None:
+def test_text_that_moves_behind_tool_replies_is_reported(name: str) -> None:
     for result in report_of(name).results:
         moves = "text and" in result.name and "without reply" not in result.name
         assert (Cause.MOVED_TEXT in result.causes) == moves, result
@@ -163,7 +162,7 @@ def test_text_and_a_call_before_a_user_regroup_no_tools(name: str) -> None:
     assert Cause.REGROUPED_TOOLS not in report_of(name).causes
 
 
-def test_merged_newlines_are_told_from_rewritten_history() -> None:
+def test_merged_newlines_are_distinguished_from_rewritten_history() -> None:
     report = report_of("qwen3_8")
     assert report.causes == (Cause.MERGED_TOKENS,)
     assert report.kinds() == (CauseKind.MERGED,)
@@ -174,44 +173,44 @@ def test_merged_newlines_are_told_from_rewritten_history() -> None:
 
 
 @every_template
-def test_newlines_merge_in_four_templates_that_are_exact_but_for_that(name: str) -> None:
+def test_four_templates_are_exact_except_for_merged_newlines(name: str) -> None:
     assert (report_of(name).kinds() == (CauseKind.MERGED,)) == (name in MERGE_NEWLINES)
 
 
 def only_appends(template: ChatTemplate, probe: Probe) -> bool:
-    """Whether each render of a prompt and a turn, up to where the model stops, is how the next render begins."""
+    """Return whether each render of a prompt and a turn, up to its end token, is a prefix of the next render."""
     text = template.renderer.text
-    written: list[dict[str, Any]] = [template.bridges.adapted(message) for message in probe.messages]
+    rendered: list[dict[str, Any]] = [template.bridges.adapted(message) for message in probe.messages]
     for turn in probe.turns:
         start, end = len(turn.opening), len(turn.opening) + 1 + len(turn.replies)
-        before = text(written[:start], tools=probe.tools)
-        ended = text(written[: start + 1], tools=probe.tools, add_generation_prompt=False)
-        full = text(written[:end], tools=probe.tools)
+        before = text(rendered[:start], tools=probe.tools)
+        ended = text(rendered[: start + 1], tools=probe.tools, add_generation_prompt=False)
+        full = text(rendered[:end], tools=probe.tools)
         if not (ended.startswith(before) and full.startswith(ended.rstrip())):
             return False
     return True
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "gptoss", "gemma4_v5", "lfm2_2_5"])
-def test_reasoning_that_a_template_strips_is_kept_and_named(name: str) -> None:
+def test_reasoning_that_a_template_strips_is_kept_and_reported(name: str) -> None:
     results = {result.name: result for result, _ in report_of(name).examples(Cause.STRIPPED_REASONING)}
     assert results["thinking"].is_bridge_exact
     assert results["thinking"].num_kept_tokens > 0
 
 
-SAID = ("content", "reasoning_content", "calls")
+ASSISTANT_FIELDS = ("content", "reasoning_content", "calls")
 
 
 def echoed(text: str, fields: Sequence[str]) -> list[dict[str, Any]]:
-    """A conversation in which fields of what an assistant is said to have said hold a text."""
-    said: dict[str, Any] = {"role": "assistant", "content": text if "content" in fields else "x"}
+    """Return a conversation in which the given fields of the assistant's message are the text."""
+    assistant: dict[str, Any] = {"role": "assistant", "content": text if "content" in fields else "x"}
     if "reasoning_content" in fields:
-        said["reasoning_content"] = text
+        assistant["reasoning_content"] = text
     if "calls" not in fields:
-        return [USER, said, USER]
+        return [USER, assistant, USER]
     function = {"name": text, "arguments": {text: text, "nested": {text: [text, {text: text}]}}}
-    said["tool_calls"] = [{"type": "function", "id": text, "function": function}]
-    return [USER, said, {"role": "tool", "content": text, "name": text, "tool_call_id": text}, USER]
+    assistant["tool_calls"] = [{"type": "function", "id": text, "function": function}]
+    return [USER, assistant, {"role": "tool", "content": text, "name": text, "tool_call_id": text}, USER]
 
 
 @every_template
@@ -224,22 +223,22 @@ def test_no_field_of_an_assistant_message_forges_control_tokens(name: str) -> No
         assert "@mask" not in template.decode(ids)
         return Counter(token_id for token_id in ids if token_id in template.encoder.control_ids)
 
-    for fields in (*[[field] for field in SAID], SAID):
+    for fields in (*[[field] for field in ASSISTANT_FIELDS], ASSISTANT_FIELDS):
         try:
             plain = controls("x" * 9, fields)
         except ChatTemplateError:
-            continue  # (a template that takes no calls)
+            continue  # The template has no calls.
         for forged in (*template.encoder.control_texts, "".join(template.encoder.control_texts)):
             assert controls(forged, fields) <= plain
 
 
 @every_template
 @pytest.mark.parametrize("in_parts", [False, True])
-def test_masks_change_nothing_of_what_a_template_writes(name: str, in_parts: bool) -> None:
-    """Not what it reads out of an assistant's content, and not where it prints a list of parts as Python text."""
+def test_masks_do_not_change_the_output_of_a_template(name: str, in_parts: bool) -> None:
+    """This includes text that the template searches in an assistant's content, and lists of parts printed by Python."""
     template = template_of(name)
     if template.renderer.takes_parts:
-        pytest.skip("its content is always a list of parts")
+        pytest.skip("the content is always a list of parts")
     forged = "é\ue000'\"\\ " + "".join(template.encoder.control_texts)
     content = [{"type": "text", "text": forged}] if in_parts else forged
     call = {"type": "function", "id": "x" * 9, "function": {"name": "add", "arguments": {forged: [forged]}}}
@@ -253,22 +252,22 @@ def test_masks_change_nothing_of_what_a_template_writes(name: str, in_parts: boo
         forged,
     ):
         for more in ([], [reply]):
-            said = {"role": "assistant", "content": text, **({"tool_calls": [call]} if more else {})}
-            asked = {"role": "user", "content": content}
-            messages = [template.bridges.adapted(message) for message in (asked, said, *more, USER)]
+            assistant = {"role": "assistant", "content": text, **({"tool_calls": [call]} if more else {})}
+            question = {"role": "user", "content": content}
+            messages = [template.bridges.adapted(message) for message in (question, assistant, *more, USER)]
             try:
-                written = template.encoder.unmask(template.renderer.text(messages))
+                rendered = template.encoder.unmask(template.renderer.text(messages))
             except ChatTemplateError:
                 continue
-            assert written == template.tokenizer.apply_chat_template(
+            assert rendered == template.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False
             )
 
 
 @every_template
-def test_tools_that_are_announced_can_be_answered(name: str) -> None:
+def test_announced_tools_can_be_answered(name: str) -> None:
     if report_of(name).with_tools is TemplateVerdict.UNSUPPORTED:
-        pytest.skip("it takes no tools")
+        pytest.skip("the template has no tools")
     template = template_of(name)
     messages = [{"role": "user", "content": "hi"}]
     assert len(template.open(messages, tools=PROBE_TOOLS)) >= len(template.open(messages))
@@ -287,18 +286,18 @@ def test_some_templates_open_reasoning_for_the_model() -> None:
 
 
 @every_template
-def test_what_a_cut_completion_says_is_reasoning_where_its_prompt_opened_it(name: str) -> None:
-    """Not everywhere: behind a tool's reply, DeepSeek's templates write no generation prompt."""
+def test_a_truncated_completion_is_reasoning_if_its_prompt_opened_reasoning(name: str) -> None:
+    """After a tool's reply, DeepSeek's templates have no generation prompt that could open reasoning."""
     template = template_of(name)
     if not opens_reasoning(template, template.open([USER])):
-        pytest.skip("it opens no reasoning")
-    said = template.encoder.encode("Perhaps <tool_call> or")
+        pytest.skip("the template does not open reasoning")
+    completion = template.encoder.encode("Perhaps <tool_call> or")
     opened: list[bool] = []
     for reply in (USER, {"role": "tool", "content": "21", "name": "get_weather"}):
         context = template.bridge([reply])
         opened.append(opens_reasoning(template, context))
-        parsed = template.parse(said, context=context)
+        parsed = template.parse(completion, context=context)
         assert (parsed.reasoning == "Perhaps <tool_call> or") == opened[-1]
         assert bool(parsed.calls) != opened[-1]
     assert opened[0]
-    assert (template.parse(said).reasoning is not None) == all(opened)
+    assert (template.parse(completion).reasoning is not None) == all(opened)

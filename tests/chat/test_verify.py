@@ -95,7 +95,7 @@ def test_a_template_that_appends_is_exact_with_and_without_tools() -> None:
         (ARGUMENTS_ARE_TEXT, Cause.GENERATION_PROMPT),
     ],
 )
-def test_the_cause_of_a_difference_is_named(chat_template: str, cause: Cause) -> None:
+def test_the_cause_of_a_difference_is_reported(chat_template: str, cause: Cause) -> None:
     assert cause in causes(chat_template)
 
 
@@ -110,7 +110,7 @@ def test_a_family_without_tool_schemas_is_exact_without_tools(
     assert report.causes == (Cause.IGNORED_TOOLS, *others)
 
 
-def test_every_cause_is_reported_with_an_example_and_what_is_left_out_comes_first() -> None:
+def test_every_cause_is_reported_with_an_example_and_omissions_come_first() -> None:
     report = verify_template(family(MANY_HABITS), tools=True)
     assert report.causes[:3] == (Cause.IGNORED_TOOLS, Cause.IGNORED_SYSTEM_PROMPT, Cause.DROPPED_CALL)
     assert set(report.causes[3:]) == {
@@ -128,7 +128,7 @@ def test_every_cause_is_reported_with_an_example_and_what_is_left_out_comes_firs
     assert shown[Cause.GENERATION_PROMPT].kept.startswith("<hm>")
 
 
-def test_what_is_left_out_is_reported_where_all_tokens_are_equal() -> None:
+def test_omissions_are_reported_even_if_all_tokens_are_equal() -> None:
     results = {result.name: result for result in verify_template(family(ONE_CALL), tools=True).results}
     assert (results["tool"].verdict, results["tool"].causes) == (TemplateVerdict.EXACT, ())
     parallel = results["parallel tools"]
@@ -137,7 +137,7 @@ def test_what_is_left_out_is_reported_where_all_tokens_are_equal() -> None:
     assert (parallel.differences[0].kept, parallel.differences[0].is_in_no_render) == ("Oslo", True)
 
 
-def test_text_that_moves_behind_the_replies_has_a_cause_of_its_own() -> None:
+def test_text_that_moves_behind_the_replies_has_a_separate_cause() -> None:
     report = verify_template(family(MOVES_TEXT), tools=True)
     assert report.without_tools is TemplateVerdict.EXACT
     assert report.causes == (Cause.MOVED_TEXT,)
@@ -146,8 +146,8 @@ def test_text_that_moves_behind_the_replies_has_a_cause_of_its_own() -> None:
     }
 
 
-def test_reasoning_that_no_render_holds_is_not_exact() -> None:
-    """Though the tokens are equal: what the model reasons is in the trajectory alone."""
+def test_reasoning_that_no_render_contains_is_not_exact() -> None:
+    """The tokens are equal, but only the trajectory contains the model's reasoning."""
     drops = family(HERMES_TEMPLATE + "{% set unused = messages[0].reasoning_content %}")
     report = verify_template(drops, tools=False)
     assert report.has_reasoning
@@ -155,19 +155,19 @@ def test_reasoning_that_no_render_holds_is_not_exact() -> None:
     assert all(result.position is None for result in report.results)
 
 
-def test_a_template_that_knows_no_reasoning_is_tried_without() -> None:
+def test_a_template_without_reasoning_is_tested_without_reasoning() -> None:
     report = verify_template(family(HERMES_TEMPLATE + "{# thinking #}"), tools=True)
     assert not report.has_reasoning
     assert not any("thinking" in result.name for result in report.results)
 
 
-def test_what_is_tried_when_a_run_starts_is_never_called_exact() -> None:
+def test_the_short_check_at_the_start_of_a_run_never_reports_exact() -> None:
     report = require_template(hermes_template(), tools=True)
     assert report.without_tools is report.with_tools is report.verdict is TemplateVerdict.LIKELY_EXACT
     assert len(report.results) < len(verify_template(hermes_template(), tools=True).results) / 2
 
 
-def test_what_a_template_refuses_beside_the_essential_is_a_limit() -> None:
+def test_optional_messages_that_a_template_refuses_are_limits() -> None:
     report = verify_template(family(NINE_LETTER_IDS), tools=False)
     assert [(limit.name, limit.verdict) for limit in report.limits] == [
         ("system prompt", TemplateVerdict.UNSUPPORTED)
@@ -204,7 +204,7 @@ def test_a_difference_is_logged_once_and_exactness_is_not_logged(caplog: pytest.
     assert "nothing is lost" in record.getMessage()
 
 
-def test_what_is_left_out_is_logged_first_and_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_omissions_are_logged_first_and_as_errors(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     require_template(family(MANY_HABITS), tools=True)
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 3 + [logging.WARNING]

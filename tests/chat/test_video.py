@@ -42,7 +42,7 @@ def patches(frames: list[Image.Image]) -> dict[str, Any]:
 
 
 def reference_patches(frames: list[Image.Image]) -> np.ndarray[Any, Any]:
-    """By the formula, for frames that need no resizing: pixel by pixel, from no library."""
+    """Compute the patches by the formula, pixel by pixel, for frames that need no resizing."""
     processor = vision_processor().image_processor
     depth, patch, merge = processor.temporal_patch_size, processor.patch_size, processor.merge_size
     mean, std = np.array(processor.image_mean), np.array(processor.image_std)
@@ -62,14 +62,14 @@ def reference_patches(frames: list[Image.Image]) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize(("num_frames", "width", "height"), [(4, 32, 24), (5, 16, 16), (1, 40, 32)])
-def test_patches_are_those_of_the_formula(num_frames: int, width: int, height: int) -> None:
+def test_patches_match_the_formula(num_frames: int, width: int, height: int) -> None:
     frames = video_frames(num_frames=num_frames, width=width, height=height)
     made = patches(frames)
     assert made["video_grid_thw"].tolist() == [[-(-num_frames // 2), height // 4, width // 4]]
     assert made["pixel_values_videos"] == pytest.approx(reference_patches(frames), abs=1e-5)
 
 
-def test_a_still_video_has_the_patches_of_its_image_once_for_each_step_in_time() -> None:
+def test_a_still_video_repeats_the_patches_of_its_image_at_each_time_step() -> None:
     image = picture(width=40, height=24)
     still = vision_processor().image_processor(images=[image], return_tensors="np")["pixel_values"]
     made = patches([image] * 6)["pixel_values_videos"]
@@ -97,7 +97,9 @@ def test_frames_are_resized_to_the_size_of_videos_not_of_images() -> None:
         ({"size": {"shortest_edge": 1, "longest_edge": 2}}, {"shortest_edge": 1, "longest_edge": 2}),
     ],
 )
-def test_a_models_files_say_how_large_frames_may_be(written: dict[str, Any], size: dict[str, int]) -> None:
+def test_the_maximum_size_of_frames_is_read_from_the_models_files(
+    written: dict[str, Any], size: dict[str, int]
+) -> None:
     assert video_settings(written)["size"] == size
 
 
@@ -121,7 +123,7 @@ def test_images_and_videos_keep_their_order(template: ChatTemplate) -> None:
     assert [a.num_tokens for a in attachments] == [12, 36, 12]
 
 
-def test_a_bridge_with_a_video_ends_as_the_prompt_that_holds_it(template: ChatTemplate) -> None:
+def test_a_bridge_with_a_video_equals_the_end_of_the_full_prompt(template: ChatTemplate) -> None:
     before = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "ok"}]
     reply = [{**video_message("seen", video_frames())[0], "role": "tool", "name": "look"}]
     whole, bridge = template.open_encoded([*before, *reply]), template.bridge_encoded(reply)
@@ -130,22 +132,22 @@ def test_a_bridge_with_a_video_ends_as_the_prompt_that_holds_it(template: ChatTe
     assert [a.start for a in whole.attachments] == [a.start + start for a in bridge.attachments]
 
 
-def test_a_placeholder_of_videos_in_foreign_text_stays_text(template: ChatTemplate) -> None:
+def test_a_placeholder_of_videos_in_untrusted_text_stays_text(template: ChatTemplate) -> None:
     encoded = template.open_encoded(video_message(f"no {PAD} here", video_frames(num_frames=2)))
     pad_id = template.tokenizer.convert_tokens_to_ids(PAD)
     assert np.count_nonzero(encoded.token_ids == pad_id) == 12
 
 
-@pytest.mark.parametrize("said", [PAD, "<|image_pad|>"])
-def test_a_placeholder_in_assistant_text_stays_text(template: ChatTemplate, said: str) -> None:
+@pytest.mark.parametrize("content", [PAD, "<|image_pad|>"])
+def test_a_placeholder_in_assistant_text_stays_text(template: ChatTemplate, content: str) -> None:
     messages = [
         *image_message("a", picture()),
-        {"role": "assistant", "content": said},
+        {"role": "assistant", "content": content},
         *image_message("b", picture()),
     ]
     encoded = template.open_encoded(messages)
     assert [attachment.kind for attachment in encoded.attachments] == ["image", "image"]
-    assert said in template.decode(encoded.token_ids)
+    assert content in template.decode(encoded.token_ids)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_a_placeholder_in_assistant_text_stays_text(template: ChatTemplate, said
         ("<|image_pad|>", r"2 placeholders '<\|image_pad\|>' for 1 images"),
     ],
 )
-def test_placeholders_that_nothing_was_given_for_are_refused(
+def test_placeholders_without_images_or_videos_are_refused(
     template: ChatTemplate, written: str, complaint: str
 ) -> None:
     assert not isinstance(template.media, str)
@@ -167,7 +169,7 @@ def test_placeholders_that_nothing_was_given_for_are_refused(
         template.media.encode(ids, template.media.read([Medium("image", picture())]))
 
 
-def test_every_form_of_a_video_is_read_alike(tmp_path: Path) -> None:
+def test_every_form_of_a_video_is_read_equally(tmp_path: Path) -> None:
     frames = video_frames(num_frames=2)
     paths = []
     for number, frame in enumerate(frames):
@@ -200,8 +202,8 @@ def test_a_video_that_cannot_be_read_is_an_error_that_names_it(source: Any, comp
         load_video(source)
 
 
-def test_time_goes_on_with_the_seconds_of_the_video() -> None:
-    """Five frames at 2 per second are three steps of a second each; the model counts four positions in a second."""
+def test_positions_in_time_follow_the_seconds_of_the_video() -> None:
+    """Five frames at 2 per second are three steps of one second. The model has four positions per second."""
     encoded = template_of("qwen2_5_vl").open_encoded(video_message("a", video_frames(num_frames=5), fps=2.0))
     [video] = encoded.attachments
     assert video.positions is not None
@@ -210,12 +212,12 @@ def test_time_goes_on_with_the_seconds_of_the_video() -> None:
     assert video.num_positions == 4
 
 
-def test_steps_in_time_are_rounded_down_as_the_model_does() -> None:
+def test_time_steps_are_rounded_down_like_in_the_model() -> None:
     grid = np.array([4, 2, 2])
     assert grid_positions(grid, merge_size=2, interval=8 / 3)[0].tolist() == [0, 2, 5, 8]
 
 
-def test_the_own_part_of_a_processor_reads_videos_where_it_has_one() -> None:
+def test_the_video_processor_of_a_model_is_used_if_there_is_one() -> None:
     media = MediaProcessor(_WithVideos())
     template = ChatTemplate(vision_tokenizer(), media=media)
     [video] = template.open_encoded(video_message("a", video_frames(num_frames=2))).attachments
@@ -240,7 +242,7 @@ class _WithVideos(GridProcessor):
 
 
 def saved_model(folder: Path, kind: str, **files: Any) -> Path:
-    """A model's folder as it is published; its processor needs torchvision."""
+    """Write a model's folder as it is published. Its processor needs torchvision."""
     vision_tokenizer().save_pretrained(folder)
     vision_model(kind).config.save_pretrained(folder)
     Qwen2VLImageProcessorPil(patch_size=4, size=FRAME_SIZE, **files).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""How each format is written: what the parsers are held against."""
+"""Reference renderers of each format of tool calls, for tests of the parsers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from agent_loop.types import ToolCall
 
 @dataclass(frozen=True)
 class Format:
-    """One format, seen from the writing side."""
+    """Format of tool calls, with its renderer."""
 
     name: str
     render: Callable[[list[ToolCall]], str]
     markers: tuple[str, ...]
-    """The texts that mean something in it."""
+    """Texts with a special meaning in the format."""
     cut: str
-    """A call that is opened and not closed."""
+    """Text of a call that is opened and not closed."""
     reasoning: tuple[str, str] = ("<think>", "</think>")
     has_ids: bool = False
     writes_bare_text: bool = False
-    """Whether values lose their quotes, so that they cannot hold the markers."""
+    """Whether values are rendered without quotes, so that they cannot contain the markers."""
 
 
 def dumps(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The parsers against what real chat templates write; the templates are those that the `trl` package ships."""
+"""The parsers parse calls that real chat templates render. The templates come from the `trl` package."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def template_of(name: str) -> str:
 
 
 def written_by(name: str, *, arguments: Any) -> str:
-    """What the template writes for an assistant turn with one call, behind its generation prompt."""
+    """Return the render of an assistant turn with one call, without the generation prompt."""
     question = {"role": "user", "content": "Will it rain?"}
     call = {"type": "function", "function": {"name": "forecast", "arguments": arguments}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -95,12 +95,12 @@ def render(name: str, messages: list[dict[str, Any]], *, add_generation_prompt: 
 
 
 @pytest.mark.parametrize("name", FORMAT_OF)
-def test_the_format_is_found_by_the_template(name: str) -> None:
+def test_the_format_is_detected_from_the_template(name: str) -> None:
     assert isinstance(detect_parser(template_of(name)), ToolParser.registered()[FORMAT_OF[name]])
 
 
 @pytest.mark.parametrize("name", FORMAT_OF)
-def test_the_parser_reads_what_the_template_writes(name: str) -> None:
+def test_the_parser_parses_calls_that_the_template_renders(name: str) -> None:
     arguments: Any = json.dumps(ARGUMENTS) if name == "deepseekv3" else ARGUMENTS
     parser = ToolParser.get(FORMAT_OF[name])
     [call] = parser.parse(written_by(name, arguments=arguments), tools=[TOOL]).calls

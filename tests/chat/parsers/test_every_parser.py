@@ -1,4 +1,4 @@
-"""What holds for the parser of every format."""
+"""Tests of the parsers of all formats."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_ids(calls: list[ToolCall], written: Format) -> list[ToolCall]:
 
 
 @every_format
-def test_what_is_written_is_read(written: Format) -> None:
+def test_rendered_calls_are_parsed_back(written: Format) -> None:
     calls = with_ids([ADD, SAY, NEST, NOTHING], written)
     parsed = parse(written, written.render(calls))
     assert list(parsed.calls) == calls
@@ -52,8 +52,8 @@ def test_types_are_kept(written: Format) -> None:
 
 @every_format
 @pytest.mark.parametrize("name", ["a\nb", "a\r\u2028\x1b[2Jb", "long" * 5000])
-def test_the_error_of_a_call_that_cannot_be_read_is_one_short_line(written: Format, name: str) -> None:
-    """The model is answered with it, and the name is the model's."""
+def test_the_error_of_a_malformed_call_is_one_short_line(written: Format, name: str) -> None:
+    """The error is sent to the model, and the model chose the name of the tool."""
     text = written.render([ToolCall(name, {name: name, "b": 1})])
     malformed = [
         call for end in range(len(text) - 60, len(text)) for call in parse(written, text[:end]).calls
@@ -74,7 +74,7 @@ def test_a_completion_without_calls_is_its_text(written: Format) -> None:
 
 
 @every_format
-def test_a_call_inside_reasoning_is_no_call(written: Format) -> None:
+def test_a_call_inside_reasoning_is_not_a_call(written: Format) -> None:
     opening, closing = written.reasoning
     [call] = with_ids([ADD], written)
     inner = (
@@ -87,7 +87,7 @@ def test_a_call_inside_reasoning_is_no_call(written: Format) -> None:
 
 
 @every_format
-def test_reasoning_that_is_cut_off_holds_no_call(written: Format) -> None:
+def test_truncated_reasoning_has_no_calls(written: Format) -> None:
     opening, _ = written.reasoning
     parsed = parse(written, f"{opening}I think")
     assert parsed == ParsedCompletion("", (), "I think")
@@ -96,7 +96,7 @@ def test_reasoning_that_is_cut_off_holds_no_call(written: Format) -> None:
 @pytest.mark.parametrize(
     "written", [written for written in FORMATS if written.name != "gpt-oss"], ids=lambda written: written.name
 )
-def test_reasoning_that_the_generation_prompt_opened_ends_at_its_closing(written: Format) -> None:
+def test_reasoning_that_the_generation_prompt_opened_ends_at_its_closing_tag(written: Format) -> None:
     _, closing = written.reasoning
     [call] = with_ids([ADD], written)
     parsed = parse(written, f"Perhaps {written.render([call])}\n{closing}\nYes. {written.render([call])}")
@@ -106,7 +106,7 @@ def test_reasoning_that_the_generation_prompt_opened_ends_at_its_closing(written
 
 
 @every_format
-def test_a_call_that_is_cut_off_is_malformed(written: Format) -> None:
+def test_a_truncated_call_is_malformed(written: Format) -> None:
     parsed = parse(written, f"{written.cut}")
     [call] = parsed.calls
     assert isinstance(call, MalformedCall)
@@ -114,7 +114,7 @@ def test_a_call_that_is_cut_off_is_malformed(written: Format) -> None:
 
 
 @every_format
-def test_a_completion_that_was_stopped_where_a_call_opens_has_an_unfinished_call(written: Format) -> None:
+def test_a_completion_that_stops_at_the_start_of_a_call_has_an_unfinished_call(written: Format) -> None:
     start = ToolParser.get(written.name).call_start
     if start:
         [call] = parse(written, f"Let me see. {start}").calls
@@ -130,7 +130,7 @@ def test_errors_are_sentences_for_the_model(written: Format) -> None:
 
 @every_format
 @given(data=st.data())
-def test_no_text_makes_a_parser_raise(written: Format, data: st.DataObject) -> None:
+def test_parsers_raise_for_no_text(written: Format, data: st.DataObject) -> None:
     pieces = data.draw(
         st.lists(st.sampled_from([*written.markers, '"', "\\", "{", "}", "'", " ", "x"]) | st.text())
     )
@@ -140,7 +140,7 @@ def test_no_text_makes_a_parser_raise(written: Format, data: st.DataObject) -> N
 @every_format
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_random_arguments_survive(written: Format, data: st.DataObject) -> None:
+def test_random_arguments_are_parsed_back(written: Format, data: st.DataObject) -> None:
     names = st.from_regex(r"\A[a-z_]{1,8}\Z")
     plain = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>|"))
     text = (
@@ -171,7 +171,7 @@ def marked(written: Format) -> st.SearchStrategy[str]:
 
 
 def reads_as_json(text: str) -> bool:
-    """Whether a bare text may be taken for another type, as happens to it without a schema."""
+    """Return whether a bare text is parsed as another type if there is no schema."""
     first = text.strip()[:1]
     return first in '0123456789-[{tfnTFN"' or text.startswith("\n")
 
@@ -187,7 +187,7 @@ def test_time_is_linear_in_the_text(written: Format, filler: str) -> None:
 
 
 def seconds_for(written: Format, unit: str, *, num_chars: int) -> float:
-    """CPU time, the better of two runs."""
+    """Return the smaller CPU time of two runs."""
     text = unit * (num_chars // len(unit))
     times: list[float] = []
     for _ in range(2):
@@ -218,7 +218,7 @@ def is_flat(call: ToolCall | MalformedCall) -> bool:
     return isinstance(call, MalformedCall) or isinstance(call.arguments["a"], str)
 
 
-def test_formats_are_all_tested() -> None:
+def test_all_formats_are_tested() -> None:
     ours = {
         name
         for name, parser in ToolParser.registered().items()
@@ -227,7 +227,7 @@ def test_formats_are_all_tested() -> None:
     assert {written.name for written in FORMATS} == ours
 
 
-def test_a_template_of_no_known_format_is_refused_with_the_list() -> None:
+def test_a_template_of_an_unknown_format_is_refused_with_the_known_formats() -> None:
     with pytest.raises(ConfigError, match=r"no known format.*deepseek_v3, gemma, glm, gpt-oss, hermes"):
         detect_parser("{{ messages }}")
 

@@ -33,7 +33,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize(("body", "arguments"), BODIES)
-def test_values_arrive_with_their_types(body: str, arguments: dict[str, object]) -> None:
+def test_values_have_their_types(body: str, arguments: dict[str, object]) -> None:
     for text in (gemma_4(body), function_gemma(body)):
         assert PARSER.parse(text).calls == (ToolCall("f", arguments),)
 
@@ -55,7 +55,7 @@ def test_values_arrive_with_their_types(body: str, arguments: dict[str, object])
         ("a:1}{b:2", "not followed by <"),
     ],
 )
-def test_a_call_that_cannot_be_read_says_why(body: str, complaint: str) -> None:
+def test_an_invalid_call_is_malformed_with_the_reason(body: str, complaint: str) -> None:
     for render in (gemma_4, function_gemma):
         first, second = PARSER.parse(f"{render(body)} {render('a:1')}").calls
         assert isinstance(first, MalformedCall)
@@ -72,13 +72,13 @@ def test_a_call_that_cannot_be_read_says_why(body: str, complaint: str) -> None:
         ('<|tool_call>call:f{a:<|"|>x}<tool_call|>', "a string is not closed"),
     ],
 )
-def test_a_call_without_its_frame_says_why(text: str, complaint: str) -> None:
+def test_a_call_without_its_frame_is_malformed_with_the_reason(text: str, complaint: str) -> None:
     [call] = PARSER.parse(text).calls
     assert isinstance(call, MalformedCall)
     assert complaint in call.error
 
 
-def test_the_thought_channel_is_reasoning_and_the_turns_end_is_left_out() -> None:
+def test_the_thought_channel_is_reasoning_and_the_end_of_the_turn_is_dropped() -> None:
     text = f"<|channel>thought\nOr {gemma_4('a:1')}\n<channel|>Well.{gemma_4('a:2')}<|tool_response>"
     call = ToolCall("f", {"a": 2})
     assert PARSER.parse(text) == ParsedCompletion("Well.", (call,), f"Or {gemma_4('a:1')}")

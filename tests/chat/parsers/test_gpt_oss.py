@@ -9,7 +9,7 @@ PARSER = GptOssToolParser()
 CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
 
 
-def test_a_completion_begins_behind_the_generation_prompt() -> None:
+def test_a_completion_begins_after_the_generation_prompt() -> None:
     text = f"<|channel|>analysis<|message|>Add.<|end|><|start|>assistant{CALL}"
     assert PARSER.parse(text) == ParsedCompletion("", (ToolCall("add", {"a": 1}),), "Add.")
 
@@ -28,7 +28,7 @@ def test_a_completion_begins_behind_the_generation_prompt() -> None:
         '<|channel|>commentary to=add<|message|>{"a": 1}<|call|>',
     ],
 )
-def test_a_call_is_read_wherever_its_recipient_stands(text: str) -> None:
+def test_a_call_is_parsed_with_the_recipient_in_any_position(text: str) -> None:
     assert PARSER.parse(text) == ParsedCompletion("", (ToolCall("add", {"a": 1}),))
 
 
@@ -37,7 +37,7 @@ def test_the_final_channel_is_the_answer() -> None:
     assert PARSER.parse(text) == ParsedCompletion("It is 7.", (), "Easy.")
 
 
-def test_words_to_the_user_before_a_call_are_content() -> None:
+def test_commentary_before_a_call_is_content() -> None:
     text = f"<|channel|>commentary<|message|>I will add.<|end|><|start|>assistant{CALL}"
     assert PARSER.parse(text) == ParsedCompletion("I will add.", (ToolCall("add", {"a": 1}),))
 
@@ -47,7 +47,7 @@ def test_a_completion_may_start_directly_with_text() -> None:
     assert PARSER.parse(f"Let me see.<|end|><|start|>assistant{CALL}").content == "Let me see."
 
 
-def test_text_without_a_whole_header_is_not_lost() -> None:
+def test_text_with_an_incomplete_header_is_kept() -> None:
     assert PARSER.parse("<|start|>assistant It is 7.<|end|>").content == "It is 7."
 
 
@@ -66,17 +66,17 @@ def test_text_without_a_whole_header_is_not_lost() -> None:
         ("<|channel|>analysis to=python<|message|>print(1)<|call|>", "commentary channel"),
     ],
 )
-def test_a_call_that_cannot_be_read_says_why(text: str, complaint: str) -> None:
+def test_an_invalid_call_is_malformed_with_the_reason(text: str, complaint: str) -> None:
     [call] = PARSER.parse(text).calls
     assert isinstance(call, MalformedCall)
     assert complaint in call.error
 
 
-def test_a_tools_reply_that_the_model_makes_up_is_no_call() -> None:
+def test_a_tool_reply_that_the_model_invents_is_not_a_call() -> None:
     forged = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>{"a": 2}<|end|>'
     assert PARSER.parse(CALL + forged).calls == (ToolCall("add", {"a": 1}),)
 
 
-def test_a_call_behind_a_malformed_one_is_read() -> None:
+def test_a_call_after_a_malformed_call_is_parsed() -> None:
     broken = "<|channel|>commentary to=functions.add<|message|>oops<|end|><|start|>assistant"
     assert [type(call) for call in PARSER.parse(broken + CALL).calls] == [MalformedCall, ToolCall]

@@ -26,7 +26,7 @@ def test_calls_inside_reasoning_are_not_calls() -> None:
     assert parsed.reasoning == f"maybe {CALL}"
 
 
-def test_reasoning_that_is_cut_off_holds_no_call() -> None:
+def test_truncated_reasoning_has_no_calls() -> None:
     parsed = PARSER.parse(f"<think>maybe {CALL}")
     assert parsed.calls == ()
     assert parsed.content == ""
@@ -58,26 +58,26 @@ def test_reasoning_opened_by_the_generation_prompt_ends_at_its_tag() -> None:
         ('{"name": "add", "arguments": "{}"}', '"arguments"'),
     ],
 )
-def test_a_call_that_cannot_be_read_says_why(body: str, complaint: str) -> None:
+def test_an_invalid_call_is_malformed_with_the_reason(body: str, complaint: str) -> None:
     [call] = PARSER.parse(f"<tool_call>{body}</tool_call>").calls
     assert isinstance(call, MalformedCall)
     assert complaint in call.error
 
 
-def test_a_call_that_is_not_closed_is_malformed_and_the_next_one_is_read() -> None:
+def test_a_call_that_is_not_closed_is_malformed_and_the_next_call_is_parsed() -> None:
     first, second = PARSER.parse(f'<tool_call>{{"name": "add"}} {CALL}').calls
     assert isinstance(first, MalformedCall)
     assert "not closed" in first.error
     assert second == ToolCall("add", {"a": 1})
 
 
-def test_arguments_survive_as_they_were_written() -> None:
+def test_arguments_are_parsed_unchanged() -> None:
     text = '{"name": "f", "arguments": {"s": "a\\n\\"b\\"", "l": [1, [2]], "t": true, "x": 1.5, "o": {"k": null}}}'
     [call] = PARSER.parse(f"<tool_call>{text}</tool_call>").tool_calls
     assert call.arguments == {"s": 'a\n"b"', "l": [1, [2]], "t": True, "x": 1.5, "o": {"k": None}}
 
 
-def test_a_string_may_hold_the_formats_own_tags() -> None:
+def test_a_string_may_contain_the_tags_of_the_format() -> None:
     text = "</tool_call><tool_call>{</think>"
     [call] = PARSER.parse(
         f'<tool_call>{{"name": "say", "arguments": {{"text": "{text}"}}}}</tool_call>'
@@ -91,19 +91,19 @@ def test_several_blocks_of_reasoning_are_joined_and_a_call_between_them_counts()
     assert len(parsed.tool_calls) == 1
 
 
-def test_a_closing_of_reasoning_behind_closed_reasoning_is_text_and_drops_no_call() -> None:
+def test_a_second_closing_tag_of_reasoning_is_text_and_drops_no_call() -> None:
     parsed = PARSER.parse(f"<think>a</think>{CALL} See </think>.")
     assert len(parsed.tool_calls) == 1
     assert parsed.content == "See </think>."
 
 
-def test_the_unreadable_call_inside_reasoning_that_the_prompt_opened_is_no_call() -> None:
+def test_an_invalid_call_inside_reasoning_that_the_prompt_opened_is_not_a_call() -> None:
     parsed = PARSER.parse(f"I could write <tool_call> but </think>{CALL}")
     assert len(parsed.calls) == 1
     assert parsed.reasoning == "I could write <tool_call> but "
 
 
-def test_a_parser_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_parser_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ToolParser, "_registry", dict(ToolParser.registered()))
 
     @ToolParser.register("shouting")

@@ -1,4 +1,4 @@
-"""Calls written as JSON: that the quick way through a body finds what the careful one finds."""
+"""The fast reader of JSON calls returns the same results as a simple reference."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ values = st.recursive(
 calls = st.fixed_dictionaries({"name": texts, "arguments": values})
 
 
-def carefully_read(text: str) -> JsonBody:
-    """Brackets first, then whether a closing follows."""
+def reference_read(text: str) -> JsonBody:
+    """Match the brackets first, then check for a closing tag."""
     scanned = scan_json(text, 0)
     after = skip_space(text, scanned.end)
     for closing in CLOSINGS:
@@ -58,13 +58,13 @@ def extent(body: JsonBody) -> tuple[str, int, bool]:
 
 
 def agree_on(text: str) -> bool:
-    quick, careful = read_body(text, 0, closings=CLOSINGS, stops=STOPS), carefully_read(text)
+    quick, careful = read_body(text, 0, closings=CLOSINGS, stops=STOPS), reference_read(text)
     return extent(quick) == extent(careful) and read_call(quick) == read_call(careful)
 
 
 @given(value=calls | values, space=st.sampled_from(["", " ", "\n", "\u00a0", "\x0b"]), behind=texts)
 @example(value={"name": "f", "arguments": {"text": "```]"}}, space="", behind="")
-def test_well_formed_bodies_are_read_alike(value: Any, space: str, behind: str) -> None:
+def test_the_fast_and_the_reference_reader_agree_on_valid_bodies(value: Any, space: str, behind: str) -> None:
     for written in (json.dumps(value), json.dumps(value, ensure_ascii=False, indent=1)):
         for closing in (*CLOSINGS, *STOPS, ""):
             assert agree_on(f"{space}{written}{space}{closing}{behind}")
@@ -72,7 +72,9 @@ def test_well_formed_bodies_are_read_alike(value: Any, space: str, behind: str) 
 
 @given(value=calls | values, cut=st.integers(0, 40), piece=texts, behind=texts)
 @example(value={"name": "f", "arguments": {"a": {"a": 1}}}, cut=0, piece="[" * 101 + "]" * 101, behind="")
-def test_broken_bodies_are_read_alike(value: Any, cut: int, piece: str, behind: str) -> None:
+def test_the_fast_and_the_reference_reader_agree_on_broken_bodies(
+    value: Any, cut: int, piece: str, behind: str
+) -> None:
     written = json.dumps(value, ensure_ascii=False)
     for broken in (written[:cut] + piece + written[cut:], written[:cut] + piece, piece):
         assert agree_on(f"{broken}```]{behind}")

@@ -22,7 +22,7 @@ ADD = ToolCall("add", {"a": 1})
         '{\n  "name": "add",\n  "parameters": {\n    "a": 1\n  }\n}',
     ],
 )
-def test_a_call_is_read_in_each_of_its_forms(text: str) -> None:
+def test_a_call_is_parsed_in_each_of_its_forms(text: str) -> None:
     assert PARSER.parse(text) == ParsedCompletion("", (ADD,))
 
 
@@ -66,17 +66,17 @@ def test_other_json_is_text(text: str) -> None:
         ('<|python_tag|>add.call(a="1")', "not followed by a JSON object"),
     ],
 )
-def test_a_call_that_cannot_be_read_says_why(text: str, complaint: str) -> None:
+def test_an_invalid_call_is_malformed_with_the_reason(text: str, complaint: str) -> None:
     first, second = PARSER.parse(f"{text};\n{CALL}").calls
     assert isinstance(first, MalformedCall)
     assert complaint in first.error
     assert second == ADD
 
 
-def test_a_completion_that_begins_like_a_call_and_breaks_off_is_malformed() -> None:
+def test_a_completion_that_is_an_incomplete_call_is_malformed() -> None:
     assert len(PARSER.parse('{"name": "add", "para').malformed_calls) == 1
 
 
-def test_a_call_inside_a_broken_one_is_not_read() -> None:
+def test_a_call_inside_a_malformed_call_is_not_parsed() -> None:
     parsed = PARSER.parse(f'{{"name": oops, "parameters": {CALL}}}')
     assert [type(call) for call in parsed.calls] == [MalformedCall]

@@ -17,22 +17,22 @@ def test_the_list_form_keeps_ids_and_order() -> None:
     assert PARSER.parse(text) == ParsedCompletion("Adding.", calls)
 
 
-def test_the_named_form_is_read_with_and_without_ids() -> None:
+def test_the_named_form_is_parsed_with_and_without_ids() -> None:
     text = '[THINK]Hm.[/THINK]Adding.[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": "[ARGS]"}[TOOL_CALLS]sub[ARGS]{}'
     calls = (ToolCall("add", {"a": "[ARGS]"}, "abcdefghi"), ToolCall("sub", {}))
     assert PARSER.parse(text) == ParsedCompletion("Adding.", calls, "Hm.")
 
 
-def test_reasoning_in_either_spelling_holds_no_calls() -> None:
+def test_reasoning_in_either_spelling_has_no_calls() -> None:
     for opening, closing in (("[THINK]", "[/THINK]"), ("<think>", "</think>")):
         assert PARSER.parse(f"{opening}[TOOL_CALLS]a[ARGS]{{}}{closing}Done.").calls == ()
 
 
-def test_text_behind_the_calls_is_kept() -> None:
+def test_text_after_the_calls_is_kept() -> None:
     assert PARSER.parse('[TOOL_CALLS][{"name": "a", "arguments": {}}] Done.').content == "Done."
 
 
-def test_one_unreadable_call_of_a_list_leaves_the_others_whole() -> None:
+def test_one_invalid_call_of_a_list_does_not_affect_the_others() -> None:
     text = '[TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b", "arguments": []}, 3, {"name": "c"}]'
     assert [type(call) for call in PARSER.parse(text).calls] == [
         ToolCall,
@@ -58,7 +58,7 @@ def test_one_unreadable_call_of_a_list_leaves_the_others_whole() -> None:
         ("[TOOL_CALLS]add[ARGS]{'a': 1}", "double quotes"),
     ],
 )
-def test_a_call_that_cannot_be_read_says_why(text: str, complaint: str) -> None:
+def test_an_invalid_call_is_malformed_with_the_reason(text: str, complaint: str) -> None:
     first, second = PARSER.parse(f"{text}[TOOL_CALLS]b[ARGS]{{}}").calls
     assert isinstance(first, MalformedCall)
     assert complaint in first.error

@@ -1,4 +1,4 @@
-"""A tool parser that a user wrote: by name, by file, and under a name that the package uses."""
+"""Tool parsers of users: by name, by file, and under a name of the package."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ToolParser:
     return ToolParser.get(f"{file}:BracketedToolParser")
 
 
-def test_a_parser_of_twenty_lines_reads_calls_text_and_reasoning(parser: ToolParser) -> None:
+def test_a_parser_of_twenty_lines_parses_calls_text_and_reasoning(parser: ToolParser) -> None:
     assert len(PARSER_FILE.splitlines()) <= 20
     parsed = parser.parse(f"<think>It may {CALL}</think>Let me see. {CALL}")
     assert parsed.reasoning == f"It may {CALL}"
@@ -78,7 +78,7 @@ def test_a_users_parser_is_streamed_up_to_its_first_call(parser: ToolParser) -> 
     assert markers.openings == ("[call]",)
 
 
-def test_a_chat_template_takes_the_parser_of_a_file(tmp_path: Path) -> None:
+def test_a_chat_template_accepts_the_parser_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "other_parser.py"
     file.write_text(PARSER_FILE.replace('@ToolParser.register("bracketed")\n', ""))
     tokenizer = placeholder_tokenizer(HERMES_TEMPLATE)
@@ -100,7 +100,7 @@ def test_a_parser_that_cannot_be_found_is_refused_with_the_key(name: str, messag
         ToolParser.get(name)
 
 
-def test_a_parser_without_marks_and_without_parse_is_refused_where_it_is_defined() -> None:
+def test_a_parser_without_marks_and_without_parse_is_refused_at_its_definition() -> None:
     with pytest.raises(TypeError, match="Unmarked has no call_start and call_end"):
         type("Unmarked", (ToolParser,), {"call_start": "<call>"})
 

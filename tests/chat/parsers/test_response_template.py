@@ -1,4 +1,4 @@
-"""Completions that are read by a tokenizer's own description of them."""
+"""Parsing of completions with the response template of a tokenizer."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def errors(parsed: ParsedCompletion) -> list[str]:
     return [call.error for call in parsed.malformed_calls]
 
 
-def test_text_reasoning_and_calls_are_told_apart() -> None:
+def test_text_reasoning_and_calls_are_separated() -> None:
     parsed = JSON.parse(f"<think>Or {CALL}?</think>First. {CALL} Then. {CALL} Done.<|im_end|>")
     assert parsed == ParsedCompletion("First.  Then.  Done.", (ADD, ADD), f"Or {CALL}?")
 
@@ -87,13 +87,13 @@ def test_a_completion_without_calls_is_its_text() -> None:
     assert JSON.parse("") == JSON.parse("<|im_end|>") == ParsedCompletion("")
 
 
-def test_what_the_prompt_opened_goes_on_in_the_completion() -> None:
+def test_a_section_that_the_prompt_opened_continues_in_the_completion() -> None:
     parser = ResponseTemplateParser(JSON_CALLS, prompt="<bot>old</think><bot><think>")
     assert parser.parse(f"no {CALL}</think>yes {CALL}") == ParsedCompletion("yes", (ADD,), f"no {CALL}")
     assert parser.parse(f"no {CALL}") == ParsedCompletion("", (), f"no {CALL}")
 
 
-def test_a_prompt_without_the_anchor_is_no_part_of_the_completion() -> None:
+def test_a_prompt_without_the_anchor_is_not_part_of_the_completion() -> None:
     parser = ResponseTemplateParser(JSON_CALLS, prompt="<think> old words")
     assert parser.parse("hello") == ParsedCompletion("hello")
 
@@ -118,14 +118,14 @@ def test_a_prompt_without_the_anchor_is_no_part_of_the_completion() -> None:
         ('<call>{"name": "add", "arguments": {"a": "\\ud83c"}}</call>', "surrogate"),
     ],
 )
-def test_half_a_call_is_malformed_and_says_why(text: str, error: str) -> None:
+def test_an_incomplete_call_is_malformed_with_the_reason(text: str, error: str) -> None:
     parsed = JSON.parse(f"before {text}")
     assert [error in found for found in errors(parsed)] == [True]
     assert parsed.tool_calls == []
     assert parsed.content == "before"
 
 
-def test_one_broken_call_leaves_the_others_whole() -> None:
+def test_one_broken_call_does_not_affect_the_others() -> None:
     parsed = JSON.parse(f"{CALL}<call>{{</call>{CALL}<call>")
     assert [isinstance(call, MalformedCall) for call in parsed.calls] == [False, True, False, True]
 
@@ -137,7 +137,7 @@ def test_bare_values_get_the_types_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize("left", ["<b>2", "2</b>", "and then", "<b>"])
-def test_arguments_that_the_pattern_passes_over_make_the_call_malformed(left: str) -> None:
+def test_arguments_that_the_pattern_skips_make_the_call_malformed(left: str) -> None:
     [error] = errors(TAGGED.parse(f"<run add><a>1</a>{left}</run>"))
     assert "belongs to none of them" in error or "<b>" in error
 
@@ -149,7 +149,7 @@ def test_lines_without_a_key_make_the_call_malformed() -> None:
 
 
 def test_the_tokens_that_end_a_turn_may_close_a_call() -> None:
-    """As where a turn with a call ends with a token of its own."""
+    """Some templates end a turn with a call with a special token."""
     described = copy.deepcopy(JSON_CALLS)
     described["fields"]["tool_calls"]["close"] = "<|im_end|>"
     tokenizer = copy.deepcopy(small_tokenizer())
@@ -160,7 +160,7 @@ def test_the_tokens_that_end_a_turn_may_close_a_call() -> None:
     assert errors(template.parse(template.encoder.encode(text))) == ["the call is not closed"]
 
 
-def test_auto_takes_the_tokenizers_own_description_where_no_format_is_known() -> None:
+def test_auto_uses_the_tokenizers_response_template_if_no_format_is_known() -> None:
     tokenizer = copy.deepcopy(small_tokenizer())
     tokenizer.chat_template, tokenizer.response_template = CUSTOM_TEMPLATE, JSON_CALLS
     template = ChatTemplate(tokenizer, tool_parser="auto")
@@ -170,13 +170,13 @@ def test_auto_takes_the_tokenizers_own_description_where_no_format_is_known() ->
     assert template.tool_parser.call_start == "<call>"
 
 
-def test_auto_prefers_a_format_that_it_knows() -> None:
+def test_auto_prefers_a_known_format() -> None:
     tokenizer = copy.deepcopy(small_tokenizer())
     tokenizer.response_template = JSON_CALLS
     assert not isinstance(ChatTemplate(tokenizer, tool_parser="auto").tool_parser, ResponseTemplateParser)
 
 
-def test_without_a_description_auto_says_what_it_looked_for() -> None:
+def test_auto_is_refused_without_a_known_format_and_a_response_template() -> None:
     with pytest.raises(
         ConfigError, match=r"no known format of tool calls, and the tokenizer has no response_template"
     ):
@@ -186,7 +186,7 @@ def test_without_a_description_auto_says_what_it_looked_for() -> None:
 @pytest.mark.parametrize(
     "described", [{"fields": {}}, {"version": 9}, "text", {"fields": {"a": {"open": ""}}}]
 )
-def test_a_description_that_cannot_be_read_is_refused(described: Any) -> None:
+def test_an_invalid_response_template_is_refused(described: Any) -> None:
     with pytest.raises(ConfigError, match=r"response_template cannot be used: .*; name one of"):
         ResponseTemplateParser(described)
 
@@ -206,7 +206,7 @@ PIECES = [
 
 
 @given(st.lists(st.sampled_from([*PIECES, "!end", '"', "{", "}", "\\", "x", ":", "\n"]) | st.text()))
-def test_no_text_makes_it_raise(pieces: list[str]) -> None:
+def test_the_parser_raises_for_no_text(pieces: list[str]) -> None:
     for parser in (JSON, TAGGED, KEYED):
         parsed = parser.parse("".join(pieces), tools=[SCHEMA])
         assert isinstance(parsed, ParsedCompletion)
@@ -218,7 +218,7 @@ def test_no_text_makes_it_raise(pieces: list[str]) -> None:
 @pytest.mark.parametrize(
     "unit", ["<call>", "</call>", "<call>{", "<call></call>", "<think>", "<run add><a>", "!add\n", CALL]
 )
-def test_a_megabyte_is_read_in_bounded_time(unit: str) -> None:
+def test_a_megabyte_is_parsed_in_bounded_time(unit: str) -> None:
     for parser in (JSON, TAGGED, KEYED):
         start = time.process_time()
         parser.parse(unit * (1_000_000 // len(unit)))
@@ -235,7 +235,7 @@ def test_expressions_that_take_forever_are_stopped() -> None:
     assert time.process_time() - start < 10
 
 
-def test_openings_and_closings_of_nothing_come_to_an_end() -> None:
+def test_empty_openings_and_closings_terminate() -> None:
     described = copy.deepcopy(TAGGED_CALLS)
     described["fields"]["tool_calls"] |= {"open_pattern": r"(?P<name>)(?=x)", "close_pattern": ""}
     assert ResponseTemplateParser(described).parse("axxb").content == "axxb"

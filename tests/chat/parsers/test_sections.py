@@ -1,4 +1,4 @@
-"""The formats that gather calls in a section: DeepSeek and Kimi."""
+"""Formats with a section of calls: DeepSeek and Kimi."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def deepseek(*bodies: str) -> str:
         f'add{SEPARATOR}\n{{"a": 1}}\n',
     ],
 )
-def test_deepseek_writes_calls_with_and_without_a_fence(body: str) -> None:
+def test_deepseek_calls_are_parsed_with_and_without_a_fence(body: str) -> None:
     assert DEEPSEEK.parse(f"Let me add.{deepseek(body)}") == ParsedCompletion(
         "Let me add.", (ToolCall("add", {"a": 1}),)
     )
@@ -45,7 +45,7 @@ def test_deepseek_writes_calls_with_and_without_a_fence(body: str) -> None:
         (f"function{SEPARATOR}add\n```json\n{{}}", "not closed with ```"),
     ],
 )
-def test_a_deepseek_call_that_cannot_be_read_says_why(body: str, complaint: str) -> None:
+def test_an_invalid_deepseek_call_is_malformed_with_the_reason(body: str, complaint: str) -> None:
     first, second = DEEPSEEK.parse(deepseek(body, f"add{SEPARATOR}{{}}")).calls
     assert isinstance(first, MalformedCall)
     assert complaint in first.error
@@ -68,7 +68,7 @@ def test_kimi_keeps_the_id_that_names_the_tool() -> None:
     ("call_id", "name"),
     [("functions.a.b:12", "a.b"), ("add:0", "add"), ("functions.add", "add"), ("call_7", "call_7")],
 )
-def test_kimi_ids_of_other_shapes_name_what_they_can(call_id: str, name: str) -> None:
+def test_kimi_ids_of_other_forms_give_the_name_if_possible(call_id: str, name: str) -> None:
     [call] = KIMI.parse(KIMI_CALL.replace("functions.add:0", call_id)).tool_calls
     assert (call.name, call.id) == (name, call_id)
 
@@ -85,7 +85,7 @@ def test_kimi_ids_of_other_shapes_name_what_they_can(call_id: str, name: str) ->
         (KIMI_CALL.removesuffix("<|tool_call_end|>"), "not closed"),
     ],
 )
-def test_a_kimi_call_that_cannot_be_read_says_why(text: str, complaint: str) -> None:
+def test_an_invalid_kimi_call_is_malformed_with_the_reason(text: str, complaint: str) -> None:
     first, second = KIMI.parse(
         f"<|tool_calls_section_begin|>{text}{KIMI_CALL}<|tool_calls_section_end|>"
     ).calls
@@ -102,10 +102,10 @@ def test_a_section_without_a_call_is_malformed(parser: ToolParser) -> None:
     assert "not followed by" in call.error
 
 
-def test_whole_calls_of_a_section_that_is_not_closed_count() -> None:
+def test_complete_calls_of_a_section_that_is_not_closed_are_parsed() -> None:
     assert len(KIMI.parse(f"<|tool_calls_section_begin|>{KIMI_CALL}").tool_calls) == 1
 
 
-def test_a_string_may_hold_the_closing() -> None:
+def test_a_string_may_contain_the_closing_tag() -> None:
     text = KIMI_CALL.replace("1}", '"<|tool_call_end|>"}')
     assert KIMI.parse(text).tool_calls[0].arguments == {"a": "<|tool_call_end|>"}

@@ -1,4 +1,4 @@
-"""The formats that write values as bare text: Qwen3-Coder and GLM."""
+"""Formats with values as bare text: Qwen3-Coder and GLM."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def test_the_schema_decides_the_type(text: str, parameter: dict[str, Any], value
 
 
 @pytest.mark.parametrize(("text", "value"), UNTYPED)
-def test_without_a_schema_a_value_is_what_it_reads_as(text: str, value: Any) -> None:
+def test_without_a_schema_a_value_has_the_type_of_its_json(text: str, value: Any) -> None:
     for parsed in (QWEN.parse(in_qwen(x=text)), GLM.parse(in_glm(x=text))):
         assert parsed.calls == (ToolCall("f", {"x": value}),)
 
 
-def test_schemas_that_are_no_schemas_are_passed_over() -> None:
+def test_invalid_schemas_are_ignored() -> None:
     for tools in (
         [{}],
         [{"function": None}],
@@ -149,7 +149,7 @@ def test_glm_may_leave_out_line_breaks_and_end_with_the_next_role() -> None:
         ("<function=f><parameter=x>1</parameter></function></tool_call>", "not inside <tool_call>"),
     ],
 )
-def test_a_qwen_call_that_cannot_be_read_says_why(text: str, complaint: str) -> None:
+def test_an_invalid_qwen_call_is_malformed_with_the_reason(text: str, complaint: str) -> None:
     first, second = QWEN.parse(f"{text} {in_qwen(x='1')}").calls
     assert isinstance(first, MalformedCall)
     assert complaint in first.error
@@ -170,7 +170,7 @@ def test_a_qwen_call_that_cannot_be_read_says_why(text: str, complaint: str) -> 
         ("<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>", "not closed with </tool_call>"),
     ],
 )
-def test_a_glm_call_that_cannot_be_read_says_why(text: str, complaint: str) -> None:
+def test_an_invalid_glm_call_is_malformed_with_the_reason(text: str, complaint: str) -> None:
     first, second = GLM.parse(f"{text} {in_glm(x='1')}").calls
     assert isinstance(first, MalformedCall)
     assert complaint in first.error
