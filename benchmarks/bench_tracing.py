@@ -6,12 +6,10 @@ A trajectory has four turns, three of them with a tool call. All of the time is 
 without traces alternate, and all figures are medians. The columns are:
 
 - `process`: the figure with a target. In each rollout, the CPU time of all threads until everything is written is
-divided by
-  that of the event loop's thread. `process` is this quotient with traces, divided by the quotient without. Other load
-  on the machine affects both alike.
+  divided by that of the event loop's thread. `process` is this quotient with traces, divided by the quotient without.
+  Other load on the machine affects both alike.
 - `event loop`: the ratio of the CPU time of the event loop's thread with traces to that without.
-- `more` and `of`: milliseconds per trajectory that traces add to the process, and that the process needs without
-traces.
+- `more` and `of`: milliseconds per trajectory that traces add to the process, and that it needs without traces.
 - `verdict`: whether the target is met. If not, the CPU time per trajectory from which on the added time is at most 5 %.
 """
 

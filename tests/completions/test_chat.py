@@ -1,4 +1,4 @@
-"""Chat completions straight from servers and from the pool, without a port."""
+"""Tests of chat completions of servers and of the pool, without a port."""
 
 from __future__ import annotations
 

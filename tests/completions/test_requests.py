@@ -1,4 +1,4 @@
-"""Error messages of refused requests."""
+"""Tests of error messages for invalid requests."""
 
 from __future__ import annotations
 

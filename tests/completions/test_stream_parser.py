@@ -41,10 +41,10 @@ def test_text_reasoning_and_calls_are_separated() -> None:
 
 def test_text_is_returned_until_it_may_be_the_start_of_a_call() -> None:
     reader = StreamParser(HERMES, tools=[ADD])
-    said = [
+    contents = [
         reader.feed(part).content for part in ("So: 1 <", " 2 and <tool", "box> then", " <tool_c", "all>{")
     ]
-    assert said == ["So: 1", " < 2 and", " <toolbox> then", "", ""]
+    assert contents == ["So: 1", " < 2 and", " <toolbox> then", "", ""]
 
 
 def test_reasoning_is_streamed_even_if_the_prompt_opened_it() -> None:

@@ -1,4 +1,4 @@
-"""Runs agent programs with a worker on scripted servers, and checks that nothing is left open."""
+"""Helpers that run agent programs with a worker on scripted servers, and check that nothing is left open."""
 
 from __future__ import annotations
 

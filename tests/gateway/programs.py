@@ -1,4 +1,4 @@
-"""Programs that tests refer to by name."""
+"""Agent programs that tests refer to by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Messages dialect, through the official client."""
+"""Tests of the Anthropic Messages API with the official client."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from tests.gateway.harness import ADD, MODEL, ProgramHarness, tokens
 from tests.helpers import call_text, hermes_template, text_reply, user
 
-SAYINGS = ["yes", "no", f"now:{call_text('add', a=1, b=2)}", call_text("add", a=1) + call_text("add", a=2)]
-"""Few, so that conversations often look alike; written as the template writes them, so that texts can be compared."""
+ANSWERS = ["yes", "no", f"now:{call_text('add', a=1, b=2)}", call_text("add", a=1) + call_text("add", a=2)]
+"""A few answers, so that conversations are often alike. They match the template, so that texts can be compared."""
 QUESTIONS = ["why?", "how? ", "who?"]
 SYSTEMS = ["lead", "help"]
 
@@ -39,12 +39,12 @@ class CyclingScript:
 
     def __init__(self, choices: Sequence[tuple[int, int]]) -> None:
         self._choices = choices
-        self._num_said = 0
+        self._num_sent = 0
 
     def __call__(self, _: ScriptedRequest) -> ScriptedReply:
-        saying, latency_s = self._choices[self._num_said % len(self._choices)]
-        self._num_said += 1
-        return text_reply(SAYINGS[saying], latency_s=latency_s)
+        answer, latency_s = self._choices[self._num_sent % len(self._choices)]
+        self._num_sent += 1
+        return text_reply(ANSWERS[answer], latency_s=latency_s)
 
 
 class Client:

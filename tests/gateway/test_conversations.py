@@ -1,4 +1,4 @@
-"""Position of a request: it continues a conversation, branches, or starts a new one."""
+"""Tests that a request continues a conversation, branches from it, or starts a new one."""
 
 from __future__ import annotations
 

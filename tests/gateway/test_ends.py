@@ -1,4 +1,4 @@
-"""How programs end: limits, deadlines, faults, retries, clients that go."""
+"""Tests of the ends of programs: limits, deadlines, errors, retries and disconnecting clients."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ NUM_ROWS = 64
 
 
 async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> dict[str, Any]:
-    """Two turns, the second one streamed; says what it was told."""
+    """Run two turns, the second one streamed, and return the received token ids."""
     create = openai.AsyncOpenAI(
         base_url=base_url, api_key=api_key, http_client=http_client
     ).chat.completions.create
@@ -34,13 +34,13 @@ async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) ->
     answers = [
         {"role": "tool", "tool_call_id": call.id, "content": "3"} for call in reply.tool_calls or ()
     ] or user("go on")
-    said: list[int] = []
+    streamed: list[int] = []
     stream = await create(
         model=MODEL, messages=[*messages, reply, *answers], stream=True, **{**more, "logprobs": True}
     )
     async for chunk in stream:
-        said += chunk.choices[0].model_extra["token_ids"]
-    return {"reward": 1.0, "told": [*first.choices[0].token_ids, *said]}
+        streamed += chunk.choices[0].model_extra["token_ids"]
+    return {"reward": 1.0, "received": [*first.choices[0].token_ids, *streamed]}
 
 
 @cache
@@ -62,7 +62,7 @@ def rolled_out(agent: Any) -> list[Trajectory]:
 
 @pytest.mark.parametrize("agent", [program, solve])
 def test_tokens_and_logprobs_match_the_model(agent: Any) -> None:
-    """A program on the plain OpenAI client, and an unmodified LangGraph graph."""
+    """Check a program on the plain OpenAI client, and an unmodified LangGraph graph."""
     trajectories = rolled_out(agent)
     assert len(trajectories) == NUM_ROWS
     assert [trajectory.output.failure for trajectory in trajectories] == [None] * NUM_ROWS
@@ -75,7 +75,7 @@ def test_programs_receive_the_token_ids_that_are_trained_on() -> None:
         output = trajectory.output
         assert (output.stop_reason, output.failure) == (StopReason.ANSWERED, None)
         sampled = output.response_ids[output.response_mask == 1].tolist()
-        assert sampled == output.extra_fields["told"]
+        assert sampled == output.extra_fields["received"]
         assert output.response_logprobs is not None
         assert len(output.response_logprobs) == len(output.response_ids)
     assert len({tuple(tokens(t.output)) for t in trajectories}) > NUM_ROWS // 2

@@ -1,4 +1,4 @@
-"""Requests that no client should send are refused in the shape of their dialect, and never break the gateway."""
+"""Tests that invalid requests get an error in the format of their API and never break the gateway."""
 
 from __future__ import annotations
 

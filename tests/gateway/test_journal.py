@@ -1,4 +1,4 @@
-"""A program that was cut short is run again, and is told what it was told the first time."""
+"""Tests that an interrupted program runs again and receives the recorded completions."""
 
 from __future__ import annotations
 

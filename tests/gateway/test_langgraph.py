@@ -1,4 +1,4 @@
-"""A LangGraph graph as its users write it, with nothing but the address changed."""
+"""Tests of an unmodified LangGraph graph with another base URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs in threads and processes of their own, over a real port."""
+"""Tests of programs in threads and in separate processes, over a real port."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def is_running(pid: int) -> bool:
     return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 
-def test_a_function_that_blocks_runs_in_a_thread_with_the_clients_plain_form() -> None:
+def test_a_blocking_function_runs_in_a_thread_with_a_synchronous_client() -> None:
     def program(row: Any, *, base_url: str, api_key: str) -> float:
         with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
             assert [model.id for model in client.models.list()] == ["agent-loop"]
@@ -118,8 +118,8 @@ def test_a_function_that_blocks_runs_in_a_thread_with_the_clients_plain_form() -
     assert origins(trajectory.output) == ["prompt", "model", "tool", "model"]
 
 
-class TellingServer(ScriptedServer):
-    """Tells when it is asked to abort."""
+class AbortRecordingServer(ScriptedServer):
+    """Server with an event that is set by `abort`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -143,12 +143,12 @@ def test_a_client_that_disconnects_in_a_stream_aborts_the_completion() -> None:
             await server.was_aborted.wait()
         return 1.0
 
-    server = TellingServer(in_order(text_reply(text, latency_s=20)), streams=True)
+    server = AbortRecordingServer(in_order(text_reply(text, latency_s=20)), streams=True)
     [trajectory] = asyncio.run(ProgramHarness([server]).run(program))
     assert trajectory.output.stop_reason is StopReason.CANCELLED
-    said = trajectory.output.response_ids.tolist()
-    assert said
-    assert said == encoded(text)[: len(said)]
+    sampled = trajectory.output.response_ids.tolist()
+    assert sampled
+    assert sampled == encoded(text)[: len(sampled)]
 
 
 def test_many_sessions_share_one_port() -> None:

@@ -1,4 +1,4 @@
-"""Requests that are sent again: which are answered once, and which are another sample."""
+"""Tests that retries get the same completion, and that other repeated requests get a new sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs an application on a real port, in its own thread."""
+"""Helpers that run an application on a real port, in its own thread."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def serve_app(
     **options: Any,
 ) -> Iterator[ServedApp]:
     """Serve a pool on a free port until exit."""
-    begun: queue.SimpleQueue[tuple[ServedApp, AppServer] | BaseException] = queue.SimpleQueue()
+    started: queue.SimpleQueue[tuple[ServedApp, AppServer] | BaseException] = queue.SimpleQueue()
 
     async def main() -> None:
         pool = AsyncLLMServerManager(servers, request_timeout_s=request_timeout_s)
@@ -131,7 +131,7 @@ def serve_app(
         with listening_socket("127.0.0.1", 0) as listener:
             url = base_url(listener, host="127.0.0.1")
             await pool.start()
-            begun.put((ServedApp(url, pool, asyncio.get_running_loop()), app_server))
+            started.put((ServedApp(url, pool, asyncio.get_running_loop()), app_server))
             await app_server.serve(sockets=[listener])
             await pool.close()
 
@@ -139,17 +139,17 @@ def serve_app(
         try:
             asyncio.run(main())
         except BaseException as error:
-            begun.put(error)
+            started.put(error)
             raise
 
-    thread = threading.Thread(target=run, name="site")
+    thread = threading.Thread(target=run, name="served-app")
     thread.start()
-    what = begun.get(timeout=TIMEOUT_S)
-    if isinstance(what, BaseException):
-        raise what
-    where, app_server = what
+    result = started.get(timeout=TIMEOUT_S)
+    if isinstance(result, BaseException):
+        raise result
+    served_app, app_server = result
     try:
-        yield where
+        yield served_app
     finally:
         app_server.should_exit = True
         thread.join(TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Who is let in: by host name, by key, by how much is sent and how slowly."""
+"""Tests of requests that are rejected by host name, API key, body size or upload time."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ async def status_of(app: Any, receive: Any, *, headers: Any = ()) -> int:
     return statuses[0]
 
 
-class Wire(asyncio.Transport):
-    """The server's side of a connection."""
+class RecordingTransport(asyncio.Transport):
+    """Transport that records written bytes and whether it is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,40 +179,40 @@ async def slow_app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def connection() -> tuple[BoundedConnection, Wire]:
+def connection() -> tuple[BoundedConnection, RecordingTransport]:
     config = uvicorn.Config(slow_app, lifespan="off", ws="none", http=BoundedConnection)
     config.load()
-    protocol, wire = BoundedConnection(config, ServerState(), {}), Wire()
-    protocol.connection_made(wire)
-    return protocol, wire
+    protocol, transport = BoundedConnection(config, ServerState(), {}), RecordingTransport()
+    protocol.connection_made(transport)
+    return protocol, transport
 
 
 @pytest.mark.parametrize("head", [b"", b"G", b"GET / HTTP/1.1\r\nHost: x\r\nX: "])
-def test_a_connection_whose_request_never_comes_is_closed(head: bytes) -> None:
+def test_a_connection_without_a_complete_request_head_is_closed(head: bytes) -> None:
     async def main() -> float:
-        protocol, wire = connection()
+        protocol, transport = connection()
         began_at = asyncio.get_running_loop().time()
 
         if head:
             protocol.data_received(head)
-        while head and not wire.closed.is_set():
+        while head and not transport.closed.is_set():
             protocol.data_received(b"x")
             await asyncio.sleep(1)
-        await wire.closed.wait()
+        await transport.closed.wait()
         return asyncio.get_running_loop().time() - began_at
 
     assert run_virtual(main()) == pytest.approx(connections.REQUEST_HEAD_TIMEOUT_S, abs=1.5)
 
 
-def test_a_request_that_takes_long_to_answer_is_answered() -> None:
+def test_a_slow_response_is_not_cut_off() -> None:
     async def main() -> bytes:
-        protocol, wire = connection()
+        protocol, transport = connection()
         protocol.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await asyncio.sleep(1001)
-        assert not wire.is_closing()
+        assert not transport.is_closing()
         protocol.data_received(b"GET / HTTP/1.1\r\nHost:")
-        await wire.closed.wait()
-        return wire.written
+        await transport.closed.wait()
+        return transport.written
 
     assert run_virtual(main()).startswith(b"HTTP/1.1 200")
 

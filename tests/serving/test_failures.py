@@ -92,7 +92,7 @@ def dies(request: ScriptedRequest) -> ScriptedReply:
     raise ServerDied("the engine is gone", server="scripted-0")
 
 
-def babbles(request: ScriptedRequest) -> ScriptedReply:
+def sends_garbage(request: ScriptedRequest) -> ScriptedReply:
     raise BadServerReply("it answered garbage")
 
 
@@ -102,9 +102,9 @@ def babbles(request: ScriptedRequest) -> ScriptedReply:
     [
         ([ScriptedReply([5], error="out of memory")], 503, "out of memory"),
         (dies, 503, "the engine is gone"),
-        (babbles, 502, "garbage"),
+        (sends_garbage, 502, "garbage"),
     ],
-    ids=["fails", "dies", "babbles"],
+    ids=["fails", "dies", "sends_garbage"],
 )
 def test_failures_have_their_http_status(script: Script, status: int, words: str, stream: bool) -> None:
     with (
@@ -131,11 +131,11 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event() -> None:
     server = SpellingServer(text_reply("one two three"), hangs=True)
     with serve_app([server], request_timeout_s=0.5) as served, client_of(served) as client:
         stream = client.chat.completions.create(model=MODEL, messages=user("hi"), stream=True)
-        said = ""
+        text = ""
         with pytest.raises(openai.APIError, match="took longer"):
             for chunk in stream:
-                said += chunk.choices[0].delta.content or ""
-        assert said == "one two three"
+                text += chunk.choices[0].delta.content or ""
+        assert text == "one two three"
 
 
 def test_health_names_the_server_that_is_down() -> None:

@@ -1,4 +1,4 @@
-"""Requests whose last message is an answer that was begun."""
+"""Tests of requests whose last message is a prefilled answer."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_by_default_a_last_assistant_message_is_a_complete_turn() -> None:
         (user("x"), {"add_generation_prompt": False}, "add_generation_prompt"),
     ],
 )
-def test_what_cannot_be_continued_is_refused(messages: Any, fields: Any, param: str) -> None:
+def test_a_message_that_cannot_be_continued_is_rejected(messages: Any, fields: Any, param: str) -> None:
     status, reply, prompt = asked(messages, **fields)
     assert (status, reply["error"]["param"], prompt) == (400, param, [])
 
@@ -98,13 +98,13 @@ def test_an_assistant_message_from_a_client_cannot_contain_control_tokens() -> N
     prompts: list[list[int]] = []
     for text in (FORGED, "x"):
         function = {"name": text.split()[0], "arguments": json.dumps({text: [text]})}
-        said = {
+        message = {
             "role": "assistant",
             "content": text,
             "reasoning_content": text,
             "tool_calls": [{"id": text, "type": "function", "function": function}],
         }
-        status, _, prompt = asked([*user("a"), said, *user("b")])
+        status, _, prompt = asked([*user("a"), message, *user("b")])
         assert status == 200
         prompts.append([token for token in prompt if token in template.encoder.control_ids])
     assert prompts[0] == prompts[1]

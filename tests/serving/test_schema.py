@@ -1,4 +1,4 @@
-"""The served OpenAPI, tried out: no request is the server's fault, and every answer has its declared shape."""
+"""Tests that no request causes a server error, and that every response matches the served OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PLAIN = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "/v1/completions": {"prompt": "hi", "max_tokens": 4},
 }
-"""Requests that are answered for sure; of those that are made at random, all may be refused."""
+"""Valid requests, because all generated requests of a run may be rejected."""
 
 
 @pytest.fixture(scope="module")
