@@ -68,16 +68,16 @@ class SimulatedRequest:
     num_cached: int = 0
     """Prompt tokens that were found in the prefix cache."""
     num_preempted: int = 0
-    asked_at: float = 0.0
+    submitted_at: float = 0.0
     first_token_after_s: float | None = None
     """Seconds from submission to the first token; None until decoding starts."""
     prefill_s: float = 0.0
     """Seconds of prefill left."""
     size: int = 0
     """Context tokens when the request joined the batch."""
-    begun_at: float = 0.0
+    decode_started_at: float = 0.0
     """Step counter when decoding began."""
-    ends_at: float = 0.0
+    decode_ends_at: float = 0.0
     """Step counter at which decoding ends."""
 
 
@@ -123,7 +123,7 @@ class SimulatedEngine:
         """Add a request at the current time `now`. A request that outgrows the cache ends early."""
         self._order += 1
         running = SimulatedRequest(
-            request_id, session, num_prompt_tokens, num_tokens, self._order, asked_at=self.now
+            request_id, session, num_prompt_tokens, num_tokens, self._order, submitted_at=self.now
         )
         self._waiting.append(running)
         self._admit()
@@ -200,19 +200,19 @@ class SimulatedEngine:
         while self._ends:
             end, request_id = self._ends[0]
             running = self._decoding.get(request_id)
-            if running is not None and running.ends_at == end:
+            if running is not None and running.decode_ends_at == end:
                 return end
             heapq.heappop(self._ends)
         return math.inf
 
     def _begin_decoding(self, running: SimulatedRequest) -> None:
-        running.begun_at = self.steps
+        running.decode_started_at = self.steps
         if running.first_token_after_s is None:
-            running.first_token_after_s = self.now + self._step_s() - running.asked_at
-        running.ends_at = self.steps + running.num_tokens - running.num_done
+            running.first_token_after_s = self.now + self._step_s() - running.submitted_at
+        running.decode_ends_at = self.steps + running.num_tokens - running.num_done
         self._kv_fixed -= self.steps
         self._decoding[running.id] = running
-        heapq.heappush(self._ends, (running.ends_at, running.id))
+        heapq.heappush(self._ends, (running.decode_ends_at, running.id))
 
     def _end_due(self) -> list[SimulatedRequest]:
         ended: list[SimulatedRequest] = []
@@ -225,13 +225,13 @@ class SimulatedEngine:
 
     def _decoded(self, running: SimulatedRequest) -> int:
         """Return the number of tokens that a request decoded since it joined the batch."""
-        return int(self.steps - running.begun_at + TIME_TOLERANCE_S)
+        return int(self.steps - running.decode_started_at + TIME_TOLERANCE_S)
 
     def _remove_from_batch(self, running: SimulatedRequest) -> None:
         """Stop decoding a request. Its context stays cached for its session."""
         decoded = self._decoded(running)
         running.num_done += decoded
-        self._kv_fixed -= running.size - running.begun_at
+        self._kv_fixed -= running.size - running.decode_started_at
         self._cache_session(running.session, running.size + decoded)
 
     def _preempt_youngest(self) -> list[SimulatedRequest]:

@@ -127,10 +127,10 @@ def _runs_of(segments: Sequence[Segment]) -> Sequence[Segment]:
 
 
 def _branch_spans(spans: Sequence[Span], runs: Sequence[Segment]) -> list[Span]:
-    places = pairwise(accumulate(map(len, runs), initial=0))
+    bounds = pairwise(accumulate(map(len, runs), initial=0))
     return spans_of_branch(
         spans,
-        turns=[place for run, place in zip(runs, places, strict=True) if run.origin is Origin.MODEL],
+        turns=[bound for run, bound in zip(runs, bounds, strict=True) if run.origin is Origin.MODEL],
         num_prompt_tokens=sum(len(run) for run in runs if run.origin is Origin.PROMPT),
     )
 

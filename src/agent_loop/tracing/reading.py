@@ -117,12 +117,12 @@ class _EventBuilder:
         self._generated_at = max((span.end for span in spans), default=self._generated_at)
         for number, span in enumerate(spans):
             details, is_last = span.details, number + 1 == len(spans)
-            place = details["num_prompt_tokens"]
+            start = details["num_prompt_tokens"]
             yield replace(
                 whole,
                 tokens=whole.tokens
                 if is_last
-                else AddedTokens(place, details.get("num_tokens") or 0, None, None),
+                else AddedTokens(start, details.get("num_tokens") or 0, None, None),
                 time=_time_of(span),
                 server=span.name,
                 prefill_s=details.get("prefill_s"),
@@ -133,7 +133,7 @@ class _EventBuilder:
             yield whole
 
     def _called(self, run: _TurnRun) -> Iterator[ToolCallEvent]:
-        feedback: Sequence[Feedback] = self._feedback[Origin.TOOL, self._place_of(run)]
+        feedback: Sequence[Feedback] = self._feedback[Origin.TOOL, self._last_index_of(run)]
         turn_texts = self._turn_texts_of(run)
         for span in self._spans.calls(end=run.end):
             number: int = span.details["number"]
@@ -151,7 +151,7 @@ class _EventBuilder:
             )
 
     def _interacted(self, run: _TurnRun) -> Iterator[InteractionEvent]:
-        for feedback in self._feedback[Origin.INTERACTION, self._place_of(run)]:
+        for feedback in self._feedback[Origin.INTERACTION, self._last_index_of(run)]:
             span = self._spans.next_interaction(after=self._generated_at)
             yield InteractionEvent(
                 turn=run.turn,
@@ -160,7 +160,7 @@ class _EventBuilder:
                 reward=feedback.reward,
             )
 
-    def _place_of(self, run: _TurnRun) -> int:
+    def _last_index_of(self, run: _TurnRun) -> int:
         """Return the index of the run's last token in the response."""
         return run.end - 1 - self._num_prompt_tokens
 
@@ -169,12 +169,12 @@ class _EventBuilder:
 
 
 def _with_turns(runs: Sequence[TokenRun]) -> Iterator[_TurnRun]:
-    place, turn = 0, -1
+    start, turn = 0, -1
     for run in runs:
         turn += run.origin is Origin.MODEL
-        tokens = AddedTokens(place, run.num_tokens, run.token_ids, run.text)
+        tokens = AddedTokens(start, run.num_tokens, run.token_ids, run.text)
         yield _TurnRun(run.origin, tokens, run.weight_version, turn)
-        place += run.num_tokens
+        start += run.num_tokens
 
 
 def _other_details(span: Span) -> dict[str, Any]:

@@ -132,16 +132,16 @@ def _nodes(timed: Sequence[tuple[TimedEvent, dict[str, Any]]], *, start_ns: int)
     ]
     watched.sort(key=lambda entry: (entry[1].start, -entry[1].end, entry[1].span or math.inf))
     nodes: list[SpanNode] = []
-    place_of: dict[int, int] = {}
+    node_index: dict[int, int] = {}
     for event, time, inputs in watched:
         if time.span is not None:
-            place_of[time.span] = len(nodes)
+            node_index[time.span] = len(nodes)
         nodes.append(
             _node(
                 event,
                 time,
                 inputs,
-                parent=None if time.within is None else place_of.get(time.within),
+                parent=None if time.within is None else node_index.get(time.within),
                 start_ns=start_ns,
             )
         )

@@ -59,8 +59,8 @@ class TurnSpans:
 
     def calls(self, *, end: int) -> list[Span]:
         """Return the tool calls of the turn that ends at `end`, in the order of the calls."""
-        asked = self._tools.pop(end - 1 - self._num_prompt_tokens, ())
-        return sorted(asked, key=lambda span: span.details["number"])
+        calls = self._tools.pop(end - 1 - self._num_prompt_tokens, ())
+        return sorted(calls, key=lambda span: span.details["number"])
 
     def next_interaction(self, *, after: float) -> Span | None:
         """Return the first interaction that starts at or after a time."""

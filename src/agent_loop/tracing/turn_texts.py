@@ -45,10 +45,10 @@ def messages_to_trace(trajectory: Trajectory) -> list[Message]:
     messages = trajectory.output.messages
     prompt: Sequence[Message] = trajectory.row.get("raw_prompt") or ()
     skip = sum(1 for message in prompt if message.get("role") == "assistant")
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message["role"] == "assistant":
             if skip == 0:
-                return [_without_sampled_text(message) for message in messages[place:]]
+                return [_without_sampled_text(message) for message in messages[index:]]
             skip -= 1
     return []
 

@@ -1,5 +1,4 @@
-"""Binary format for columns that are sent to the page: a JSON head, then plain arrays that JavaScript reads in
-place."""
+"""Binary format of columns for the page: a JSON head, then plain arrays that JavaScript reads without copying."""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ COLUMNS = (
 def timeline(files: RunFiles, *, split: str, step: int) -> list[dict[str, Any]]:
     """Return one entry per traced trajectory. The branches of a row share one entry."""
     stored_rows = files.find(split=split, step=step)
-    tables = {place.file.number: files.columns(place.file, COLUMNS) for place in stored_rows}
+    tables = {stored_row.file.number: files.columns(stored_row.file, COLUMNS) for stored_row in stored_rows}
     entries: dict[tuple[Any, Any], dict[str, Any]] = {}
-    for place in stored_rows:
-        table = tables[place.file.number]
-        if table is None or place.row >= table.num_rows:
+    for stored_row in stored_rows:
+        table = tables[stored_row.file.number]
+        if table is None or stored_row.row >= table.num_rows:
             continue
-        row = _row(table, place.row)
+        row = _row(table, stored_row.row)
         key = row.get("group"), row.get("rollout")
         if row.get("spans") is not None and key not in entries:
             entries[key] = _entry(row)

@@ -94,7 +94,7 @@ class BaseTool(base.BaseTool, metaclass=_VerlToolMeta):
         self.tool_schema = OpenAIFunctionToolSchema(cast(Mapping[str, Any], schema))
 
     def get_openai_tool_schema(self) -> Any:
-        """Return the tool's schema. A subclass may define it in place of a `tool_schema` in the YAML."""
+        """Return the tool's schema. A subclass may define it instead of a `tool_schema` in the YAML."""
         return getattr(self, "tool_schema", None)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:

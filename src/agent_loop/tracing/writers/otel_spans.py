@@ -54,12 +54,12 @@ def readable_spans(
             resource=resource,
         )
     ]
-    for place, (node, description) in enumerate(zip(span_tree.nodes, nodes, strict=True), start=1):
+    for index, (node, description) in enumerate(zip(span_tree.nodes, nodes, strict=True), start=1):
         parent = contexts[0] if node.parent is None else contexts[node.parent + 1]
         spans.append(
             _span(
                 description,
-                contexts[place],
+                contexts[index],
                 parent=parent,
                 start_ns=node.start_ns,
                 end_ns=node.end_ns,
