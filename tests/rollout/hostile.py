@@ -39,18 +39,18 @@ class Released:
 
 
 RELEASED: list[Released] = []
-"""Of the running test, one."""
+"""Events of the running test, at most one entry."""
 
 
-# -- what foreign code does --------------------------------------------------------------------------------------------
+# -- actions of user code ----------------------------------------------------------------------------------------------
 
 
 class Panic(BaseException):
-    """An exception such as extensions in other languages raise."""
+    """BaseException such as extension modules in other languages raise."""
 
 
 class EvilError(Exception):
-    """An exception whose `__str__` raises."""
+    """Exception whose `__str__` raises."""
 
     def __str__(self) -> str:
         raise SystemExit(7)
@@ -59,18 +59,18 @@ class EvilError(Exception):
 
 
 class OddError(Exception):
-    """An exception whose `__str__` does not return a str."""
+    """Exception whose `__str__` does not return a str."""
 
     def __str__(self) -> str:
         return 5  # type: ignore[return-value]
 
 
 class EvilStop(StopIteration):
-    """A StopIteration, which a future cannot hold."""
+    """StopIteration, which an asyncio future cannot store."""
 
 
 class Evil:
-    """An object whose methods all raise."""
+    """Object whose methods all raise."""
 
     def __getattribute__(self, name: str) -> Any:
         raise KeyboardInterrupt(name)
@@ -108,7 +108,7 @@ class EvilFloat(float):
 
 
 class BadYield:
-    """Yields an object that an event loop cannot wait for."""
+    """Awaitable that yields an object for which an event loop cannot wait."""
 
     def __await__(self) -> Any:
         yield 7
@@ -238,7 +238,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 }
 
 
-# -- the parts in which it does that -----------------------------------------------------------------------------------
+# -- components that perform the actions -------------------------------------------------------------------------------
 
 
 async def _maybe(deed: str | None) -> None:
@@ -251,7 +251,7 @@ def _extra(value: str | None) -> dict[Any, Any]:
 
 
 class HostileTool(Adder):
-    """Adds two numbers, and misbehaves in the method that the row names."""
+    """Tool that adds two numbers and misbehaves in the method that the row names."""
 
     has_verdict = True
 
@@ -307,7 +307,7 @@ class HostileTool(Adder):
 
 
 class HostileInteraction(BaseInteraction):
-    """Replies once, and misbehaves in the method that the row names."""
+    """Interaction that replies once and misbehaves in the method that the row names."""
 
     def __init__(self) -> None:
         super().__init__({"name": "hostile"})
@@ -349,7 +349,7 @@ class HostileInteraction(BaseInteraction):
 
 @register("hostile_loop")
 class HostileLoop(AgentLoopBase):
-    """Samples one turn, and then misbehaves as the row says."""
+    """Loop that samples one turn and then performs the action that the row names."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
         deed, returns = row.get("deed"), row.get("returns")
@@ -428,7 +428,7 @@ class HostileLoop(AgentLoopBase):
 
 
 class HostileServer(ScriptedServer):
-    """Returns completions that depend on the prompt, and invalid responses to prompts that ask for them."""
+    """Server whose completions depend on the prompt. Prompts can request invalid responses."""
 
     async def generate(self, prompt_ids: Any, sampling_params: Any, request_id: str, **more: Any) -> Any:
         text = small_tokenizer().decode(prompt_ids.tolist())
@@ -476,7 +476,7 @@ def script(request: ScriptedRequest) -> ScriptedReply:
 
 
 async def async_reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> Any:
-    """Return the reward of a harmless row, which its answer determines."""
+    """Return the reward of a harmless row. It depends only on the answer."""
     told = row.get("reward_does", {})
     if told.get("mutates"):
         for message in output.messages:
@@ -519,18 +519,18 @@ IN_THREADS = (
 )
 
 
-# -- the rows ----------------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of hostile component."""
+    """Kind of hostile component, and the columns of the rows that use it."""
 
     name: str
     columns: Mapping[str, Any]
     text: str
     ends: Sequence[str]
-    """How its row may end: the stop reason, and for `failed` the type of the failure."""
+    """Allowed ends of the row: stop reasons, with the type of the failure after `failed`."""
     num_abandoned: int = 0
 
     def row(self, number: int) -> dict[str, Any]:
@@ -694,7 +694,7 @@ def hostile_tools() -> list[BaseTool]:
 
 
 def json_lines(text: str) -> list[dict[str, Any]]:
-    """Read JSON lines as a strict reader does."""
+    """Parse JSON lines strictly: NaN and infinities are errors."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)

@@ -23,7 +23,7 @@ Rows = Sequence[Mapping[str, Any]]
 def run_journaled(
     path: Path, harness: WorkerHarness, rows: Rows, *, resume: bool = False, refuse: bool = False
 ) -> list[Trajectory]:
-    """Run the rows that the journal does not hold, in virtual time, and check that nothing leaked."""
+    """Run the rows that are not in the journal, in virtual time, and check that nothing leaked."""
 
     async def scenario() -> list[Trajectory]:
         async with open_journal(path, key=key_of(rows), rows=rows, resume=resume, refuse=refuse) as journal:
@@ -50,11 +50,12 @@ def records_of(data: bytes) -> list[dict[str, Any]]:
 
 
 class RandomScript:
-    """Returns a different completion for every request, with a call of a tool in the first turns.
+    """Script that returns a different completion for every request, with calls of a tool in the first turns.
 
     Args:
         seed: Seed of the completions.
-        num_calls: Turns with a call before the answer, by row. Rows are identified by the length of their prompts.
+        num_calls: Number of turns with calls before the answer.
+        per_turn: Number of calls per turn.
     """
 
     def __init__(self, *, seed: int, num_calls: int = 2, per_turn: int = 1) -> None:
@@ -76,7 +77,7 @@ class RandomScript:
 
 
 def _count(ids: list[int], wanted: list[int]) -> int:
-    return sum(ids[place : place + len(wanted)] == wanted for place in range(len(ids)))
+    return sum(ids[start : start + len(wanted)] == wanted for start in range(len(ids)))
 
 
 def facts(trajectory: Trajectory) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Rewards and log-probs that an update cannot use fail their own rows; the other rows are trained on."""
+"""Rewards and log-probs that an update cannot use fail only their own rows. The other rows are trained on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BAD_REWARDS = [math.nan, math.inf, -math.inf, 1e308, -1e39, 2 * MAX_REWARD, 10**
 
 @register("edits_output")
 class EditsOutput(AgentLoopBase):
-    """Samples one answer. The row's `edit` changes the returned output."""
+    """Loop that samples one answer and returns the output as the row's `edit` changed it."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
         async with self.episode(row["raw_prompt"]) as episode:
@@ -119,7 +119,7 @@ def test_every_source_of_rewards_refuses_values_that_a_batch_cannot_hold(reward:
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_a_reward_that_is_not_finite_in_the_batch_counts_as_missing(estimator: Any) -> None:
-    """The batch checks rewards too, for trajectories that no worker made."""
+    """Check that the batch validates rewards too, for trajectories that no worker created."""
     config = AlgorithmConfig(adv_estimator=estimator, turn_reward_weight=1.0)
     trajectories = [
         *run_rows(

@@ -1,4 +1,4 @@
-"""Trajectories become padded tensors and can be read back from them."""
+"""Conversion of trajectories to padded tensors and back."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ trajectories = st.lists(
 
 @settings(max_examples=80, deadline=None)
 @given(trajectories=trajectories, extra_width=st.integers(0, 3))
-def test_unpadding_gives_back_every_trajectory(trajectories: list[Trajectory], extra_width: int) -> None:
+def test_every_trajectory_can_be_read_back_from_the_padded_tensors(
+    trajectories: list[Trajectory], extra_width: int
+) -> None:
     prompt_width = max((len(t.output.prompt_ids) for t in trajectories), default=0) + extra_width
     response_width = max((len(t.output.response_ids) for t in trajectories), default=0) + extra_width
 
@@ -108,7 +110,7 @@ def test_unpadding_gives_back_every_trajectory(trajectories: list[Trajectory], e
         assert math.isnan(reward) if expected.reward is None else reward == expected.reward
 
 
-def test_a_batch_of_nearly_nothing_but_padding_holds_the_same_and_can_be_written_to() -> None:
+def test_a_batch_that_is_mostly_padding_has_the_same_values_and_is_writable() -> None:
     both = [trajectory(response=[(Origin.MODEL, [4, 5]), (Origin.TOOL, [6])]), trajectory(prompt=[7])]
     narrow = assemble(both, pad_token_id=PAD)
     wide = assemble(both, pad_token_id=PAD, prompt_width=3, response_width=2**18)
@@ -141,7 +143,7 @@ def test_an_empty_batch_has_every_column() -> None:
     assert list(batch["stop_reason"]) == []
 
 
-def test_one_missing_logprob_leaves_the_column_out() -> None:
+def test_the_logprob_column_is_omitted_if_one_trajectory_has_no_logprobs() -> None:
     rows = [
         trajectory(response=[(Origin.MODEL, [4])]),
         trajectory(response=[(Origin.MODEL, [5])], has_logprobs=False),
@@ -151,7 +153,7 @@ def test_one_missing_logprob_leaves_the_column_out() -> None:
     assert "rollout_log_probs" in assemble(rows[:1], pad_token_id=PAD)
 
 
-def test_object_columns_come_from_all_rows_and_none_fills_the_gaps() -> None:
+def test_object_columns_come_from_all_rows_with_none_for_missing_values() -> None:
     rows = [
         trajectory(reward_extra={"accuracy": 1.0}),
         trajectory(rollout=1, extra_fields={"notes": ["a", "b"], "reward": 3}, reward_extra={"reward": 4}),
@@ -167,7 +169,7 @@ def test_object_columns_come_from_all_rows_and_none_fills_the_gaps() -> None:
     assert batch[1]["stop_reason"] == "answered"
 
 
-def test_a_row_over_the_fixed_width_is_refused_by_name() -> None:
+def test_the_error_for_a_row_over_the_fixed_width_names_the_row() -> None:
     rows = [trajectory(), trajectory(group=7, rollout=2, response=[(Origin.MODEL, [1, 2, 3])])]
 
     with pytest.raises(
@@ -178,7 +180,7 @@ def test_a_row_over_the_fixed_width_is_refused_by_name() -> None:
         assemble(rows, pad_token_id=PAD, prompt_width=2)
 
 
-def test_timing_names_the_row_with_most_seconds_of_generation_and_tools() -> None:
+def test_the_timing_names_the_row_that_took_longest_in_generation_and_tools() -> None:
     rows = [
         trajectory(metrics=AgentLoopMetrics(generate_sequences=2.0, tool_calls=0.5)),
         trajectory(

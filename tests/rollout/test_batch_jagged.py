@@ -1,4 +1,4 @@
-"""Trajectories become tensors without padding and can be read back from them."""
+"""Conversion of trajectories to jagged tensors, without padding, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN_COLUMNS = ("input_ids", "position_ids", "response_mask", "weight_versions"
 
 @settings(max_examples=60, deadline=None)
 @given(rows=trajectories.filter(bool))
-def test_each_row_is_what_the_padded_batch_has_without_its_padding(rows: list[Trajectory]) -> None:
+def test_each_row_equals_the_row_of_the_padded_batch_without_padding(rows: list[Trajectory]) -> None:
     jagged, padded = assemble_jagged(rows), assemble(rows, pad_token_id=PAD)
 
     for number, (expected, row) in enumerate(zip(rows, padded, strict=True)):
@@ -37,7 +37,7 @@ def test_each_row_is_what_the_padded_batch_has_without_its_padding(rows: list[Tr
     assert list(jagged["trajectory_id"]) == list(padded["trajectory_id"])
 
 
-def test_offsets_are_shared_and_begin_and_end_with_the_tokens() -> None:
+def test_columns_share_offsets_from_zero_to_the_number_of_tokens() -> None:
     batch = assemble_jagged([trajectory(response=[(Origin.MODEL, [4, 5])]), trajectory(rollout=1)])
 
     offsets = batch["input_ids"].offsets()
@@ -47,7 +47,7 @@ def test_offsets_are_shared_and_begin_and_end_with_the_tokens() -> None:
         assert batch[name].offsets() is offsets
 
 
-def test_a_name_of_a_column_that_an_extra_field_has_gets_a_prefix() -> None:
+def test_an_extra_field_with_the_name_of_a_column_gets_a_prefix() -> None:
     batch = assemble_jagged([trajectory(reward_extra={"prompt_length": 7, "accuracy": 0.5})])
 
     assert batch["prompt_length"].tolist() == [3]
@@ -56,7 +56,7 @@ def test_a_name_of_a_column_that_an_extra_field_has_gets_a_prefix() -> None:
 
 
 def test_tensors_share_the_memory_of_the_arrays() -> None:
-    """Tensors are views of the numpy arrays."""
+    """Check that tensors are views of the numpy arrays."""
     batch = assemble([trajectory(response=[(Origin.MODEL, [4, 5])])], pad_token_id=PAD)
 
     view = np.asarray(batch["input_ids"])

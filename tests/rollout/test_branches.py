@@ -18,7 +18,7 @@ from tests.rollout.harness import Adder, WorkerHarness
 
 @register("best_of_two")
 class BestOfTwo(AgentLoopBase):
-    """Samples one shared turn, then two answers in branches."""
+    """Loop that samples one shared turn and then two answers in branches."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         async with self.episode(row["raw_prompt"]) as episode:
@@ -114,7 +114,7 @@ def test_repeated_outputs_of_a_row_that_does_not_branch_keep_their_mask() -> Non
     assert batch["response_mask"].all()
 
 
-def test_each_branch_has_tool_instances_of_its_own_and_all_are_released() -> None:
+def test_each_branch_has_its_own_tool_instances_and_all_are_released() -> None:
     tool = Adder()
     harness = WorkerHarness(
         lambda _: tool_call_reply("add", a=1, b=2),

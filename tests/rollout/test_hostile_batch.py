@@ -38,7 +38,7 @@ from tests.rollout.hostile import HostileInteraction, HostileServer, Kind, Relea
 NUM_HOSTILE, NUM_HARMLESS = 1000, 200
 GROUP = 6
 LONG_S = 4000.0
-"""Longer than anything that was released goes on."""
+"""Time after which all released code has ended."""
 KINDS = hostile.kinds()
 
 
@@ -69,8 +69,11 @@ def make_harness() -> WorkerHarness:
 
 
 def run(rows: Sequence[Row], released: Released) -> tuple[list[Trajectory], int]:
-    """Run rows in groups, check that nothing of them is left behind once what hangs is released, and return their
-    trajectories in the order of the rows, and how many tasks had been abandoned."""
+    """Run rows in groups, and check that nothing is left of them after all hanging code is released.
+
+    Returns:
+        The trajectories in the order of the rows, and the number of abandoned tasks.
+    """
     jobs = [Job(row, n // GROUP, n % GROUP, {"temperature": 1.0}) for n, row in enumerate(rows)]
 
     async def scenario() -> tuple[list[Trajectory], int]:
@@ -98,7 +101,7 @@ def ended(trajectory: Trajectory) -> str:
 
 
 def facts(trajectory: Trajectory) -> list[Any]:
-    """Return the facts that must not depend on other rows."""
+    """Return the values that must not depend on other rows."""
     output = trajectory.output
     assert output.response_logprobs is not None
     return [

@@ -1,4 +1,4 @@
-"""A journal that was damaged: what is whole is used, what is not is kept and named, and no call is made twice."""
+"""Damaged journals: intact records are used, damaged records are kept and reported, and no call runs twice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROWS = [{"raw_prompt": user("question one")}, {"raw_prompt": user("a second ques
 
 
 class CountingAdder(Adder):
-    """Counts the calls of each row."""
+    """Tool that counts the calls of each row."""
 
     def __init__(self, on_replay: OnReplay) -> None:
         super().__init__({"latency_s": 0.3, "reward": 0.25})
@@ -57,21 +57,21 @@ def first_run(on_replay: OnReplay) -> tuple[bytes, list[Trajectory]]:
 
 
 def record_starts(data: bytes) -> list[int]:
-    """Where each record begins, and where the last one ends."""
+    """Return the offset of each record, and the end of the last record."""
     starts = [len(HEADER)]
     for payload in scan(data).payloads:
         starts.append(starts[-1] + FRAME_BYTES + len(payload))
     return starts
 
 
-def calls_begun(records: list[dict[str, Any]]) -> Counter[str]:
+def started_calls(records: list[dict[str, Any]]) -> Counter[str]:
     return Counter(record["row"] for record in records if record["is"] == RecordKind.CALL_BEGAN)
 
 
 def resumed(
     data: bytes, *, on_replay: OnReplay, refuse: bool = False
 ) -> tuple[list[Trajectory], CountingAdder, dict[str, bytes]]:
-    """The rollout that goes on from such a journal, and the files that it leaves."""
+    """Resume a rollout from a journal. Return its trajectories, its tool and the files that it leaves."""
     harness, tool = make_harness(2, on_replay)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "j").write_bytes(data)
@@ -80,7 +80,7 @@ def resumed(
 
 
 def ended_before(data: bytes, place: int) -> set[str]:
-    """The rows whose end is on record, and none of whose records holds the byte at `place`."""
+    """Return the rows whose end is recorded and whose records do not contain the byte at `place`."""
     starts = record_starts(data)
     records = records_of(data)
     hit = {
@@ -92,7 +92,7 @@ def ended_before(data: bytes, place: int) -> set[str]:
 
 
 def cut_off(data: bytes, share: float) -> bytes:
-    """The journal of a run that was killed then: whole records, as `kill -9` nearly always leaves them."""
+    """Return the journal of a run that was killed after a share of the records. All its records are complete."""
     starts = record_starts(data)
     return data[: starts[max(2, int(share * (len(starts) - 1)))]]
 
@@ -120,7 +120,7 @@ def damaged(data: bytes, change: str, place: int, mask: int, size: int) -> bytes
 @given(kill=st.floats(0, 1), change=CHANGES)
 @example(kill=0.5, change=("flip", 0.02, 1, 0.0))
 @example(kill=0.5, change=("zeros", 0.95, 1, 1.0))
-def test_no_damage_to_a_journal_has_a_call_made_twice_or_breaks_the_rollout(
+def test_no_damage_to_a_journal_makes_a_call_run_twice_or_breaks_the_rollout(
     kill: float, change: tuple[str, float, int, float]
 ) -> None:
     whole, before = first_run(OnReplay.ONCE)
@@ -128,7 +128,7 @@ def test_no_damage_to_a_journal_has_a_call_made_twice_or_breaks_the_rollout(
     kind, share, mask, length = change
     place = int(share * (len(data) - 1))
     wrong = damaged(data, kind, place, mask, 1 + int(length * 300))
-    begun = calls_begun(records_of(data))
+    begun = started_calls(records_of(data))
     if place < len(HEADER):
         with suppress(JournalError):
             resumed(wrong, on_replay=OnReplay.ONCE)
@@ -138,7 +138,7 @@ def test_no_damage_to_a_journal_has_a_call_made_twice_or_breaks_the_rollout(
     for trajectory in after:
         if trajectory.output.failure is not None:
             assert "tool 'add' may have been used before: the journal" in trajectory.output.failure.error
-    if scan(wrong).damage:  # else it is what a run that was killed leaves
+    if scan(wrong).damage:  # without damage, it is the journal of a killed run
         for row in (t.trajectory_id for t in after):
             assert begun[row] + tool.calls[row] <= 2
     again, tool, _ = resumed(files["j"], on_replay=OnReplay.ONCE)
@@ -149,8 +149,8 @@ def test_no_damage_to_a_journal_has_a_call_made_twice_or_breaks_the_rollout(
 
 @pytest.mark.parametrize("number", range(24))
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_any_one_damaged_record_is_named_and_only_its_row_is_affected(number: int, is_cut: bool) -> None:
-    """Of a whole journal: the other row comes back as it was. Of one that ends there: no row calls again."""
+def test_a_damaged_record_is_reported_and_affects_only_its_row(number: int, is_cut: bool) -> None:
+    """Check a complete journal, whose other row is unchanged, and a journal that ends at the damage. No call runs."""
     whole, before = first_run(OnReplay.ONCE)
     starts = record_starts(whole)
     assert len(starts) == 24 + 1
@@ -169,7 +169,7 @@ def test_any_one_damaged_record_is_named_and_only_its_row_is_affected(number: in
             assert "j.damaged-" in new.output.failure.error
 
 
-def test_a_damaged_first_record_refuses_a_resume_that_was_asked_for_and_changes_nothing(
+def test_an_explicit_resume_is_refused_and_changes_nothing_if_the_first_record_is_damaged(
     tmp_path: Path,
 ) -> None:
     whole, _ = first_run(OnReplay.ONCE)
@@ -182,9 +182,7 @@ def test_a_damaged_first_record_refuses_a_resume_that_was_asked_for_and_changes_
     assert not list(tmp_path.glob("j.damaged-*"))
 
 
-def test_a_damaged_first_record_has_a_training_begin_the_step_anew_without_the_calls_that_may_have_been_made() -> (
-    None
-):
+def test_a_training_step_restarts_without_repeating_once_only_calls_if_the_first_record_is_damaged() -> None:
     whole, _ = first_run(OnReplay.ONCE)
     data = bytearray(whole)
     data[len(HEADER) + FRAME_BYTES + 20] ^= 4
@@ -197,14 +195,14 @@ def test_a_damaged_first_record_has_a_training_begin_the_step_anew_without_the_c
     assert len(tool.executed) == 4
 
 
-def test_a_damaged_header_costs_nothing() -> None:
+def test_all_rows_are_restored_if_only_the_header_is_damaged() -> None:
     whole, before = first_run(OnReplay.ONCE)
     after, tool, _ = resumed(bytes([whole[0] ^ 1]) + whole[1:], on_replay=OnReplay.ONCE, refuse=True)
     assert [facts(t) for t in after] == [facts(t) for t in before]
     assert tool.executed == []
 
 
-def test_rows_whose_calls_can_be_repeated_go_on_from_a_damaged_journal() -> None:
+def test_rows_whose_calls_can_be_repeated_resume_from_a_damaged_journal() -> None:
     whole, before = first_run(OnReplay.RECORDED)
     starts = record_starts(whole)
     for number in range(1, len(starts) - 1):
@@ -215,7 +213,7 @@ def test_rows_whose_calls_can_be_repeated_go_on_from_a_damaged_journal() -> None
         assert all(t.output.num_assistant_turns == 3 and not t.output.incidents for t in after)
 
 
-def test_a_second_damage_is_kept_beside_the_first(tmp_path: Path) -> None:
+def test_each_damage_is_kept_in_a_file_of_its_own(tmp_path: Path) -> None:
     whole, _ = first_run(OnReplay.RECORDED)
     path = tmp_path / "j"
     path.write_bytes(whole)
@@ -227,12 +225,12 @@ def test_a_second_damage_is_kept_beside_the_first(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("j.damaged-*"))) == 2
 
 
-def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_record_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "j"
     key = unpack(scan(first_run(OnReplay.ONCE)[0]).payloads[0])
     for payload in (
         b"no record at all",
-        pack({"is": "unheard of"}),
+        pack({"is": "unknown"}),
         pack({"is": "end"}),
         pack({**key, "got": {"step": 1}}),
         pack([1]),
@@ -242,7 +240,7 @@ def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
             run_journaled(path, make_harness(2, OnReplay.ONCE)[0], ROWS, resume=True)
 
 
-def test_an_empty_journal_is_said_to_hold_nothing(tmp_path: Path) -> None:
+def test_an_empty_journal_is_reported(tmp_path: Path) -> None:
     (tmp_path / "j").touch()
 
     async def notes() -> list[str]:
@@ -253,13 +251,13 @@ def test_an_empty_journal_is_said_to_hold_nothing(tmp_path: Path) -> None:
     assert "has no records; the rollout starts from the beginning" in note
 
 
-def test_a_call_that_may_be_made_only_once_begins_when_its_record_is_on_the_disk(
+def test_a_once_only_call_starts_after_its_record_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, on_disk = tmp_path / "j", list[int]()
 
     def sync(file: int) -> None:
-        on_disk.append(calls_begun(records_of(path.read_bytes())).total())
+        on_disk.append(started_calls(records_of(path.read_bytes())).total())
 
     defaults = JournalWriter.__init__.__kwdefaults__ | {"sync": sync}
     monkeypatch.setattr(JournalWriter.__init__, "__kwdefaults__", defaults)

@@ -1,4 +1,4 @@
-"""The file itself: what is written is read again, and what is not whole is found out."""
+"""The journal file: records are read back as written, and damage is detected."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ plain = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(plain)
-def test_what_is_packed_is_unpacked(value: Any) -> None:
+def test_any_plain_value_is_unpacked_as_it_was_packed(value: Any) -> None:
     assert unpack(pack(value)) == value
     assert digest([value]) == digest([unpack(pack(value))])
 
 
-def test_arrays_images_and_half_surrogates_come_back_as_they_were() -> None:
+def test_arrays_images_and_lone_surrogates_are_unpacked_unchanged() -> None:
     image = Image.effect_noise((5, 7), 40)
     value = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": [np.float32(0.5), image], "c": "\ud800"}
     back = unpack(pack(value))
@@ -52,16 +52,14 @@ def test_arrays_images_and_half_surrogates_come_back_as_they_were() -> None:
     assert back["c"] == "\ud800"
 
 
-def test_what_has_no_form_is_named() -> None:
+def test_the_error_for_a_value_that_cannot_be_packed_names_its_type() -> None:
     with pytest.raises(Unstorable, match=r"a value of type builtins\.object"):
         pack({"handle": object()})
 
 
 @settings(deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=30), max_size=5), st.data())
-def test_any_prefix_holds_the_whole_records_before_its_end(
-    payloads: list[bytes], data: st.DataObject
-) -> None:
+def test_the_complete_records_of_any_prefix_are_read(payloads: list[bytes], data: st.DataObject) -> None:
     whole = HEADER + b"".join(map(framed, payloads))
     cut = data.draw(st.integers(0, len(whole)))
     found = scan(whole[:cut])
@@ -73,7 +71,7 @@ def test_any_prefix_holds_the_whole_records_before_its_end(
 
 @settings(deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=30), min_size=2, max_size=5), st.data())
-def test_a_changed_byte_costs_one_record_at_most_and_only_if_that_is_noticed(
+def test_a_changed_byte_is_corrected_or_detected_and_loses_at_most_one_record(
     payloads: list[bytes], data: st.DataObject
 ) -> None:
     whole = bytearray(HEADER + b"".join(map(framed, payloads)))
@@ -81,7 +79,7 @@ def test_a_changed_byte_costs_one_record_at_most_and_only_if_that_is_noticed(
     whole[place] ^= data.draw(st.integers(1, 255))
     found = scan(bytes(whole))
     assert found.num_torn_bytes == 0
-    if not found.damage:  # a mark or a length, which the checksum makes good
+    if not found.damage:  # a damaged mark or length, which the checksum corrects
         assert found.payloads == payloads
     else:
         [damage] = found.damage
@@ -92,7 +90,7 @@ def test_a_changed_byte_costs_one_record_at_most_and_only_if_that_is_noticed(
         assert found.payloads == payloads[:lost] + payloads[lost + 1 :]
 
 
-def test_a_damaged_length_that_leads_to_the_end_of_another_record_is_made_good() -> None:
+def test_a_damaged_length_that_ends_at_another_record_is_corrected() -> None:
     payloads = [b"first", b"second", b"third"]
     whole = bytearray(HEADER + b"".join(map(framed, payloads)))
     whole[len(HEADER) + 4] = len(framed(b"second")) + len(b"first")
@@ -102,7 +100,7 @@ def test_a_damaged_length_that_leads_to_the_end_of_another_record_is_made_good()
 
 @settings(deadline=None)
 @given(st.binary(max_size=200), st.data())
-def test_bytes_of_any_kind_are_read_or_refused_by_name(garbage: bytes, data: st.DataObject) -> None:
+def test_arbitrary_bytes_are_read_or_refused_with_an_error(garbage: bytes, data: st.DataObject) -> None:
     payloads = data.draw(st.lists(st.binary(min_size=1, max_size=30), max_size=3))
     whole = HEADER + b"".join(map(framed, payloads))
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
@@ -114,7 +112,7 @@ def test_bytes_of_any_kind_are_read_or_refused_by_name(garbage: bytes, data: st.
         assert set(found.payloads) <= {*payloads, *scan(HEADER + garbage).payloads}
 
 
-def test_damage_in_the_middle_is_reported_kept_aside_and_its_rows_go_on(
+def test_damage_in_the_middle_is_reported_and_kept_and_its_rows_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole, before = first_run()
@@ -135,7 +133,7 @@ def test_damage_in_the_middle_is_reported_kept_aside_and_its_rows_go_on(
     assert [repr(r) for r in kept[2 : num_good + 1]] == [repr(r) for r in records_of(whole)[1:num_good]]
 
 
-def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_journal_is_refused_and_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "j"
     path.write_bytes(b"something else entirely, and long enough to be anything")
     with pytest.raises(
@@ -145,13 +143,15 @@ def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path) -> 
     assert path.read_bytes().startswith(b"something else")
 
 
-def test_a_later_format_is_named() -> None:
+def test_a_journal_of_a_later_format_is_refused() -> None:
     with pytest.raises(JournalError, match="has format 9, and this version of agent-loop reads 5"):
         scan(HEADER[:28] + b"\x09\0\0\0")
 
 
 @pytest.mark.parametrize("refuse", [True, False])
-def test_a_journal_of_another_rollout_is_refused_or_replaced_by_name(tmp_path: Path, refuse: bool) -> None:
+def test_a_journal_of_another_rollout_is_refused_or_replaced_with_a_note(
+    tmp_path: Path, refuse: bool
+) -> None:
     path, rows = tmp_path / "j", [{"raw_prompt": user("?")}]
 
     async def scenario(key: StepKey, of: Any) -> list[str]:
@@ -162,7 +162,9 @@ def test_a_journal_of_another_rollout_is_refused_or_replaced_by_name(tmp_path: P
     others = [{"raw_prompt": user("!")}]
     changed = scenario(key_of(others, rollout={"temperature": 0.5}), others)
     if refuse:
-        with pytest.raises(JournalError, match=r"belongs to another rollout: rollout\.temperature, rows changed"):
+        with pytest.raises(
+            JournalError, match=r"belongs to another rollout: rollout\.temperature, rows changed"
+        ):
             run_virtual(changed)
     else:
         [note] = run_virtual(changed)
@@ -171,7 +173,7 @@ def test_a_journal_of_another_rollout_is_refused_or_replaced_by_name(tmp_path: P
 
 
 class Disk:
-    """Takes so many bytes, then fails in the middle of a write."""
+    """Disk that accepts `room` bytes and then fails in the middle of a write."""
 
     def __init__(self, room: int, error: int) -> None:
         self._room = room
@@ -186,7 +188,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_a_full_disk_stops_the_rollout_by_name_and_leaves_a_whole_journal(
+def test_a_full_disk_stops_the_rollout_with_an_error_and_leaves_an_intact_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     path, disk = tmp_path / "j", Disk(9000, error)
@@ -205,13 +207,13 @@ def test_a_full_disk_stops_the_rollout_by_name_and_leaves_a_whole_journal(
     assert len(after) == 5
 
 
-def test_a_journal_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written or locked"):
         run_journaled(tmp_path / "file" / "j", make_harness(1)[0], ROWS)
 
 
-def test_what_was_flushed_is_with_the_system_and_in_order(tmp_path: Path) -> None:
+def test_flushed_records_are_in_the_file_and_in_order(tmp_path: Path) -> None:
     path = tmp_path / "j"
 
     async def scenario() -> None:
@@ -235,7 +237,7 @@ def test_a_complete_rollout_is_read_without_running_anything(tmp_path: Path) -> 
     assert harness.server.requests == []
 
 
-def test_journals_are_dropped_by_step(tmp_path: Path) -> None:
+def test_journals_up_to_a_step_or_after_a_step_are_deleted(tmp_path: Path) -> None:
     folder = JournalFolder(tmp_path)
     folder.path.mkdir()
     for step in (3, 4, 5, 6):

@@ -1,4 +1,4 @@
-"""A rollout that was cut short goes on from its journal with the very tokens that it had."""
+"""Interrupted rollouts that resume from their journal with exactly the recorded tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.rollout.journaled import RandomScript, facts, records_of, run_journal
 
 @register("thinks_twice")
 class ThinksTwice(AgentLoopBase):
-    """A loop of a user's own: two branches from one thought, each with a tool."""
+    """User loop with two branches from one turn, and tool calls before and in a branch."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         async with self.episode(row["raw_prompt"], tools=self.context.tools) as episode:
@@ -115,8 +115,8 @@ def tokens_of(trajectory: Trajectory) -> Iterator[tuple[int, bool, float]]:
         yield from zip(segment.token_ids.tolist(), sampled, values, strict=True)
 
 
-def assert_goes_on(data: bytes, *, on_replay: OnReplay) -> None:
-    """Resume a cut journal with a model that samples other tokens, and compare."""
+def assert_resumes(data: bytes, *, on_replay: OnReplay) -> None:
+    """Resume a cut journal with a model that samples other tokens, and check that recorded tokens are kept."""
     whole, before = first_run()
     records = records_of(data)
     ended = {record["row"] for record in records if record["is"] == RecordKind.END}
@@ -150,10 +150,10 @@ def test_a_journal_cut_at_any_byte_resumes_with_the_recorded_tokens(
     data: st.DataObject, on_replay: OnReplay
 ) -> None:
     whole, _ = first_run()
-    assert_goes_on(whole[: data.draw(st.integers(0, len(whole)), label="cut")], on_replay=on_replay)
+    assert_resumes(whole[: data.draw(st.integers(0, len(whole)), label="cut")], on_replay=on_replay)
 
 
-def test_a_rollout_cut_between_any_two_records_asks_the_model_for_the_missing_turns_only(
+def test_a_rollout_cut_between_any_two_records_samples_only_the_missing_turns(
     tmp_path: Path,
 ) -> None:
     rows, path = ROWS[:1], tmp_path / "j"
@@ -184,20 +184,20 @@ def _payloads(data: bytes) -> list[bytes]:
 
 
 def cut_after(data: bytes, kind: RecordKind, *, count: int = 1) -> bytes:
-    """The journal as it was when so many records of a kind were in it."""
+    """Return the journal up to the `count`-th record of a kind."""
     end = 32
     for payload, record in zip(_payloads(data), records_of(data), strict=True):
         end += len(payload) + FRAME_BYTES
         count -= record["is"] == kind
         if not count:
             return data[:end]
-    raise AssertionError(f"there are not so many {kind}")
+    raise AssertionError(f"the journal has too few records of kind {kind}")
 
 
 def interrupted(
     path: Path, *, on_replay: OnReplay, kind: RecordKind, count: int = 1
 ) -> tuple[Trajectory, Adder, WorkerHarness]:
-    """One row whose journal ends after some record, resumed."""
+    """Cut the journal of one row after the `count`-th record of a kind, and resume the row."""
     rows = ROWS[:1]
     run_journaled(path, make_harness(1, on_replay=on_replay)[0], rows)
     path.write_bytes(cut_after(path.read_bytes(), kind, count=count))
@@ -210,7 +210,7 @@ def kinds(trajectory: Trajectory) -> Counter[IncidentKind]:
     return Counter(incident.kind for incident in trajectory.output.incidents)
 
 
-def test_a_tool_that_says_nothing_of_itself_has_its_row_begin_anew_and_that_is_said(tmp_path: Path) -> None:
+def test_a_row_restarts_with_an_incident_if_its_tool_does_not_allow_a_replay(tmp_path: Path) -> None:
     trajectory, tool, harness = interrupted(
         tmp_path / "j", on_replay=OnReplay.RESTART, kind=RecordKind.CALL_ENDED, count=3
     )
@@ -222,7 +222,7 @@ def test_a_tool_that_says_nothing_of_itself_has_its_row_begin_anew_and_that_is_s
 
 
 class Sums:
-    """An environment whose reward is read at the end."""
+    """Environment whose reward is read at the end."""
 
     def reset(self, **row: Any) -> None:
         self.total = 0
@@ -231,8 +231,8 @@ class Sums:
         """Add two integers.
 
         Args:
-            a: One.
-            b: Another.
+            a: First number.
+            b: Second number.
         """
         self.total += 1
         return a + b
@@ -241,7 +241,7 @@ class Sums:
         return float(self.total)
 
 
-def test_an_environment_that_was_used_has_its_row_begin_anew_since_its_reward_is_read_later(
+def test_a_row_restarts_if_its_environment_was_used_because_the_reward_is_read_at_the_end(
     tmp_path: Path,
 ) -> None:
     path, row = tmp_path / "j", {**ROWS[0], "environment": "sums", "agent_name": "environment_agent"}
@@ -256,24 +256,24 @@ def test_an_environment_that_was_used_has_its_row_begin_anew_since_its_reward_is
     assert trajectory.reward == 4.0
 
 
-def test_a_call_that_may_not_be_run_again_and_did_not_end_has_its_row_begin_anew(tmp_path: Path) -> None:
+def test_a_row_restarts_if_a_call_that_cannot_be_repeated_was_interrupted(tmp_path: Path) -> None:
     trajectory, tool, _ = interrupted(tmp_path / "j", on_replay=OnReplay.RESTART, kind=RecordKind.CALL_BEGAN)
     assert kinds(trajectory) == {IncidentKind.RESTARTED: 1}
     assert len(tool.executed) == 4
 
 
-def test_a_call_that_may_run_only_once_and_did_not_end_is_answered_with_that(tmp_path: Path) -> None:
+def test_the_reply_to_an_interrupted_once_only_call_states_that_its_effect_is_unknown(tmp_path: Path) -> None:
     trajectory, tool, _ = interrupted(
         tmp_path / "j", on_replay=OnReplay.ONCE, kind=RecordKind.CALL_BEGAN, count=2
     )
     assert kinds(trajectory) == {IncidentKind.INTERRUPTED_CALL: 2}
     assert len(tool.executed) == 2
     assert trajectory.output.stop_reason is StopReason.ANSWERED
-    told = [m["content"] for m in trajectory.output.messages if m["role"] == "tool"]
-    assert "may or may not have taken effect" in told[0]
+    replies = [m["content"] for m in trajectory.output.messages if m["role"] == "tool"]
+    assert "may or may not have taken effect" in replies[0]
 
 
-def test_tools_with_state_are_brought_to_where_they_were(tmp_path: Path) -> None:
+def test_the_state_of_tools_is_restored_by_repeating_their_calls(tmp_path: Path) -> None:
     class Counting(Adder):
         on_replay = OnReplay.RERUN
 
@@ -295,8 +295,8 @@ def test_tools_with_state_are_brought_to_where_they_were(tmp_path: Path) -> None
     [trajectory] = run_journaled(
         path, WorkerHarness(RandomScript(seed=2, num_calls=4), tools=[Counting()]), ROWS[:1], resume=True
     )
-    told = [m["content"] for m in trajectory.output.messages if m["role"] == "tool"]
-    assert told == ["call 1", "call 2", "call 3", "call 4"]
+    replies = [m["content"] for m in trajectory.output.messages if m["role"] == "tool"]
+    assert replies == ["call 1", "call 2", "call 3", "call 4"]
     assert trajectory.reward == 4.0
 
 
@@ -314,7 +314,7 @@ fickle_words = iter("abcdefghij")
 
 @register("fickle")
 class Fickle(AgentLoopBase):
-    """Asks something else every time."""
+    """Loop that sends a different user message on every run."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         async with self.episode(row["raw_prompt"], tools=self.context.tools) as episode:
@@ -323,7 +323,7 @@ class Fickle(AgentLoopBase):
             await episode.observe(user(next(fickle_words)))
             try:
                 await episode.generate(sampling_params)
-            except Exception:  # what a careless loop does
+            except Exception:  # a careless loop ignores all errors
                 await episode.generate(sampling_params)
             await episode.finish()
             return episode.output()
@@ -356,7 +356,7 @@ def test_a_row_fails_if_its_restart_would_run_a_tool_twice(tmp_path: Path) -> No
     assert tool.executed == []
 
 
-def test_a_failed_row_of_an_unfinished_rollout_is_tried_again_from_its_last_turn(tmp_path: Path) -> None:
+def test_a_failed_row_of_an_unfinished_rollout_is_retried_from_its_last_turn(tmp_path: Path) -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
         return (
             tool_call_reply("add", a=1, b=2)
@@ -369,16 +369,16 @@ def test_a_failed_row_of_an_unfinished_rollout_is_tried_again_from_its_last_turn
     [failed] = run_journaled(path, WorkerHarness(script, tools=[tool]), ROWS[:1])
     assert failed.output.stop_reason is StopReason.FAILED
     path.write_bytes(cut_after(path.read_bytes(), RecordKind.END))
-    [mended] = run_journaled(
+    [retried] = run_journaled(
         path, WorkerHarness(lambda _: text_reply("3"), tools=[tool]), ROWS[:1], resume=True
     )
-    assert mended.output.answer == "3"
+    assert retried.output.answer == "3"
     assert len(tool.executed) == 1
     [again] = run_journaled(path, WorkerHarness([]), ROWS[:1], resume=True)
-    assert facts(again) == facts(mended)
+    assert facts(again) == facts(retried)
 
 
-def test_a_result_that_has_no_form_in_the_journal_is_recorded_as_text_and_its_row_is_resumed(
+def test_a_result_that_cannot_be_packed_is_recorded_as_text_and_its_row_is_resumed(
     tmp_path: Path,
 ) -> None:
     class Odd(Adder):
@@ -397,7 +397,7 @@ def test_a_result_that_has_no_form_in_the_journal_is_recorded_as_text_and_its_ro
     assert IncidentKind.RESTARTED not in {incident.kind for incident in trajectory.output.incidents}
 
 
-def test_branches_come_back_with_the_same_segments_for_what_they_have_in_common() -> None:
+def test_restored_branches_share_the_segments_of_their_common_prefix() -> None:
     whole, before = first_run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "j"

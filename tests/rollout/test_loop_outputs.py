@@ -28,7 +28,7 @@ REPLY = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
 
 @register("bare_turns")
 class BareTurns(AgentLoopBase):
-    """Samples two turns on token ids. `edit` changes the returned output."""
+    """Loop that samples two turns on token ids and returns the output as `edit` changed it."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
         prompt_ids = await self.apply_chat_template(row["raw_prompt"])
@@ -57,7 +57,7 @@ class BareTurns(AgentLoopBase):
 
 
 class Versioned(ScriptedServer):
-    """A server whose weights have version 3 from the start."""
+    """Server whose weights have version 3 from the start."""
 
     async def start(self) -> None:
         await self.update_weights([], weight_version=3)
@@ -138,7 +138,7 @@ def test_tokens_carry_the_weight_version_that_sampled_them(num_turns: int) -> No
     assert torch.equal(batch["weight_versions"] == 3, batch["response_mask"] == 1)
 
 
-def test_a_completion_that_spans_a_weight_swap_keeps_both_versions() -> None:
+def test_a_completion_that_spans_a_weight_update_keeps_both_versions() -> None:
     async def scenario() -> list[Trajectory]:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(harness.worker.run(harness.jobs([question(edit=without_logprobs)])))
@@ -244,7 +244,7 @@ def test_a_prompt_over_its_limit_ends_its_row_with_prompt_length(pad_to: str) ->
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_prompt_is_truncated_where_the_limits_say_so(side: str) -> None:
+def test_a_prompt_is_truncated_on_the_configured_side(side: str) -> None:
     harness = WorkerHarness([text_reply("7")], agent="bare_turns", prompt_length=20, truncate_prompt=side)
     output = harness.run_one(raw_prompt=user("word " * 200)).output
     whole = hermes_template().open(user("word " * 200)).tolist()
@@ -347,7 +347,7 @@ def test_a_stop_reason_given_as_text_is_parsed() -> None:
     assert output.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
 
 
-def test_streamed_completions_of_a_loop_are_remembered_too() -> None:
+def test_streamed_completions_of_a_loop_are_recorded_too() -> None:
     @register("streaming")
     class Streaming(AgentLoopBase):
         async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:

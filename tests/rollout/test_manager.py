@@ -49,7 +49,7 @@ def hello(_: Any) -> ScriptedReply:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 7])
 @pytest.mark.parametrize("batch_size", [0, 1, 5])
-def test_any_batch_size_comes_back_in_order_from_any_number_of_workers(
+def test_a_batch_of_any_size_is_returned_in_order_by_any_number_of_workers(
     batch_size: int, num_workers: int
 ) -> None:
     manager = make_manager(hello, n=2, agent=AgentConfig(num_workers=num_workers))
@@ -60,7 +60,7 @@ def test_any_batch_size_comes_back_in_order_from_any_number_of_workers(
     assert [t.reward for t in trajectories] == [float(t.group) for t in trajectories]
 
 
-def test_a_batch_holds_the_fields_of_training_and_the_timings() -> None:
+def test_a_batch_contains_the_training_columns_and_the_timings() -> None:
     manager = make_manager(hello, n=2)
     batch = run_virtual(manager.generate_sequences(rows(3)))
     assert isinstance(batch, TensorDict)
@@ -79,7 +79,7 @@ def test_a_batch_holds_the_fields_of_training_and_the_timings() -> None:
     } <= set(timing)
 
 
-def test_a_batch_is_padded_to_the_limits_where_the_config_says() -> None:
+def test_a_batch_is_padded_to_the_configured_limits() -> None:
     manager = make_manager(hello, pad_to="limits", prompt_length=40, response_length=30)
     batch = run_virtual(manager.generate_sequences(rows(1)))
     assert batch["prompts"].shape == (1, 40)
@@ -87,7 +87,7 @@ def test_a_batch_is_padded_to_the_limits_where_the_config_says() -> None:
 
 
 @pytest.mark.parametrize(("response_length", "in_thread"), [(30, False), (LARGE_BATCH, True)])
-def test_only_large_batches_are_assembled_in_a_thread_and_garbage_collections_are_rare_meanwhile(
+def test_only_large_batches_are_assembled_in_a_thread_with_rare_garbage_collections(
     response_length: int, in_thread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[bool, bool]] = []

@@ -52,7 +52,7 @@ VIDEO_PAD_ID = vision_tokenizer().convert_tokens_to_ids("<|video_pad|>")
 
 
 class Camera(BaseTool):
-    """A tool that returns images."""
+    """Tool that returns images."""
 
     def __init__(self, response: ToolResponse) -> None:
         super().__init__({}, {**SCHEMA, "function": {**SCHEMA["function"], "name": "look"}})
@@ -102,7 +102,7 @@ def test_placeholders_are_never_trained_on() -> None:
     assert mask.any()
 
 
-def test_the_engine_gets_exactly_the_tokens_of_the_record() -> None:
+def test_the_engine_receives_exactly_the_tokens_of_the_trajectory() -> None:
     harness = make_harness(ToolResponse(image=[picture(1)]))
     output = harness.run_one(raw_prompt=image_message("a", picture(0))).output
     sent = harness.server.requests[-1].prompt_ids
@@ -111,7 +111,7 @@ def test_the_engine_gets_exactly_the_tokens_of_the_record() -> None:
     assert output.segments[2].origin is Origin.TOOL
 
 
-def test_a_text_only_model_refuses_an_image_by_the_tools_name() -> None:
+def test_the_error_for_an_image_to_a_text_only_model_names_the_tool() -> None:
     script = [vision_reply(call_text("look", a=1, b=2))]
     output = WorkerHarness(script, tools=[Camera(ToolResponse(image=[picture()]))]).run_one().output
     assert output.failure is not None
@@ -140,7 +140,7 @@ def test_a_video_of_a_tool_reaches_the_server_and_the_record() -> None:
     assert json.loads(json.dumps(record)) == record
 
 
-def test_a_video_is_refused_by_the_tools_name_where_the_model_takes_none() -> None:
+def test_the_error_for_a_video_to_a_model_without_video_input_names_the_tool() -> None:
     template = ChatTemplate(idefics_template().tokenizer, media=idefics_template().media)
     reply = ScriptedReply(template.encoder.encode(call_text("look", a=1, b=2) + "<|im_end|>"))
     tools = [Camera(ToolResponse(video=[[picture()]]))]
@@ -201,7 +201,7 @@ def test_records_describe_images_without_their_pixels() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_prompt_is_cut_beside_an_image_not_through_it(side: str) -> None:
+def test_a_prompt_is_cut_before_or_after_an_image_and_not_inside_it(side: str) -> None:
     harness = make_harness(ToolResponse(), prompt_length=20, truncate_prompt=side)
     output = harness.run_one(raw_prompt=image_message("what is it?", picture(0))).output
     assert output.failure is None
@@ -263,8 +263,8 @@ def test_a_batch_without_images_has_no_columns_for_them() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
-def test_the_trainer_finds_the_logprobs_of_the_engine(kind: str) -> None:
-    """Runs a rollout on the embedded engine, with images in the prompt and in the tool's response."""
+def test_the_trainer_computes_the_logprobs_of_the_engine(kind: str) -> None:
+    """Check a rollout on the embedded engine with images in the prompt and in the tool's response."""
     trajectories, model = asyncio.run(rollout_on_an_engine(kind))
     batch = assemble(trajectories, pad_token_id=vision_template().pad_token_id)
     actor = Actor(model, config=ActorConfig(), temperature=1.0)
@@ -318,7 +318,7 @@ async def rollout_on_an_engine(kind: str = "qwen2_vl") -> tuple[list[Trajectory]
 
 
 class AlwaysLooks(ToolParser):
-    """Finds a call in any completion, for models with random weights."""
+    """Parser that finds a call in any completion, for models with random weights."""
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return ParsedCompletion(text, (ToolCall("look", {"a": 1, "b": 2}),))

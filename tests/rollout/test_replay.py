@@ -47,7 +47,7 @@ def count_again(request):
     return tool_call_reply("count")
 
 class Counter(BaseTool):
-    """Counts its calls, and does not say that it can be replayed."""
+    """Tool that counts its calls and does not set `on_replay`."""
 
     tool_schema = {
         "type": "function",

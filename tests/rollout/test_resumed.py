@@ -25,13 +25,15 @@ from tests.loops.partials import TOKEN_S, CallCounts, CountingTool, scripted_tur
 from tests.rollout.harness import WorkerHarness
 from tests.rollout.journaled import key_of
 
-SPEECH = "I have a great deal to say about this. " * 3
-NUM_TOKENS = len(encoded(f"{SPEECH}<|im_end|>"))
+COMPLETION = "This answer is long. " * 5
+NUM_TOKENS = len(encoded(f"{COMPLETION}<|im_end|>"))
 ROWS = [{"raw_prompt": user(f"question {n}")} for n in range(4)]
 
 
 def make_manager(agent: str, **settings: Any) -> AgentLoopManager:
-    servers = [ScriptedServer(scripted_turns([SPEECH]), name=f"scripted-{n}", streams=True) for n in range(2)]
+    servers = [
+        ScriptedServer(scripted_turns([COMPLETION]), name=f"scripted-{n}", streams=True) for n in range(2)
+    ]
     agent_config = AgentConfig(default_agent_loop=agent, num_workers=2)
     config = RolloutConfig(agent=agent_config, n=2, **settings)
     return AgentLoopManager(config, servers=servers, template=hermes_template())
@@ -76,11 +78,11 @@ def test_finished_trajectories_are_returned_unchanged_and_reported() -> None:
     manager = make_manager("partial_tool_agent")
 
     async def scenario() -> tuple[list[Trajectory], list[Trajectory], list[Trajectory]]:
-        whole, told = await manager.run(ROWS), list[Trajectory]()
-        return whole, told, await manager.run(ROWS, earlier=whole, on_trajectory=told.append)
+        whole, received = await manager.run(ROWS), list[Trajectory]()
+        return whole, received, await manager.run(ROWS, earlier=whole, on_trajectory=received.append)
 
-    whole, told, again = run_virtual(scenario())
-    assert again == whole == told
+    whole, received, again = run_virtual(scenario())
+    assert again == whole == received
     assert sum(len(server.requests) for server in manager.server_manager.servers) == 8  # pyright: ignore
 
 

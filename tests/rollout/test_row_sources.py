@@ -1,4 +1,4 @@
-"""Rows are read from globs, folders of shards, compressed files, CSV files and folders saved by `datasets`."""
+"""Sources of rows: globs, folders of shards, compressed files, CSV files and folders saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def write_saved(path: str, rows: list[dict[str, Any]], **state: Any) -> None:
 
 
 def load(*sources: str) -> list[dict[str, Any]]:
-    """Return the rows without the messages that were made from their prompts."""
+    """Return the rows without the messages that were created from their prompts."""
     rows = load_rows(sources, prompt_key="prompt")
     return [{name: value for name, value in row.items() if name != "raw_prompt"} for row in rows]
 
@@ -103,7 +103,7 @@ def test_a_folder_is_read_without_its_other_files(folder: Path) -> None:
     assert load("data") == ROWS
 
 
-def test_compressed_and_plain_shards_of_one_kind_go_together() -> None:
+def test_compressed_and_plain_shards_of_one_format_can_be_mixed() -> None:
     write("data/a.jsonl", ROWS[:3])
     write("data/b.jsonl.gz", ROWS[3:])
 
@@ -257,7 +257,7 @@ def test_a_file_may_begin_with_a_byte_order_mark(folder: Path) -> None:
     assert load("rows.jsonl", "rows.csv") == [{"prompt": "x"}] * 2
 
 
-def test_cells_of_csv_are_text_but_for_messages_and_mappings_of_known_columns(folder: Path) -> None:
+def test_cells_of_csv_are_text_except_messages_and_mappings_in_known_columns(folder: Path) -> None:
     cells = {
         "prompt": json.dumps(MESSAGES),
         "answer": "007",
@@ -340,20 +340,20 @@ def test_invalid_csv_is_refused_with_its_location(folder: Path, text: str, compl
 
 @settings(max_examples=50, deadline=None)
 @given(cells=st.lists(st.text(st.characters(codec="utf-8"), min_size=1), min_size=1, max_size=3))
-def test_any_text_comes_back_from_csv(cells: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_text_is_read_back_from_csv(cells: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("csv") / "rows.csv"
     write(str(path), [{"prompt": "x", "answer": cell} for cell in cells])
 
     assert [row["answer"] for row in load(str(path))] == cells
 
 
-def test_a_saved_folder_gives_the_rows_of_all_its_shards() -> None:
+def test_the_rows_of_all_shards_of_a_saved_folder_are_read() -> None:
     write_saved("saved", ROWS)
 
     assert load("saved") == load("saved/") == ROWS
 
 
-def test_a_split_of_a_saved_folder_is_named_after_a_colon(folder: Path) -> None:
+def test_a_split_of_a_saved_folder_is_selected_after_a_colon(folder: Path) -> None:
     write_saved("saved/train", ROWS[:4])
     write_saved("saved/test", ROWS[3:])
     (folder / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -402,7 +402,7 @@ def test_a_truncated_arrow_file_is_refused_and_no_changed_byte_crashes() -> None
         Path("damaged.arrow").write_bytes(whole[:place])
         assert "damaged.arrow cannot be read as Arrow" in refusal("damaged.arrow")
         Path("damaged.arrow").write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
-        with suppress(DataError):  # (a changed letter of a text is not noticed)
+        with suppress(DataError):  # (a changed letter of a text is not detected)
             load("damaged.arrow")
 
 

@@ -1,4 +1,4 @@
-"""Rows with arbitrary columns are refused before the run, or run and end with a reason."""
+"""Rows with arbitrary columns: each is refused before the run, or runs and ends with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows are read from files and functions, and selected by the step alone."""
+"""Loading of rows from files and functions, and their selection by the step alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.rows import RowSampler, load_rows
 
 
-def test_every_kind_of_source_gives_the_same_rows(tmp_path: Path) -> None:
+def test_the_same_rows_are_read_from_every_kind_of_source(tmp_path: Path) -> None:
     rows = [
         {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": 2},
         {

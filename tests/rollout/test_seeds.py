@@ -1,4 +1,4 @@
-"""The seed of a rollout determines its samples, in any order of arrival and end of its requests."""
+"""The seed of a rollout determines its samples, independent of the order of its requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Tokens = list[list[int]]
 
 
 class SeededServer(ScriptedServer):
-    """Samples tokens that depend on the seed and on their positions in the completion, at random speed."""
+    """Server that samples tokens from the seed and their positions in the completion, at random speed."""
 
     abilities = ScriptedServer.abilities | {Ability.SEED, Ability.FREE_SEEDS}
 
@@ -53,7 +53,7 @@ def sample(request: ScriptedRequest) -> ScriptedReply:
 
 @register("seeds_on_tokens")
 class OnTokens(AgentLoopBase):
-    """Samples on token ids: twice in the same context, then a second turn."""
+    """Loop on token ids that samples twice in the same context, then a second turn."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         prompt = await self.apply_chat_template(row["raw_prompt"])
@@ -75,7 +75,7 @@ class OnTokens(AgentLoopBase):
 
 @register("seeds_in_episodes")
 class InEpisodes(AgentLoopBase):
-    """Samples two turns, and three concurrent branches of the second."""
+    """Loop that samples two turns, and three concurrent branches of the second."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         async def say(episode: Episode) -> list[int]:
@@ -130,8 +130,8 @@ def test_two_runs_with_the_same_seed_sample_the_same_on_any_server_at_any_time(a
 
 
 @pytest.mark.parametrize("agent", ["seeds_on_tokens", "seeds_in_episodes"])
-def test_every_completion_of_a_run_has_a_seed_of_its_own(agent: str) -> None:
-    """Checks rows, samples, turns, branches, equal contexts, steps, and evaluation during training."""
+def test_every_completion_of_a_run_has_its_own_seed(agent: str) -> None:
+    """Check rows, samples, turns, branches, equal contexts, steps, and evaluation during training."""
 
     async def scenario() -> list[Trajectory]:
         manager = make_manager(agent=agent)
@@ -172,7 +172,7 @@ def test_a_seed_set_by_the_user_is_used() -> None:
         assert {request.sampling_params.seed for request in server.requests} == {77}
 
 
-def test_servers_for_which_seeds_are_costly_get_none() -> None:
+def test_servers_with_costly_seeds_receive_no_seed() -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
         assert request.sampling_params.seed is None
         return ScriptedReply([100], stops=False)
@@ -180,7 +180,7 @@ def test_servers_for_which_seeds_are_costly_get_none() -> None:
     run(make_manager(server_class=PlainServer, script=script))
 
 
-def test_outside_of_trajectories_only_the_callers_seeds_are_used() -> None:
+def test_requests_outside_of_trajectories_have_only_the_callers_seed() -> None:
     async def scenario() -> list[int | None]:
         manager = make_manager(script=lambda request: ScriptedReply([1])).server_manager
         await manager.generate("a", prompt_ids=[1], sampling_params={})
@@ -206,7 +206,7 @@ def test_a_completion_of_a_dead_server_is_continued_with_the_same_samples() -> N
 
 @pytest.mark.parametrize("seconds", [5.0, 15.0, 25.0, 35.0])
 def test_a_rollout_resumed_from_its_journal_samples_the_same_tokens(seconds: float, tmp_path: Path) -> None:
-    """A completion replayed from the journal keeps its number among the completions of equal contexts."""
+    """Check that a replayed completion is counted among the completions of equal contexts."""
 
     async def part(is_over: asyncio.Event, *, resume: bool) -> list[Trajectory] | None:
         key = key_of(ROWS)
@@ -230,8 +230,8 @@ def test_a_rollout_resumed_from_its_journal_samples_the_same_tokens(seconds: flo
     assert tokens_of(run_virtual(scenario())) == tokens_of(run_virtual(make_manager().run(ROWS)))
 
 
-def speaks(request: ScriptedRequest) -> ScriptedReply:
-    """Return one turn that the seed determines, or the rest of a turn, at one token per second."""
+def sample_slowly(request: ScriptedRequest) -> ScriptedReply:
+    """Return one turn that the seed determines, or the rest of the turn, at one token per second."""
     params = request.sampling_params
     assert params.seed is not None
     words = " ".join(str(derived_seed(params.seed, place)) for place in range(3))
@@ -244,7 +244,7 @@ def speaks(request: ScriptedRequest) -> ScriptedReply:
 @pytest.mark.parametrize("is_new_process", [False, True])
 def test_a_cancelled_rollout_resumes_with_the_same_samples(is_new_process: bool) -> None:
     def manager() -> AgentLoopManager:
-        return make_manager(agent="partial_tool_agent", script=speaks, streams=True)
+        return make_manager(agent="partial_tool_agent", script=sample_slowly, streams=True)
 
     async def scenario() -> list[Trajectory]:
         first = manager()

@@ -136,7 +136,7 @@ def test_the_lag_of_the_event_loop_is_in_the_timing_of_the_batch_and_its_cause_i
     class Blocking(Adder):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
             loop: Any = asyncio.get_running_loop()
-            loop.jump(3.0)  # as `time.sleep(3)` would
+            loop.jump(3.0)  # like `time.sleep(3)`
             return await super().execute(instance_id, parameters, **kwargs)
 
     harness = WorkerHarness(

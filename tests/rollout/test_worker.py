@@ -25,7 +25,7 @@ from tests.rollout.harness import Adder, WorkerHarness
 
 
 class Chaotic(Adder):
-    """Returns, raises ToolError, raises or hangs, as the call's first argument says."""
+    """Tool that returns, raises ToolError, raises another exception or hangs, selected by the first argument."""
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         match parameters["a"]:
