@@ -49,9 +49,9 @@ def test_calls_are_polled_only_while_they_run() -> None:
     async def scenario() -> None:
         engine = Engine()
         poller = PartialCompletionPoller(engine.poll)
-        async with poller.polling(1) as first:
+        with poller.polling(1) as first:
             await asyncio.sleep(1.5 * POLL_INTERVAL_S)
-            async with poller.polling(2) as second:
+            with poller.polling(2) as second:
                 assert [chunk.token_ids for chunk in first] == [[0, 1, 2]]
                 await asyncio.sleep(POLL_INTERVAL_S)
                 assert [token for chunk in first for token in chunk.token_ids] == list(range(6))
@@ -73,7 +73,7 @@ def test_polling_continues_when_a_dead_server_is_restarted() -> None:
     async def scenario() -> None:
         engine = Engine()
         poller = PartialCompletionPoller(engine.poll)
-        async with poller.polling(1) as chunks:
+        with poller.polling(1) as chunks:
             engine.is_dead = True
             await asyncio.sleep(2.5 * POLL_INTERVAL_S)
             assert not chunks
@@ -87,9 +87,9 @@ def test_polling_continues_when_a_dead_server_is_restarted() -> None:
 def test_a_call_that_begins_when_the_last_one_ends_is_polled() -> None:
     async def scenario() -> None:
         poller = PartialCompletionPoller(Engine().poll)
-        async with poller.polling(1):
+        with poller.polling(1):
             await asyncio.sleep(0.5 * POLL_INTERVAL_S)
-        async with poller.polling(2) as chunks:
+        with poller.polling(2) as chunks:
             await asyncio.sleep(1.5 * POLL_INTERVAL_S)
             assert [token for chunk in chunks for token in chunk.token_ids] == list(range(5))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from agent_loop.distributed.messages import PackedCompletion
@@ -35,20 +35,29 @@ class PartialCompletionPoller:
     def __init__(self, poll: Callable[[Mapping[int, int]], Awaitable[PartialCompletions]]) -> None:
         self._poll = poll
         self._known: dict[int, _KnownChunks] = {}
-        self._polling = BackgroundTasks()
+        self._tasks = BackgroundTasks()
+        self._task: asyncio.Task[None] | None = None
 
-    @asynccontextmanager
-    async def polling(self, call_id: int) -> AsyncGenerator[list[TokenChunk]]:
-        """Poll the chunks of a call while the body runs. Yield the list that they are appended to."""
+    @contextmanager
+    def polling(self, call_id: int) -> Generator[list[TokenChunk]]:
+        """Poll the chunks of a call while the body runs. Yield the list that they are appended to.
+
+        Awaits nothing at the end: a call that fails with its chunks could be aborted during a wait, and lose them.
+        """
         known = self._known[call_id] = _KnownChunks()
-        if len(self._known) == 1 or not self._polling:
-            self._polling.start(self._poll_forever())
+        if self._task is None or self._task.done():
+            self._task = self._tasks.start(self._poll_forever())
         try:
             yield known.chunks
         finally:
             del self._known[call_id]
             if not self._known:
-                await self._polling.close()
+                self._task.cancel()
+                self._task = None
+
+    async def close(self) -> None:
+        """Stop polling, and wait until it has ended."""
+        await self._tasks.close()
 
     async def _poll_forever(self) -> None:
         while True:

@@ -141,6 +141,7 @@ class RemoteServer(AsyncServerBase):
     async def close(self) -> None:
         """Close the channel to the server. The server continues to run."""
         await self._channel.close()
+        await self._poller.close()
 
     def _set_info(self, info: ServerInfo) -> None:
         self.info = info
@@ -155,7 +156,7 @@ class RemoteServer(AsyncServerBase):
         """
         if Ability.STREAMING not in self.info.abilities:
             return await self._send_once(request)
-        async with self._poller.polling(request.call_id) as chunks:
+        with self._poller.polling(request.call_id) as chunks:
             try:
                 return await self._send_once(request)
             except ServerDied as error:
