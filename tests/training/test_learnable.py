@@ -113,7 +113,7 @@ def test_a_later_step_without_a_signal_is_reported_and_skipped(config: Config) -
 
     assert result.step == 4
     assert (
-        "step 3: no update, because no trajectory can be told from what it is compared" in output.getvalue()
+        "step 3: no update, because no trajectory differs from what it is compared with" in output.getvalue()
     )
     assert "step 2: no update" not in output.getvalue()
 
