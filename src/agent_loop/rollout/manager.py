@@ -184,7 +184,9 @@ class AgentLoopManager:
         jobs = self._jobs.make(
             rows, n=n, validate=validate, label=label, greedy=greedy, is_resumed=bool(earlier)
         )
-        trace = self.telemetry.tracing.trace_callback(rows, label=label, validate=validate, then=on_trajectory)
+        trace = self.telemetry.tracing.trace_callback(
+            rows, label=label, validate=validate, then=on_trajectory
+        )
         return await self._stages.run(
             jobs, on_trajectory=trace, num_groups=num_groups, journal=journal, earlier=earlier
         )
@@ -211,7 +213,9 @@ class AgentLoopManager:
         self.check_rows(rows)
         jobs = self._jobs.make(rows, n=n, validate=validate)
         ended: asyncio.Queue[Trajectory | None] = asyncio.Queue()
-        trace = self.telemetry.tracing.trace_callback(rows, label="", validate=validate, then=ended.put_nowait)
+        trace = self.telemetry.tracing.trace_callback(
+            rows, label="", validate=validate, then=ended.put_nowait
+        )
 
         async def run_all() -> None:
             try:

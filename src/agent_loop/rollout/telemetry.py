@@ -12,7 +12,7 @@ from agent_loop.loading import import_extra
 from agent_loop.rollout.workers import LocalWorkers, Workers
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.pool import ServerPool
-from agent_loop.tracing.tracer import TrajectoryCallback, Tracer
+from agent_loop.tracing.tracer import Tracer, TrajectoryCallback
 from agent_loop.trajectory import Trajectory
 
 if TYPE_CHECKING:

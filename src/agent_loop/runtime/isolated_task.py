@@ -155,7 +155,8 @@ def abandon(task: asyncio.Task[Any], what: str) -> None:
     """Stop waiting for a task. `asyncio.run` does not wait for it either.
 
     Args:
-        what: Behaviour of the task, for the log and the trajectory, such as "tool 'search' still ran 5 s after it was cancelled".
+        what: Behaviour of the task, for the log and the trajectory, such as "tool 'search' still ran 5 s after it was
+            cancelled".
     """
     notes = IncidentCollector.current()
     logger.warning(

@@ -29,7 +29,7 @@ class Ability(StrEnum):
     """Optional features of a server. `agent-loop check server` tests the abilities that a server claims."""
 
     LOG_PROBS = "logprobs"
-    """Returns log-probs as `TokenOutput.logprobs` defines them."""
+    """Returns log-probs as `TokenOutput.log_probs` defines them."""
     TOP_LOGPROBS = "top_logprobs"
     """Returns the likeliest tokens and their log-probs, as `SamplingParams.top_logprobs` defines them."""
     SEED = "seed"
@@ -215,7 +215,7 @@ class AsyncServerBase(ABC):
             attachments: All attachments of the context, in order, with positions counted from its first token.
 
         Returns:
-            The sampled tokens, stop token included, with log-probs as `TokenOutput.logprobs` defines them.
+            The sampled tokens, stop token included, with log-probs as `TokenOutput.log_probs` defines them.
 
         Raises:
             SamplingParamsError: The server does not support a parameter.

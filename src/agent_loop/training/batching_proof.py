@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from agent_loop.config import OptimConfig
 from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded.rounding import rounding_sensitivity
 from agent_loop.servers.embedded.length_limits import length_limits
+from agent_loop.servers.embedded.rounding import rounding_sensitivity
 from agent_loop.servers.embedded.vision import VISION_MODELS
 from agent_loop.training.forward import model_inputs, outputs_at
 from agent_loop.training.micro_batches import SHARED_LINE, MicroBatch
