@@ -119,7 +119,7 @@ def test_help_has_examples(command: Command, name: str) -> None:
         (["config.yaml", "rollout.n=100000000000000000000"], "less than or equal to 65536"),
         (
             ["config.yaml", "rollout.prompt_length=40000"],
-            "the model ends at 32768 positions; give at most 32768",
+            "the model has 32768 positions; give at most 32768",
         ),
         (["config.yaml", "trainer.run_dir=task.py"], "'task.py'"),
         (["config.yaml", "trainer.run_dir=/proc/nowhere/run"], "/proc/nowhere"),

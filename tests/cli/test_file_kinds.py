@@ -191,7 +191,7 @@ def test_a_context_longer_than_that_of_the_model_is_refused_by_the_name_of_the_o
 ) -> None:
     exit_code, output = command("serve", "model", "--max-model-len", "40000", "--port", "0")
     assert exit_code == 2
-    assert "--max-model-len is 40000, but the model ends at 32768 positions; give at most 32768" in output
+    assert "--max-model-len is 40000, but the model has 32768 positions; give at most 32768" in output
 
 
 @pytest.mark.parametrize(

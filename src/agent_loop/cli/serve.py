@@ -140,7 +140,7 @@ def _settings(
     longest = _context_length(Path(str(given["model.path"])))
     if max_model_len is not None and longest is not None and max_model_len > longest:
         raise ConfigError(
-            f"--max-model-len is {max_model_len}, but the model ends at {longest} positions; give at most {longest}"
+            f"--max-model-len is {max_model_len}, but the model has {longest} positions; give at most {longest}"
         )
     if path is None:
         options = ["rollout.multi_turn.format=auto", *options]
