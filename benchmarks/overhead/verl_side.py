@@ -67,7 +67,7 @@ class LookupServer:
 
     def __init__(self, workload: Workload) -> None:
         self._answers = {
-            tail: TokenOutput(token_ids=turn.token_ids, logprobs=turn.logprobs, stop_reason="completed")
+            tail: TokenOutput(token_ids=turn.token_ids, log_probs=turn.logprobs, stop_reason="completed")
             for tail, turn in workload.answers.items()
         }
 
