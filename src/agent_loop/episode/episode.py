@@ -407,7 +407,8 @@ class Episode:
         )
 
     def may_go_on(self) -> bool:
-        """Whether a reply and another assistant turn are allowed. If not, the episode ends with the limit's reason."""
+        """Return whether the limits allow a reply and another assistant turn. If not, end the episode with the
+        reason."""
         transcript = self._transcript
         forbidden = self.limits.forbids_reply(
             assistant_turns=transcript.assistant_turns,

@@ -50,7 +50,7 @@ class EpisodeLimits:
         return forbidden
 
     def is_last_turn(self, *, assistant_turns: int, user_turns: int) -> bool:
-        """Whether a turn limit allows no reply after the next assistant turn."""
+        """Return whether a turn limit forbids a reply after the next assistant turn."""
         if self.max_assistant_turns is not None and assistant_turns + 1 >= self.max_assistant_turns:
             return True
         return self.max_user_turns is not None and user_turns >= self.max_user_turns

@@ -108,7 +108,7 @@ def assemble(
 
 
 def timing_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Seconds per trajectory (and counts of preemption): least, most, mean, and the slowest row in full.
+    """Return the seconds per trajectory and the numbers of preemptions: minimum, maximum, mean, and the slowest row.
 
     The mean is over rollouts, whose branches share their weight. The slowest is the one with most seconds of generation
     and tools together. No trajectories, no metrics.
@@ -137,7 +137,7 @@ def timing_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _lag_metrics(each: Sequence[AgentLoopMetrics]) -> dict[str, float]:
-    """How late the event loops were: at most, in the mean, and the share of time in which one was held up."""
+    """Return the lag of the event loops: maximum, mean, and the share of time in which one was blocked."""
     return {
         "timing/event_loop_lag_max_s": max([m.event_loop_lag_max for m in each]),
         "timing/event_loop_lag_mean_s": sum([m.event_loop_lag_mean for m in each]) / len(each),

@@ -62,8 +62,10 @@ class LoadBalancer:
         config: BalancerConfig | None = None,
         policy: Policy | None = None,
     ) -> None:
-        """Args:
-        policy: Policy that chooses the servers; None is `LeastWork(config)`.
+        """Create a balancer without servers.
+
+        Args:
+            policy: Policy that chooses the servers; None is `LeastWork(config)`.
         """
         self.policy = policy or LeastWork(config)
         self.config = self.policy.config

@@ -43,11 +43,14 @@ class AsyncLLMServerManager:
         request_timeout_s: float | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """Args:
-        servers: Servers, or a pool of servers.
-        request_timeout_s: Time limit of a completion, time in the queue included. A completion that takes longer is
-            aborted and fails. None sets no limit.
-        vocab_size: Number of rows of the model's embedding. A completion with larger token ids fails; None allows any.
+        """Create a client that does not start the servers.
+
+        Args:
+            servers: Servers, or a pool of servers.
+            request_timeout_s: Time limit of a completion, time in the queue included. A completion that takes longer
+                is aborted and fails. None sets no limit.
+            vocab_size: Number of rows of the model's embedding. A completion with larger token ids fails. None allows
+                any id.
         """
         self._pool = servers if isinstance(servers, ServerPool) else ServerPool(servers)
         self._vocab_size = vocab_size

@@ -67,13 +67,15 @@ class ServerPool:
         forecast: Forecast | None = None,
         restart_timeout_s: float = 0.0,
     ) -> None:
-        """Args:
-        config: Settings of the balancer.
-        policy: Policy that chooses the servers; None is `LeastWork(config)`.
-        forecast: Forecast of the work left in a session, for `BalancerConfig.longest_first`. None learns the
-            forecast from the sessions of this pool.
-        restart_timeout_s: How long requests stay queued for a server to rejoin when every server is lost. Applies
-            only if one of the servers `restarts`. 0 fails the requests at once.
+        """Create a pool that does not start its servers.
+
+        Args:
+            config: Settings of the balancer.
+            policy: Policy that chooses the servers; None is `LeastWork(config)`.
+            forecast: Forecast of the work left in a session, for `BalancerConfig.longest_first`. None learns the
+                forecast from the sessions of this pool.
+            restart_timeout_s: How long requests stay queued for a server to rejoin when every server is lost. Applies
+                only if one of the servers `restarts`. 0 fails the requests at once.
         """
         self.balancer = LoadBalancer(config=config, policy=policy)
         self._forecast = (

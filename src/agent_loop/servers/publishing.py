@@ -42,13 +42,15 @@ class WeightPublisher:
         folder: Path | None = None,
         as_checkpoints: bool = False,
     ) -> None:
-        """Args:
-        model: Model whose weights are published.
-        transfer: Value of `rollout.weight_transfer`.
-        is_same_host: Whether the engine runs on this machine.
-        num_receivers: Number of the engine's ranks.
-        folder: Folder of weights that are transferred by disk; None uses a temporary folder.
-        as_checkpoints: Whether the engine itself loads weights from disk, as a model folder.
+        """Create a publisher for one engine.
+
+        Args:
+            model: Model whose weights are published.
+            transfer: Value of `rollout.weight_transfer`.
+            is_same_host: Whether the engine runs on this machine.
+            num_receivers: Number of the engine's ranks.
+            folder: Folder of weights that are transferred by disk; None uses a temporary folder.
+            as_checkpoints: Whether the engine itself loads weights from disk, as a model folder.
         """
         self._model = model
         self._transfer: WeightTransfer = transfer

@@ -40,8 +40,10 @@ class ReplyCheck:
     """
 
     def __init__(self, vocab_size: int | None = None) -> None:
-        """Args:
-        vocab_size: Number of rows of the model's embedding; None allows any id that fits into int32.
+        """Create a check for one vocabulary.
+
+        Args:
+            vocab_size: Number of rows of the model's embedding; None allows any id that fits into int32.
         """
         self._contracts = _contracts_of(vocab_size)
 

@@ -79,13 +79,15 @@ class ScriptedServer(AsyncServerBase):
         max_concurrent: int | None = None,
         streams: bool = False,
     ) -> None:
-        """Args:
-        script: Function from a request to its reply, or the replies to the turns of each session.
-        name: Name of the server in errors and metrics.
-        vocab_size: Vocabulary size. Prompts with larger token ids are rejected; None allows any.
-        max_model_len: Context length. Longer prompts are rejected; None sets no limit.
-        max_concurrent: See `AsyncServerBase`.
-        streams: Whether `stream` yields each token in its own chunk, as it is due.
+        """Create a server that replies as scripted.
+
+        Args:
+            script: Function from a request to its reply, or the replies to the turns of each session.
+            name: Name of the server in errors and metrics.
+            vocab_size: Vocabulary size. Prompts with larger token ids are rejected; None allows any.
+            max_model_len: Context length. Longer prompts are rejected; None sets no limit.
+            max_concurrent: See `AsyncServerBase`.
+            streams: Whether `stream` yields each token in its own chunk, as it is due.
         """
         self.name = name
         self.max_concurrent = max_concurrent

@@ -18,7 +18,7 @@ from agent_loop.errors import OutputError
 from agent_loop.runtime.describe import describe_error
 
 MAX_COMMAND = 200
-"""Characters shown of the command line of the process that holds a lock."""
+"""Maximum characters of the command line of a lock's owner in an error message."""
 
 
 @contextmanager

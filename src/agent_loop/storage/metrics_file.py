@@ -1,4 +1,4 @@
-"""The metrics of a run, as they are on disk."""
+"""Reader of the metrics file of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from agent_loop.errors import DataError
 
 METRICS_FILE = "metrics.jsonl"
-"""Of a run's folder."""
+"""Name of the metrics file in a run's folder."""
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

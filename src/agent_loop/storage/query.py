@@ -131,7 +131,7 @@ def _value(text: str, kind: Any) -> Any:
 
 
 def _contains(table: Any, text: str) -> Any:
-    """As it is, or as JSON writes it."""
+    """Return a mask of the rows that contain the text, either unchanged or as JSON escapes it."""
     forms = {text, json.dumps(text, ensure_ascii=False)[1:-1]}
     mask: Any = pa.array([False] * table.num_rows)
     for name in table.column_names:

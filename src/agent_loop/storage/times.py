@@ -1,4 +1,4 @@
-"""How long a trajectory did what."""
+"""Seconds that a trajectory spent on each activity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agent_loop.runtime.activity import WaitKind
 from agent_loop.trajectory import Span, Trace
 
 PREFILL = "prefill_s"
-"""Among the details of a `generate` span: seconds from its start to the first token; None where nobody said."""
+"""Key in the details of a `generate` span: seconds from its start to the first token; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Times:
     queue_s: float
     generate_s: float
     prefill_s: float | None
-    """None where no server said when its first token came."""
+    """None if no server reports the time of its first token."""
     tool_s: float
     interaction_s: float
     reward_s: float
@@ -30,7 +30,7 @@ class Times:
     other_s: float
 
     def whole(self) -> dict[str, float]:
-        """All but the part, by name: what sums to the seconds of the trace."""
+        """Return the seconds by name, without `prefill_s`, which is a part of `generate_s`. They sum to the trace."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         del values["prefill_s"]
         return values
@@ -49,7 +49,7 @@ def times_of(trace: Trace) -> Times:
 
 
 def _seconds_by_kind(spans: Sequence[Span]) -> dict[str, float]:
-    """One sweep over the moments at which a span begins or ends."""
+    """Return the seconds of each kind. Sweeps once over the times at which a span starts or ends."""
     begins = sorted(spans, key=lambda span: span.start)
     moments = sorted({moment for span in spans for moment in (span.start, span.end)})
     seconds: defaultdict[str, float] = defaultdict(float)

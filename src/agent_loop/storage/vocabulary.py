@@ -16,7 +16,7 @@ from agent_loop.storage.whole_file import whole_file
 Piece: TypeAlias = str | list[int]
 """Text of a token, or its bytes if these are not valid text."""
 BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""How vocabularies that are not of bytes name those that they fall back to."""
+"""Pattern of the names that SentencePiece vocabularies give to single bytes."""
 ANCHOR = "a"
 
 
@@ -90,7 +90,7 @@ def _reader(tokenizer: Any) -> Callable[[str], Piece]:
     first = decoder.decode([ANCHOR])
 
     def read(name: str) -> Piece:
-        """Behind another token, since some decoders take a space off the first one."""
+        """Decode the token after another token, since some decoders strip a space from the first token."""
         byte = BYTE_NAME.fullmatch(name)
         return [int(byte[1], 16)] if byte else decoder.decode([ANCHOR, name]).removeprefix(first)
 
