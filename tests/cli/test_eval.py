@@ -194,8 +194,8 @@ def test_too_many_failures_stop_the_evaluation_and_resume_runs_the_failed_rows_a
     assert broken.exit_code == 2
     assert "no answer is good enough" in broken.err
     assert "--resume" in broken.out
-    mended = evaluate("--resume")
-    assert mended.exit_code == 0, mended.err
+    resumed = evaluate("--resume")
+    assert resumed.exit_code == 0, resumed.err
     assert None not in [record["reward"] for record in trajectories()]
     assert keys() == ALL
 
