@@ -195,8 +195,8 @@ def test_a_shared_session_is_reopened_after_its_server_died(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "give one of command and url"),
-        ({"command": "x", "url": "http://y"}, "give one of command and url"),
+        ({}, "give exactly one of command and url"),
+        ({"command": "x", "url": "http://y"}, "give exactly one of command and url"),
         ({"command": "/no/such/program"}, "the tools of the MCP server cannot be listed"),
         ({"url": "http://127.0.0.1:9/mcp"}, "the tools of the MCP server cannot be listed"),
         ({"comand": "x"}, "did you mean 'command'"),

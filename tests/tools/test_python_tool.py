@@ -145,8 +145,8 @@ def test_the_tool_loads_from_yaml_with_its_settings(tmp_path: Path) -> None:
     [
         ({"time_limit": 3}, "did you mean 'time_limit_s'"),
         ({"memory_mb": 1}, "memory_mb"),
-        ({"visible": ["/no/such/thing"]}, "give absolute paths of what exists"),
-        ({"visible": ["/"]}, "would show secrets"),
+        ({"visible": ["/no/such/thing"]}, "give absolute paths that exist"),
+        ({"visible": ["/"]}, "would expose secrets"),
         ({"mechanism": "namespaces", "python": "/no/python"}, "/no/python could not be started"),
         (
             {"mechanism": "bubblewrap", "bubblewrap": "/no/bwrap"},
