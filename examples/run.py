@@ -82,15 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for model, run and report (default: runs/TASK)")
     parser.add_argument("--steps", type=int, help="GRPO steps (default: as in the example's config.yaml)")
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
+        "settings",
+        nargs="*",
         metavar="KEY=VALUE",
-        dest="settings",
-        help="override a setting of the example's config.yaml, as in --set trainer.mode=async; repeatable",
+        help="override a setting of the example's config.yaml, as in trainer.mode=async",
     )
     parser.add_argument("--skip-report", action="store_true", help="do not write curves.png and report.html")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
 
     transformers.utils.logging.disable_progress_bar()
     console = Console()

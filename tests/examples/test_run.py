@@ -18,3 +18,17 @@ def test_an_unknown_example_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
         main(["no_such_example"])
     assert ended.value.code == EXIT_ERROR
     assert "no_such_example" in capsys.readouterr().err
+
+
+def test_settings_may_follow_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: dict[str, object] = {}
+
+    async def run_example(task: str, **options: object) -> int:
+        received.update(options, task=task)
+        return 0
+
+    monkeypatch.setattr("examples.run.run_example", run_example)
+    assert main(["two_hop_lookup", "--seed", "3", "rollout.deterministic=true", "--steps", "2"]) == 0
+    assert received["task"] == "two_hop_lookup"
+    assert received["seed"] == 3
+    assert received["settings"] == ["rollout.deterministic=true", "trainer.total_steps=2"]
