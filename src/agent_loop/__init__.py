@@ -6,8 +6,9 @@ loads neither torch nor transformers.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from agent_loop.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from agent_loop.chat.parsers import ToolParser
@@ -87,12 +88,7 @@ _MODULE_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'agent_loop' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"agent_loop.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_exports(__name__, _MODULE_OF)
 
 
 def __dir__() -> list[str]:

@@ -59,7 +59,7 @@ class AgentState(StrEnum):
 
 
 class Origin(StrEnum):
-    """Who wrote the tokens of a segment."""
+    """Origin of the tokens of a segment."""
 
     PROMPT = "prompt"
     MODEL = "model"
@@ -304,7 +304,7 @@ class MalformedCall(Struct, frozen=True):
 
     text: str
     error: str
-    """What is wrong with the call. The model gets this text as the reply."""
+    """Error in the call, which the model gets as the reply."""
 
 
 class ParsedCompletion(Struct, frozen=True):

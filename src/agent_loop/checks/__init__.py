@@ -13,9 +13,9 @@ load torch and transformers, the others do not.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from agent_loop.lazy_exports import lazy_exports
 from agent_loop.testing.conformance import CheckReport, CheckResult
 
 if TYPE_CHECKING:
@@ -46,9 +46,4 @@ _MODULE_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'agent_loop.checks' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"agent_loop.checks.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_exports(__name__, _MODULE_OF)

@@ -22,7 +22,7 @@ from agent_loop.types import SamplingParams, StopReason, TokenOutput
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a client needs to know about a server that has started."""
+    """Properties of a started server that its clients use."""
 
     name: str
     abilities: frozenset[Ability]

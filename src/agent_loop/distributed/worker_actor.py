@@ -46,7 +46,7 @@ FLUSH_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What a worker is created from, each time its process is started."""
+    """Arguments of a worker, which is created from them each time its process starts."""
 
     config: Config
     servers: tuple[tuple[Any, ServerInfo], ...]

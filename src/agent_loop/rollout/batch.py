@@ -19,7 +19,7 @@ from agent_loop.trajectory import AgentLoopMetrics, Trajectory, branch_weights
 from agent_loop.trajectory.attachments import position_ids
 
 RolloutBatch: TypeAlias = TensorDict
-"""What `assemble` returns; its docstring lists the columns."""
+"""Result of `assemble`, whose docstring lists the columns."""
 
 TENSOR_COLUMNS = (
     "prompts",

@@ -31,7 +31,7 @@ OnTrajectory: TypeAlias = Callable[[Trajectory], None]
 
 
 class RunStages:
-    """Takes the jobs of a run through its stages. Shared by all runs of a manager.
+    """Sequence of the stages of a run. Shared by all runs of a manager.
 
     Args:
         workers: Run the jobs.

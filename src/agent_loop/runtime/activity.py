@@ -1,4 +1,4 @@
-"""What each trajectory is waiting for, and what it has waited for.
+"""Current and past waits of each trajectory.
 
 Code that awaits something for a trajectory does so within `waiting_for`. The watchdog reads the current waits, and the
 trace of a trajectory holds the past ones. Outside of a monitored rollout `waiting_for` costs nothing.
@@ -22,7 +22,7 @@ from agent_loop.trajectory import Span, Trace
 
 
 class WaitKind(StrEnum):
-    """What a trajectory may wait for."""
+    """Kinds of waits of a trajectory."""
 
     ADMISSION = "admission"
     """Permission to start, limited by `rollout.max_concurrent`."""
@@ -42,7 +42,7 @@ class WaitKind(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Activity:
-    """What a trajectory is currently waiting for, and its past waits."""
+    """Current and past waits of one trajectory."""
 
     trajectory_id: str
     monitor: ActivityMonitor = field(repr=False)

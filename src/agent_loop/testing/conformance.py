@@ -43,7 +43,7 @@ class CheckReport:
     """Results of all checks of one object, in the order in which the checks ran."""
 
     subject: str
-    """What was checked, as in `interaction 'gsm8k'`."""
+    """Name of the checked object, such as `interaction 'gsm8k'`."""
     results: Sequence[CheckResult]
 
     @property

@@ -26,7 +26,7 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Everything that is traced of one trajectory."""
+    """Trace of one trajectory: its events and attributes."""
 
     attributes: TraceAttributes
     began_at: float

@@ -5,8 +5,9 @@ The names below are for estimators and losses of users. Each is imported at firs
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from agent_loop.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from agent_loop.training.advantages import (
@@ -44,18 +45,13 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    **dict.fromkeys(__all__, "advantages"),
     **dict.fromkeys(["advantage_estimator", "policy_loss"], "registry"),
     **dict.fromkeys(["TokenLoss", "clipped_loss", "kl_penalty", "masked_difference"], "losses"),
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'agent_loop.training' has no attribute {name!r}")
-    module = importlib.import_module(f"agent_loop.training.{_MODULE_OF.get(name, 'advantages')}")
-    value = getattr(module, name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_exports(__name__, _MODULE_OF)
 
 
 def __dir__() -> list[str]:

@@ -15,8 +15,9 @@ imported at its first use, so that code that only passes weights on does not loa
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from agent_loop.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from agent_loop.weights.adapted import AdaptedWeights, Factors
@@ -63,8 +64,4 @@ _MODULE_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module 'agent_loop.weights' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"agent_loop.weights.{module}"), name)
+__getattr__ = lazy_exports(__name__, _MODULE_OF)

@@ -1,4 +1,5 @@
-"""Names that code for verl's agent loop imports. Such code runs after its imports are changed to this module.
+"""Classes and functions with verl's names. Code for verl's agent loop runs after its imports are changed to this
+module.
 
 ```python
 from agent_loop.integrations.verl import AgentLoopBase, AgentLoopOutput, register, rollout_trace_op, simple_timer

@@ -47,7 +47,7 @@ class EmbeddedConfig:
     offload_weights_on_sleep: bool = True
     """Move the weights to host memory while asleep. Has no effect on a CPU."""
     verify: bool = True
-    """At construction, compare log-probs with a plain forward and reject a model if they differ."""
+    """Whether the engine compares log-probs with a plain forward at its start, and rejects a model if they differ."""
 
     def __post_init__(self) -> None:
         for name in ("max_slots", "max_model_len", "prefill_chunk_tokens", "num_threads"):

@@ -19,7 +19,7 @@ from agent_loop.servers.embedded.vision import VISION_MODELS
 from agent_loop.types import IntArray
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
-"""Names that models use for the cache in their arguments and outputs."""
+"""Names of the cache in the arguments and outputs of models."""
 _owned: WeakSet[Any] = WeakSet()
 """Models that belong to a runner."""
 

@@ -25,7 +25,7 @@ FOR_WEIGHTS = f"VLLM_SERVER_DEV_MODE=1 in its environment and --worker-extension
 
 @dataclass(frozen=True, slots=True)
 class RemoteServerInfo:
-    """What a running server offers."""
+    """Capabilities of a running server."""
 
     model: str
     """The server's name for the model."""
