@@ -225,7 +225,7 @@ def test_the_trace_holds_the_seconds_of_the_call_and_not_the_wait_for_the_group(
         assert span.end == trajectory.trace.seconds < 30 + 8
 
 
-# -- who is scored ---------------------------------------------------------------------------------------------------
+# -- which trajectories are scored -----------------------------------------------------------------------------------
 
 
 def test_branches_are_separate_outputs() -> None:
@@ -296,7 +296,7 @@ def test_a_group_with_a_resumable_trajectory_is_scored_after_it_has_ended() -> N
     assert all(t.reward == float(t.output.answer) for t in second)
 
 
-# -- what goes wrong -------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def of_row_1(bad: Callable[[int], Any]) -> BatchReward:

@@ -16,7 +16,7 @@ class BackgroundTasks:
     """
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
 
     def __len__(self) -> int:
         """Return the number of tasks that have not ended."""
@@ -25,8 +25,8 @@ class BackgroundTasks:
     def start(self, call: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
         """Run a call in a task. asyncio logs an exception of the call that nobody retrieves."""
         task = asyncio.create_task(call)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     async def wait(self) -> None:
@@ -35,7 +35,7 @@ class BackgroundTasks:
             await asyncio.wait(self._tasks)
 
     async def close(self) -> None:
-        """Cancel the tasks that run, and wait until they have ended."""
+        """Cancel the tasks that run, in the order of their start, and wait until they have ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
