@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 from agent_loop.errors import ConfigError, SamplingParamsError, ServerError
 from agent_loop.runtime.concurrency import run_together
+from agent_loop.servers.base import Ability
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
@@ -137,8 +139,66 @@ def test_closing_the_server_fails_running_requests() -> None:
         ({"top_p": 0}, "more than 0"),
         ({"top_k": 0}, "-1 \\(no limit\\)"),
         ({"max_tokens": 0}, "at least 1"),
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5; give 0"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"min_p": 1.5}, "min_p is 1.5"),
+        ({"min_p": -0.1}, "min_p is -0.1"),
+        ({"json_schema": "{"}, "which is not JSON"),
+        ({"json_schema": "[1]"}, "JSON text of an object"),
     ],
 )
 def test_invalid_sampling_parameters_are_refused(params: dict, complaint: str) -> None:
     with pytest.raises(SamplingParamsError, match=complaint):
         SamplingParams.parse(params)
+
+
+@pytest.mark.parametrize(
+    ("params", "ability"),
+    [
+        ({"json_schema": '{"type": "object"}'}, Ability.JSON_SCHEMA),
+        ({"presence_penalty": 0.5}, Ability.PENALTIES),
+        ({"frequency_penalty": -0.5}, Ability.PENALTIES),
+        ({"repetition_penalty": 1.1}, Ability.PENALTIES),
+        ({"min_p": 0.1}, Ability.MIN_P),
+        ({"top_logprobs": 2}, Ability.TOP_LOGPROBS),
+    ],
+)
+def test_a_parameter_is_refused_by_a_server_without_the_ability_for_it(
+    params: dict, ability: Ability
+) -> None:
+    async def scenario() -> None:
+        script = [ScriptedReply([1, 2])]
+        able = ScriptedServer(script, more_abilities=[ability])
+        assert (await able.generate(IDS, SamplingParams(**params), "s")).token_ids == [1, 2]
+        unable = ScriptedServer(script)
+        with pytest.raises(SamplingParamsError, match=f"use a server with the ability '{ability.value}'"):
+            await unable.generate(IDS, SamplingParams(**params), "s")
+        assert not unable.requests
+
+    run_virtual(scenario())
+
+
+def test_a_pool_refuses_for_servers_that_ignore_parameters_they_do_not_know() -> None:
+    class Careless(ScriptedServer):
+        async def generate(self, *_: Any, **__: Any) -> TokenOutput:
+            return TokenOutput([1], [-0.5], "stop")
+
+    async def scenario() -> None:
+        manager = AsyncLLMServerManager([Careless([])])
+        with pytest.raises(SamplingParamsError, match="json_schema is"):
+            await manager.generate("s", prompt_ids=IDS, sampling_params={"json_schema": "{}"})
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_scripted_reply_has_more_values_for_the_tokens_that_are_sampled(streams: bool) -> None:
+    async def scenario() -> None:
+        reply = ScriptedReply([1, 2, 3], extras={"rank": np.array([5, 6, 7])})
+        server = ScriptedServer([reply], streams=streams)
+        parts = server.stream(IDS, SamplingParams(max_tokens=2), "s")
+        output = TokenOutput.from_chunks([part async for part in parts])
+        assert output.token_ids == [1, 2]
+        assert output.extras["rank"].tolist() == [5, 6]
+
+    run_virtual(scenario())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,7 +17,7 @@ from agent_loop.completions.chat import chat_completion, stream_chat_completion
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.response_models import ChatCompletion, ChatCompletionChunk
 from agent_loop.config import ModelConfig, OnWeightUpdate, WeightTransfer
-from agent_loop.errors import ConfigError, ServerError, WeightsError, did_you_mean
+from agent_loop.errors import ConfigError, SamplingParamsError, ServerError, WeightsError, did_you_mean
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
@@ -32,6 +32,12 @@ class Ability(StrEnum):
     """Returns log-probs as `TokenOutput.log_probs` defines them."""
     TOP_LOGPROBS = "top_logprobs"
     """Returns the likeliest tokens and their log-probs, as `SamplingParams.top_logprobs` defines them."""
+    JSON_SCHEMA = "json_schema"
+    """Constrains completions to a schema, as `SamplingParams.json_schema` defines it."""
+    PENALTIES = "penalties"
+    """Offers `presence_penalty`, `frequency_penalty` and `repetition_penalty`."""
+    MIN_P = "min_p"
+    """Offers `min_p`."""
     SEED = "seed"
     """A seed makes a completion reproducible."""
     FREE_SEEDS = "free_seeds"
@@ -90,8 +96,42 @@ def refuse_unknown_options(given: Iterable[str], *, known: Iterable[str]) -> Non
             raise ConfigError(f"unknown key {f'rollout.engine_kwargs.{key}'!r}{did_you_mean(key, known)}")
 
 
-ABILITY_FOR: Mapping[str, Ability] = {"seed": Ability.SEED, "top_logprobs": Ability.TOP_LOGPROBS}
+ABILITY_FOR: Mapping[str, Ability] = {
+    "seed": Ability.SEED,
+    "top_logprobs": Ability.TOP_LOGPROBS,
+    "json_schema": Ability.JSON_SCHEMA,
+    "presence_penalty": Ability.PENALTIES,
+    "frequency_penalty": Ability.PENALTIES,
+    "repetition_penalty": Ability.PENALTIES,
+    "min_p": Ability.MIN_P,
+}
 """Sampling parameters that need an ability if they differ from their defaults."""
+DEFAULT_PARAMS = SamplingParams()
+
+
+def unsupported_params(params: SamplingParams, abilities: Collection[Ability]) -> list[str]:
+    """Return the names of the sampling parameters that need an ability which is missing."""
+    return [
+        name
+        for name, ability in ABILITY_FOR.items()
+        if ability not in abilities and getattr(params, name) != getattr(DEFAULT_PARAMS, name)
+    ]
+
+
+def refuse_params_of_request(params: SamplingParams, *, abilities: Collection[Ability], server: str) -> None:
+    """Refuse a request whose sampling parameters a server does not support.
+
+    A seed is not refused here, because a server without seeds still samples a valid completion.
+
+    Raises:
+        SamplingParamsError: The server lacks an ability for a parameter.
+    """
+    for name in unsupported_params(params, abilities):
+        if name != "seed":
+            raise SamplingParamsError(
+                f"{name} is {getattr(params, name)!r:.80}, which server {server!r} does not support; leave it out, or "
+                f"use a server with the ability {ABILITY_FOR[name].value!r}"
+            )
 
 
 def refuse_sampling_params(server: AsyncServerBase, params: SamplingParams) -> None:
@@ -100,14 +140,11 @@ def refuse_sampling_params(server: AsyncServerBase, params: SamplingParams) -> N
     Raises:
         ConfigError: The server lacks an ability for a parameter.
     """
-    defaults = SamplingParams()
-    for name, ability in ABILITY_FOR.items():
-        value = getattr(params, name)
-        if value != getattr(defaults, name) and ability not in server.abilities:
-            raise ConfigError(
-                f"rollout.{name} is {value}, which server {server.name!r} ({type(server).__name__}) does not support; "
-                f"set rollout.{name}={getattr(defaults, name)}, or choose another rollout.engine"
-            )
+    for name in unsupported_params(params, server.abilities):
+        raise ConfigError(
+            f"rollout.{name} is {getattr(params, name)}, which server {server.name!r} ({type(server).__name__}) does "
+            f"not support; set rollout.{name}={getattr(DEFAULT_PARAMS, name)}, or choose another rollout.engine"
+        )
 
 
 @dataclass(frozen=True, slots=True)

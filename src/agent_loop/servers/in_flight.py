@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from agent_loop.errors import BadServerReply, ServerDied
 from agent_loop.runtime.activity import note_progress
-from agent_loop.servers.base import AsyncServerBase
+from agent_loop.servers.base import AsyncServerBase, refuse_params_of_request
 from agent_loop.servers.reply_check import ReplyCheck, bad_reply
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
@@ -92,6 +92,7 @@ class InFlightRequest:
         """
         attempt = self._begin_attempt()
         prompt_ids, params = self._rest()
+        refuse_params_of_request(params, abilities=server.abilities, server=server.name)
         reply = await server.generate(prompt_ids, params, self.session, **self._more)
         output = self._check.output(
             reply, server=server.name, request_id=self.session, max_tokens=params.max_tokens
@@ -132,6 +133,7 @@ class InFlightRequest:
             BadServerReply: A chunk is not a part of a completion of the prompt.
         """
         prompt_ids, params = self._rest()
+        refuse_params_of_request(params, abilities=server.abilities, server=server.name)
         stream: Any = server.stream(prompt_ids, params, self.session, **self._more)
         if not isinstance(stream, AsyncGenerator):
             if inspect.iscoroutine(stream):

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agent_loop.config import Positive, parse_options
 from agent_loop.errors import BadPrompt, ConfigError, ServerDied, ServerError
 from agent_loop.loading import load_object
-from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
+from agent_loop.servers.base import (
+    Ability,
+    AsyncServerBase,
+    ServerHealth,
+    ServerSpec,
+    refuse_params_of_request,
+    refuse_unknown_options,
+)
 from agent_loop.trajectory.attachments import Attachment
-from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
+from agent_loop.types import IntArray, SamplingParams, TokenArrays, TokenChunk, TokenOutput, sliced
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +52,8 @@ class ScriptedReply:
     """Message of the `ServerError` that is raised after the latency; None raises no error."""
     stops: bool = True
     """Whether the stop reason is `stop`; otherwise it is `length`."""
+    extras: TokenArrays = field(default_factory=dict[str, Any])
+    """More values per token: arrays by name, shape [num_tokens, ...]."""
 
 
 Script: TypeAlias = Callable[[ScriptedRequest], ScriptedReply] | Sequence[ScriptedReply]
@@ -59,6 +68,7 @@ class ScriptedOptions:
     max_model_len: Positive | None = None
     max_concurrent: Positive | None = None
     streams: bool = False
+    more_abilities: tuple[Ability, ...] = ()
 
 
 class ScriptedServer(AsyncServerBase):
@@ -78,6 +88,7 @@ class ScriptedServer(AsyncServerBase):
         max_model_len: int | None = None,
         max_concurrent: int | None = None,
         streams: bool = False,
+        more_abilities: Iterable[Ability] = (),
     ) -> None:
         """Create a server that replies as scripted.
 
@@ -88,11 +99,14 @@ class ScriptedServer(AsyncServerBase):
             max_model_len: Context length. Longer prompts are rejected; None sets no limit.
             max_concurrent: See `AsyncServerBase`.
             streams: Whether `stream` yields each token in its own chunk, as it is due.
+            more_abilities: Abilities that the script provides, such as `Ability.JSON_SCHEMA`. Requests that need others
+                are refused, as by a real server.
         """
         self.name = name
         self.max_concurrent = max_concurrent
+        self.abilities = self.abilities | {*more_abilities}
         if streams:
-            self.abilities = self.abilities | {Ability.STREAMING}
+            self.abilities |= {Ability.STREAMING}
         self._vocab_size = math.inf if vocab_size is None else vocab_size
         self._max_model_len = math.inf if max_model_len is None else max_model_len
         self.requests: list[ScriptedRequest] = []
@@ -111,7 +125,7 @@ class ScriptedServer(AsyncServerBase):
         The other keys are arguments of the constructor.
         """
         kwargs = dict(spec.engine_kwargs)
-        options = [field.name for field in fields(ScriptedOptions)]
+        options = [option.name for option in fields(ScriptedOptions)]
         refuse_unknown_options(kwargs, known=["script", *options])
         if "script" not in kwargs:
             raise ConfigError("a scripted server needs rollout.engine_kwargs.script: file.py:function")
@@ -184,6 +198,7 @@ class ScriptedServer(AsyncServerBase):
                     weight_version=self._weight_version,
                     stop_reason=output.stop_reason if is_last else None,
                     prefill_s=None if position else output.prefill_s,
+                    extras=sliced(output.extras, position, position + 1),
                 )
         finally:
             del self._aborts[request_id]
@@ -261,6 +276,7 @@ class ScriptedServer(AsyncServerBase):
         attachments: Sequence[Attachment],
     ) -> ScriptedRequest:
         self._refuse_if_unable(prompt_ids, request_id)
+        refuse_params_of_request(sampling_params, abilities=self.abilities, server=self.name)
         turn = self._turns.get(request_id, 0)
         request = ScriptedRequest(prompt_ids.copy(), sampling_params, request_id, turn, tuple(attachments))
         self.requests.append(request)
@@ -315,6 +331,7 @@ class ScriptedServer(AsyncServerBase):
             logprobs=logprobs[:num_tokens],
             stop_reason=stop_reason,
             prefill_s=_prefill_s(reply),
+            extras=sliced(reply.extras, 0, num_tokens),
         )
         seconds_per_token = reply.latency_s / max(len(token_ids), 1)
         chunks: list[TokenChunk] = []
