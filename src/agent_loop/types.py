@@ -62,6 +62,8 @@ class Origin(StrEnum):
 
     PROMPT = "prompt"
     MODEL = "model"
+    PREFIX = "prefix"
+    """Tokens with which an assistant turn begins, and which the model did not sample: a prefill, or a forced call."""
     TOOL = "tool"
     INTERACTION = "interaction"
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from agent_loop.storage.vocabulary import Piece, text_of
 
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
-ORIGIN_STYLES = {"prompt": "dim", "tool": "yellow", "interaction": "cyan", "model": "green"}
+ORIGIN_STYLES = {"prompt": "dim", "tool": "yellow", "interaction": "cyan", "prefix": "blue", "model": "green"}
 LOG_PROB_STYLES = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-inf"), "bold red"))
 """Lower bounds of log-probs, and the colours of sampled tokens above them."""
 TIMES = ("admission", "queue", "generate", "prefill", "tool", "interaction", "reward", "encode", "other")
@@ -42,7 +42,7 @@ def print_trajectory(
 def print_tokens(row: Mapping[str, Any], console: Console, *, pieces: Sequence[Piece] | None) -> None:
     """Print each token, coloured by origin, or by log-prob if the model sampled it."""
     legend = Text("prompt", ORIGIN_STYLES["prompt"])
-    for origin in ("tool", "interaction"):
+    for origin in ("tool", "interaction", "prefix"):
         legend.append(f"  {origin}", ORIGIN_STYLES[origin])
     for bound, style in LOG_PROB_STYLES[:-1]:
         legend.append(f"  log-prob >= {bound:g}", style)

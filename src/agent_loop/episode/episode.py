@@ -8,6 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import numpy as np
 from msgspec import structs
 
 from agent_loop.chat.template import ChatTemplate
@@ -34,8 +35,10 @@ from agent_loop.types import (
     SamplingParams,
     StopReason,
     TokenChunk,
+    TokenIds,
     TokenOutput,
     ToolCall,
+    as_token_ids,
 )
 
 ResultT = TypeVar("ResultT")
@@ -155,8 +158,10 @@ class Episode:
         *,
         stop_token_ids: Sequence[int] = (),
         on_token: Callable[[TokenChunk], bool] | None = None,
+        prefix: TokenIds = (),
+        continues_turn: bool = False,
     ) -> Completion:
-        """Sample one assistant turn.
+        """Sample one assistant turn, or continue the last one.
 
         The episode ends if the turn is aborted or cut by `response_length`. The episode continues if the turn is cut by
         `max_turn_tokens`: the next `observe` adds the missing end of the turn.
@@ -166,21 +171,30 @@ class Episode:
             stop_token_ids: Additional stop tokens for this turn only.
             on_token: Called with each sampled token; returns whether to continue. The turn ends with the token for
                 which it returns False. Not called for a turn that is replayed from the log.
+            prefix: Tokens with which the turn begins. The model continues them, they count as response tokens, and
+                they are not trained on. `ChatTemplate.encode` returns the tokens of a text.
+            continues_turn: Continue the tokens of the last turn, which was cut. The limits count the continuation as a
+                turn of its own.
 
         Raises:
             EpisodeStopped: The episode is over, or a limit allows no further turn.
+            EpisodeError: `continues_turn` is set, and the last tokens do not belong to a turn that was cut.
             ServerError: The server failed.
         """
         self._refuse_if_over()
+        if continues_turn and not self._transcript.ends_in_open_turn:
+            raise EpisodeError(
+                "the last turn is complete or was followed by a reply, and cannot be continued"
+            )
         limits, ledger = self.limits, self._transcript.ledger
-        used = ledger.num_response_tokens
+        used = ledger.num_response_tokens + len(prefix)
         forbidden = limits.forbids_turn(assistant_turns=self._transcript.assistant_turns, num_tokens=used)
         if forbidden is not None:
             raise self._stopped(forbidden)
         params = limits.applied(
             SamplingParams.parse(sampling_params), num_tokens=used, stop_token_ids=stop_token_ids
         )
-        context = ledger.context
+        context = np.concatenate([ledger.context, as_token_ids(prefix)]) if len(prefix) else ledger.context
         # The log gets the parameters without the seed. A replayed completion uses up a seed too, so that later turns
         # have the same seeds as without replay.
         seed = self._server_manager.next_seed(context) if params.seed is None else params.seed
@@ -189,18 +203,21 @@ class Episode:
             self._deadlines.begin(TimeLimit.TURN, seconds=limits.turn_timeout_s)
         if limits.generate_timeout_s is not None:
             self._deadlines.begin(TimeLimit.GENERATE, seconds=limits.generate_timeout_s)
-        sample = partial(self._sampler.sample, turn, keep_partial=self._record_turn)
+        record = partial(self._record_turn, prefix=prefix, continues_turn=continues_turn)
+        sample = partial(self._sampler.sample, turn, keep_partial=record)
         now = self._stopwatch.now
         began_at = now()
         try:
-            sampled = await self._log.completion(params, num_context=len(ledger), sample=sample)
+            sampled = await self._log.completion(
+                params, num_context=len(ledger), prefix=prefix, sample=sample
+            )
         except CallAborted:
             raise self._stopped(StopReason.CANCELLED) from None
         finally:
             self._stopwatch.count("generate_sequences", now() - began_at)
             if limits.generate_timeout_s is not None:
                 self._deadlines.end(TimeLimit.GENERATE)
-        completion = self._record_turn(sampled)
+        completion = record(sampled)
         if sampled.stop_reason == "aborted":
             self.stop(StopReason.CANCELLED)
         elif self.num_tokens_left <= 0 and (completion.is_cut or completion.calls):
@@ -453,10 +470,10 @@ class Episode:
         finally:
             self._stopwatch.count("tool_calls", now() - began_at)
 
-    def _record_turn(self, sampled: TokenOutput) -> Completion:
+    def _record_turn(self, sampled: TokenOutput, *, prefix: TokenIds, continues_turn: bool) -> Completion:
         if sampled.num_preempted:
             self._stopwatch.count("num_preempted", sampled.num_preempted)
-        return self._transcript.add_turn(sampled)
+        return self._transcript.add_turn(sampled, prefix=prefix, continues_turn=continues_turn)
 
     async def _close(self, reason: StopReason) -> None:
         self.stop(reason)

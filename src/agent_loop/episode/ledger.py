@@ -56,7 +56,7 @@ class TokenLedger:
         return None
 
     def append(self, token_ids: TokenIds, *, origin: Origin, attachments: Sequence[Attachment] = ()) -> None:
-        """Append tokens of the prompt, a tool or an interaction as one segment.
+        """Append tokens that the model did not sample as one segment.
 
         Args:
             token_ids: Ids of the tokens.

@@ -14,7 +14,7 @@ from agent_loop.episode.turns import Completion, EpisodeMark
 from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.trajectory import Incident, IncidentKind
 from agent_loop.trajectory.copying import copied
-from agent_loop.types import Message, Origin, TokenOutput, ToolCall
+from agent_loop.types import Message, Origin, TokenIds, TokenOutput, ToolCall
 
 
 class Transcript:
@@ -41,6 +41,8 @@ class Transcript:
         self.incidents: list[Incident] = []
         self._template = template
         self._last_calls: Sequence[ToolCall] = ()
+        self._turn_start = 0
+        """Number of tokens before the last assistant turn."""
 
     def mark(self, *, num_feedback: int, log_position: Any) -> EpisodeMark:
         """Return the current position."""
@@ -50,6 +52,7 @@ class Transcript:
             assistant_turns=self.assistant_turns,
             user_turns=self.user_turns,
             last_calls=self._last_calls,
+            turn_start=self._turn_start,
             num_feedback=num_feedback,
             log_position=log_position,
         )
@@ -61,7 +64,7 @@ class Transcript:
         )
         fork.ledger = self.ledger.fork(at.num_tokens)
         fork.assistant_turns, fork.user_turns = at.assistant_turns, at.user_turns
-        fork._last_calls = at.last_calls
+        fork._last_calls, fork._turn_start = at.last_calls, at.turn_start
         return fork
 
     def note(self, kind: IncidentKind, detail: str) -> None:
@@ -98,13 +101,37 @@ class Transcript:
         self.ledger.append(encoded.token_ids, origin=Origin.PROMPT, attachments=encoded.attachments)
         return True
 
-    def add_turn(self, sampled: TokenOutput) -> Completion:
-        """Append the sampled tokens, parse them, and return the turn."""
-        context = self.ledger.context
-        self.ledger.append_completion(sampled)
-        parsed = self._template.parse(sampled.token_ids, tools=self.tool_schemas, context=context)
+    @property
+    def ends_in_open_turn(self) -> bool:
+        """Whether the last tokens were sampled, and do not end the assistant's turn."""
+        segments = self.ledger.segments()
+        is_sampled = bool(segments) and segments[-1].origin is Origin.MODEL
+        return is_sampled and self.ledger.last_token_id not in self._template.end_ids
+
+    def add_turn(
+        self, sampled: TokenOutput, *, prefix: TokenIds = (), continues_turn: bool = False
+    ) -> Completion:
+        """Append the sampled tokens, parse the turn, and return it.
+
+        Args:
+            sampled: The completion.
+            prefix: Tokens before the sampled ones with which the turn begins.
+            continues_turn: Whether the tokens belong to the last turn. Its message is then replaced.
+        """
+        ledger = self.ledger
+        if not continues_turn:
+            self._turn_start = len(ledger)
+        if len(prefix):
+            ledger.append(prefix, origin=Origin.PREFIX)
+        ledger.append_completion(sampled)
+        start = self._turn_start
+        is_sampled = not len(prefix) and not continues_turn
+        token_ids = sampled.token_ids if is_sampled else ledger.context[start:]
+        parsed = self._template.parse(token_ids, tools=self.tool_schemas, context=ledger.context[:start])
         is_cut = sampled.stop_reason != "stop"
         self.assistant_turns += 1
+        if continues_turn:
+            self.messages.pop()
         self.messages.append(parsed.as_message())
         self._last_calls = parsed.tool_calls
         if is_cut:

@@ -11,7 +11,7 @@ from agent_loop.interactions.session import InteractionReply
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import Segment
-from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
+from agent_loop.types import Message, SamplingParams, TokenIds, TokenOutput, ToolCall
 
 
 class ReplayMismatch(AgentLoopError):
@@ -51,13 +51,15 @@ class TurnLog(Protocol):
         params: SamplingParams,
         *,
         num_context: int,
+        prefix: TokenIds,
         sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
     ) -> Awaitable[TokenOutput]:
-        """Return the completion of a context of `num_context` tokens.
+        """Return the completion of a context of `num_context` tokens and a prefix.
 
         Args:
             params: Sampling parameters of the turn.
-            num_context: Number of tokens of the context.
+            num_context: Number of tokens of the context, without the prefix.
+            prefix: Tokens with which the turn begins, and which the model did not sample.
             sample: Samples a completion. Called with the recorded part of an aborted completion, it returns the rest.
         """
         ...
@@ -153,6 +155,7 @@ class NoTurnLog:
         params: SamplingParams,
         *,
         num_context: int,
+        prefix: TokenIds,
         sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
     ) -> Awaitable[TokenOutput]:
         return sample(None)

@@ -24,6 +24,7 @@ class Completion(Struct, frozen=True):
 
     sampled: TokenOutput
     parsed: ParsedCompletion
+    """The whole turn, parsed: with its prefix, and with the tokens that this completion continues."""
     is_cut: bool
     """Whether a limit or an abort ended the turn, not a stop token."""
 
@@ -48,6 +49,8 @@ class EpisodeMark(Struct, frozen=True):
     assistant_turns: int
     user_turns: int
     last_calls: Sequence[ToolCall]
+    turn_start: int
+    """Number of tokens before the last assistant turn."""
     num_feedback: int
     log_position: Any
     """Position in the episode's log, as its `TurnLog.position` returned it."""

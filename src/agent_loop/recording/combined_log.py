@@ -12,7 +12,7 @@ from agent_loop.interactions.session import InteractionReply
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import Segment
-from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
+from agent_loop.types import Message, SamplingParams, TokenIds, TokenOutput, ToolCall
 
 
 class CombinedLog:
@@ -52,15 +52,20 @@ class CombinedLog:
         params: SamplingParams,
         *,
         num_context: int,
+        prefix: TokenIds,
         sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
     ) -> TokenOutput:
         async def resume_first(head: TokenOutput | None) -> TokenOutput:
             async def resume_second(more: TokenOutput | None) -> TokenOutput:
                 return await sample(head.then(more) if head and more else head or more)
 
-            return await self._second.completion(params, num_context=num_context, sample=resume_second)
+            return await self._second.completion(
+                params, num_context=num_context, prefix=prefix, sample=resume_second
+            )
 
-        return await self._first.completion(params, num_context=num_context, sample=resume_first)
+        return await self._first.completion(
+            params, num_context=num_context, prefix=prefix, sample=resume_first
+        )
 
     async def tool_result(
         self,

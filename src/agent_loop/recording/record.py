@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.episode.ledger import TokenLedger
-from agent_loop.recording.serialization import deserialize_completion, deserialize_trajectories
+from agent_loop.recording.serialization import (
+    deserialize_completion,
+    deserialize_prefix,
+    deserialize_trajectories,
+)
 from agent_loop.recording.values import unpack
 from agent_loop.trajectory import Segment, Trajectory
 from agent_loop.trajectory.codec import from_plain
@@ -140,6 +144,7 @@ class RowRecord:
             if kind is RecordKind.BRANCH:
                 ledgers[episode] = ledgers[got["parent"]].fork(got["num_tokens"])
             elif kind is RecordKind.COMPLETION:
+                ledgers[episode].append(deserialize_prefix(got), origin=Origin.PREFIX)
                 ledgers[episode].append_completion(deserialize_completion(got))
             elif kind in _ORIGINS:
                 encoded = from_plain(got, Encoded)

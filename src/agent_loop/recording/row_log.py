@@ -23,7 +23,7 @@ from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import Incident, IncidentKind, Segment, Trajectory
 from agent_loop.trajectory.codec import from_plain, to_plain
-from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
+from agent_loop.types import Message, SamplingParams, TokenIds, TokenOutput, ToolCall, as_token_ids
 
 logger = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
@@ -225,9 +225,12 @@ class EpisodeLog:
         params: SamplingParams,
         *,
         num_context: int,
+        prefix: TokenIds,
         sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
     ) -> TokenOutput:
-        position, asked = self._position(self.next_turn()), digest(f"{num_context} {params}")
+        prefix_ids = as_token_ids(prefix)
+        request = f"{num_context} {params}" + (f" {prefix_ids.tolist()}" if len(prefix_ids) else "")
+        position, asked = self._position(self.next_turn()), digest(request)
         entry = self._row.recorded(RecordKind.COMPLETION, position, asked)
         output = None if entry is None else deserialize_completion(_got(entry))
         if output is None or output.stop_reason == "aborted":
@@ -235,10 +238,10 @@ class EpisodeLog:
             output = rest if output is None else output.then(rest)
             is_cut = output.stop_reason == "aborted"
             kind = RecordKind.COMPLETION_BEGAN if is_cut else RecordKind.COMPLETION
-            self._row.keep(kind, position, asked=asked, got=serialize_completion(output))
+            self._row.keep(kind, position, asked=asked, got=serialize_completion(output, prefix=prefix_ids))
             if is_cut:
                 return output
-        self._num_tokens += len(output.token_ids)
+        self._num_tokens += len(prefix_ids) + len(output.token_ids)
         return output
 
     async def tool_result(

@@ -18,7 +18,7 @@ from agent_loop.trajectory import (
     Trajectory,
 )
 from agent_loop.trajectory.codec import decode_completion, encode_completion, from_plain, to_plain
-from agent_loop.types import Message, Row, StopReason, TokenOutput
+from agent_loop.types import IntArray, Message, Row, StopReason, TokenOutput, as_token_ids
 
 
 class FindEpisode(Protocol):
@@ -27,14 +27,28 @@ class FindEpisode(Protocol):
     def __call__(self, segments: Sequence[Segment]) -> int | None: ...
 
 
-def serialize_completion(output: TokenOutput) -> dict[str, Any]:
-    """Return a completion as plain values. Log-probs are float32, as in a segment."""
-    return {"completion": encode_completion(output, logprob_type=np.float32)}
+NO_TOKENS = as_token_ids([])
+
+
+def serialize_completion(output: TokenOutput, *, prefix: IntArray = NO_TOKENS) -> dict[str, Any]:
+    """Return a completion as plain values. Log-probs are float32, as in a segment.
+
+    Args:
+        output: The completion.
+        prefix: Tokens with which the turn begins, and which the model did not sample.
+    """
+    form = {"completion": encode_completion(output, logprob_type=np.float32)}
+    return {**form, "prefix": prefix} if len(prefix) else form
 
 
 def deserialize_completion(form: Mapping[str, Any]) -> TokenOutput:
     """Return the completion that `serialize_completion` serialized."""
     return decode_completion(form["completion"])
+
+
+def deserialize_prefix(form: Mapping[str, Any]) -> IntArray:
+    """Return the prefix that `serialize_completion` serialized; empty if there was none."""
+    return form.get("prefix", NO_TOKENS)
 
 
 def serialize_trajectories(

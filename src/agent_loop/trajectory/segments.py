@@ -153,7 +153,13 @@ def segments_of_mask(
     return segments
 
 
-_SPEAKER = {Origin.PROMPT: "prompt", Origin.MODEL: "model", Origin.TOOL: "reply", Origin.INTERACTION: "reply"}
+_SPEAKER = {
+    Origin.PROMPT: "prompt",
+    Origin.MODEL: "model",
+    Origin.PREFIX: "model",
+    Origin.TOOL: "reply",
+    Origin.INTERACTION: "reply",
+}
 
 
 def _checked_ids(token_ids: TokenIds, *, name: str) -> IntArray:
