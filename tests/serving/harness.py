@@ -22,8 +22,9 @@ from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
-from agent_loop.serving.app import ServedModel, create_app
+from agent_loop.serving.app import create_app
 from agent_loop.serving.process import AppServer, base_url, listening_socket
+from agent_loop.serving.served_model import ServedModel
 from agent_loop.types import TokenChunk
 from tests.helpers import hermes_template, small_tokenizer
 

@@ -19,11 +19,12 @@ from agent_loop.gateway.gateway import Gateway
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.serving import connections
-from agent_loop.serving.app import ServedModel, create_app
+from agent_loop.serving.app import create_app
 from agent_loop.serving.connections import BoundedConnection
 from agent_loop.serving.hosts import answered_hosts
 from agent_loop.serving.middleware import BodyLimiter
 from agent_loop.serving.process import AppServer
+from agent_loop.serving.served_model import ServedModel
 from agent_loop.testing import run_virtual
 from tests.helpers import hermes_template
 from tests.serving.harness import MODEL

@@ -22,7 +22,7 @@ from agent_loop.serving.errors import (
     make_error,
     status_of,
 )
-from agent_loop.serving.streams import ClientConnection, ClientDisconnected, EventStream
+from agent_loop.serving.streams import ClientConnection, ClientDisconnected, stream_response
 
 
 async def chat_response(raw_request: Request, *, template: ChatTemplate, sampler: Sampler) -> Response:
@@ -41,12 +41,7 @@ async def chat_response(raw_request: Request, *, template: ChatTemplate, sampler
         connection = ClientConnection(raw_request.receive, asyncio.Event())
         if request.stream:
             chunks = stream_chat_completion(request, template=template, sampler=sampler)
-            try:
-                first = await connection.run(_next_or_none(chunks))
-            except BaseException:
-                await chunks.aclose()
-                raise
-            return EventStream(first, chunks, connection=connection)
+            return await stream_response(chunks, connection=connection)
         completion = await connection.run(chat_completion(request, template=template, sampler=sampler))
     except AgentLoopError as error:
         return error_json_response(error_response_of(error), status=status_of(error))
@@ -63,7 +58,3 @@ async def _body_of(raw_request: Request) -> Any:
         return from_json(await raw_request.body(), allow_inf_nan=False)
     except ValueError as error:
         raise HTTPException(400, f"the body is not valid JSON: {error}") from error
-
-
-async def _next_or_none(chunks: Any) -> Any:
-    return await anext(chunks, None)

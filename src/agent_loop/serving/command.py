@@ -13,9 +13,10 @@ from agent_loop.errors import ConfigError
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.serving.app import ServedModel, create_app
+from agent_loop.serving.app import create_app
 from agent_loop.serving.hosts import answered_hosts
 from agent_loop.serving.process import base_url, listening_socket, run_app
+from agent_loop.serving.served_model import ServedModel
 
 CLOSE_TIMEOUT_S = 60.0
 

@@ -2,57 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from agent_loop.completions.requests import ChatCompletionRequest, request_error
-from agent_loop.completions.response_models import ErrorResponse
 from agent_loop.errors import AgentLoopError
-from agent_loop.serving.errors import (
-    CLIENT_CLOSED_REQUEST,
-    error_json_response,
-    error_response_of,
-    make_error,
-    status_of,
-)
+from agent_loop.serving.error_formats import write_error
+from agent_loop.serving.errors import CLIENT_CLOSED_REQUEST, error_response_of, make_error, status_of
 from agent_loop.serving.streams import ClientDisconnected
 
-WriteError: TypeAlias = Callable[[Request, ErrorResponse, int, Mapping[str, str] | None], Response]
-"""Builds the response of an error from the request, the error, the status and additional headers."""
 
-
-def _as_openai(_: Request, error: ErrorResponse, status: int, headers: Mapping[str, str] | None) -> Response:
-    return error_json_response(error, status=status, headers=headers)
-
-
-def add_error_handlers(app: FastAPI, *, write: WriteError = _as_openai) -> None:
-    """Add handlers that turn every exception of an application into an error response."""
+def add_error_handlers(app: FastAPI) -> None:
+    """Add handlers that turn every exception of an application into an error response in the format of its API."""
 
     async def on_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, AgentLoopError)
-        return write(request, error_response_of(error), status_of(error), None)
+        return write_error(request, error_response_of(error), status_of(error), None)
 
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         invalid = request_error(error.errors(), known=ChatCompletionRequest)
-        return write(request, error_response_of(invalid), 400, None)
+        return write_error(request, error_response_of(invalid), 400, None)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = _CODES.get(error.status_code)
         response = make_error(str(error.detail), status=error.status_code, code=code)
-        return write(request, response, error.status_code, error.headers)
+        return write_error(request, response, error.status_code, error.headers)
 
     async def on_client_disconnected(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def on_bug(request: Request, error: Exception) -> Response:
         message = f"internal error: {type(error).__name__}; the server's log has the traceback"
-        return write(request, make_error(message, status=500), 500, None)
+        return write_error(request, make_error(message, status=500), 500, None)
 
     handlers: Mapping[type[Exception], Any] = {
         AgentLoopError: on_error,

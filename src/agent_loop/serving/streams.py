@@ -70,6 +70,50 @@ def _event(chunk: ResponseModel) -> bytes:
     return f"data: {chunk.model_dump_json()}\n\n".encode()
 
 
+@dataclass(frozen=True, slots=True)
+class EventFormat:
+    """How the chunks of a stream are written as server-sent events. The default is the OpenAI API's format."""
+
+    write: Callable[[ResponseModel], bytes] = _event
+    """Encodes a chunk."""
+    write_error: Callable[[ErrorResponse], bytes] = _event
+    """Encodes an error, which ends the stream."""
+    end: Callable[[], bytes] = _done_event
+    """Encodes the last event of a stream without errors."""
+
+
+OPENAI_EVENTS = EventFormat()
+
+
+async def stream_response(
+    chunks: AsyncGenerator[ResponseModel],
+    *,
+    connection: ClientConnection,
+    events: EventFormat = OPENAI_EVENTS,
+) -> Response:
+    """Wait for the first chunk and return the response that streams all chunks.
+
+    Raises:
+        AgentLoopError: The stream failed before its first chunk, so that the error gets its own HTTP status.
+        ClientDisconnected: The client disconnected before the first chunk.
+    """
+    try:
+        first = await connection.run(_next_or_none(chunks))
+    except BaseException:
+        await chunks.aclose()
+        raise
+    return EventStream(first, chunks, connection=connection, events=events)
+
+
+def json_response(response: ResponseModel, *, status: int = 200) -> Response:
+    """Return a response model as JSON."""
+    return Response(response.model_dump_json(), status_code=status, media_type="application/json")
+
+
+async def _next_or_none(chunks: AsyncGenerator[ResponseModel]) -> ResponseModel | None:
+    return await anext(chunks, None)
+
+
 class EventStream(Response):
     """Response of server-sent events.
 
@@ -79,9 +123,7 @@ class EventStream(Response):
         first: First chunk. The caller has awaited it, so that an early error still gets its own HTTP status.
         rest: The remaining chunks.
         connection: Connection of the client.
-        write: Encodes a chunk as an event.
-        write_error: Encodes an error as an event.
-        end: Encodes the last event of a stream without errors.
+        events: Format of the events.
     """
 
     media_type = "text/event-stream"
@@ -92,18 +134,14 @@ class EventStream(Response):
         rest: AsyncGenerator[ResponseModel],
         *,
         connection: ClientConnection,
-        write: Callable[[ResponseModel], bytes] = _event,
-        write_error: Callable[[ErrorResponse], bytes] = _event,
-        end: Callable[[], bytes] = _done_event,
+        events: EventFormat,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
         self._connection = connection
-        self._write = write
-        self._write_error = write_error
-        self._end = end
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
@@ -111,16 +149,16 @@ class EventStream(Response):
                 try:
                     await self._connection.run(self._send(send))
                 except AgentLoopError as error:
-                    await send(_body_message(self._write_error(error_response_of(error))))
+                    await send(_body_message(self._events.write_error(error_response_of(error))))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if self._first is not None:
-            await send(_body_message(self._write(self._first)))
+            await send(_body_message(self._events.write(self._first)))
         async for chunk in self._rest:
-            await send(_body_message(self._write(chunk)))
-        await send(_body_message(self._end()))
+            await send(_body_message(self._events.write(chunk)))
+        await send(_body_message(self._events.end()))
 
 
 def _body_message(body: bytes) -> Message:

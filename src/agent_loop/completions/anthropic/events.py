@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from agent_loop.completions.anthropic.translation import stop_reason_of, usage_of
 from agent_loop.completions.response_models import (
     ChatCompletionChunk,
     FinishReason,
@@ -12,7 +13,6 @@ from agent_loop.completions.response_models import (
     ToolCallDelta,
     Usage,
 )
-from agent_loop.gateway.anthropic.translation import stop_reason_of, usage_of
 
 
 class EventWriter:

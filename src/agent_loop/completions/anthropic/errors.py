@@ -1,14 +1,11 @@
-"""Error responses of the Messages API."""
+"""Errors in the format of the Messages API."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from fastapi.responses import JSONResponse
-
+from agent_loop.completions.anthropic.events import event
 from agent_loop.completions.response_models import ErrorResponse
-from agent_loop.gateway.anthropic.events import event
 
 _KINDS = {
     400: "invalid_request_error",
@@ -21,12 +18,9 @@ _KINDS = {
 }
 
 
-def messages_error(
-    response: ErrorResponse, *, status: int, headers: Mapping[str, str] | None
-) -> JSONResponse:
-    """Return the HTTP response for a failed request."""
-    body = {"type": "error", "error": _error(response, kind=_KINDS.get(status, "api_error"))}
-    return JSONResponse(body, status_code=status, headers=headers)
+def messages_error(response: ErrorResponse, *, status: int) -> dict[str, Any]:
+    """Return the body of the response to a request that failed with this HTTP status."""
+    return {"type": "error", "error": _error(response, kind=_KINDS.get(status, "api_error"))}
 
 
 def messages_error_event(response: ErrorResponse) -> bytes:

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, cast
 
-from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.completions.response_models import AssistantMessage, ChatCompletion, FinishReason, Usage
-from agent_loop.errors import RequestError
-from agent_loop.gateway.anthropic.requests import InputMessage, MessagesRequest
-from agent_loop.gateway.anthropic.response_models import (
+from agent_loop.completions.anthropic.requests import InputMessage, MessagesRequest
+from agent_loop.completions.anthropic.response_models import (
     ContentBlock,
     MessageResponse,
     MessageUsage,
     StopReasonName,
 )
+from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.completions.response_models import AssistantMessage, ChatCompletion, FinishReason, Usage
+from agent_loop.errors import RequestError
 from agent_loop.runtime.describe import one_line
 
 _STOP_REASONS: Mapping[FinishReason, StopReasonName] = {

@@ -1,0 +1,89 @@
+"""Finds the session of an HTTP request, and answers the request with a completion."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from fastapi import Request, Response
+
+from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.completions.response_models import ChatCompletion, ResponseModel
+from agent_loop.gateway.gateway import Gateway
+from agent_loop.gateway.responses import build_completion, stream_chunks
+from agent_loop.gateway.retries import RetryInfo
+from agent_loop.gateway.session import Session
+from agent_loop.serving.streams import (
+    OPENAI_EVENTS,
+    ClientConnection,
+    EventFormat,
+    json_response,
+    stream_response,
+)
+
+
+def _unchanged(completion: ChatCompletion) -> ResponseModel:
+    return completion
+
+
+class SessionRequests:
+    """Shared by the routes of all APIs.
+
+    Args:
+        gateway: The open sessions.
+        stopping: Aborts in-flight requests once it is set.
+    """
+
+    def __init__(self, gateway: Gateway, *, stopping: asyncio.Event) -> None:
+        self._gateway = gateway
+        self._stopping = stopping
+
+    def session(self, session_id: str, request: Request) -> Session:
+        """Return the session of a request.
+
+        Raises:
+            HTTPException: The session is unknown or closed, or the request lacks the session's key.
+        """
+        api_key = request.headers.get("x-api-key")
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        return self._gateway.get(session_id, key=token if scheme.lower() == "bearer" else api_key)
+
+    def check_key(self, request: Request) -> None:
+        """Check the key of a request before its body is read. Same errors as `session`."""
+        self.session(request.path_params["session_id"], request)
+
+    async def respond(
+        self,
+        chat: ChatCompletionRequest,
+        request: Request,
+        session: Session,
+        *,
+        to_response: Callable[[ChatCompletion], ResponseModel] = _unchanged,
+        events: EventFormat = OPENAI_EVENTS,
+    ) -> Response:
+        """Submit a chat request to a session. Return its completion whole, or as a stream if the request asks for one.
+
+        Args:
+            chat: The request, translated to a chat request.
+            request: The HTTP request.
+            session: The session of the request.
+            to_response: Translates the whole completion to the API of the request.
+            events: Writes the chunks of a stream as events of the API of the request.
+
+        Raises:
+            AgentLoopError: The request cannot be completed.
+            ClientDisconnected: The client disconnected.
+        """
+        shared = session.submit(chat, retry=_retry_info(request))
+        connection = ClientConnection(request.receive, self._stopping)
+        if chat.stream:
+            return await stream_response(stream_chunks(chat, shared), connection=connection, events=events)
+        return json_response(to_response(await connection.run(build_completion(chat, shared))))
+
+
+def _retry_info(request: Request) -> RetryInfo:
+    num_retries = 0
+    with suppress(ValueError):
+        num_retries = int(request.headers.get("x-stainless-retry-count", "0"))
+    return RetryInfo(num_retries=num_retries, idempotency_key=request.headers.get("idempotency-key"))
