@@ -26,6 +26,7 @@ from agent_loop.rewards.function import REWARD_NAMES, read_score
 from agent_loop.runtime.concurrency import run_while
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.user_code import run_bounded
+from agent_loop.tools.environment_variables import expand_variables
 from agent_loop.trajectory import AgentLoopOutput, Failure
 from agent_loop.types import Row, StopReason
 
@@ -56,13 +57,14 @@ class AgentProgramLoop(AgentLoopBase):
                 `docs/gateway.md` describes its other parameters and its result.
             command: A program and its arguments, instead of `program`. If both are None, the row's column `program`
                 or `command` is used.
-            env: Additional environment variables for the command.
+            env: Additional environment variables for the command. `$NAME` in a value is replaced by that variable of
+                this process. The command inherits only the variables for paths, locale and the like.
             max_branches: Maximum number of conversations per program.
         """
         super().__init__(context)
         self._program = program
         self._command = command
-        self._env = checked_env(env or {})
+        self._env = expand_variables(checked_env(env or {}), where="env")
         self._max_branches = max_branches
         self._session: Session | None = None
 

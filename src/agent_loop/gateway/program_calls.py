@@ -14,7 +14,7 @@ from typing import Any, cast
 from agent_loop.errors import ConfigError, DataError, EpisodeError
 from agent_loop.gateway.clients import http_client
 from agent_loop.gateway.listener import Endpoint
-from agent_loop.gateway.program_process import CommandResult, run_command
+from agent_loop.runtime.child_process import CommandResult, inherited_environment, run_command
 from agent_loop.runtime.describe import describe_value, one_line
 from agent_loop.runtime.user_code import call_function
 from agent_loop.trajectory import Failure
@@ -61,7 +61,7 @@ async def call_command(command: list[str], env: Mapping[str, str], row: Row, end
     """
     result = await run_command(
         command,
-        env={**_client_variables(endpoint), **env},
+        env={**inherited_environment(), **_client_variables(endpoint), **env},
         stdin=json.dumps(row, default=_as_json).encode(),
     )
     if result.exit_code:
