@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias
@@ -18,6 +18,10 @@ TokenArrays: TypeAlias = Mapping[str, NDArray[Any]]
 """Arrays by name. The first axis of each is the token."""
 
 
+FORCED = "forced"
+"""Name of the extra, uint8, that is 1 for tokens that a grammar forced. They are sampled tokens, and not trained on."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenChunk:
     """Sampled tokens of one weight version: a part of a completion, as a server streams it.
@@ -30,7 +34,8 @@ class TokenChunk:
     """The sampled tokens, the stop token included where one was sampled."""
     logprobs: list[float] | None
     """For each token `log_softmax(logits / temperature)`, natural log, before top-k and top-p cut anything away:
-    what a trainer recomputes. Greedy completions give it at temperature 1. None if the server offers none."""
+    what a trainer recomputes. Greedy completions give it at temperature 1. None if the server offers none. A grammar
+    and penalties change the logits before: log-probs are then those of the distribution that was sampled from."""
     weight_version: int = 0
     """The version that sampled the tokens."""
     stop_reason: ServerStopReason | None = None
@@ -67,6 +72,17 @@ class TokenChunk:
             prefill_s=None if start else self.prefill_s,
             extras=sliced(self.extras, start, end),
         )
+
+    def with_forced(self) -> TokenChunk:
+        """Return a chunk that was sampled under a grammar, with the extra `FORCED`.
+
+        A token was forced if its log-prob is exactly 0: the grammar allowed no other token, or none with a probability
+        that float32 can tell from 0. Without log-probs, no token is known to be forced.
+        """
+        if self.logprobs is None:
+            return self
+        forced = (np.array(self.logprobs) == 0.0).astype(np.uint8)
+        return replace(self, extras={**self.extras, FORCED: forced})
 
     def single_tokens(self) -> list[TokenChunk]:
         """Return one chunk per token."""

@@ -14,6 +14,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from agent_loop.sampling_params import SamplingParams as SamplingParams
+from agent_loop.token_chunks import FORCED as FORCED
 from agent_loop.token_chunks import ServerStopReason as ServerStopReason
 from agent_loop.token_chunks import TokenArrays as TokenArrays
 from agent_loop.token_chunks import TokenChunk as TokenChunk

@@ -10,6 +10,7 @@ import numpy as np
 from agent_loop.errors import EpisodeError
 from agent_loop.trajectory import Segment
 from agent_loop.trajectory.attachments import Attachment
+from agent_loop.trajectory.segments import without_forced
 from agent_loop.types import IntArray, Origin, TokenIds, TokenOutput, as_token_ids
 
 INITIAL_CAPACITY = 1024
@@ -47,11 +48,16 @@ class TokenLedger:
 
     @property
     def last_sampled(self) -> int | None:
-        """Index in the response of the last sampled token; None if no token was sampled."""
+        """Index in the response of the last sampled token; None if no token was sampled.
+
+        Tokens that a grammar forced are skipped, because a reward at a token that is not trained on has no effect. They
+        are counted if the grammar forced the whole segment.
+        """
         end = self.num_response_tokens
         for segment in reversed(self._segments):
             if segment.origin is Origin.MODEL:
-                return end - 1
+                chosen = np.flatnonzero(without_forced(np.ones(len(segment), np.bool_), [segment]))
+                return end - len(segment) + int(chosen[-1]) if len(chosen) else end - 1
             end -= len(segment)
         return None
 

@@ -59,21 +59,21 @@ def assemble(
 
     Returns:
         int64: `input_ids` [B, W], and its views `prompts` [B, P], padded left, and `responses` [B, R], padded right;
-        `response_mask` [B, R] (1 = sampled by the model; in segments that branches share, 1 in the first scored
-        branch only), `attention_mask`, `position_ids` [B, W] (0 where there is no token), `group`, `rollout`, `branch`
-        (-1 where the loop returned a single output), `num_turns` [B]; if a trajectory has images with positions of
-        their own, also `multi_modal_position_ids` [B, 3, W] in time, height and width.
-        int32: `weight_versions` [B, R], -1 where the mask is 0. float32: `reward` [B], NaN where there is none,
-        and `rollout_log_probs` [B, R], 0 where the mask is 0; the key is absent unless every sampled token has
-        one. Rewards of turns, of tools and of the interaction: float32 `turn_rewards` [B, R], their sum at the last
-        token of the turn that earned them and 0 elsewhere, and bool `has_turn_reward` [B, R], which tells a reward of
-        0 from none; a branch has those of the turns it shares too. bool: `is_scored` [B]. Objects: `stop_reason`,
-        `trajectory_id`, `feedback` where any trajectory has some (a tuple of `Feedback`), and one column for each name
-        that any trajectory has in `reward_extra` or `extra_fields`, None where it lacks it. A name that is taken
-        already gets the prefix `reward_extra.` or `extra_fields.`. `attachments`, where any trajectory has some: for
-        each row a tuple of them, counted from its first token. One tensor [B, R, ...] for each array that every
-        sampled token has in `Segment.extras`, under its name and of its type, 0 where the mask is 0; `extras.{name}` if
-        the name is taken.
+        `response_mask` [B, R] (1 = sampled by the model; 0 for tokens that a grammar forced; in segments that branches
+        share, 1 in the first scored branch only), `attention_mask`, `position_ids` [B, W] (0 where there is no token),
+        `group`, `rollout`, `branch` (-1 where the loop returned a single output), `num_turns` [B]; if a trajectory has
+        images with positions of their own, also `multi_modal_position_ids` [B, 3, W] in time, height and width.
+        int32: `weight_versions` [B, R], -1 where no model sampled the token. float32: `reward` [B], NaN where there is
+        none, and `rollout_log_probs` [B, R], 0 where no model sampled the token; the key is absent unless every sampled
+        token has one. Rewards of turns, of tools and of the interaction: float32 `turn_rewards` [B, R], their sum at
+        the last token of the turn that earned them and 0 elsewhere, and bool `has_turn_reward` [B, R], which tells a
+        reward of 0 from none; a branch has those of the turns it shares too. bool: `is_scored` [B]. Objects:
+        `stop_reason`, `trajectory_id`, `feedback` where any trajectory has some (a tuple of `Feedback`), and one column
+        for each name that any trajectory has in `reward_extra` or `extra_fields`, None where it lacks it. A name that
+        is taken already gets the prefix `reward_extra.` or `extra_fields.`. `attachments`, where any trajectory has
+        some: for each row a tuple of them, counted from its first token. One tensor [B, R, ...] for each array that
+        every sampled token has in `Segment.extras`, under its name and of its type, 0 in segments that are not trained
+        on; `extras.{name}` if the name is taken.
 
     Raises:
         DataError: A prompt or a response is longer than the width given.

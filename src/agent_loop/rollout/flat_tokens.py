@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_loop.trajectory import Segment, Trajectory
+from agent_loop.trajectory.segments import without_forced
 from agent_loop.types import FloatArray, IntArray, Origin
 
 IndexArray: TypeAlias = NDArray[np.int64]
@@ -46,8 +47,9 @@ class FlatTokens:
 
     @property
     def is_model_M(self) -> NDArray[np.bool_]:
-        """Whether a token is trained on. Tokens that branches share are trained on once."""
-        return self._repeated(_is_trained(self._trajectories, self._responses), np.bool_)
+        """Whether a token is trained on. Tokens that branches share are trained on once, forced tokens never."""
+        sampled_M = self._repeated(_is_trained(self._trajectories, self._responses), np.bool_)
+        return without_forced(sampled_M, self._of_responses)
 
     @property
     def weight_versions_M(self) -> IntArray:
@@ -76,7 +78,7 @@ class FlatTokens:
         ]
 
     def extra_M(self, name: str) -> NDArray[Any]:
-        """Return an extra by name, with shape [M, ...]. The values are 0 where `is_model_M` is false."""
+        """Return an extra by name, with shape [M, ...]. The values are 0 in segments that are not trained on."""
         arrays = [s.extras[name] for s in self._sampled]
         dtype = np.result_type(*[array.dtype for array in arrays]).newbyteorder("=")
         values_M = np.zeros((int(self._segment_lengths.sum()), *arrays[0].shape[1:]), dtype)

@@ -27,10 +27,11 @@ def assemble_jagged(trajectories: Sequence[Trajectory]) -> RolloutBatch:
     Returns:
         Nested tensors [B, lengths], which share their offsets: `batch["input_ids"].values()` is [N] and
         `.offsets()` [B + 1], the `cu_seqlens` of attention without padding. int64: `input_ids`, `position_ids` (each
-        row from 0), `response_mask` (1 = sampled by the model). int32: `weight_versions`, -1 where the mask is 0.
-        float32: `rollout_log_probs`, 0 where the mask is 0; absent unless every sampled token has one. The extras of
-        segments as in `agent_loop.rollout.batch.assemble`, with values [N, ...]. Also int64 `prompt_length` and
-        `response_length` [B], and the columns [B] of `assemble`.
+        row from 0), `response_mask` (1 = sampled by the model; 0 for tokens that a grammar forced). int32:
+        `weight_versions`, -1 where no model sampled the token. float32: `rollout_log_probs`, 0 where no model sampled
+        the token; absent unless every sampled token has one. The extras of segments as in
+        `agent_loop.rollout.batch.assemble`, with values [N, ...]. Also int64 `prompt_length` and `response_length`
+        [B], and the columns [B] of `assemble`.
     """
     flat = FlatTokens(trajectories)
     offsets = torch.zeros(len(trajectories) + 1, dtype=torch.int64)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from agent_loop.environments.row_formats import environment_rows
 from agent_loop.errors import DataError
 from agent_loop.files.plain_values import depth_fault
 from agent_loop.rollout.located_rows import number_rows
@@ -19,6 +20,7 @@ from agent_loop.rollout.shard_columns import ShardColumns
 from agent_loop.runtime.describe import describe_value
 from agent_loop.types import Message, Row
 
+NO_SETTINGS: Mapping[str, Any] = {}
 RESERVED_COLUMNS = frozenset({"self", "sampling_params"})
 """Arguments of `AgentLoopBase.run` that no column may have the name of."""
 _OTHERS = 1
@@ -27,35 +29,46 @@ _OTHERS = 1
 
 @dataclass(frozen=True, slots=True)
 class RowFile:
-    """A file of rows or a function, and its rows."""
+    """A file of rows, a function or a folder of tasks, and its rows."""
 
     name: str
     num_bytes: int | None
-    """Size of the file. None for a function."""
+    """Size of the file. None for a function or a folder of tasks."""
     rows: Sequence[dict[str, Any]]
     """The rows, each with `raw_prompt`, a list of messages."""
 
 
-def load_rows(sources: Sequence[str], *, prompt_key: str) -> list[dict[str, Any]]:
+def load_rows(
+    sources: Sequence[str], *, prompt_key: str, task_workspace: Mapping[str, Any] = NO_SETTINGS
+) -> list[dict[str, Any]]:
     """Return the rows of all sources, in the order of the sources. Each row gets `raw_prompt`, a list of messages.
 
     Args:
         sources: `.jsonl`, `.json` (a list of rows), `.csv`, `.parquet` or `.arrow` files; folders or globs of such
-            files; folders saved by `datasets`; or `file.py:function`, which returns rows.
+            files; folders saved by `datasets`; folders of tasks in Harbor's form; or `file.py:function`, which returns
+            rows.
         prompt_key: The column with the messages, or with the text of one user message. A row that has
             `raw_prompt` already needs no such column.
+        task_workspace: Settings that are merged over the workspaces of tasks.
 
     Raises:
-        ConfigError: The kind of a source is unknown, or the function does not exist.
+        ConfigError: The kind of a source is unknown, the function does not exist, or `task_workspace` is wrong.
         DataError: A file is missing or unreadable, files of one source do not fit together, a row has no prompt or an
             invalid prompt, or there are no rows.
     """
-    return [row for file in load_row_files(sources, prompt_key=prompt_key) for row in file.rows]
+    files = load_row_files(sources, prompt_key=prompt_key, task_workspace=task_workspace)
+    return [row for file in files for row in file.rows]
 
 
-def load_row_files(sources: Sequence[str], *, prompt_key: str) -> list[RowFile]:
+def load_row_files(
+    sources: Sequence[str], *, prompt_key: str, task_workspace: Mapping[str, Any] = NO_SETTINGS
+) -> list[RowFile]:
     """Return what `load_rows` returns, file by file."""
-    files = [file for source in sources for file in _load(source, prompt_key=prompt_key)]
+    files = [
+        file
+        for source in sources
+        for file in _load(source, prompt_key=prompt_key, task_workspace=task_workspace)
+    ]
     if not any(file.rows for file in files):
         names = ", ".join(sources) or "an empty list of sources"
         raise DataError(f"there are no rows in {names}; give at least one file or function with rows")
@@ -126,10 +139,11 @@ class RowSampler:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)).tolist()
 
 
-def _load(source: str, *, prompt_key: str) -> Iterator[RowFile]:
-    shards = find_shards(source)
+def _load(source: str, *, prompt_key: str, task_workspace: Mapping[str, Any]) -> Iterator[RowFile]:
+    rows = environment_rows(source, workspace=task_workspace)
+    shards = None if rows is not None else find_shards(source)
     if shards is None:
-        rows = number_rows(source, call_row_function(source))
+        rows = rows or number_rows(source, call_row_function(source))
         prepared = [_with_prompt(row, where=where, prompt_key=prompt_key) for where, row in rows]
         yield RowFile(source, None, prepared)
         return

@@ -98,6 +98,8 @@ class InFlightRequest:
             reply, server=server.name, request_id=self.session, max_tokens=params.max_tokens
         )
         self._refuse_late_reply(attempt, server)
+        if self.params.json_schema:
+            output = TokenOutput.from_chunks([self._with_forced(chunk) for chunk in output.chunks])
         self._output = TokenOutput.from_chunks([*self.chunks, *output.chunks]) if self.chunks else output
         return output
 
@@ -201,7 +203,11 @@ class InFlightRequest:
         checked = self._check.chunk(chunk, server=server, request_id=self.session, max_tokens=limit)
         if self.is_finished or (after and after[-1].stop_reason is not None):
             raise self._bad("it sent a chunk after its stop reason", server)
-        return checked
+        return self._with_forced(checked)
+
+    def _with_forced(self, chunk: TokenChunk) -> TokenChunk:
+        """Mark the tokens that the request's grammar forced. One rule for all servers."""
+        return chunk.with_forced() if self.params.json_schema else chunk
 
     def _bad(self, what: str, server: str) -> BadServerReply:
         return bad_reply(what, server=server, request_id=self.session)

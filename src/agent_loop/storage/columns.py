@@ -89,7 +89,7 @@ def _result(trajectory: Trajectory, facts: StepFacts) -> dict[str, Any]:
         "num_incidents": len(output.incidents),
         "prompt_length": len(output.prompt_ids),
         "response_length": len(output.response_ids),
-        "num_model_tokens": int(output.response_mask.sum()),
+        "num_model_tokens": output.num_model_tokens,
     }
 
 

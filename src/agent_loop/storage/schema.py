@@ -121,7 +121,11 @@ TIME = (
 TOKENS = (
     Column("prompt_ids", INTS, "The prompt."),
     Column("response_ids", INTS, "All tokens after the prompt."),
-    Column("response_mask", pa.list_(pa.int8()), "Per response token: 1 = sampled by the model."),
+    Column(
+        "response_mask",
+        pa.list_(pa.int8()),
+        "Per response token: 1 = sampled by the model, but not forced by a grammar.",
+    ),
     Column(
         "response_logprobs",
         FLOATS,

@@ -12,7 +12,7 @@ from agent_loop.loops.registry import LoopRegistry
 from agent_loop.loops.single_turn import SingleTurnAgentLoop
 from agent_loop.loops.tool_agent import ToolAgentLoop
 from agent_loop.trajectory import Trajectory
-from agent_loop.types import Origin, Row, StopReason
+from agent_loop.types import Row, StopReason
 
 UNREWARDING_LOOPS = frozenset({SingleTurnAgentLoop, ToolAgentLoop, AsyncPartialToolAgentLoop})
 """Loops whose rewards come only from tools and interactions."""
@@ -47,12 +47,12 @@ def refuse_without_reward(config: Config, rows: Iterable[Row]) -> None:
 
 
 def refuse_without_lesson(trajectories: Sequence[Trajectory], *, step: int) -> None:
-    """Raise an error if no trajectory of a step is scored and has a sampled token.
+    """Raise an error if no trajectory of a step is scored and has a token to train on.
 
     Raises:
         TrainingError: No trajectory is; the message explains why.
     """
-    sampled = [t for t in trajectories if any(s.origin is Origin.MODEL for s in t.output.segments)]
+    sampled = [t for t in trajectories if t.output.response_mask.any()]
     if any(t.reward is not None for t in sampled):
         return
     raise TrainingError(f"step {step} has nothing to learn from: {_explain(trajectories, sampled)}")
@@ -75,6 +75,8 @@ def _explain(trajectories: Sequence[Trajectory], sampled: Sequence[Trajectory]) 
     if failures:
         [(error, count)] = failures.most_common(1)
         ended += f"; {count} failed with {error}"
+    if not sampled and any(t.output.num_model_tokens for t in trajectories):
+        return f"a grammar forced every sampled token of {num} trajectories ({ended}); allow more than one completion"
     if not sampled:
         return (
             f"no token was sampled in any of {num} trajectories ({ended}); check the prompts and the limits"

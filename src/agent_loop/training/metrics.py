@@ -219,7 +219,7 @@ def rollout_metrics(
         PROMPT_LENGTH_MEAN: mean([len(o.prompt_ids) for o in outputs]),
         RESPONSE_LENGTH_MEAN: mean(response_lengths),
         RESPONSE_LENGTH_MAX: float(max(response_lengths)),
-        MODEL_TOKENS: float(sum(int(o.response_mask.sum()) for o in outputs)),
+        MODEL_TOKENS: float(sum(o.num_model_tokens for o in outputs)),
         TOOL_CALLS_MEAN: mean([o.metrics.num_tool_calls for o in outputs]),
         STALENESS_MAX: float(
             weight_version - min((version for version, _ in sampled), default=weight_version)

@@ -23,6 +23,7 @@ from agent_loop.trajectory.segments import (
     count_turns,
     placed_attachments,
     segments_of_mask,
+    without_forced,
 )
 from agent_loop.trajectory.trace import Trace
 from agent_loop.types import FloatArray, IntArray, Message, Origin, Row, StopReason, TokenIds
@@ -180,8 +181,9 @@ class AgentLoopOutput:
 
     @cached_property
     def response_mask(self) -> NDArray[np.int8]:
-        """Shape [response_tokens]: 1 = sampled by the model."""
-        return self._per_response_token(lambda s: s.origin is Origin.MODEL, np.int8)
+        """Shape [response_tokens]: 1 = sampled by the model, but 0 for tokens that a grammar forced."""
+        sampled = self._per_response_token(lambda s: s.origin is Origin.MODEL, np.int8)
+        return without_forced(sampled, self.response_segments)
 
     @cached_property
     def response_logprobs(self) -> FloatArray | None:
@@ -200,7 +202,7 @@ class AgentLoopOutput:
 
     @cached_property
     def weight_versions(self) -> IntArray:
-        """Shape [response_tokens]: the version that sampled each token, -1 where the mask is 0."""
+        """Shape [response_tokens]: the version that sampled each token, -1 for tokens that no model sampled."""
         return self._per_response_token(
             lambda s: -1 if s.weight_version is None else s.weight_version, np.int32
         )
@@ -218,6 +220,11 @@ class AgentLoopOutput:
     @property
     def response_segments(self) -> tuple[Segment, ...]:
         return tuple(s for s in self.segments if s.origin is not Origin.PROMPT)
+
+    @property
+    def num_model_tokens(self) -> int:
+        """Number of sampled tokens, forced tokens included."""
+        return sum([len(s) for s in self.segments if s.origin is Origin.MODEL])
 
     @property
     def num_assistant_turns(self) -> int:

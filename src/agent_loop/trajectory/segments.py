@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from agent_loop.errors import EpisodeError
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import (
+    FORCED,
     FloatArray,
     IntArray,
     Origin,
@@ -111,6 +112,14 @@ def concatenated(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     joined = np.concatenate(arrays) if arrays else np.zeros(0, dtype)
     joined.flags.writeable = False
     return joined
+
+
+def without_forced(mask: NDArray[Any], segments: Sequence[Segment]) -> NDArray[Any]:
+    """Return a mask of the segments' tokens with 0 for the tokens that a grammar forced."""
+    if not any(FORCED in s.extras for s in segments):
+        return mask
+    forced = [s.extras[FORCED] if FORCED in s.extras else np.zeros(len(s), np.uint8) for s in segments]
+    return concatenated([np.where(np.concatenate(forced), 0, mask).astype(mask.dtype)], mask.dtype)
 
 
 def segments_of_mask(
