@@ -181,4 +181,6 @@ def load_named_rows(config: Config, sources: Sequence[str], *, max_rows: int | N
     """
     from agent_loop.rollout.rows import load_rows  # late: keeps `--help` quick
 
-    return load_rows(sources, prompt_key=config.data.prompt_key)[: max_rows or config.data.val_max_rows]
+    data = config.data
+    rows = load_rows(sources, prompt_key=data.prompt_key, task_workspace=data.task_workspace)
+    return rows[: max_rows or data.val_max_rows]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agent_loop.config.values import Positive, Section, Seed
 
 
@@ -10,11 +12,14 @@ class DataConfig(Section):
 
     train_files: list[str] = []
     """`.jsonl`, `.json`, `.csv`, `.parquet` or `.arrow` files; globs or folders of such files; folders saved by
-    `datasets` (`folder:split`); or `file.py:function` that returns rows."""
+    `datasets` (`folder:split`); folders of tasks in Harbor's form; or `file.py:function` that returns rows."""
     val_files: list[str] = []
     """Sources of the rows for evaluation, as in `train_files`."""
     prompt_key: str = "prompt"
     """Column with the messages, or with the text of one user message."""
+    task_workspace: dict[str, Any] = {}
+    """Settings that are merged over the workspace of every task in Harbor's form, such as
+    `{container: {runtime: docker, build_args: {BASE_IMAGE: debian:12}}}`."""
     train_batch_size: Positive = 16
     """Prompts per step. Each prompt is sampled `rollout.n` times."""
     val_max_rows: Positive | None = None

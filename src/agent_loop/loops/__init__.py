@@ -4,5 +4,12 @@ from agent_loop.loops.environment_agent import EnvironmentAgentLoop
 from agent_loop.loops.partial import AsyncPartialToolAgentLoop
 from agent_loop.loops.single_turn import SingleTurnAgentLoop
 from agent_loop.loops.tool_agent import ToolAgentLoop
+from agent_loop.loops.unusable_row import UnusableRowLoop
 
-__all__ = ["AsyncPartialToolAgentLoop", "EnvironmentAgentLoop", "SingleTurnAgentLoop", "ToolAgentLoop"]
+__all__ = [
+    "AsyncPartialToolAgentLoop",
+    "EnvironmentAgentLoop",
+    "SingleTurnAgentLoop",
+    "ToolAgentLoop",
+    "UnusableRowLoop",
+]

@@ -1,4 +1,4 @@
-"""Write the access logs of a week. The numbers come from a generator of its own, so that they are the same everywhere."""
+"""Write the access logs of a week. The numbers come from a generator of its own, so that they are always the same."""
 
 from pathlib import Path
 

@@ -99,8 +99,11 @@ def _first_rows(config: Config) -> Mapping[str, Row]:
     """Return the first row that names each interaction. Empty if the configuration has no data."""
     from agent_loop.rollout.rows import load_rows
 
-    sources = [*config.data.train_files, *config.data.val_files]
-    rows = load_rows(sources, prompt_key=config.data.prompt_key) if sources else []
+    data = config.data
+    sources = [*data.train_files, *data.val_files]
+    rows = (
+        load_rows(sources, prompt_key=data.prompt_key, task_workspace=data.task_workspace) if sources else []
+    )
     first: dict[str, Row] = {}
     for row in rows:
         kwargs: Mapping[str, Any] | None = row.get("interaction_kwargs")

@@ -1,0 +1,1 @@
+"""Adapters to environments and tasks in the formats of other projects."""

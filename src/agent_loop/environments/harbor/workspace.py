@@ -1,0 +1,110 @@
+"""The workspace of a task: its container, and the tests that judge the result."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+from agent_loop.environments.harbor.folders import ENVIRONMENT
+from agent_loop.environments.harbor.task import HarborTask
+from agent_loop.errors import DataError
+
+TESTS_FOLDER = "/tests"
+SOLUTION_FOLDER = "/solution"
+LOG_FOLDER = "/logs/verifier"
+TEST_OUTPUT = f"{LOG_FOLDER}/test-stdout.txt"
+REWARD_FILE = f"{LOG_FOLDER}/reward"
+_TEST_SCRIPT = f"""\
+mkdir -p {LOG_FOLDER} /logs/agent /logs/artifacts
+rm -f {LOG_FOLDER}/reward.txt {LOG_FOLDER}/reward.json {REWARD_FILE}
+chmod +x {TESTS_FOLDER}/test.sh
+{TESTS_FOLDER}/test.sh > {TEST_OUTPUT} 2>&1
+if [ -e {LOG_FOLDER}/reward.json ]; then cp {LOG_FOLDER}/reward.json {REWARD_FILE}
+elif [ -e {LOG_FOLDER}/reward.txt ]; then cp {LOG_FOLDER}/reward.txt {REWARD_FILE}
+else tail -c 2000 {TEST_OUTPUT} >&2; exit 1
+fi
+"""
+"""Runs the tests. `reward.json` comes before `reward.txt`. Their exit status does not matter, their reward does."""
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+
+
+def task_workspace(task: HarborTask, *, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a task's workspace.
+
+    Args:
+        task: The task.
+        settings: Settings that are merged over those of the task.
+
+    Raises:
+        DataError: A variable of the task has no value.
+    """
+    environment, verifier = task.file.environment, task.file.verifier
+    container: dict[str, Any] = {
+        "cpus": environment.cpus,
+        "memory_mb": environment.memory_limit_mb,
+        "env": resolve_variables(environment.env, task=task, settings=settings),
+        "folder": environment.workdir,
+        "build_timeout_s": environment.build_timeout_sec,
+    }
+    if environment.docker_image is not None:
+        container["image"] = environment.docker_image
+    else:
+        container["dockerfile"] = str(task.folder / ENVIRONMENT)
+    variables = resolve_variables(verifier.env, task=task, settings=settings)
+    check = {
+        "command": [
+            "env",
+            *(f"{name}={value}" for name, value in variables.items()),
+            "sh",
+            "-c",
+            _TEST_SCRIPT,
+        ],
+        "files": {TESTS_FOLDER: str(task.tests)},
+        "reward_file": REWARD_FILE,
+        "timeout_s": verifier.timeout_sec,
+    }
+    given = {"container": _without_none(container), "check": check}
+    return _merged(given, settings)
+
+
+def resolve_variables(
+    env: Mapping[str, str], *, task: HarborTask, settings: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return variables with `${NAME}` and `${NAME:-default}` replaced.
+
+    The values come from `container.env` of the settings, never from the environment of this process, whose secrets a
+    task could name.
+
+    Raises:
+        DataError: A variable has neither a value nor a default.
+    """
+    container: Mapping[str, Any] = settings.get("container") or {}
+    given: Mapping[str, Any] = container.get("env") or {}
+
+    def value(match: re.Match[str]) -> str:
+        name, default = match.groups()
+        found = given.get(name, default)
+        if found is None:
+            raise DataError(
+                f"task {str(task.folder)!r} needs the variable {name}; give it as container.env.{name} in "
+                "data.task_workspace"
+            )
+        return str(found)
+
+    return {name: _VARIABLE.sub(value, text) for name, text in env.items()}
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value not in (None, {})}
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested mappings, with the values of `over` where both have one."""
+    merged = dict(base)
+    for name, value in over.items():
+        inner = merged.get(name)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            value = _merged(cast(Mapping[str, Any], inner), cast(Mapping[str, Any], value))
+        merged[name] = value
+    return merged
