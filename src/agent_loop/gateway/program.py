@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from agent_loop.errors import ConfigError
-from agent_loop.gateway.listener import Endpoint, reachable
-from agent_loop.gateway.program_calls import (
-    CommandFailed,
-    call_command,
-    call_program,
-    checked_command,
-    checked_env,
-)
-from agent_loop.gateway.session import MAX_BRANCHES, Session
+from agent_loop.gateway.listener import Endpoint
+from agent_loop.gateway.program_calls import call_command, call_program, checked_command, checked_env
+from agent_loop.gateway.program_loop import Program, ProgramLoop
+from agent_loop.gateway.session import MAX_BRANCHES
 from agent_loop.loading import load_object
-from agent_loop.loops.base import AgentLoopBase, LoopContext
+from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import register
-from agent_loop.rewards.function import REWARD_NAMES, read_score
-from agent_loop.runtime.concurrency import run_while
-from agent_loop.runtime.describe import describe_error
-from agent_loop.runtime.user_code import run_bounded
 from agent_loop.tools.environment_variables import expand_variables
-from agent_loop.trajectory import AgentLoopOutput, Failure
-from agent_loop.types import Row, StopReason
+from agent_loop.types import Row
 
 
 @register("agent_program")
-class AgentProgramLoop(AgentLoopBase):
+class AgentProgramLoop(ProgramLoop):
     """Runs a function or command that calls a model over the OpenAI or Anthropic API.
 
-    Its conversations are recorded to the token, with one output per branch. If the program fails, the trajectory
-    fails with the program's traceback. If the program fails right after a limit refused a further turn, the trajectory
-    ends with the limit's stop reason instead.
+    `ProgramLoop` says what is recorded, and how a program fails.
     """
 
     def __init__(
@@ -61,39 +48,14 @@ class AgentProgramLoop(AgentLoopBase):
                 this process. The command inherits only the variables for paths, locale and the like.
             max_branches: Maximum number of conversations per program.
         """
-        super().__init__(context)
+        super().__init__(context, max_branches=max_branches)
         self._program = program
         self._command = command
         self._env = expand_variables(checked_env(env or {}), where="env")
-        self._max_branches = max_branches
-        self._session: Session | None = None
 
-    async def run(
-        self, sampling_params: dict[str, Any], **row: Any
-    ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        call = self._call_for(row)
-        session = Session(self.context, sampling_params=sampling_params, max_branches=self._max_branches)
-        async with session:
-            self._session = session
-            result = await _run_program(partial(call, row), session, cancellation=self.context.cancellation)
-            await session.close(result.reason)
-        if session.fault is not None:
-            raise session.fault
-        return self._output(session, result)
-
-    def unfinished_output(
-        self, reason: StopReason, *, failure: Failure | None = None
-    ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        outputs = [] if self._session is None else self._session.outputs(failure=failure)
-        return _one_or_more(outputs, otherwise=_ProgramResult(reason=reason, failure=failure))
-
-    def _output(self, session: Session, result: _ProgramResult) -> AgentLoopOutput | list[AgentLoopOutput]:
-        failure = None if session.was_refused else result.failure
-        outputs = session.outputs(reward=result.reward, extra_fields=result.extra_fields, failure=failure)
-        if not outputs and result.reason is StopReason.ANSWERED and failure is None:
-            message = "the program ended without a completion from the model; make it use the base URL that it is given"
-            result = _ProgramResult(failure=Failure(error=f"EpisodeError: {message}", traceback=message))
-        return _one_or_more(outputs, otherwise=result)
+    @asynccontextmanager
+    async def prepared(self, row: Row) -> AsyncGenerator[Program]:
+        yield _Call(self._call_for(row), row)
 
     def _call_for(self, row: Row) -> Callable[[Row, Endpoint], Any]:
         """Return the function that runs the program of a row.
@@ -116,68 +78,14 @@ class AgentProgramLoop(AgentLoopBase):
 
 
 @dataclass(frozen=True, slots=True)
-class _ProgramResult:
-    """Result of a program."""
+class _Call:
+    """A call of a function or a command."""
 
-    reward: float | None = None
-    extra_fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    failure: Failure | None = None
-    reason: StopReason = StopReason.ANSWERED
+    function: Callable[[Row, Endpoint], Any]
+    row: Row
 
-    @classmethod
-    def from_value(cls, returned: Any) -> _ProgramResult:
-        """Build the result from the program's return value: None, a number, or a mapping that may hold a reward.
+    def run(self, endpoint: Endpoint) -> Any:
+        return self.function(self.row, endpoint)
 
-        Raises:
-            RewardError: The value has another type.
-        """
-        if returned is None:
-            return cls()
-        if isinstance(returned, Mapping) and not any(name in returned for name in REWARD_NAMES):
-            return cls(extra_fields=dict(cast(Mapping[str, Any], returned)))
-        score = read_score(returned, source="the program")
-        return cls(score.reward, score.extra)
-
-
-async def _run_program(
-    call: Callable[[Endpoint], Any], session: Session, *, cancellation: asyncio.Event | None
-) -> _ProgramResult:
-    """Run a program while its session is served.
-
-    Once the deadline has passed, the stop reason is `DEADLINE`, even if the program ignored its cancellation.
-    """
-    result: _ProgramResult | None = None
-    cancelled = cancellation or asyncio.Event()
-    try:
-        async with reachable(session) as endpoint, session.deadline:
-            result = await run_while(_call_program(partial(call, endpoint)), condition=_wait_for(cancelled))
-    except TimeoutError:
-        if not session.deadline.expired():
-            raise
-    if session.deadline.expired():
-        return _ProgramResult(reason=StopReason.DEADLINE)
-    return result or _ProgramResult(reason=StopReason.CANCELLED)
-
-
-async def _wait_for(event: asyncio.Event) -> None:
-    await event.wait()
-
-
-async def _call_program(call: Callable[[], Any]) -> _ProgramResult:
-    """Call the program and return its result. An exception becomes the result's failure."""
-    try:
-        return _ProgramResult.from_value(await run_bounded(call, timeout_s=None))
-    except CommandFailed as failed:
-        return _ProgramResult(failure=failed.failure)
-    except Exception as error:  # noqa: BLE001  (a failed program is data, with its traceback)
-        text = "".join(traceback.format_exception(error))
-        return _ProgramResult(failure=Failure(error=describe_error(error), traceback=text))
-
-
-def _one_or_more(
-    outputs: list[AgentLoopOutput], *, otherwise: _ProgramResult
-) -> AgentLoopOutput | list[AgentLoopOutput]:
-    if not outputs:
-        reason = StopReason.FAILED if otherwise.failure else otherwise.reason
-        return AgentLoopOutput(segments=(), stop_reason=reason, failure=otherwise.failure)
-    return outputs[0] if len(outputs) == 1 else outputs
+    async def score(self) -> None:
+        return None
