@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from agent_loop.chat.multimodal import Encoded
+from agent_loop.chat.system_messages import settle_system_messages
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.conversation import conversation_of, split_prefill
 from agent_loop.completions.requests import ChatCompletionRequest
@@ -118,7 +119,8 @@ class _Chat:
     async def prepared(
         cls, request: ChatCompletionRequest, *, template: ChatTemplate, sampler: Sampler
     ) -> _Chat:
-        messages, prefill = split_prefill(request, conversation_of(request.messages))
+        written = settle_system_messages(conversation_of(request.messages), template)
+        messages, prefill = split_prefill(request, written)
         read = await template.read(messages)
         prompt = template.open_encoded(messages, tools=request.tools_in_use, read=read, prefill=prefill)
         builder = ResponseBuilder(request, template, prompt.token_ids)

@@ -10,7 +10,7 @@ from typing import Any
 from agent_loop.episode import Episode, EpisodeMark
 from agent_loop.gateway.errors import branch_limit_error
 from agent_loop.loops.base import LoopContext
-from agent_loop.trajectory import IncidentKind
+from agent_loop.trajectory import Incident, IncidentKind
 from agent_loop.types import Message, StopReason
 
 
@@ -25,6 +25,15 @@ class Branch:
         self.is_open = False
         self.has_sampled_tokens = False
         """Whether the episode holds tokens that the model sampled."""
+        self.noted: list[Incident] = []
+        """What was lost in translating the requests of the branch."""
+
+    def note_once(self, incidents: Sequence[Incident]) -> None:
+        """Record incidents, except those that the branch has recorded already."""
+        for incident in incidents:
+            if incident not in self.noted:
+                self.noted.append(incident)
+                self.episode.note(incident.kind, incident.detail)
 
     def is_free_at(self, mark: EpisodeMark | None) -> bool:
         """Return whether the next request may continue the episode from this mark."""

@@ -10,6 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from agent_loop.chat.system_messages import settle_system_messages
 from agent_loop.completions.conversation import conversation_of
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.episode import EpisodeStopped
@@ -24,11 +25,15 @@ from agent_loop.gateway.shared_completion import SharedCompletion
 from agent_loop.gateway.turn_generator import TurnGenerator
 from agent_loop.loops.base import LoopContext
 from agent_loop.runtime.concurrency import run_shielded
-from agent_loop.trajectory import AgentLoopOutput, Failure
+from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind
 from agent_loop.types import Message, StopReason
 
 CLOSE_TIMEOUT_S = 15.0
 MAX_BRANCHES = 64
+AS_USER = Incident(
+    IncidentKind.SYSTEM_MESSAGE_AS_USER,
+    "the chat template does not render system messages at every place; later ones became text of the user",
+)
 ABORTED = "the completion was aborted because its session ended or its client disconnected"
 
 
@@ -58,6 +63,7 @@ class Session:
         """Error that must end the whole run, beyond the response to the program."""
         self.was_refused = False
         """Whether the last request was refused because of a limit."""
+        self.template = context.template
         self._branches = Branches(context, max_branches=max_branches)
         self._tree = ConversationTree()
         self._generator = TurnGenerator(
@@ -98,8 +104,15 @@ class Session:
 
         await run_shielded(end, timeout_s=CLOSE_TIMEOUT_S)
 
-    def submit(self, request: ChatCompletionRequest, *, retry: RetryInfo) -> SharedCompletion:
+    def submit(
+        self, request: ChatCompletionRequest, *, retry: RetryInfo, incidents: Sequence[Incident] = ()
+    ) -> SharedCompletion:
         """Start the completion of a request and return it. A retry gets the completion of the original request.
+
+        Args:
+            request: The request.
+            retry: Whether the request is a retry.
+            incidents: What was lost in translating the request. Each is recorded once for each branch.
 
         Raises:
             RequestError: The request uses a feature that is not supported.
@@ -118,7 +131,8 @@ class Session:
                 "by the model; end with a user or tool message",
                 param="continue_final_message",
             )
-        messages = conversation_of(request.messages)
+        written = conversation_of(request.messages)
+        messages = settle_system_messages(written, self.template)
         keys = message_keys(messages)
         fingerprint = fingerprint_of(request, keys)
         known = self._completions.find(fingerprint, retry)
@@ -131,6 +145,7 @@ class Session:
             self.was_refused = True
             self._branches.note_failure(error)
             raise
+        turn.branch.note_once(incidents if messages == written else [*incidents, AS_USER])
         shared = SharedCompletion()
         self._completions.add(fingerprint, retry, shared)
         task = self._tasks.create_task(self._generate(request, messages, turn, shared))

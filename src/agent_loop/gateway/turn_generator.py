@@ -79,6 +79,7 @@ class TurnGenerator:
             except ChatTemplateError:
                 # The template cannot render the new messages after this turn, but it may render the conversation.
                 branch = self._branches.start(messages, tools=request.tools_in_use)
+                branch.note_once(turn.branch.noted)
                 turn.branch.is_busy, turn.branch = False, branch
                 await self._branches.open(branch)
         turn.before = turn.branch.episode.mark()

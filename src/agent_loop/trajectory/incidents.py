@@ -34,6 +34,7 @@ class IncidentKind(StrEnum):
     GENERATE_TIMEOUT = "generate_timeout"
     TURN_TIMEOUT = "turn_timeout"
     FAILED_REQUEST = "failed_request"
+    SYSTEM_MESSAGE_AS_USER = "system_message_as_user"
     ABANDONED = "abandoned"
     UNSTORABLE_VALUE = "unstorable_value"
 
