@@ -65,6 +65,14 @@ class SandboxError(AgentLoopError):
     """A sandbox could not be started, or terminated unexpectedly."""
 
 
+class WorkspaceError(AgentLoopError):
+    """A workspace could not be started, ended unexpectedly, or refused a command or a file. The trajectory fails."""
+
+
+class WorkspaceFileMissing(WorkspaceError):
+    """A file to copy out of a workspace does not exist there."""
+
+
 class InteractionBug(AgentLoopError):
     """An interaction raised an exception, broke its contract or took too long. The episode fails."""
 

@@ -1,0 +1,278 @@
+"""Workspaces on this machine: folders, git repositories and providers; checks of their results."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.errors import ConfigError, WorkspaceError, WorkspaceFileMissing
+from agent_loop.runtime.owner import this_process
+from agent_loop.workspaces.check import check_reward
+from agent_loop.workspaces.factory import open_workspace
+from agent_loop.workspaces.root import root_folder
+from agent_loop.workspaces.settings import CheckSettings, read_workspace
+
+DAEMON = """
+import subprocess
+no = subprocess.DEVNULL
+print(subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=no, stderr=no).pid)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "root").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "root"))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "file.txt").write_text("one")
+    (folder / "link").symlink_to("deep/file.txt")
+    (folder / "run.sh").write_text("#!/bin/sh\necho ran\n")
+    (folder / "run.sh").chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "-q", "-b", "main")
+    for text in ("first", "second"):
+        (folder / "file.txt").write_text(text)
+        git(folder, "add", ".")
+        git(folder, "commit", "-q", "-m", text)
+    return folder
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t"]
+    run = subprocess.run(
+        ["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return run.stdout.strip()
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().split()[2] != "Z"
+
+
+def own_folders() -> list[str]:
+    """Return the folders of workspaces of this process, without the shared clones."""
+    token = this_process().token
+    return [
+        f.name for f in root_folder().iterdir() if f.name.startswith(token) and not f.name.endswith("clones")
+    ]
+
+
+def run(scenario: Any) -> None:
+    asyncio.run(scenario)
+    assert own_folders() == []
+
+
+def test_a_folder_is_copied_for_each_trajectory_and_removed(source: Path) -> None:
+    async def scenario() -> None:
+        settings = {"folder": str(source)}
+        async with open_workspace(settings) as one, open_workspace(settings) as other:
+            assert one.folder != other.folder
+            result = await one.exec(["sh", "-c", "./run.sh; cat link; echo two > deep/file.txt"])
+            assert (result.exit_code, result.stdout) == (0, "ran\none")
+            assert (await other.exec(["cat", "deep/file.txt"])).stdout == "one"
+            assert len(own_folders()) == 2
+        assert (source / "deep" / "file.txt").read_text() == "one"
+
+    run(scenario())
+
+
+def test_files_are_put_and_got(source: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with open_workspace({"folder": str(source)}) as workspace:
+            await workspace.put(source / "run.sh", "new/folder/")
+            await workspace.put(source, "again")
+            assert (await workspace.exec(["cat", "again/deep/file.txt", "new/folder/run.sh"])).exit_code == 0
+            await workspace.get("deep", tmp_path / "got")
+            assert (tmp_path / "got" / "file.txt").read_text() == "one"
+            with pytest.raises(WorkspaceFileMissing, match="absent"):
+                await workspace.get("absent", tmp_path / "x")
+            with pytest.raises(WorkspaceError, match="absent"):
+                await workspace.put(tmp_path / "absent", "x")
+
+    run(scenario())
+
+
+def test_commands_get_no_secret_and_the_given_variables(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hidden")
+
+    async def scenario() -> None:
+        settings = {"folder": str(source), "env": {"OF_WORKSPACE": "1"}}
+        async with open_workspace(settings) as workspace:
+            result = await workspace.exec(["env"], env={"OF_CALL": "2"}, stdin=b"")
+            assert "hidden" not in result.stdout
+            assert {"OF_WORKSPACE=1", "OF_CALL=2", f"PWD={workspace.folder}"} <= set(
+                result.stdout.splitlines()
+            )
+
+    run(scenario())
+
+
+def test_processes_that_left_their_group_end_with_the_workspace(source: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with open_workspace({"folder": str(source)}) as workspace:
+            result = await workspace.exec([sys.executable, "-S", "-c", DAEMON])
+            pid = int(result.stdout)
+            os.kill(pid, 0)
+        assert not is_running(pid)
+
+    run(scenario())
+
+
+def test_a_command_that_hangs_ends_at_its_time_limit_and_the_workspace_stays_usable(source: Path) -> None:
+    async def scenario() -> None:
+        async with open_workspace({"folder": str(source)}) as workspace:
+            assert (await workspace.exec(["sleep", "60"], timeout_s=0.2)).timed_out
+            assert (await workspace.exec(["echo", "well"])).stdout == "well\n"
+            with pytest.raises(WorkspaceError, match="cannot be started"):
+                await workspace.exec(["no-such-program"])
+
+    run(scenario())
+
+
+def test_a_workspace_that_was_made_read_only_is_removed(source: Path) -> None:
+    async def scenario() -> None:
+        async with open_workspace({"folder": str(source)}) as workspace:
+            await workspace.exec(["chmod", "-R", "a-w", "."])
+
+    run(scenario())
+
+
+def test_a_repository_is_cloned_once_and_checked_out_at_its_commit(repository: Path) -> None:
+    first = git(repository, "rev-parse", "HEAD~1")
+
+    async def scenario() -> None:
+        settings = {"git": {"url": str(repository), "commit": first}}
+        async with open_workspace(settings) as workspace:
+            assert (await workspace.exec(["cat", "file.txt"])).stdout == "first"
+            assert (await workspace.exec(["git", "remote"])).stdout == ""
+            assert (await workspace.exec(["git", "status", "--porcelain"])).stdout == ""
+            await workspace.exec(["sh", "-c", "echo changed > file.txt"])
+        shutil.rmtree(repository)
+        async with open_workspace(settings) as workspace:
+            assert (await workspace.exec(["cat", "file.txt"])).stdout == "first"
+
+    run(scenario())
+
+
+def test_a_commit_that_is_newer_than_the_clone_is_fetched(repository: Path) -> None:
+    async def scenario() -> None:
+        async with open_workspace({"git": {"url": str(repository)}}) as workspace:
+            assert (await workspace.exec(["cat", "file.txt"])).stdout == "second"
+        (repository / "file.txt").write_text("third")
+        git(repository, "commit", "-q", "-a", "-m", "third")
+        commit = git(repository, "rev-parse", "HEAD")
+        async with open_workspace({"git": {"url": str(repository), "commit": commit}}) as workspace:
+            assert (await workspace.exec(["cat", "file.txt"])).stdout == "third"
+        with pytest.raises(WorkspaceError, match=r"'absent', which .* does not have"):
+            async with open_workspace({"git": {"url": str(repository), "commit": "absent"}}):
+                pass
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "give one of folder, git, container and provider"),
+        ({"folder": "a", "git": {"url": "b"}}, "give one of folder and git"),
+        ({"folders": "a"}, "did you mean 'folder'"),
+        ({"container": {"image": "a", "dockerfile": "b"}}, "give one of image and dockerfile"),
+        ({"container": {"image": "a", "memory": "much"}}, "memory"),
+        ({"folder": "a", "options": {"a": 1}}, "name it in provider"),
+        ("{", "not valid JSON"),
+        (3, "give a mapping"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_workspace(settings, where="row 3: workspace")
+
+
+def test_settings_of_a_table_may_be_json_or_hold_nulls() -> None:
+    row = {"folder": None, "container": {"image": "a", "cpus": None}, "git": None, "check": None}
+    assert (
+        read_workspace(json.dumps(row))
+        == read_workspace(row)
+        == read_workspace({"container": {"image": "a"}})
+    )
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with pytest.raises(WorkspaceError, match=r"absent.*is not a folder"):
+            async with open_workspace({"folder": str(tmp_path / "absent")}):
+                pass
+
+    run(scenario())
+
+
+async def checked(source: Path, command: str, **settings: Any) -> Any:
+    check = CheckSettings(command=("sh", "-c", command), **settings)
+    async with open_workspace({"folder": str(source)}) as workspace:
+        await workspace.exec(["sh", "-c", "echo 1 > reward.txt"])
+        return await check_reward(workspace, check)
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "reward"),
+    [
+        ("true", {}, 1.0),
+        ("false", {}, 0.0),
+        ("no-such-command", {}, 0.0),
+        ("sleep 60", {"timeout_s": 0.2}, 0.0),
+        ("echo 0.25 > reward.txt", {"reward_file": "reward.txt"}, 0.25),
+        ("""echo '{"reward": 0.5, "tests": 3}' > r""", {"reward_file": "r"}, 0.5),
+        ("true", {"reward_file": "reward.txt"}, 0.0),
+        ("echo much > reward.txt", {"reward_file": "reward.txt"}, 0.0),
+        ("exit 3", {"reward_file": "reward.txt"}, 0.0),
+    ],
+)
+def test_a_check_gives_the_reward(
+    source: Path, command: str, settings: dict[str, Any], reward: float
+) -> None:
+    score = asyncio.run(checked(source, command, **settings))
+    assert score.reward == reward
+    assert "check_exit_code" in score.extra
+
+
+def test_a_check_uses_files_that_the_agent_did_not_see(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "test.sh").write_text("grep -q one deep/file.txt && echo passed")
+    score = asyncio.run(checked(source, "sh tests/test.sh", files=str(tmp_path / "hidden"), files_to="tests"))
+    assert (score.reward, score.extra["check_output"]) == (1.0, "passed\n")
+
+
+def test_a_check_that_cannot_run_is_an_error_and_no_reward(source: Path) -> None:
+    async def scenario() -> None:
+        async with open_workspace({"folder": str(source)}) as workspace:
+            with pytest.raises(WorkspaceError, match="no-such-program"):
+                await check_reward(workspace, CheckSettings(command=("no-such-program",)))
+            with pytest.raises(WorkspaceError, match="absent"):
+                await check_reward(workspace, CheckSettings(command=("true",), files="absent"))
+            await workspace.stop()
+            with pytest.raises(WorkspaceError, match="does not exist any more"):
+                await check_reward(workspace, CheckSettings(command=("true",)))
+
+    run(scenario())
