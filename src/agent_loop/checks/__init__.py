@@ -1,4 +1,4 @@
-"""Conformance checks of servers, tools, interactions and sandboxes.
+"""Conformance checks of servers, tools, interactions, sandboxes and tasks.
 
 ```python
 from agent_loop.checks import check_tool
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agent_loop.checks.sandbox import check_sandbox
     from agent_loop.checks.server.reference import Reference, vocab_size_of
     from agent_loop.checks.server.suite import check_server
+    from agent_loop.checks.tasks import check_tasks
     from agent_loop.checks.tool.suite import check_tool
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "check_interaction",
     "check_sandbox",
     "check_server",
+    "check_tasks",
     "check_tool",
     "vocab_size_of",
 ]
@@ -41,6 +43,7 @@ _MODULE_OF = {
     "check_interaction": "interaction.suite",
     "check_sandbox": "sandbox",
     "check_server": "server.suite",
+    "check_tasks": "tasks",
     "check_tool": "tool.suite",
     "vocab_size_of": "server.reference",
 }

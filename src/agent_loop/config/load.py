@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +10,12 @@ from agent_loop.config.validation import parse_section
 from agent_loop.config.verl_names import replace_verl_names
 from agent_loop.config.whole import Config
 from agent_loop.errors import ConfigError
-from agent_loop.files.plain_values import parse_override, read_yaml, resolve_interpolation
+from agent_loop.files.plain_values import (
+    merge_mappings,
+    parse_override,
+    read_yaml,
+    resolve_interpolation,
+)
 
 
 def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Config:
@@ -28,7 +33,7 @@ def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()
         raise ConfigError(f"config file {str(path)!r} holds a list; it must hold sections with keys")
     merged = replace_verl_names(cast(dict[str, Any], given))
     for override in overrides:
-        merged = _merged(merged, replace_verl_names(parse_override(override)))
+        merged = merge_mappings(merged, replace_verl_names(parse_override(override)))
     return parse_section(Config, _resolved(merged, where=where), where=where)
 
 
@@ -37,14 +42,4 @@ def _resolved(values: dict[str, Any], *, where: str) -> dict[str, Any]:
     if "${" not in repr(values):
         return values
     defaults = Config().model_dump(mode="json")
-    return resolve_interpolation(_merged(defaults, values), where=where)
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two trees of keys. Values of `above` replace those of `below`."""
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(cast(Mapping[str, Any], old), cast(Mapping[str, Any], value)) if both else value
-    return merged
+    return resolve_interpolation(merge_mappings(defaults, values), where=where)

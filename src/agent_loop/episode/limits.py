@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent_loop.types import SamplingParams, StopReason
 
@@ -28,6 +28,12 @@ class EpisodeLimits:
     """Seconds from the start of a completion until the reply to the completion is added."""
     generate_timeout_s: float | None = None
     """Seconds of one completion, including its time in the queue and retries on other servers."""
+
+    def with_deadline(self, deadline_s: float | None) -> EpisodeLimits:
+        """Return these limits with a deadline of a row, if it is earlier."""
+        if deadline_s is None or (self.deadline_s is not None and self.deadline_s <= deadline_s):
+            return self
+        return replace(self, deadline_s=deadline_s)
 
     def forbids_turn(self, *, assistant_turns: int, num_tokens: int) -> StopReason | None:
         """Return the limit that forbids another assistant turn; None if another turn is allowed.

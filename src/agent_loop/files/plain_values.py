@@ -80,6 +80,18 @@ def parse_override(text: str) -> dict[str, Any]:
         raise ConfigError(f"override {shown(text)} cannot be read: {reason(error)}") from error
 
 
+def merge_mappings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested mappings merged key by key, with the values of `above` where both have one."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = (
+            merge_mappings(cast(Mapping[str, Any], old), cast(Mapping[str, Any], value)) if both else value
+        )
+    return merged
+
+
 def resolve_interpolation(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Return the values with every `${...}` resolved, as OmegaConf does.
 

@@ -18,11 +18,14 @@ from agent_loop.rollout.row_readers import read_shard
 from agent_loop.rollout.row_sources import find_shards
 from agent_loop.rollout.shard_columns import ShardColumns
 from agent_loop.runtime.describe import describe_value
+from agent_loop.runtime.numeric import as_finite_number
 from agent_loop.types import Message, Row
 
 NO_SETTINGS: Mapping[str, Any] = {}
 RESERVED_COLUMNS = frozenset({"self", "sampling_params"})
 """Arguments of `AgentLoopBase.run` that no column may have the name of."""
+TIMEOUT_COLUMN = "trajectory_timeout_s"
+"""Column with a row's own `rollout.trajectory_timeout_s`, which counts if it is shorter."""
 _OTHERS = 1
 """Part of the seed that separates the random order of replacements from the order of an epoch."""
 
@@ -203,6 +206,11 @@ def refuse_bad_columns(row: Row, *, where: str) -> None:
     if not isinstance(agent_name, str | None):
         raise DataError(
             f"{where}: agent_name is {describe_value(agent_name)}; give the name of an agent loop"
+        )
+    timeout_s: Any = row.get(TIMEOUT_COLUMN)
+    if timeout_s is not None and not (as_finite_number(timeout_s) or 0.0) > 0:
+        raise DataError(
+            f"{where}: {TIMEOUT_COLUMN} is {describe_value(timeout_s)}; give a number of seconds above 0"
         )
     for column, shape in (("tools_kwargs", _TOOLS_SHAPE), ("interaction_kwargs", _INTERACTION_SHAPE)):
         value: Any = row.get(column)

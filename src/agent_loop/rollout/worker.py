@@ -20,6 +20,7 @@ from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
+from agent_loop.rollout.rows import TIMEOUT_COLUMN
 from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
 from agent_loop.runtime.activity import Activity, WaitKind, waiting_for
 from agent_loop.runtime.concurrency import run_together
@@ -213,7 +214,9 @@ class AgentLoopWorker:
             returned = await loop.run(dict(job.sampling_params), **copied(dict(job.columns)))
             return self._accepted(returned, loop, job, completions=completions)
 
-        deadline_s = context.limits.deadline_s
+        limits = context.limits.with_deadline(job.row.get(TIMEOUT_COLUMN))
+        context = structs.replace(context, limits=limits)
+        deadline_s = limits.deadline_s
         new_log = None if job.log is None else job.log.new_episode
         completions = CompletionMemory()
         try:

@@ -31,6 +31,11 @@ def find_tasks(path: Path) -> list[Path]:
     return folders if any((folder / TASK_FILE).is_file() for folder in folders) else []
 
 
+def folder_name(folder: Path) -> str:
+    """Return the name of a task's folder, also if the path is `.`."""
+    return folder.resolve().name
+
+
 def task_digest(folder: Path) -> str:
     """Return a digest of the names and contents of a task's files."""
     digest = sha256()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agent_loop.environments.harbor.folders import INSTRUCTION, find_tasks, task_digest
+from agent_loop.environments.harbor.folders import INSTRUCTION, find_tasks, folder_name, task_digest
 from agent_loop.environments.harbor.task import HarborTask, read_task
 from agent_loop.environments.harbor.workspace import task_workspace
 from agent_loop.errors import DataError
@@ -47,6 +47,7 @@ def task_row(task: HarborTask, *, workspace: Mapping[str, Any]) -> dict[str, Any
         workspace: Settings that are merged over the row's workspace.
     """
     owner, slash, _ = task.name.rpartition("/")
+    timeout_s = task.file.agent.timeout_sec
     metadata = {name: task.file.metadata[name] for name in _METADATA_COLUMNS if name in task.file.metadata}
     return {
         "raw_prompt": [{"role": "user", "content": task.instruction}],
@@ -54,6 +55,7 @@ def task_row(task: HarborTask, *, workspace: Mapping[str, Any]) -> dict[str, Any
         "data_source": owner if slash else task.folder.resolve().parent.name,
         "workspace": task_workspace(task, settings=workspace),
         "task_digest": task_digest(task.folder),
+        **({} if timeout_s is None else {"trajectory_timeout_s": timeout_s}),
         **({"extra_info": metadata} if metadata else {}),
     }
 
@@ -62,7 +64,7 @@ def _row(folder: Path, *, workspace: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return task_row(read_task(folder), workspace=workspace)
     except DataError as error:
-        name = folder.resolve().name
+        name = folder_name(folder)
         return {
             "raw_prompt": [{"role": "user", "content": f"(task {name}: see {INSTRUCTION})"}],
             "task": name,

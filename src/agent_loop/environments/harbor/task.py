@@ -19,6 +19,7 @@ from agent_loop.environments.harbor.folders import (
     TASK_FILE,
     TEST_SCRIPT,
     TESTS,
+    folder_name,
 )
 from agent_loop.environments.harbor.task_file import TaskFile, ignored_keys, unsupported_keys
 from agent_loop.errors import ConfigError, DataError
@@ -41,7 +42,7 @@ class HarborTask:
     @property
     def name(self) -> str:
         """Published name, such as `org/name`, or the name of the folder."""
-        return self.folder.resolve().name if self.file.task is None else self.file.task.name
+        return folder_name(self.folder) if self.file.task is None else self.file.task.name
 
     @property
     def tests(self) -> Path:

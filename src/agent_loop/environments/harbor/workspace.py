@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from agent_loop.environments.harbor.folders import ENVIRONMENT
 from agent_loop.environments.harbor.task import HarborTask
-from agent_loop.errors import DataError
+from agent_loop.errors import ConfigError, DataError
+from agent_loop.files.plain_values import merge_mappings
+from agent_loop.workspaces.settings import read_workspace
 
 TESTS_FOLDER = "/tests"
 SOLUTION_FOLDER = "/solution"
@@ -34,38 +36,46 @@ def task_workspace(task: HarborTask, *, settings: Mapping[str, Any]) -> dict[str
 
     Args:
         task: The task.
-        settings: Settings that are merged over those of the task.
+        settings: Settings that are merged over those of the task. If they name a `provider`, its class gets the
+            settings of the container as the argument `container`.
 
     Raises:
-        DataError: A variable of the task has no value.
+        ConfigError: The settings are wrong.
+        DataError: A variable of the task has no value, or a key of `task.toml` has a value that containers do not take.
     """
     environment, verifier = task.file.environment, task.file.verifier
     container: dict[str, Any] = {
         "cpus": environment.cpus,
-        "memory_mb": environment.memory_limit_mb,
+        "memory": None if environment.memory_limit_mb is None else f"{environment.memory_limit_mb}m",
         "env": resolve_variables(environment.env, task=task, settings=settings),
         "folder": environment.workdir,
-        "build_timeout_s": environment.build_timeout_sec,
+        "image": environment.docker_image,
     }
-    if environment.docker_image is not None:
-        container["image"] = environment.docker_image
-    else:
+    if environment.docker_image is None:
         container["dockerfile"] = str(task.folder / ENVIRONMENT)
-    variables = resolve_variables(verifier.env, task=task, settings=settings)
     check = {
-        "command": [
-            "env",
-            *(f"{name}={value}" for name, value in variables.items()),
-            "sh",
-            "-c",
-            _TEST_SCRIPT,
-        ],
-        "files": {TESTS_FOLDER: str(task.tests)},
+        "command": ["sh", "-c", _TEST_SCRIPT],
+        "files": str(task.tests),
+        "files_to": TESTS_FOLDER,
+        "env": resolve_variables(verifier.env, task=task, settings=settings),
         "reward_file": REWARD_FILE,
         "timeout_s": verifier.timeout_sec,
     }
-    given = {"container": _without_none(container), "check": check}
-    return _merged(given, settings)
+    given = {
+        "container": _without_empty(container),
+        "check": _without_empty(check),
+        "start_timeout_s": environment.build_timeout_sec,
+    }
+    try:
+        read_workspace(given)
+    except ConfigError as error:
+        raise DataError(f"task {str(task.folder)!r}: {error}") from error
+    merged = merge_mappings(given, settings)
+    if merged.get("provider"):
+        options: Mapping[str, Any] = merged.get("options") or {}
+        merged["options"] = {**options, "container": merged.pop("container")}
+    read_workspace(merged, where="data.task_workspace")
+    return merged
 
 
 def resolve_variables(
@@ -95,16 +105,5 @@ def resolve_variables(
     return {name: _VARIABLE.sub(value, text) for name, text in env.items()}
 
 
-def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (None, {})}
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested mappings, with the values of `over` where both have one."""
-    merged = dict(base)
-    for name, value in over.items():
-        inner = merged.get(name)
-        if isinstance(inner, Mapping) and isinstance(value, Mapping):
-            value = _merged(cast(Mapping[str, Any], inner), cast(Mapping[str, Any], value))
-        merged[name] = value
-    return merged

@@ -1,0 +1,207 @@
+"""Check tasks before they are used: the solution must score 1, and doing nothing must score 0."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from agent_loop.environments.harbor.folders import SOLUTION_SCRIPT, find_tasks, folder_name
+from agent_loop.environments.harbor.task import HarborTask, read_task
+from agent_loop.environments.harbor.workspace import (
+    SOLUTION_FOLDER,
+    TEST_OUTPUT,
+    resolve_variables,
+    task_workspace,
+)
+from agent_loop.errors import AgentLoopError, ConfigError, DataError, WorkspaceError
+from agent_loop.runtime.child_process import CommandResult
+from agent_loop.workspaces.base import Workspace
+from agent_loop.workspaces.check import check_reward
+from agent_loop.workspaces.factory import open_workspace
+from agent_loop.workspaces.settings import WorkspaceSettings, read_workspace
+
+SOLUTION_TIMEOUT_S = 3600.0
+"""Time limit of solutions of tasks without `agent.timeout_sec`."""
+MAX_SHOWN = 600
+"""Characters of an output's end that a problem shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReport:
+    """Result of checking one task."""
+
+    name: str
+    folder: Path
+    nothing: float | None = None
+    """Reward of doing nothing. None if it is unknown."""
+    solution: float | None = None
+    """Reward of the solution. None if it is unknown."""
+    problems: tuple[str, ...] = ()
+    """Why the task should not be used. Empty if it passed."""
+    ignored: tuple[str, ...] = ()
+    """Keys of `task.toml` that have no effect, each with the reason."""
+    seconds: float = 0.0
+
+    @property
+    def is_passed(self) -> bool:
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One run of a task's tests."""
+
+    reward: float | None = None
+    """None if the tests did not run."""
+    output: str = ""
+    """Output of the tests, or why they did not run."""
+    solution_problem: str = ""
+    """What went wrong while the solution ran."""
+
+
+async def check_tasks(
+    path: Path,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    concurrency: int = 1,
+    on_report: Callable[[TaskReport], None] | None = None,
+) -> list[TaskReport]:
+    """Check a task, or all tasks of a folder.
+
+    Args:
+        path: Folder of the task or tasks.
+        settings: Settings that are merged over the workspaces of the tasks.
+        concurrency: Number of tasks that are checked at once.
+        on_report: Called with each report as soon as it is known.
+
+    Returns:
+        The reports, sorted by folder.
+
+    Raises:
+        ConfigError: The settings are wrong.
+        DataError: There is no task.
+    """
+    folders = find_tasks(path)
+    if not folders:
+        raise DataError(
+            f"{str(path)!r} is neither a task nor a folder of tasks; give a folder with a task.toml"
+        )
+    slots = asyncio.Semaphore(concurrency)
+
+    async def check(folder: Path) -> TaskReport:
+        async with slots:
+            report = await check_task(folder, settings=settings or {})
+        if on_report is not None:
+            on_report(report)
+        return report
+
+    async with asyncio.TaskGroup() as group:
+        checks = [group.create_task(check(folder)) for folder in folders]
+    return [each.result() for each in checks]
+
+
+async def check_task(folder: Path, *, settings: Mapping[str, Any]) -> TaskReport:
+    """Run a task's tests twice, each time in a new workspace: at once, and after its solution.
+
+    Raises:
+        ConfigError: The settings are wrong.
+    """
+    clock = asyncio.get_running_loop().time
+    started, name = clock(), folder_name(folder)
+    try:
+        task = read_task(folder)
+        workspace = read_workspace(task_workspace(task, settings=settings))
+        solution_env = resolve_variables(task.file.solution.env, task=task, settings=settings)
+    except DataError as error:
+        return TaskReport(name, folder, problems=(str(error),))
+    if task.solution is None:
+        problem = f"there is no solution/{SOLUTION_SCRIPT}; write the script that solves the task"
+        return TaskReport(task.name, folder, problems=(problem,), ignored=task.ignored)
+    nothing = await _attempt(task, workspace)
+    solved = await _attempt(task, workspace, solution_env=solution_env)
+    return TaskReport(
+        task.name,
+        folder,
+        nothing=nothing.reward,
+        solution=solved.reward,
+        problems=(*_problems_of_nothing(nothing), *_problems_of_solution(solved)),
+        ignored=task.ignored,
+        seconds=clock() - started,
+    )
+
+
+async def _attempt(
+    task: HarborTask, settings: WorkspaceSettings, *, solution_env: Mapping[str, str] | None = None
+) -> Attempt:
+    """Run the tests in a new workspace, after the solution if its environment is given."""
+    assert settings.check is not None
+    try:
+        async with open_workspace(settings) as workspace:
+            problem = ""
+            if solution_env is not None:
+                problem = await _solve(task, workspace, env=solution_env)
+            score = await check_reward(workspace, settings.check)
+            output = "\n".join(filter(None, (await _test_output(workspace), score.extra.get("check_output"))))
+            return Attempt(score.reward, output, problem)
+    except ConfigError:
+        raise
+    except AgentLoopError as error:
+        return Attempt(output=str(error))
+
+
+async def _solve(task: HarborTask, workspace: Workspace, *, env: Mapping[str, str]) -> str:
+    """Run the solution and return what went wrong; an empty text if nothing did."""
+    assert task.solution is not None
+    await workspace.put(task.solution, SOLUTION_FOLDER)
+    script = f"{SOLUTION_FOLDER}/{SOLUTION_SCRIPT}"
+    result = await workspace.exec(
+        ["sh", "-c", f"chmod +x {script} && exec {script}"],
+        env={"DEBIAN_FRONTEND": "noninteractive", **env},
+        timeout_s=task.file.agent.timeout_sec or SOLUTION_TIMEOUT_S,
+    )
+    if result.timed_out:
+        return f"the solution did not end within its time limit{_shown(_output_of(result))}"
+    if result.exit_code != 0:
+        return f"the solution ended with exit status {result.exit_code}{_shown(_output_of(result))}"
+    return ""
+
+
+def _problems_of_nothing(attempt: Attempt) -> list[str]:
+    if attempt.reward is None:
+        return [f"the tests could not run: {attempt.output}"]
+    if attempt.reward != 0:
+        return [f"doing nothing scores {attempt.reward:g} instead of 0{_shown(attempt.output)}"]
+    return []
+
+
+def _problems_of_solution(attempt: Attempt) -> list[str]:
+    problems = [attempt.solution_problem] if attempt.solution_problem else []
+    if attempt.reward is None:
+        problems.append(f"the tests could not run after the solution: {attempt.output}")
+    elif attempt.reward != 1:
+        problems.append(f"the solution scores {attempt.reward:g} instead of 1{_shown(attempt.output)}")
+    return problems
+
+
+async def _test_output(workspace: Workspace) -> str:
+    with TemporaryDirectory() as folder:
+        target = Path(folder) / "output"
+        try:
+            await workspace.get(TEST_OUTPUT, target)
+            return target.read_text(errors="replace")
+        except (WorkspaceError, OSError):
+            return ""
+
+
+def _output_of(result: CommandResult) -> str:
+    return f"{result.stdout}{result.stderr}"
+
+
+def _shown(output: str) -> str:
+    """Return the end of an output for a message, or an empty text if there is no output."""
+    kept = output.strip()[-MAX_SHOWN:]
+    return f"; its output ends with: {kept}" if kept else ""

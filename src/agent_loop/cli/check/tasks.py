@@ -1,0 +1,96 @@
+"""`agent-loop check tasks`: check the tasks of a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from agent_loop.cli.check.options import EXIT_FAILED, JsonOption
+from agent_loop.config import load_config
+from agent_loop.files.plain_values import merge_mappings, parse_override
+from agent_loop.runtime.event_loop import run_to_end
+
+if TYPE_CHECKING:
+    from agent_loop.checks.tasks import TaskReport
+
+
+def check_tasks_command(
+    path: Annotated[
+        Path,
+        typer.Argument(help="Folder of a task, or of several tasks, in Harbor's form.", show_default=False),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Settings that are merged over the workspaces of the tasks.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", help="Configuration whose `data.task_workspace` is merged too.", show_default=False
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, max=1000, help="Number of tasks that are checked at once.")
+    ] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that the solution of every task scores 1, and that doing nothing scores 0.
+
+    Each task's tests run in two new containers: in one at once, in the other after the solution. Exit code 1 if a task
+    fails.
+
+    Examples:
+
+        agent-loop check tasks examples/tasks --concurrency 2
+
+        agent-loop check tasks examples/tasks container.runtime=docker
+
+        agent-loop check tasks examples/tasks/write-script container.build_args.BASE_IMAGE=debian-with-python
+    """
+    from agent_loop.checks.tasks import check_tasks  # late: keeps `--help` quick
+
+    given: dict[str, Any] = {} if config is None else dict(load_config(config).data.task_workspace)
+    for setting in settings or []:
+        given = merge_mappings(given, parse_override(setting))
+    console = Console(stderr=as_json)
+
+    def show(report: TaskReport) -> None:
+        verdict = Text("passed  ", style="green") if report.is_passed else Text("failed  ", style="red")
+        console.print(verdict, Text(f"{report.name} ({report.seconds:.1f} s)"), soft_wrap=True)
+
+    reports = run_to_end(check_tasks(path, settings=given, concurrency=concurrency, on_report=show))
+    _print_reports(reports, console)
+    if as_json:
+        shown = [{**asdict(report), "folder": str(report.folder)} for report in reports]
+        typer.echo(json.dumps(shown, indent=2))
+    if not all(report.is_passed for report in reports):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _print_reports(reports: Sequence[TaskReport], console: Console) -> None:
+    table = Table("task", "doing nothing", "solution", "seconds", "")
+    for report in reports:
+        verdict = Text("passed", style="green") if report.is_passed else Text("failed", style="red")
+        rewards = ("-" if reward is None else f"{reward:g}" for reward in (report.nothing, report.solution))
+        table.add_row(report.name, *rewards, f"{report.seconds:.1f}", verdict)
+    console.print(table)
+    for report in reports:
+        for problem in report.problems:
+            console.print(f"{report.name}: {problem}", style="red", markup=False, soft_wrap=True)
+        for ignored in report.ignored:
+            console.print(f"{report.name}: no effect: {ignored}", markup=False, soft_wrap=True)
+    num_failed = sum(not report.is_passed for report in reports)
+    console.print(f"{len(reports) - num_failed} of {len(reports)} tasks passed")
