@@ -195,7 +195,6 @@ def test_a_commit_that_is_newer_than_the_clone_is_fetched(repository: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "give one of folder, git, container and provider"),
         ({"folder": "a", "git": {"url": "b"}}, "give one of folder and git"),
         ({"folders": "a"}, "did you mean 'folder'"),
         ({"container": {"image": "a", "dockerfile": "b"}}, "give one of image and dockerfile"),

@@ -16,6 +16,9 @@ class Workspace(ABC):
 
     folder: str
     """Absolute path of the working folder, as programs inside see it."""
+    home: str = "/tmp/agent-home"
+    """Absolute path for files of programs that do not belong to the task, such as their settings. It need not exist.
+    A workspace that shares its machine with others has a path of its own."""
 
     @abstractmethod
     async def exec(

@@ -26,24 +26,35 @@ STOP_TIMEOUT_S = 120.0
 
 
 @asynccontextmanager
-async def open_workspace(settings: WorkspaceSettings | Mapping[str, Any]) -> AsyncGenerator[Workspace]:
+async def open_workspace(
+    settings: WorkspaceSettings | Mapping[str, Any], *, key: str = ""
+) -> AsyncGenerator[Workspace]:
     """Start a workspace, and stop it at the end, also after a failure or a cancellation.
 
     The first workspace of a process also removes the processes, containers and folders that killed processes left.
+
+    Args:
+        settings: The settings.
+        key: Letters and digits that identify the trajectory. A folder of this machine with the same key has the same
+            path in a later process.
 
     Raises:
         ConfigError: A setting is wrong.
         WorkspaceError: The workspace cannot be started.
     """
-    workspace = await start_workspace(read_workspace(settings))
+    workspace = await start_workspace(read_workspace(settings), key=key)
     try:
         yield workspace
     finally:
         await run_shielded(workspace.stop, timeout_s=STOP_TIMEOUT_S)
 
 
-async def start_workspace(settings: WorkspaceSettings) -> Workspace:
+async def start_workspace(settings: WorkspaceSettings, *, key: str = "") -> Workspace:
     """Start a workspace. The caller has to stop it.
+
+    Args:
+        settings: The settings.
+        key: As for `open_workspace`.
 
     Raises:
         ConfigError: A setting is wrong.
@@ -54,15 +65,15 @@ async def start_workspace(settings: WorkspaceSettings) -> Workspace:
         with TimeScope(timeout_s=settings.start_timeout_s):
             await run_in_thread(_remove_orphans)
             await provider.remove_orphans()
-            return await _start(provider, settings)
+            return await _start(provider, settings, key=key)
     except TimeoutError as error:
         raise WorkspaceError(
             f"the workspace did not start within {settings.start_timeout_s:g} s; raise workspace.start_timeout_s"
         ) from error
 
 
-async def _start(provider: WorkspaceProvider, settings: WorkspaceSettings) -> Workspace:
-    workspace: Any = await provider.start(new_name())
+async def _start(provider: WorkspaceProvider, settings: WorkspaceSettings, *, key: str) -> Workspace:
+    workspace: Any = await provider.start(new_name(key))
     if not isinstance(workspace, Workspace):
         raise ConfigError(
             f"start of provider {settings.provider} returned {describe_value(workspace)}; return a Workspace"
@@ -99,7 +110,7 @@ def _provider(settings_json: str) -> WorkspaceProvider:
         return _load_provider(settings)
     if settings.git is not None:
         return GitProvider(settings.git, env=settings.env)
-    return FolderProvider(Path(settings.folder), env=settings.env)
+    return FolderProvider(Path(settings.folder) if settings.folder else None, env=settings.env)
 
 
 def _load_provider(settings: WorkspaceSettings) -> WorkspaceProvider:

@@ -12,7 +12,7 @@ from agent_loop.runtime.child_process import CommandResult, inherited_environmen
 from agent_loop.runtime.owner import OWNER_VARIABLE, kill_processes
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.workspaces.base import NO_VARIABLES, Workspace, WorkspaceProvider
-from agent_loop.workspaces.root import remove_folder, root_folder
+from agent_loop.workspaces.root import make_folder, remove_folder
 
 
 class FolderWorkspace(Workspace):
@@ -28,11 +28,11 @@ class FolderWorkspace(Workspace):
     def __init__(self, name: str, *, env: Mapping[str, str] = NO_VARIABLES) -> None:
         self._name = name
         self._env = dict(env)
-        self._home = root_folder() / name
-        self._home.mkdir(mode=0o700)
+        self._home = make_folder(name)
         self._folder = self._home / "workspace"
         self._folder.mkdir()
         self.folder = str(self._folder)
+        self.home = str(self._home / "home")
 
     async def exec(
         self,
@@ -91,15 +91,17 @@ class FolderProvider(WorkspaceProvider):
     """Starts each workspace with a copy of a folder.
 
     Args:
-        source: The folder.
+        source: The folder. None starts with an empty folder.
         env: Environment variables of commands.
     """
 
-    def __init__(self, source: Path, *, env: Mapping[str, str] = NO_VARIABLES) -> None:
+    def __init__(self, source: Path | None, *, env: Mapping[str, str] = NO_VARIABLES) -> None:
         self._source = source
         self._env = env
 
     async def start(self, name: str) -> Workspace:
+        if self._source is None:
+            return FolderWorkspace(name, env=self._env)
         if not self._source.is_dir():
             raise WorkspaceError(
                 f"workspace.folder is {str(self._source)!r}, which is not a folder; name one"

@@ -14,12 +14,40 @@ from typing import Any
 
 from agent_loop.errors import WorkspaceError
 from agent_loop.runtime.identifiers import new_id
-from agent_loop.runtime.owner import parse_owner, this_process
+from agent_loop.runtime.owner import Owner, parse_owner, this_process
+
+OWNER_FILE = "owner"
+"""File in a folder with a stable path. It holds the unique name, which begins with the owner's token."""
+_KEY = ".key-"
 
 
-def new_name() -> str:
-    """Return a unique name that begins with the token of this process."""
-    return f"{this_process().token}.{new_id()[:12]}"
+def new_name(key: str = "") -> str:
+    """Return a unique name that begins with the token of this process.
+
+    Args:
+        key: Letters and digits that identify the trajectory, also in a later process. `make_folder` uses them.
+    """
+    name = f"{this_process().token}.{new_id()[:12]}"
+    return f"{name}{_KEY}{key}" if key else name
+
+
+def make_folder(name: str) -> Path:
+    """Make the folder with a name, and return it.
+
+    If the name has a key, the path of the folder depends on the key alone, as long as no other folder with the key is
+    in use. Programs that tell the model their path then send the same requests when a trajectory is resumed.
+    """
+    folder = root_folder() / name
+    folder.mkdir(mode=0o700)
+    key = name.partition(_KEY)[2]
+    if not key:
+        return folder
+    (folder / OWNER_FILE).write_text(name)
+    stable = root_folder() / f"trajectory-{key}"
+    try:
+        return folder.rename(stable)
+    except OSError:  # another process uses it, or another trajectory with the same row and id
+        return folder
 
 
 def root_folder() -> Path:
@@ -54,11 +82,18 @@ def remove_orphaned_folders() -> int:
     """Remove the folders of workspaces whose owner is dead, and return their number."""
     num_removed = 0
     for folder in root_folder().iterdir():
-        owner = parse_owner(folder.name)
+        owner = parse_owner(folder.name) or _recorded_owner(folder)
         if owner is not None and owner.is_dead:
             remove_folder(folder)
             num_removed += 1
     return num_removed
+
+
+def _recorded_owner(folder: Path) -> Owner | None:
+    try:
+        return parse_owner((folder / OWNER_FILE).read_text())
+    except OSError:
+        return None
 
 
 def _make_writable(function: Callable[..., Any], path: str, _: Any) -> None:

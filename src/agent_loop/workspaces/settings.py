@@ -94,7 +94,7 @@ class CheckSettings(Section):
 
 
 class WorkspaceSettings(Section):
-    """A workspace: one of `folder`, `git`, `container` and `provider`.
+    """A workspace: one of `folder`, `git`, `container` and `provider`; without any of them, an empty folder.
 
     `folder` or `git` may be given with `container` or `provider`; the files are then copied into its working folder.
     """
@@ -119,8 +119,6 @@ class WorkspaceSettings(Section):
             raise ValueError("give one of folder and git")
         if (self.container is not None) + bool(self.provider) > 1:
             raise ValueError("give one of container and provider")
-        if not (self.folder or self.git or self.container or self.provider):
-            raise ValueError("give one of folder, git, container and provider")
         if self.options and not self.provider:
             raise ValueError("options are those of a provider; name it in provider")
         return self
