@@ -16,6 +16,8 @@ SENTINEL = "@placeholder.for.the.assistant@"
 TEXTS_WITH_MARKERS = frozenset({"content", "reasoning_content", "reasoning", "thinking"})
 """Fields of an assistant's message in which templates search for markers such as `</think>`."""
 
+NO_VARIABLES: Mapping[str, Any] = {}
+
 
 class Renderer:
     """Renders messages with masked texts, so that no text can be mistaken for the template's own text.
@@ -26,11 +28,15 @@ class Renderer:
     Args:
         tokenizer: A `transformers` tokenizer with a chat template.
         encoder: Masks the texts of messages. `SENTINEL` must be among its reserved strings.
+        variables: Further variables of the template, such as `enable_thinking`. Their texts are masked.
     """
 
-    def __init__(self, tokenizer: Any, *, encoder: ControlledEncoder) -> None:
+    def __init__(
+        self, tokenizer: Any, *, encoder: ControlledEncoder, variables: Mapping[str, Any] = NO_VARIABLES
+    ) -> None:
         self._tokenizer = tokenizer
         self._encoder = encoder
+        self._variables = _each_text(variables, encoder.mask)
         self._rewritten: dict[str, str | None] = {}
         """Rewritten templates by source; None where rewriting changes nothing."""
         self.takes_parts = False
@@ -66,6 +72,7 @@ class Renderer:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **self._options(shown),
+                **self._variables,
             )
         except Exception as error:  # a template may raise anything, since Jinja runs its author's code
             roles = [message.get("role") for message in messages]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,10 +14,11 @@ from typing import Any, cast
 from agent_loop.chat.bridge import BridgeBuilder
 from agent_loop.chat.cached_prompts import CachedPrompts
 from agent_loop.chat.encoding import ControlledEncoder, EncoderChoice
+from agent_loop.chat.lru_cache import LruCache
 from agent_loop.chat.multimodal import Encoded, MediaProcessor, ReadMedium
-from agent_loop.chat.parsers import ToolParser, detect_parser
+from agent_loop.chat.parsers import ReasoningMarks, ToolParser, detect_parser
 from agent_loop.chat.processors import load_media_processor
-from agent_loop.chat.rendering import SENTINEL, Renderer
+from agent_loop.chat.rendering import NO_VARIABLES, SENTINEL, Renderer
 from agent_loop.chat.slot_check import SlotCheck
 from agent_loop.chat.sources import Medium, split_media
 from agent_loop.errors import ChatTemplateError, ConfigError
@@ -22,7 +27,11 @@ from agent_loop.types import IntArray, Message, ParsedCompletion, TokenIds, Tool
 
 MAX_OPENING_TOKENS = 32
 """Number of tokens at the end of a generation prompt in which an opening of reasoning is searched."""
+RENDERED_NAMES = ("raise_exception", "strftime_now")
+"""Functions that templates call."""
 NO_KINDS: frozenset[AttachmentKind] = frozenset()
+MAX_VARIANTS = 16
+"""Sets of variables whose prepared templates are kept."""
 
 
 class ChatTemplate:
@@ -51,6 +60,9 @@ class ChatTemplate:
         encoder: EncoderChoice = "auto",
         vocab_size: int | None = None,
     ) -> None:
+        self.variables = NO_VARIABLES
+        """Further variables that the template gets, such as `enable_thinking`."""
+        self._variants: LruCache[ChatTemplate] = LruCache(MAX_VARIANTS)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ChatTemplateError(
@@ -69,6 +81,43 @@ class ChatTemplate:
         if tool_parser == "auto":
             tool_parser = self._detect_parser()
         self.tool_parser = ToolParser.get(tool_parser) if isinstance(tool_parser, str) else tool_parser
+        self._prepare()
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """Return the template that gets these variables in each render, for example `{"enable_thinking": False}`.
+
+        Prompts and bridges of one conversation have to come from the same template. The last few are kept.
+
+        Args:
+            variables: JSON values by name. Control tokens in their texts are encoded as text.
+
+        Raises:
+            ChatTemplateError: A name is reserved, or the template cannot be rendered or bridged with these variables.
+        """
+        if not variables:
+            return self
+        if reserved := sorted(variables.keys() & _reserved_names(self.tokenizer)):
+            raise ChatTemplateError(
+                f"{', '.join(reserved)} cannot be set as variables of the chat template, because the renderer sets "
+                "them; leave them out"
+            )
+        key = json.dumps(variables, sort_keys=True)
+        return self._variants.get(key, lambda: self._variant(variables))
+
+    def mentions(self, variable: str) -> bool:
+        """Return whether the source of the template contains the name of a variable."""
+        return re.search(rf"\b{re.escape(variable)}\b", str(self.tokenizer.chat_template)) is not None
+
+    def _variant(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        variant = copy.copy(self)
+        variant.variables = dict(variables)
+        variant.renderer = Renderer(self.tokenizer, encoder=self.encoder, variables=variables)
+        variant._prepare()
+        return variant
+
+    def _prepare(self) -> None:
+        """Prepare bridges and cached prompts for the variables of this template."""
+        tokenizer = self.tokenizer
         source = str(tokenizer.chat_template)
         check = SlotCheck(mask=self.encoder.mask, chat_template=source)
         self.bridges = BridgeBuilder(
@@ -127,7 +176,6 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         read: Sequence[ReadMedium] | None = None,
-        prefill: str = "",
     ) -> Encoded:
         """Return the first prompt with the images that are attached to its tokens. See `open`.
 
@@ -135,25 +183,15 @@ class ChatTemplate:
             messages: The conversation so far.
             tools: OpenAI function schemas.
             read: The images in the messages, as returned by `read`.
-            prefill: Text with which the assistant's turn begins. Control tokens in it are encoded as text.
 
         Raises:
-            ChatTemplateError: The template refuses the messages, the model has no processor for their images, or the
-                template begins the assistant's turn with reasoning, where a prefill is not possible.
+            ChatTemplateError: The template refuses the messages, or the model has no processor for their images.
             DataError: An image cannot be read.
         """
         messages, media = self._split(messages)
-        ids = None if prefill else self._prompts.ids(messages, tools=tools)
+        ids = self._prompts.ids(messages, tools=tools)
         if ids is None:
-            rendered = self.renderer.text(messages, tools=tools)
-            ids = as_token_ids(self.encoder.encode(rendered))
-            if prefill and self._opened_at_end(ids):
-                raise ChatTemplateError(
-                    "the chat template begins each turn of the assistant with reasoning, so that a prefill of its "
-                    "answer is not possible; remove the prefill"
-                )
-            if prefill:
-                ids = as_token_ids(self.encoder.encode(rendered + self.encoder.mask(prefill)))
+            ids = as_token_ids(self.encoder.encode(self.renderer.text(messages, tools=tools)))
         return self._attached(ids, media, read)
 
     def bridge(
@@ -233,6 +271,13 @@ class ChatTemplate:
     def decode(self, token_ids: TokenIds) -> str:
         """Return the text of tokens, control tokens included."""
         return self.encoder.decode(as_token_ids(token_ids).tolist())
+
+    def opened_reasoning(self, context: TokenIds) -> ReasoningMarks | None:
+        """Return the marks of the reasoning that is open at the end of the context; None if none is open."""
+        opened = self._opened_at_end(context).strip()
+        return next(
+            (marks for marks in self.tool_parser.reasoning_marks if opened.startswith(marks.opening)), None
+        )
 
     def call_start_ids(self) -> tuple[int, ...]:
         """Return the token that opens a tool call, or nothing if the format has no single token for it."""
@@ -337,6 +382,12 @@ def load_chat_template(
     return ChatTemplate(
         tokenizer, tool_parser=tool_parser, media=media, encoder=encoder, vocab_size=vocab_size
     )
+
+
+def _reserved_names(tokenizer: Any) -> frozenset[str]:
+    """Return the names that a render sets itself: messages, options of the tokenizer, and its special tokens."""
+    options = inspect.signature(tokenizer.apply_chat_template).parameters
+    return frozenset({*options, "messages", *tokenizer.special_tokens_map, *RENDERED_NAMES})
 
 
 def _vocab_size_at(path: str, *, trust_remote_code: bool) -> int | None:

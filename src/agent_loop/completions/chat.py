@@ -6,10 +6,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import numpy as np
+
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.chat.system_messages import settle_system_messages
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.conversation import conversation_of, split_prefill
+from agent_loop.completions.first_call import FirstCallEnd
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.response_builder import ParsedChunk, ResponseBuilder
 from agent_loop.completions.response_models import ChatChoice, ChatCompletion, ChatCompletionChunk
@@ -20,25 +23,47 @@ from agent_loop.completions.sampling import (
     completion_session,
     sample_decoded,
 )
-from agent_loop.completions.stream_parser import StreamParser
+from agent_loop.completions.stream_parser import ParsedDelta, StreamParser
+from agent_loop.completions.turn_prefix import NO_PREFIX, TurnPrefix, begin_turn, check_calls, template_of
 from agent_loop.runtime.concurrency import merged, run_together
-from agent_loop.types import IntArray
+from agent_loop.types import IntArray, as_token_ids
 
 PROMPT_END_TOKENS = 16
 """Number of tokens at the end of the prompt that are searched for an opened reasoning block."""
 
 
 def create_stream_parser(
-    request: ChatCompletionRequest, *, template: ChatTemplate, prompt_ids: IntArray
-) -> StreamParser:
-    """Return a parser for a completion of this request that follows `prompt_ids`."""
-    prompt_end = template.decode(prompt_ids[-PROMPT_END_TOKENS:])
-    return StreamParser(
-        template.tool_parser,
-        tools=request.tools_in_use,
-        prompt_end=prompt_end,
-        continues=bool(request.continue_final_message),
-    )
+    request: ChatCompletionRequest,
+    *,
+    template: ChatTemplate,
+    context: IntArray,
+    prefix: TurnPrefix = NO_PREFIX,
+) -> tuple[StreamParser, ParsedDelta]:
+    """Return a parser for a completion of this request, and what the prefix adds to the response.
+
+    Args:
+        request: The request.
+        template: Chat template of the conversation.
+        context: Tokens before the turn.
+        prefix: Beginning of the turn.
+    """
+    prompt_end = template.decode(context[-PROMPT_END_TOKENS:])
+    parser = StreamParser(template.tool_parser, tools=request.tools_in_use, prompt_end=prompt_end)
+    if prefix.given is None:
+        return parser, parser.feed(prefix.text)
+    parser.begin(prefix.text, given=prefix.given)
+    return parser, ParsedDelta()
+
+
+def first_call_end(
+    request: ChatCompletionRequest, *, template: ChatTemplate, context: IntArray, prefix: TurnPrefix
+) -> FirstCallEnd | None:
+    """Return what ends the completion after its first call; None if the request allows several calls."""
+    if not request.has_one_call:
+        return None
+    reasoning = template.opened_reasoning(context)
+    before = "" if reasoning is None else reasoning.opening
+    return FirstCallEnd(template, tools=request.tools_in_use, prefix=before + prefix.text)
 
 
 async def chat_completion(
@@ -113,42 +138,52 @@ class _Chat:
     template: ChatTemplate
     sampler: Sampler
     prompt: Encoded
+    """Tokens before the turn."""
+    prefix: TurnPrefix
     builder: ResponseBuilder
 
     @classmethod
     async def prepared(
         cls, request: ChatCompletionRequest, *, template: ChatTemplate, sampler: Sampler
     ) -> _Chat:
+        check_calls(request, template)
+        template = template_of(request, template)
         written = settle_system_messages(conversation_of(request.messages), template)
         messages, prefill = split_prefill(request, written)
         read = await template.read(messages)
-        prompt = template.open_encoded(messages, tools=request.tools_in_use, read=read, prefill=prefill)
-        builder = ResponseBuilder(request, template, prompt.token_ids)
-        return cls(request, template, sampler, prompt, builder)
+        prompt = template.open_encoded(messages, tools=request.tools_in_use, read=read)
+        prefix = begin_turn(request, template=template, context=prompt.token_ids, prefill=prefill)
+        prompt_ids = np.concatenate([prompt.token_ids, as_token_ids(prefix.token_ids)])
+        builder = ResponseBuilder(request, template, prompt_ids)
+        return cls(request, template, sampler, prompt, prefix, builder)
 
     async def chunks(
         self, index: int, *, session: str | None, is_streamed: bool
     ) -> AsyncGenerator[ParsedChunk]:
         """Sample and parse one of the completions."""
         request = self.request
-        parser = create_stream_parser(request, template=self.template, prompt_ids=self.prompt.token_ids)
+        context, prefix = self.prompt.token_ids, self.prefix
+        parser, before = create_stream_parser(request, template=self.template, context=context, prefix=prefix)
         params = request.sampling_params(max_tokens=request.max_new_tokens, choice=index)
         with completion_session(self.sampler, session) as request_id:
             spec = SampleSpec(
-                prompt_ids=self.prompt.token_ids,
+                prompt_ids=self.builder.prompt_ids,
                 sampling_params=params,
                 request_id=request_id,
                 attachments=self.prompt.attachments,
                 stops=request.stops,
                 needs_logprobs=bool(request.logprobs),
                 keeps_end_tokens=self.template.tool_parser.reads_end_tokens,
+                prefix=prefix.token_ids,
+                ends_after=first_call_end(request, template=self.template, context=context, prefix=prefix),
             )
             decoded_chunks = sample_decoded(
                 spec, sampler=self.sampler, template=self.template, is_streamed=is_streamed
             )
             async with aclosing(decoded_chunks):
                 async for decoded in decoded_chunks:
-                    delta = parser.feed(decoded.text)
+                    delta = before + parser.feed(decoded.text)
+                    before = ParsedDelta()
                     if decoded.finish_reason is not None:
                         delta += parser.finish()
                     yield ParsedChunk(index, decoded, delta)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
-from pydantic import Field, ValidationError
+from msgspec import structs
+from pydantic import Field, JsonValue, ValidationError, ValidationInfo, field_validator
 
 from agent_loop.completions.fields import (
     MAX_STOPS,
@@ -17,9 +18,19 @@ from agent_loop.completions.fields import (
     TokenId,
     ToolSchema,
 )
+from agent_loop.completions.wanted_output import (
+    NamedTool,
+    ResponseFormat,
+    ToolChoice,
+    allowed_tools,
+    forces_call,
+    schema_text,
+    unknown_tools,
+)
 from agent_loop.errors import RequestError, did_you_mean
 from agent_loop.types import SamplingParams
 
+MAX_TOP_LOGPROBS = 20
 RequestModelT = TypeVar("RequestModelT", bound=RequestModel)
 
 
@@ -57,6 +68,14 @@ class SamplingRequest(RequestModel):
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Extension: requests with the same id go to the same server. The header `x-session-id` has the same effect."""
 
+    presence_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
+    """Penalty of tokens that the completion has. Penalties and `min_p` need a server that has them."""
+    frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    """Extension: factor by which tokens of the context become less likely; 1 is none."""
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
+    """Extension: smallest probability of a candidate, relative to the likeliest one."""
+
     user: Ignored = None
     metadata: Ignored = None
     store: Ignored = None
@@ -65,11 +84,7 @@ class SamplingRequest(RequestModel):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
 
-    presence_penalty: Annotated[Any, Only(0)] = None
-    frequency_penalty: Annotated[Any, Only(0)] = None
-    repetition_penalty: Annotated[Any, Only(1)] = None
     logit_bias: Annotated[Any, Only({})] = None
-    min_p: Annotated[Any, Only(0)] = None
     best_of: Annotated[Any, Only(1)] = None
 
     @classmethod
@@ -91,6 +106,11 @@ class SamplingRequest(RequestModel):
         return self.n or 1
 
     @property
+    def num_top_logprobs(self) -> int:
+        """Number of candidates whose log-probs are returned for each token."""
+        return 0
+
+    @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
@@ -104,6 +124,11 @@ class SamplingRequest(RequestModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             seed=None if self.seed is None else self.seed + choice,
             ignore_eos=bool(self.ignore_eos),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            min_p=self.min_p or 0.0,
+            top_logprobs=self.num_top_logprobs,
         )
 
 
@@ -132,19 +157,25 @@ class ChatCompletionRequest(SamplingRequest):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Older name of `max_completion_tokens`. Without either, the completion may fill the context."""
     tools: list[ToolSchema] | None = None
-    tool_choice: Annotated[Any, Only("auto", "none")] = None
-    """Forced calls are not supported."""
-    parallel_tool_calls: Annotated[Any, Only(True)] = None
+    tool_choice: ToolChoice | None = None
+    """`required` and a named tool begin the turn with the opening of a call, which the model completes."""
+    parallel_tool_calls: bool | None = None
+    """With false, the completion ends after its first call."""
     continue_final_message: bool | None = None
     """Extension: continue the last message, which must be an assistant's text, instead of starting a new one."""
     add_generation_prompt: bool | None = None
     """Extension: must be the opposite of `continue_final_message`."""
     logprobs: bool | None = None
     """Return the log-prob of each sampled token: `log_softmax(logits / temperature)`."""
-    top_logprobs: Annotated[Any, Only(0)] = None
-    response_format: Annotated[Any, Only({"type": "text"})] = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """Number of candidates to return for each token, with `logprobs`."""
+    response_format: ResponseFormat | None = None
+    """`json_schema` and `json_object` need a server that can constrain completions."""
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    """Extension: further variables of the chat template, such as `enable_thinking`."""
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    """Passed to the chat template if the template knows it, and ignored otherwise."""
     modalities: Annotated[Any, Only(["text"])] = None
-    reasoning_effort: Annotated[Any, Only()] = None
     verbosity: Annotated[Any, Only()] = None
     prediction: Annotated[Any, Only()] = None
     audio: Annotated[Any, Only()] = None
@@ -152,10 +183,58 @@ class ChatCompletionRequest(SamplingRequest):
     functions: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only("auto", "none")] = None
 
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("it needs logprobs: true")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _needs_tools(cls, choice: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
+        tools = info.data.get("tools") or ()
+        if forces_call(choice) and not tools:
+            raise ValueError("it forces a call, but there are no tools; give tools, or leave it out")
+        if unknown := unknown_tools(tools, choice):
+            raise ValueError(f"it names {unknown[0]!r}, which is not among the tools")
+        return choice
+
     @property
     def tools_in_use(self) -> list[dict[str, Any]]:
         """Tools in the prompt; none if `tool_choice` is `none`."""
-        return [] if self.tool_choice == "none" else list(self.tools or ())
+        return allowed_tools(self.tools or (), self.tool_choice)
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the completion must be a tool call."""
+        return forces_call(self.tool_choice)
+
+    @property
+    def forced_tool(self) -> str | None:
+        """Name of the tool that the completion must call; None if the model chooses one of several."""
+        if isinstance(self.tool_choice, NamedTool):
+            return self.tool_choice.function.name
+        names = [tool["function"]["name"] for tool in self.tools_in_use]
+        return names[0] if self.forces_call and len(names) == 1 else None
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether the completion ends after its first call."""
+        return self.parallel_tool_calls is False and bool(self.tools_in_use)
+
+    @property
+    def json_schema(self) -> str:
+        """JSON text of the schema that the completion must match; "" for any text."""
+        return schema_text(self.response_format)
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.top_logprobs or 0
+
+    def sampling_params(self, *, max_tokens: int | None, choice: int) -> SamplingParams:
+        params = super().sampling_params(max_tokens=max_tokens, choice=choice)
+        return structs.replace(params, json_schema=self.json_schema)
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -174,14 +253,18 @@ class CompletionRequest(SamplingRequest):
     """Text or token ids, or a list of either. Control tokens in a text are encoded as control tokens."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of sampled tokens; 16 by default."""
-    logprobs: Annotated[Any, Only(0, False, True)] = None
-    """0 returns the log-prob of each sampled token. Log-probs of other candidates are not supported."""
+    logprobs: bool | Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """Number of candidates whose log-probs are returned for each token. 0 returns only the sampled token's."""
     echo: Annotated[Any, Only(False)] = None
     suffix: Annotated[Any, Only("")] = None
 
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None and self.logprobs is not False
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return 0 if isinstance(self.logprobs, bool) else self.logprobs or 0
 
 
 def request_error(faults: Sequence[Mapping[str, Any]], *, known: type[RequestModel]) -> RequestError:
@@ -210,7 +293,9 @@ def _path(fault: Mapping[str, Any]) -> list[Any]:
     path: list[Any] = [part for part in fault["loc"] if part != "body"]
     is_unknown = fault["type"] == "extra_forbidden"
     above, last = (path[:-1], path[-1:]) if is_unknown else (path, [])  # an unknown field may have any name
-    return [p for p in above if isinstance(p, int) or (str(p).isidentifier() and p not in _BRANCHES)] + last
+    fields = [p for p in above if isinstance(p, int) or (str(p).isidentifier() and p not in _BRANCHES)]
+    # The tag of a union has the name of its only field: `json_schema.json_schema`.
+    return [p for p, before in zip(fields, [None, *fields], strict=False) if p != before] + last
 
 
 def _dotted(path: Sequence[Any]) -> str:
@@ -221,4 +306,4 @@ def _dotted(path: Sequence[Any]) -> str:
     return text
 
 
-_BRANCHES = {"str", "dict", "int"}
+_BRANCHES = {"str", "dict", "int", "bool"}

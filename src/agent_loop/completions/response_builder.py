@@ -23,6 +23,7 @@ from agent_loop.completions.response_models import (
     TokenLogProb,
     ToolCallDelta,
     ToolCallFunction,
+    TopLogProb,
 )
 from agent_loop.completions.sampling import DecodedChunk, UsageCounter
 from agent_loop.completions.stream_parser import ParsedDelta
@@ -80,7 +81,7 @@ class ResponseBuilder:
         """Build a whole choice from the chunks of its completion."""
         parsed = ParsedDelta.joined([chunk.delta for chunk in chunks])
         token_ids = [token for chunk in chunks for token in chunk.decoded.token_ids]
-        logprobs = [p for chunk in chunks for p in chunk.decoded.logprobs or ()]
+        logprobs = [p for chunk in chunks for p in self._logprobs(chunk.decoded)]
         calls = [ResponseToolCall(id=i, function=f) for i, f in self._with_ids(parsed.tool_calls)]
         last = chunks[-1].decoded
         return ChatChoice(
@@ -91,7 +92,7 @@ class ResponseBuilder:
                 tool_calls=calls or None,
             ),
             finish_reason=_finish_reason(last, has_calls=bool(calls)) or "stop",
-            logprobs=self._logprobs(token_ids, logprobs),
+            logprobs=ChoiceLogProbs(content=logprobs) if self.request.logprobs else None,
             token_ids=token_ids if self.request.return_token_ids else None,
             stop_reason=last.stop_text,
         )
@@ -117,7 +118,7 @@ class ResponseBuilder:
                 tool_calls=calls or None,
             ),
             finish_reason=finish_reason,
-            logprobs=self._logprobs(decoded.token_ids, decoded.logprobs or []),
+            logprobs=ChoiceLogProbs(content=self._logprobs(decoded)) if self.request.logprobs else None,
             token_ids=decoded.token_ids if self.request.return_token_ids else None,
             stop_reason=decoded.stop_text,
         )
@@ -141,11 +142,23 @@ class ResponseBuilder:
             return None
         return self.chunk([]).model_copy(update={"usage": usage.usage})
 
-    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> ChoiceLogProbs | None:
+    def _logprobs(self, decoded: DecodedChunk) -> list[TokenLogProb]:
+        """Return the log-probs of the chunk's tokens; none unless the request asks for them."""
         if not self.request.logprobs:
-            return None
-        both = zip(token_ids, logprobs, strict=True)
-        return ChoiceLogProbs(content=[_token_logprob(self.template, *pair) for pair in both])
+            return []
+        tops = decoded.top_logprobs or [()] * len(decoded.token_ids)
+        return [
+            TokenLogProb(
+                **self._candidate(token_id, logprob).model_dump(),
+                top_logprobs=[self._candidate(*candidate) for candidate in top],
+            )
+            for token_id, logprob, top in zip(decoded.token_ids, decoded.logprobs or (), tops, strict=True)
+        ]
+
+    def _candidate(self, token_id: int, logprob: float) -> TopLogProb:
+        token = self.template.decode([token_id])
+        is_whole = "\ufffd" not in token
+        return TopLogProb(token=token, logprob=logprob, bytes=list(token.encode()) if is_whole else None)
 
     def _with_ids(self, calls: Sequence[ToolCall]) -> list[tuple[str, ToolCallFunction]]:
         """Return each call with a unique id, which is the model's own id if there is one."""
@@ -163,9 +176,3 @@ def _finish_reason(chunk: DecodedChunk, *, has_calls: bool) -> FinishReason | No
     if chunk.finish_reason == "length":
         return "length"
     return "tool_calls" if has_calls else "stop"
-
-
-def _token_logprob(template: ChatTemplate, token_id: int, logprob: float) -> TokenLogProb:
-    token = template.decode([token_id])
-    is_whole = "\ufffd" not in token
-    return TokenLogProb(token=token, logprob=logprob, bytes=list(token.encode()) if is_whole else None)

@@ -63,7 +63,7 @@ class ToolCallDelta(ResponseToolCall):
 
 
 class TopLogProb(ResponseModel):
-    """Candidate token with its log-prob. The list of candidates is always empty."""
+    """Candidate token with its log-prob."""
 
     token: str
     logprob: float
@@ -79,6 +79,7 @@ class TokenLogProb(ResponseModel):
     bytes: list[int] | None
     """UTF-8 bytes; None if the token is part of a character."""
     top_logprobs: list[TopLogProb] = []
+    """The likeliest tokens, as many as `top_logprobs` of the request. The sampled token need not be among them."""
 
 
 class ChoiceLogProbs(ResponseModel):
@@ -161,7 +162,8 @@ class TextCompletionLogProbs(ResponseModel):
 
     tokens: list[str]
     token_logprobs: list[float]
-    top_logprobs: None = None
+    top_logprobs: list[dict[str, float]] | None = None
+    """Log-probs of the likeliest tokens by their text, for each token."""
     text_offset: list[int]
     """Offset of each token in the text, in characters."""
 

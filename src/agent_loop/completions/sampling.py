@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +13,17 @@ from agent_loop.completions.detokenizer import StopTextMatcher, StreamDetokenize
 from agent_loop.completions.response_models import Usage, usage_of
 from agent_loop.errors import RequestError, ServerError
 from agent_loop.trajectory.attachments import Attachment
-from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk, TokenOutput
+from agent_loop.types import (
+    IntArray,
+    SamplingParams,
+    ServerStopReason,
+    TokenChunk,
+    TokenIds,
+    TokenOutput,
+)
+
+MAX_PREFIX_TOKENS = 16
+"""Number of tokens before a completion that are decoded with it."""
 
 
 class Sampler(Protocol):
@@ -53,6 +63,10 @@ class SampleSpec:
     needs_logprobs: bool = False
     keeps_end_tokens: bool = False
     """Whether the text includes the tokens that end the turn."""
+    prefix: TokenIds = ()
+    """Last tokens of the prompt that belong to the assistant's turn."""
+    ends_after: Callable[[Sequence[int]], bool] | None = None
+    """Called with the next tokens; returns whether the completion ends with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +82,8 @@ class DecodedChunk:
     num_cached_tokens: int | None = None
     stop_text: str | None = None
     """Stop text that ended the completion; None if none did."""
+    top_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
+    """Likeliest tokens and their log-probs, for each token; None if they were not asked for."""
 
 
 @contextmanager
@@ -123,7 +139,13 @@ async def sample_decoded(
         RequestError: The completion needs log-probs and the server returns none.
         ServerError: The server refused the request or failed, or the completion was aborted.
     """
-    decoder = ChunkDecoder(template, stops=spec.stops, keeps_end_tokens=spec.keeps_end_tokens)
+    decoder = ChunkDecoder(
+        template,
+        stops=spec.stops,
+        keeps_end_tokens=spec.keeps_end_tokens,
+        prefix=spec.prefix,
+        ends_after=spec.ends_after,
+    )
     async with aclosing(_token_chunks(spec, sampler=sampler, is_streamed=is_streamed)) as chunks:
         async for chunk in chunks:
             if spec.needs_logprobs and chunk.logprobs is None:
@@ -146,24 +168,34 @@ class ChunkDecoder:
         template: Chat template of the model.
         stops: Texts before which the completion ends.
         keeps_end_tokens: Whether the text includes the tokens that end the turn.
+        prefix: Tokens of the turn before the completion. Some decoders treat the first word differently.
+        ends_after: Called with the next tokens; returns whether the completion ends with them.
     """
 
     def __init__(
-        self, template: ChatTemplate, *, stops: Sequence[str] = (), keeps_end_tokens: bool = False
+        self,
+        template: ChatTemplate,
+        *,
+        stops: Sequence[str] = (),
+        keeps_end_tokens: bool = False,
+        prefix: TokenIds = (),
+        ends_after: Callable[[Sequence[int]], bool] | None = None,
     ) -> None:
-        self._text = _VisibleText(template, keeps_end_tokens=keeps_end_tokens)
+        self._text = _VisibleText(template, keeps_end_tokens=keeps_end_tokens, prefix=prefix)
         self._stops = StopTextMatcher(stops)
-        self._has_stops = bool(stops)
+        self._ends_after = ends_after
+        self._is_token_by_token = bool(stops) or ends_after is not None
 
     def feed(self, chunk: TokenChunk) -> Iterator[DecodedChunk]:
         """Decode a chunk, and yield the result. A result with a finish reason is the last one."""
         # A stop text ends the completion at the token that completes it, so tokens are decoded one by one.
-        for piece in chunk.single_tokens() if self._has_stops else (chunk,):
+        for piece in chunk.single_tokens() if self._is_token_by_token else (chunk,):
+            is_last = self._ends_after is not None and self._ends_after(piece.token_ids)
             text = self._text.feed(piece.token_ids)
-            if piece.stop_reason is not None:
+            if piece.stop_reason is not None or is_last:
                 text += self._text.finish(stopped=piece.stop_reason == "stop")
             text = self._stops.feed(text)
-            reason = "stop" if self._stops.is_hit else piece.stop_reason
+            reason = "stop" if self._stops.is_hit or is_last else piece.stop_reason
             if reason is not None:
                 text += self._stops.finish()
             yield DecodedChunk(
@@ -173,6 +205,7 @@ class ChunkDecoder:
                 reason,
                 piece.num_cached_tokens,
                 stop_text=self._stops.hit,
+                top_logprobs=_top_logprobs(piece),
             )
             if reason is not None:
                 return
@@ -184,7 +217,7 @@ async def _token_chunks(
     # Servers without support for attachments may lack the argument.
     more: dict[str, Any] = {"attachments": spec.attachments} if spec.attachments else {}
     asked = (spec.prompt_ids, spec.sampling_params, spec.request_id)
-    if not is_streamed and not spec.stops:
+    if not is_streamed and not spec.stops and spec.ends_after is None:
         for chunk in (await sampler.generate(*asked, **more)).chunks:
             yield _unless_aborted(chunk, spec.request_id)
         return
@@ -199,14 +232,23 @@ def _unless_aborted(chunk: TokenChunk, request_id: str) -> TokenChunk:
     return chunk
 
 
+def _top_logprobs(chunk: TokenChunk) -> list[list[tuple[int, float]]] | None:
+    ids, logprobs = chunk.extras.get("top_token_ids"), chunk.extras.get("top_logprobs")
+    if ids is None or logprobs is None:
+        return None
+    return [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)]
+
+
 class _VisibleText:
     """Decodes a completion without its end tokens.
 
     Special tokens are held back, because only the end of the completion shows whether they are end tokens.
     """
 
-    def __init__(self, template: ChatTemplate, *, keeps_end_tokens: bool) -> None:
+    def __init__(self, template: ChatTemplate, *, keeps_end_tokens: bool, prefix: TokenIds) -> None:
         self._stream = StreamDetokenizer(template.encoder.decode)
+        if len(prefix):
+            self._stream.feed([int(token) for token in prefix[-MAX_PREFIX_TOKENS:]])
         self._end_ids = template.end_ids
         special_ids = frozenset[int](template.tokenizer.all_special_ids)
         self._may_end = frozenset[int]() if keeps_end_tokens else self._end_ids | special_ids

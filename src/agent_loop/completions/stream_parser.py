@@ -48,7 +48,6 @@ class StreamParser:
         parser: Tool parser of the model's format.
         tools: Tools that the model may call.
         prompt_end: Last characters of the prompt's text, which may open a reasoning block.
-        continues: Whether the completion continues a text, so that white space at its start is kept.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class StreamParser:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         prompt_end: str = "",
-        continues: bool = False,
     ) -> None:
         self._parser = parser
         self._tools = tools
@@ -75,8 +73,29 @@ class StreamParser:
         """Text outside of reasoning, unchanged."""
         self._held: list[str] = []
         """Text from the first opening of a call to the end."""
-        self._content = _Trimmed(None, is_at_start=not continues)
+        self._num_given = 0
+        """Number of characters at the start of `_pending` and `_held` that the client has already."""
+        self._whole_before = ParsedDelta()
+        """What the client has already of a completion that is parsed whole."""
+        self._content = _Trimmed(None)
         self._reasoning = _Trimmed("\n")
+
+    def begin(self, text: str, *, given: str) -> None:
+        """Parse the beginning of the turn, which the client has already. Nothing of it is returned.
+
+        Args:
+            text: The beginning of the turn.
+            given: The content in the form that the client has. White space at its end decides whether white space
+                between the beginning and the rest is returned.
+        """
+        if self._format is None:
+            self._whole_before = self._parse_whole(text)
+            self._held.append(text)
+            return
+        self.feed(text)
+        self._num_given = len(self._pending) + sum(map(len, self._held))
+        if self._num_given or given.endswith(self._content.held_space):
+            self._content.drop_held_space()
 
     def feed(self, text: str) -> ParsedDelta:
         """Parse the next piece of text."""
@@ -98,7 +117,9 @@ class StreamParser:
     def finish(self) -> ParsedDelta:
         """Parse the text that was held back."""
         if self._format is None:
-            return self._parse_whole("".join(self._held))
+            whole, before = self._parse_whole("".join(self._held)), self._whole_before
+            content = whole.content.removeprefix(before.content)
+            return ParsedDelta(content, whole.reasoning.removeprefix(before.reasoning), whole.tool_calls)
         if self._open_reasoning is not None:
             return ParsedDelta(reasoning=self._add_reasoning(self._open_reasoning, self._pending))
         if not self._held:
@@ -106,7 +127,7 @@ class StreamParser:
         held = "".join(self._held)
         parsed = self._parser.parse("".join(self._text) + held, tools=self._tools)
         if parsed.calls and not parsed.tool_calls:
-            return ParsedDelta(self._content.add(held))
+            return ParsedDelta(self._new_part(self._content.add(held)))
         self._reasoning.begin_block()
         reasoning = self._reasoning.add(parsed.reasoning or "")
         returned = self._content.returned
@@ -148,11 +169,16 @@ class StreamParser:
         if self._is_label_due:
             text = text.removeprefix(marks.label)
             self._is_label_due = False
-        return self._reasoning.add(text)
+        return self._new_part(self._reasoning.add(text))
+
+    def _new_part(self, text: str) -> str:
+        """Return the part of a text that the client does not have yet."""
+        num_given, self._num_given = self._num_given, max(0, self._num_given - len(text))
+        return text[num_given:]
 
     def _add_content(self, text: str) -> str:
         self._text.append(text)
-        return self._content.add(text)
+        return self._new_part(self._content.add(text))
 
     def _parse_whole(self, text: str) -> ParsedDelta:
         parsed = self._parser.parse(text, tools=self._tools)
@@ -170,14 +196,13 @@ class _Trimmed:
 
     Args:
         space: Characters to remove; None removes all white space.
-        is_at_start: Whether to remove space before the first text too.
     """
 
-    def __init__(self, space: str | None, *, is_at_start: bool = True) -> None:
+    def __init__(self, space: str | None) -> None:
         self._space = space
         self._separator = ""
         """Text between the last block and the next one."""
-        self._is_at_start = is_at_start
+        self._is_at_start = True
         self._held_space: list[str] = []
         self._returned: list[str] = []
 
@@ -190,6 +215,15 @@ class _Trimmed:
         """Start a new block, on a new line."""
         self._is_at_start = True
         self._separator = "\n" if self._returned else ""
+        self._held_space.clear()
+
+    @property
+    def held_space(self) -> str:
+        return "".join(self._held_space)
+
+    def drop_held_space(self) -> None:
+        """Count the space that is held back as returned."""
+        self._returned += self._held_space
         self._held_space.clear()
 
     def add(self, text: str) -> str:

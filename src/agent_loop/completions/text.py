@@ -162,6 +162,7 @@ class _PreparedRequest:
             token_ids=[token for chunk in chunks for token in chunk.token_ids],
             logprobs=[p for chunk in chunks for p in chunk.logprobs or ()],
             finish_reason=chunks[-1].finish_reason,
+            top_logprobs=[top for chunk in chunks for top in chunk.top_logprobs or ()],
         )
         return self.chunk_choice(index, whole, offset=0, is_first=True)
 
@@ -188,8 +189,15 @@ class _PreparedRequest:
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
+        tops = [
+            {self.template.decode([token]): logprob for token, logprob in reversed(top)}
+            for top in chunk.top_logprobs or ()
+        ]
         return TextCompletionLogProbs(
-            tokens=tokens, token_logprobs=list(chunk.logprobs or ()), text_offset=offsets
+            tokens=tokens,
+            token_logprobs=list(chunk.logprobs or ()),
+            text_offset=offsets,
+            top_logprobs=tops if self.request.num_top_logprobs else None,
         )
 
 

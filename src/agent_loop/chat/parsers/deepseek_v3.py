@@ -34,6 +34,17 @@ class DeepSeekV3ToolParser(ToolParser):
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return _WALKER.read(text)
 
+    def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
+        opening = f"{MARKS.section_open}{MARKS.call_open}"
+        if name is None:
+            return opening
+        has_fences = f"{FENCE}json" in chat_template
+        return (
+            f"{opening}function{SEPARATOR}{name}\n{FENCE}json\n"
+            if has_fences
+            else f"{opening}{name}{SEPARATOR}"
+        )
+
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
         return MARKS.call_open in chat_template

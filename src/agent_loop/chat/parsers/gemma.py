@@ -45,11 +45,16 @@ class GemmaToolParser(ToolParser):
     templates write it. Other bare words are malformed."""
 
     call_start = GEMMA_4.opening
+    call_ends = (GEMMA_4.closing, FUNCTION_GEMMA.closing)
     stream_stops = (GEMMA_4.opening, FUNCTION_GEMMA.opening)
     reasoning_marks = (REASONING,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return _WALKER.read(text)
+
+    def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
+        dialect = GEMMA_4 if GEMMA_4.opening in chat_template else FUNCTION_GEMMA
+        return f"{dialect.opening}call:" + ("" if name is None else f"{name}{{")
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:

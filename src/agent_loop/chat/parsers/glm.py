@@ -43,10 +43,14 @@ class GlmToolParser(ToolParser):
     value cannot contain the format's own tags. For types, see `untyped_values.py`."""
 
     call_start = OPEN
+    call_ends = (CLOSE,)
     reasoning_marks = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return CompletionWalker({OPEN: partial(_read_block, tools=tools)}, ends=ENDS).read(text)
+
+    def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
+        return OPEN if name is None else f"{OPEN}{name}\n"
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:

@@ -33,6 +33,9 @@ class GptOssToolParser(ToolParser):
     malformed.
     """
 
+    call_ends = (CALL,)
+    content_opening = f"{CHANNEL}final{MESSAGE}"
+
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         reasoning: list[str] = []
         content: list[str] = []
@@ -59,6 +62,10 @@ class GptOssToolParser(ToolParser):
         return ParsedCompletion(
             "\n".join(filter(None, content)), tuple(calls), "\n".join(reasoning) if reasoning else None
         )
+
+    def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
+        opening = f"{CHANNEL}commentary to=functions."
+        return opening if name is None else f"{opening}{name} <|constrain|>json{MESSAGE}"
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:

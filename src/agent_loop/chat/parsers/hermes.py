@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agent_loop.chat.parsers.completion_walker import THINK
+from agent_loop.chat.parsers.json_calls import as_json
 from agent_loop.chat.parsers.tool_parser import ToolParser
 
 
@@ -14,6 +15,10 @@ class HermesToolParser(ToolParser):
     call_start = "<tool_call>"
     call_end = "</tool_call>"
     reasoning_marks = (THINK,)
+
+    def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
+        opening = f"{self.call_start}\n"
+        return opening if name is None else f'{opening}{{"name": {as_json(name)}, "arguments":'
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:

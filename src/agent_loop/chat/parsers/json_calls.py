@@ -69,6 +69,11 @@ def decode_json(text: str) -> Any:
     return value
 
 
+def as_json(name: str) -> str:
+    """Return the name of a tool as a JSON string."""
+    return json.dumps(name, ensure_ascii=False)
+
+
 def parse_json_call(text: str) -> ToolCall | MalformedCall:
     """Return the call that a text of `{"name": ..., "arguments": {...}}` holds."""
     return read_call(JsonBody(text, len(text), is_closed=True))

@@ -34,6 +34,10 @@ class KimiK2ToolParser(ToolParser):
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return _WALKER.read(text)
 
+    def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
+        opening = f"{MARKS.section_open}{MARKS.call_open}functions."
+        return opening if name is None else f"{opening}{name}:"  # the model writes the number of the call
+
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
         return ARGUMENTS in chat_template

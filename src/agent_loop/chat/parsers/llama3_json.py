@@ -13,7 +13,14 @@ from agent_loop.chat.parsers.completion_walker import (
     malformed,
     skip_space,
 )
-from agent_loop.chat.parsers.json_calls import JsonBody, JsonFault, as_call, read_call, scan_json
+from agent_loop.chat.parsers.json_calls import (
+    JsonBody,
+    JsonFault,
+    as_call,
+    as_json,
+    read_call,
+    scan_json,
+)
 from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import ParsedCompletion
 
@@ -34,6 +41,9 @@ class Llama3JsonToolParser(ToolParser):
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return _WALKER.read(text)
+
+    def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
+        return '{"name":' if name is None else f'{{"name": {as_json(name)}, "parameters":'
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:

@@ -16,7 +16,14 @@ from agent_loop.chat.parsers.completion_walker import (
     malformed,
     skip_space,
 )
-from agent_loop.chat.parsers.json_calls import JsonBody, JsonFault, as_call, read_arguments, scan_json
+from agent_loop.chat.parsers.json_calls import (
+    JsonBody,
+    JsonFault,
+    as_call,
+    as_json,
+    read_arguments,
+    scan_json,
+)
 from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import ParsedCompletion
 
@@ -35,6 +42,13 @@ class MistralToolParser(ToolParser):
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return _WALKER.read(text)
+
+    def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
+        if name is None:
+            return OPEN
+        if ARGUMENTS in chat_template:
+            return None if CALL_ID in chat_template else f"{OPEN}{name}{ARGUMENTS}"  # the model writes the id
+        return f'{OPEN}[{{"name": {as_json(name)}, "arguments":'
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:

@@ -46,12 +46,17 @@ class Qwen3CoderToolParser(ToolParser):
     `untyped_values.py`."""
 
     call_start = OPEN
+    call_ends = (CLOSE,)
     stream_stops = (OPEN, FUNCTION)
     reasoning_marks = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         readers = {OPEN: partial(_read_block, tools=tools), FUNCTION: _read_bare_function}
         return CompletionWalker(readers).read(text)
+
+    def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
+        opening = f"{OPEN}\n{FUNCTION}"
+        return opening if name is None else f"{opening}{name}>\n"
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:

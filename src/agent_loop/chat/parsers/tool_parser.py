@@ -47,6 +47,13 @@ class ToolParser:
     reasoning_marks: ClassVar[tuple[ReasoningMarks, ...]] = ()
     """Texts around reasoning: `(THINK,)` is `<think>...</think>`. A generation prompt may open reasoning with them."""
 
+    call_ends: ClassVar[tuple[str, ...]] = ()
+    """Texts that end a call and after which the turn may end. `parallel_tool_calls: false` stops there. The default is
+    `call_end`; formats without either cannot stop after the first call."""
+
+    content_opening: ClassVar[str] = ""
+    """Text with which a turn opens the model's answer, for formats with a header before it."""
+
     reads_end_tokens: ClassVar[bool] = False
     """Whether `parse` gets the completion with the tokens that end the turn. The default is without them."""
 
@@ -80,6 +87,22 @@ class ToolParser:
             ValueError: The call cannot be parsed. The message is the model's reply to its malformed call.
         """
         return parse_json_call(text)
+
+    def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
+        """Return the text that opens a call, up to the part that the model writes; None if the format has no such text.
+
+        `tool_choice` begins a turn with this text, so that the model can only complete the call.
+
+        Args:
+            name: Name of the tool, or None if the model chooses the tool.
+            chat_template: Source of the chat template, for formats with several dialects.
+        """
+        return None
+
+    @property
+    def first_call_ends(self) -> tuple[str, ...]:
+        """Texts after which a turn with one call can be stopped; empty if the format has none."""
+        return self.call_ends or ((self.call_end,) if self.call_end else ())
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
