@@ -19,6 +19,7 @@ from agent_loop.environments.harbor.workspace import (
 )
 from agent_loop.errors import AgentLoopError, ConfigError, DataError, WorkspaceError
 from agent_loop.runtime.child_process import CommandResult
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.workspaces.base import Workspace
 from agent_loop.workspaces.check import check_reward
 from agent_loop.workspaces.factory import open_workspace
@@ -99,9 +100,7 @@ async def check_tasks(
             on_report(report)
         return report
 
-    async with asyncio.TaskGroup() as group:
-        checks = [group.create_task(check(folder)) for folder in folders]
-    return [each.result() for each in checks]
+    return await run_together(check(folder) for folder in folders)
 
 
 async def check_task(folder: Path, *, settings: Mapping[str, Any]) -> TaskReport:
