@@ -288,7 +288,7 @@ def test_an_invalid_prompt_is_rejected(model: Any, prompt: IntArray, message: st
         one_completion(model, GREEDY, prompt=prompt, max_model_len=64)
 
 
-@pytest.mark.parametrize("params", [SamplingParams(repetition_penalty=1.1), SamplingParams(temperature=1e-9)])
+@pytest.mark.parametrize("params", [SamplingParams(json_schema="{}"), SamplingParams(temperature=1e-9)])
 def test_unsupported_sampling_parameters_are_rejected(model: Any, params: SamplingParams) -> None:
     with pytest.raises(SamplingParamsError):
         one_completion(model, params, prompt=random_prompt(5))

@@ -107,6 +107,9 @@ ABILITY_FOR: Mapping[str, Ability] = {
 }
 """Sampling parameters that need an ability if they differ from their defaults."""
 DEFAULT_PARAMS = SamplingParams()
+HINTS: Mapping[str, str] = {
+    "json_schema": ' (the embedded engine has it after: pip install "agent-loop[grammar]")'
+}
 
 
 def unsupported_params(params: SamplingParams, abilities: Collection[Ability]) -> list[str]:
@@ -130,7 +133,7 @@ def refuse_params_of_request(params: SamplingParams, *, abilities: Collection[Ab
         if name != "seed":
             raise SamplingParamsError(
                 f"{name} is {getattr(params, name)!r:.80}, which server {server!r} does not support; leave it out, or "
-                f"use a server with the ability {ABILITY_FOR[name].value!r}"
+                f"use a server with the ability {ABILITY_FOR[name].value!r}{HINTS.get(name, '')}"
             )
 
 

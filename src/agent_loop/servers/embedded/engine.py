@@ -16,6 +16,8 @@ from agent_loop.errors import ServerError
 from agent_loop.seeds import derived_seed
 from agent_loop.servers.embedded.backend import ComputationBackend
 from agent_loop.servers.embedded.config import EmbeddedConfig
+from agent_loop.servers.embedded.grammar import without_forbidden
+from agent_loop.servers.embedded.penalties import with_penalties
 from agent_loop.servers.embedded.request import EngineRequest
 from agent_loop.servers.embedded.runner import ModelRunner
 from agent_loop.servers.embedded.sampling import SampledRow, sample_rows
@@ -100,6 +102,8 @@ class EmbeddedEngine:
             self._num_unseeded += 1
         self._sessions.add(request.request_id)
         self._queued.append(request)
+        if request.is_aborted:
+            self.abort(request)
 
     def abort(self, request: EngineRequest) -> None:
         """Abort a request, which returns its tokens so far. Does nothing if the request has ended."""
@@ -221,11 +225,17 @@ class EmbeddedEngine:
         rows: list[SampledRow] = []
         for start in range(0, len(requests), num_rows):
             part = slice(start, start + num_rows)
-            rows += sample_rows(logits[part], params=params[part], uniforms=uniforms[part])
+            constrained = without_forbidden(logits[part], [r.grammar for r in requests[part]])
+            penalised = with_penalties(constrained, [r.penalties for r in requests[part]])
+            rows += sample_rows(penalised, params=params[part], uniforms=uniforms[part])
         for request, row in zip(requests, rows, strict=True):
             self._accept(request, row=row)
 
     def _accept(self, request: EngineRequest, *, row: SampledRow) -> None:
+        if request.grammar is not None and request.grammar.problem:
+            problem = f"the grammar of json_schema failed ({request.grammar.problem}); give a simpler schema"
+            self._finish(request, self._error(problem, request))
+            return
         if not row.is_finite:
             num_tokens = len(request.prompt_ids) + len(request.token_ids)
             error = self._error(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from agent_loop.errors import BadPrompt, SamplingParamsError
+from agent_loop.servers.embedded.grammar import Grammar
+from agent_loop.servers.embedded.penalties import Penalties
 from agent_loop.servers.embedded.sampling import uniform_at, uniform_stream
 from agent_loop.servers.embedded.vision import (
     VISION_MODELS,
@@ -44,6 +46,12 @@ class EngineLimits:
     counts_in_3d: bool = False
     """Whether the model's positions are time, height and width."""
 
+    def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Return the tokens that end a completion."""
+        return frozenset(params.stop_token_ids) | (
+            frozenset[int]() if params.ignore_eos else self.eos_token_ids
+        )
+
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
@@ -58,6 +66,11 @@ class EngineRequest:
     seed: int | None
     """Seed of the request; None until the engine derives one."""
     images: PromptImages | None = None
+    grammar: Grammar | None = None
+    """Position in the schema of `params.json_schema`, which the server sets before it submits the request."""
+    penalties: Penalties | None = None
+    is_aborted: bool = False
+    """Whether the request was aborted before it was submitted, while its schema was compiled."""
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     weight_versions: list[int] = field(default_factory=list[int])
@@ -73,6 +86,11 @@ class EngineRequest:
     num_streamed: int = 0
     """Number of tokens that were already streamed to the caller."""
     _stream: int | None = None
+
+    @property
+    def sampled_before(self) -> list[int]:
+        """Tokens of the completion that were sampled before an interruption."""
+        return self.prompt_ids[len(self.prompt_ids) - self.params.num_sampled :].tolist()
 
     def draw(self) -> float:
         """Return the uniform random number for the next token, which depends only on the seed and the token's index."""
@@ -93,6 +111,12 @@ class EngineRequest:
         self.logprobs.append(logprob)
         self.weight_versions.append(weight_version)
         self.extras.append(extras)
+        if self.penalties is not None:
+            self.penalties.accept(token_id)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
+            if self.grammar.is_over:
+                return "stop"
         if token_id in self.stop_token_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self.max_new_tokens else None
@@ -206,18 +230,14 @@ def build_request(
         prompt_ids=prompt_ids if images is None else images.cache_keys,
         images=images,
         params=params,
-        stop_token_ids=frozenset(params.stop_token_ids)
-        | (frozenset[int]() if params.ignore_eos else limits.eos_token_ids),
+        penalties=Penalties.of(params, prompt_ids if images is None else images.cache_keys),
+        stop_token_ids=limits.stop_token_ids(params),
         max_new_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
         seed=params.seed,
     )
 
 
 def _check_params(params: SamplingParams) -> None:
-    if params.repetition_penalty != 1.0:
-        raise SamplingParamsError(
-            f"repetition_penalty is {params.repetition_penalty}; the embedded server supports only 1.0 (none)"
-        )
     if 0 < params.temperature < LOWEST_TEMPERATURE:
         raise SamplingParamsError(
             f"temperature is {params.temperature}; give 0 (greedy) or at least {LOWEST_TEMPERATURE}"

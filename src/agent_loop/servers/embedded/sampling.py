@@ -11,8 +11,12 @@ from torch import Tensor
 from agent_loop.servers.base import Ability
 from agent_loop.types import SamplingParams, TokenArrays, top_logprob_arrays
 
-SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS, Ability.TOP_LOGPROBS, Ability.SEED, Ability.FREE_SEEDS})
+SAMPLING_ABILITIES = frozenset(
+    {Ability.LOG_PROBS, Ability.TOP_LOGPROBS, Ability.SEED, Ability.FREE_SEEDS, Ability.MIN_P}
+)
 """Abilities that `sample_rows` provides."""
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity among the likeliest tokens, because JSON has no infinity. vLLM has the same value."""
 BELOW_ONE = 1.0 - 2.0**-50
 """Factor that keeps a point below the end of the cumulative distribution in spite of rounding."""
 
@@ -99,6 +103,7 @@ def _top_logprobs(logprobs: Tensor, *, params: Sequence[SamplingParams]) -> list
     if not any(num_top):
         return [{}] * len(params)
     values, token_ids = logprobs.topk(max(num_top), dim=-1)
+    values = values.clamp(min=LOWEST_LOGPROB)
     columns: list[list[list[float]]] = cast(
         Any, torch.stack([token_ids.double(), values.double()], dim=1)
     ).tolist()
@@ -112,7 +117,7 @@ def _top_logprobs(logprobs: Tensor, *, params: Sequence[SamplingParams]) -> list
 
 def _draw(logprobs: Tensor, *, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
     probs = logprobs.exp()
-    cut_rows = [row for row, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)]
+    cut_rows = [row for row, p in enumerate(params) if p.temperature > 0 and _cuts(p)]
     if cut_rows:
         index = torch.tensor(cut_rows, device=probs.device)
         probs[index] = _cut(probs[index], params=[params[row] for row in cut_rows])
@@ -121,8 +126,12 @@ def _draw(logprobs: Tensor, *, params: Sequence[SamplingParams], uniforms: Seque
     return torch.searchsorted(cumulative, points, right=True).clamp_(max=probs.shape[-1] - 1)
 
 
+def _cuts(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
 def _cut(probs: Tensor, *, params: Sequence[SamplingParams]) -> Tensor:
-    """Set the probabilities outside top-k and top-p to zero. The token that crosses `top_p` is kept."""
+    """Set the probabilities outside top-k, top-p and min-p to zero. The token that crosses `top_p` is kept."""
     ordered, order = probs.sort(dim=-1, descending=True)
     vocab_size = probs.shape[-1]
     top_k = _column([float(p.top_k if p.top_k > 0 else vocab_size) for p in params], like=probs)
@@ -132,6 +141,7 @@ def _cut(probs: Tensor, *, params: Sequence[SamplingParams]) -> Tensor:
     ordered = ordered * (rank < top_k)
     mass_before = ordered.cumsum(dim=-1) - ordered
     is_kept = mass_before < top_p * ordered.sum(dim=-1, keepdim=True)
+    is_kept &= ordered >= _column([p.min_p for p in params], like=probs) * ordered[:, :1]
     return torch.zeros_like(probs).scatter_(1, order, ordered * is_kept)
 
 

@@ -14,11 +14,19 @@ import torch
 from agent_loop.config import parse_options
 from agent_loop.errors import ConfigError, WeightsError
 from agent_loop.runtime.threads import run_in_thread
-from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
+from agent_loop.servers.base import (
+    Ability,
+    AsyncServerBase,
+    ServerHealth,
+    ServerSpec,
+    refuse_params_of_request,
+    refuse_unknown_options,
+)
 from agent_loop.servers.embedded.backend import CacheKind
 from agent_loop.servers.embedded.backend_selection import choose_backend
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.engine import EmbeddedEngine, EngineStats
+from agent_loop.servers.embedded.grammar import GrammarCompiler
 from agent_loop.servers.embedded.request import EngineLimits, EngineRequest, build_request
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.servers.embedded.sampling import SAMPLING_ABILITIES
@@ -31,6 +39,7 @@ NO_CONFIG = EmbeddedConfig()
 ABILITIES = frozenset(
     {
         *SAMPLING_ABILITIES,
+        Ability.PENALTIES,
         Ability.STREAMING,
         Ability.PREFIX_REUSE,
         Ability.WEIGHT_UPDATE,
@@ -59,6 +68,8 @@ class EmbeddedServer(AsyncServerBase):
         name: str = "embedded-0",
         config: EmbeddedConfig = NO_CONFIG,
         eos_token_ids: Iterable[int] | None = None,
+        tokenizer_path: str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         """Choose a backend for the model and start the engine's thread.
 
@@ -67,6 +78,8 @@ class EmbeddedServer(AsyncServerBase):
             name: Name of the server in errors and logs.
             config: Settings of the engine.
             eos_token_ids: Tokens that end a completion; by default those of the model's generation config.
+            tokenizer_path: Folder or hub name of the tokenizer, for `json_schema`; None does not offer `json_schema`.
+            trust_remote_code: Whether the tokenizer may run its own code.
 
         Raises:
             ConfigError: No backend computes the model exactly, or the model does not fit the config.
@@ -95,6 +108,17 @@ class EmbeddedServer(AsyncServerBase):
             self.abilities -= {Ability.ATTACHMENTS}
         if not backend.resumes_turns:
             self.abilities -= {Ability.PREFIX_REUSE}
+        self._compiler: GrammarCompiler | None = None
+        self._aborted_early: dict[str, bool] = {}
+        """Requests whose schemas are being compiled, and whether they were aborted."""
+        if tokenizer_path is not None and GrammarCompiler.is_installed():
+            self._compiler = GrammarCompiler(
+                tokenizer_path,
+                vocab_size=runner.vocab_size,
+                eos_token_ids=self._limits.eos_token_ids,
+                trust_remote_code=trust_remote_code,
+            )
+            self.abilities |= {Ability.JSON_SCHEMA}
         self._engine = EmbeddedEngine(runner, backend, config=config, server=name)
         self._thread = EngineThread(self._engine, name=name, num_threads=config.num_threads)
         # Also called at the interpreter's exit, which would otherwise kill the thread during a forward.
@@ -107,6 +131,7 @@ class EmbeddedServer(AsyncServerBase):
             spec.model.path,
             name=spec.name,
             config=embedded_config(spec),
+            tokenizer_path=spec.model.tokenizer_path,
             trust_remote_code=spec.model.trust_remote_code,
         )
 
@@ -118,9 +143,12 @@ class EmbeddedServer(AsyncServerBase):
         name: str = "embedded-0",
         config: EmbeddedConfig = NO_CONFIG,
         eos_token_ids: Iterable[int] | None = None,
+        tokenizer_path: str | None = None,
         trust_remote_code: bool = False,
     ) -> EmbeddedServer:
         """Load a model from a directory, or by its name on the hub, and create its server.
+
+        The tokenizer is at `path` too, unless `tokenizer_path` is given.
 
         Raises:
             ConfigError: The model cannot be loaded, or the engine does not support it.
@@ -132,7 +160,14 @@ class EmbeddedServer(AsyncServerBase):
             raise ConfigError(
                 f"no model can be loaded from {str(path)!r} ({error}); give a directory that `save_pretrained` wrote"
             ) from error
-        return cls(model, name=name, config=config, eos_token_ids=eos_token_ids)
+        return cls(
+            model,
+            name=name,
+            config=config,
+            eos_token_ids=eos_token_ids,
+            tokenizer_path=tokenizer_path or str(path),
+            trust_remote_code=trust_remote_code,
+        )
 
     @property
     def stats(self) -> EngineStats:
@@ -152,7 +187,7 @@ class EmbeddedServer(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
-        request = self._request(prompt_ids, sampling_params, request_id, attachments)
+        request = await self._request(prompt_ids, sampling_params, request_id, attachments)
         future = self._thread.submit(request)
         try:
             return await future
@@ -168,7 +203,7 @@ class EmbeddedServer(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
-        request = self._request(prompt_ids, sampling_params, request_id, attachments)
+        request = await self._request(prompt_ids, sampling_params, request_id, attachments)
         stream = self._thread.submit_streamed(request)
         try:
             while not stream.has_ended:
@@ -179,6 +214,8 @@ class EmbeddedServer(AsyncServerBase):
                 self._thread.abort(request)
 
     async def abort(self, request_id: str) -> None:
+        if request_id in self._aborted_early:
+            self._aborted_early[request_id] = True
         if self._thread.end_reason is None:
             await self._thread.call(lambda engine: engine.abort_session(request_id))
 
@@ -216,20 +253,33 @@ class EmbeddedServer(AsyncServerBase):
     async def close(self) -> None:
         await run_in_thread(self._stop)
 
-    def _request(
+    async def _request(
         self,
         prompt_ids: IntArray,
         sampling_params: SamplingParams,
         request_id: str,
         attachments: Sequence[Attachment],
     ) -> EngineRequest:
-        return build_request(
+        refuse_params_of_request(sampling_params, abilities=self.abilities, server=self.name)
+        request = build_request(
             request_id,
             prompt_ids=prompt_ids,
             params=sampling_params,
             limits=self._limits,
             attachments=attachments,
         )
+        if sampling_params.json_schema and self._compiler is not None:
+            compiler, self._aborted_early[request_id] = self._compiler, False
+            try:
+                request.grammar = await run_in_thread(
+                    compiler.grammar,
+                    sampling_params.json_schema,
+                    stop_token_ids=request.stop_token_ids,
+                    sampled=request.sampled_before,
+                )
+            finally:
+                request.is_aborted = self._aborted_early.pop(request_id, False)
+        return request
 
 
 def embedded_config(spec: ServerSpec) -> EmbeddedConfig:

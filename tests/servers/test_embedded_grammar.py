@@ -1,0 +1,349 @@
+"""Tests of JSON schemas, penalties and min-p in the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from agent_loop.errors import SamplingParamsError
+from agent_loop.servers.base import Ability
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.servers.embedded.grammar import GrammarCompiler
+from agent_loop.servers.embedded.sampling import sample_rows
+from agent_loop.types import IntArray, SamplingParams, TokenOutput
+from tests.helpers import small_tokenizer
+from tests.servers.tiny_embedded import joined, tiny_model, weights_of
+
+TOKENIZER = small_tokenizer()
+VOCAB_SIZE = len(TOKENIZER) + 5
+"""Larger than the tokenizer's, as in most models."""
+END = int(TOKENIZER.eos_token_id)
+PROMPT = np.array(TOKENIZER.encode("say hello"), np.int32)
+COLOURS = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "blue"]},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["colour", "n"],
+    "additionalProperties": False,
+}
+SCHEMA = json.dumps(COLOURS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grammar")
+    # Small logits, so that a model without training ends runs of white space soon.
+    tiny_model(vocab_size=VOCAB_SIZE, eos_token_id=END, initializer_range=0.02).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+def server_of(folder: Path, **settings: Any) -> EmbeddedServer:
+    return EmbeddedServer.from_pretrained(folder, config=EmbeddedConfig(**{"max_model_len": 400, **settings}))
+
+
+def text_of(output: TokenOutput) -> str:
+    ids = output.token_ids
+    return str(TOKENIZER.decode(ids[:-1] if ids[-1:] == [END] else ids))
+
+
+def params(seed: int = 0, **changes: Any) -> SamplingParams:
+    return SamplingParams(**{"json_schema": SCHEMA, "max_tokens": 300, "seed": seed, **changes})
+
+
+async def complete_all(
+    server: EmbeddedServer, requests: Sequence[SamplingParams], *, prompt: IntArray = PROMPT
+) -> list[TokenOutput]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(server.generate(prompt, each, f"s{number}"))
+            for number, each in enumerate(requests)
+        ]
+    return [task.result() for task in tasks]
+
+
+def constrained_logprobs(
+    folder: Path, output: TokenOutput, *, temperature: float, schema: str = SCHEMA
+) -> list[float]:
+    """Return the log-probs of the distribution over the allowed tokens, from a plain forward of the whole sequence."""
+    model = tiny_model(vocab_size=VOCAB_SIZE, eos_token_id=END, initializer_range=0.02)
+    compiler = GrammarCompiler(str(folder), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({END}))
+    grammar = compiler.grammar(schema, stop_token_ids=frozenset({END}))
+    ids = torch.from_numpy(joined(PROMPT, output.token_ids).astype(np.int64))
+    with torch.no_grad():
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(PROMPT) - 1 :].double()
+    found: list[float] = []
+    for row, token in zip(logits / temperature, output.token_ids, strict=True):
+        allowed = torch.from_numpy(grammar.allowed(VOCAB_SIZE))
+        found.append(float(row.masked_fill(~allowed, -torch.inf).log_softmax(-1)[token]))
+        grammar.accept(token)
+    return found
+
+
+@pytest.mark.parametrize("cache", ["shared", "per_request"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_completions_match_the_schema_and_have_the_log_probs_of_the_allowed_tokens(
+    folder: Path, cache: str, temperature: float
+) -> None:
+    async def scenario() -> None:
+        server = server_of(folder, cache=cache)
+        assert {Ability.JSON_SCHEMA, Ability.PENALTIES, Ability.MIN_P} <= server.abilities
+        outputs = await complete_all(server, [params(seed, temperature=temperature) for seed in range(8)])
+        await server.close()
+        for output in outputs:
+            value = json.loads(text_of(output))
+            assert output.stop_reason == "stop"
+            assert value["colour"] in ("red", "blue")
+            assert 0 <= value["n"] <= 99
+            expected = constrained_logprobs(folder, output, temperature=temperature)
+            np.testing.assert_allclose(output.log_probs or [], expected, atol=2e-5)
+            forced = output.chunks[0].with_forced().extras["forced"]
+            assert forced.tolist() == [logprob == 0.0 for logprob in expected]
+            assert 0 < forced.sum() < len(forced)
+        assert len({tuple(output.token_ids) for output in outputs}) > 1
+
+    asyncio.run(scenario())
+
+
+def test_requests_with_and_without_a_grammar_share_steps_and_do_not_affect_each_other(folder: Path) -> None:
+    async def scenario() -> None:
+        server = server_of(folder)
+        mixed = [
+            params(1),
+            SamplingParams(seed=2, max_tokens=60),
+            params(3, json_schema='{"type": "integer"}'),
+        ]
+        together = await complete_all(server, mixed)
+        alone = [await server.generate(PROMPT, each, f"a{n}") for n, each in enumerate(mixed)]
+        await server.close()
+        assert [output.token_ids for output in together] == [output.token_ids for output in alone]
+        json.loads(text_of(together[0]))
+        assert isinstance(json.loads(text_of(together[2])), int)
+
+    asyncio.run(scenario())
+
+
+def test_a_completion_resumed_anywhere_is_the_uninterrupted_one(folder: Path) -> None:
+    async def scenario() -> None:
+        server = server_of(folder)
+        whole = await server.generate(PROMPT, params(4), "whole")
+        for cut in range(1, len(whole.token_ids)):
+            prompt = joined(PROMPT, whole.token_ids[:cut])
+            rest = await server.generate(prompt, params(4).after(cut), f"cut{cut}")
+            assert rest.token_ids == whole.token_ids[cut:]
+        with pytest.raises(SamplingParamsError, match="does not allow token 0 of the 1"):
+            await server.generate(joined(PROMPT, [5]), params(4).after(1), "other")
+        await server.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_weight_update_in_the_middle_keeps_the_position_in_the_schema(folder: Path) -> None:
+    async def scenario() -> None:
+        server = server_of(folder)
+        weights = weights_of(tiny_model(vocab_size=VOCAB_SIZE, seed=5, initializer_range=0.02))
+        requests = [params(seed) for seed in range(6)]
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(complete_all(server, requests))
+            while server.stats.decoded_tokens < 12:
+                await server.abort("unknown session")
+            await server.update_weights(weights.items(), weight_version=1)
+        await server.close()
+        outputs = running.result()
+        assert any(len(output.chunks) == 2 for output in outputs)
+        for output in outputs:
+            json.loads(text_of(output))
+
+    asyncio.run(scenario())
+
+
+def test_an_aborted_completion_keeps_its_tokens_and_an_abort_during_compilation_is_not_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        server = server_of(folder)
+        compiling, may_continue = asyncio.Event(), asyncio.Event()
+        compile_schema = GrammarCompiler.grammar
+        loop = asyncio.get_running_loop()
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            loop.call_soon_threadsafe(compiling.set)
+            asyncio.run_coroutine_threadsafe(may_continue.wait(), loop).result()
+            return compile_schema(*args, **kwargs)
+
+        monkeypatch.setattr(GrammarCompiler, "grammar", slow)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(server.generate(PROMPT, params(0), "s"))
+            await compiling.wait()
+            await server.abort("s")
+            may_continue.set()
+        await server.close()
+        assert task.result() == TokenOutput([], [], "aborted", num_cached_tokens=0)
+
+    asyncio.run(scenario())
+
+
+def test_stop_tokens_are_allowed_only_where_the_text_is_complete(folder: Path) -> None:
+    [letter] = TOKENIZER.encode("e", add_special_tokens=False)
+
+    async def scenario() -> None:
+        server = server_of(folder)
+        stopped = params(0, json_schema='{"const": "hello"}', stop_token_ids=(letter,))
+        with_letter = await server.generate(PROMPT, stopped, "letter")
+        free = params(0, json_schema='{"const": "ho"}', ignore_eos=True)
+        without_stops = await server.generate(PROMPT, free, "free")
+        await server.close()
+        assert letter not in with_letter.token_ids[:-1]
+        assert with_letter.stop_reason == "stop"
+        assert without_stops.stop_reason == "stop"
+        assert TOKENIZER.decode(without_stops.token_ids) == '"ho"'
+
+    asyncio.run(scenario())
+
+
+def test_a_greedy_completion_takes_the_likeliest_allowed_token(folder: Path) -> None:
+    async def scenario() -> None:
+        server = server_of(folder)
+        output = await server.generate(PROMPT, params(temperature=0.0, max_tokens=40, top_logprobs=4), "s")
+        await server.close()
+        tops, logprobs = output.extras["top_token_ids"], output.extras["top_logprobs"]
+        assert tops[:, 0].tolist() == output.token_ids
+        assert np.isfinite(logprobs).all()
+        forced = output.chunks[0].with_forced().extras["forced"].astype(bool)
+        assert (logprobs[forced, 1] == -9999).all()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("schema", ['{"type": "nonsense"}', '{"type": "string", "pattern": "("}'])
+def test_an_invalid_schema_is_refused_and_the_engine_runs_on(folder: Path, schema: str) -> None:
+    async def scenario() -> None:
+        server = server_of(folder)
+        with pytest.raises(SamplingParamsError, match="fix the schema"):
+            await server.generate(PROMPT, params(json_schema=schema), "s")
+        assert (await server.generate(PROMPT, params(), "s")).stop_reason == "stop"
+        await server.close()
+
+    asyncio.run(scenario())
+
+
+def test_without_the_package_the_ability_is_missing_and_the_error_says_how_to_install_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent_loop.servers.embedded.grammar.find_spec", lambda name: None)
+
+    async def scenario() -> None:
+        server = server_of(folder)
+        assert Ability.JSON_SCHEMA not in server.abilities
+        with pytest.raises(SamplingParamsError, match=r'pip install "agent-loop\[grammar\]"'):
+            await server.generate(PROMPT, params(), "s")
+        await server.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_model_without_a_tokenizer_refuses_schemas_with_the_path(tmp_path: Path) -> None:
+    tiny_model(vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+
+    async def scenario() -> None:
+        server = server_of(tmp_path)
+        with pytest.raises(SamplingParamsError, match=r"set model\.tokenizer_path"):
+            await server.generate(PROMPT, params(), "s")
+        await server.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_tokenizer_like_those_of_qwen_allows_texts_in_many_tokens(tmp_path: Path) -> None:
+    """A byte-level BPE whose end token and control tokens lie behind the vocabulary, and a larger embedding."""
+    tokenizer: PreTrainedTokenizerFast = small_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|behind|>"]})
+    tokenizer.save_pretrained(tmp_path)
+    end = int(tokenizer.convert_tokens_to_ids("<|behind|>"))
+    compiler = GrammarCompiler(str(tmp_path), vocab_size=1024, eos_token_ids=frozenset({end, END}))
+    grammar = compiler.grammar('{"const": "Zoë ☃"}', stop_token_ids=frozenset({end}))
+    for token in tokenizer.encode('"Zoë ☃"', add_special_tokens=False):
+        allowed = grammar.allowed(1024)
+        assert allowed[token]
+        assert not allowed[[end, END]].any()
+        assert not allowed[len(tokenizer) :].any()
+        grammar.accept(token)
+    assert np.flatnonzero(grammar.allowed(1024)).tolist() == [end]
+
+
+def penalised_logprobs(folder: Path, output: TokenOutput, given: SamplingParams) -> list[float]:
+    model = tiny_model(vocab_size=VOCAB_SIZE, eos_token_id=END, initializer_range=0.02)
+    ids = torch.from_numpy(joined(PROMPT, output.token_ids).astype(np.int64))
+    with torch.no_grad():
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(PROMPT) - 1 :].double()
+    found: list[float] = []
+    for place, row in enumerate(logits):
+        before = output.token_ids[:place]
+        for token in {*PROMPT.tolist(), *before}:
+            factor = given.repetition_penalty
+            row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
+        for token in set(before):
+            row[token] -= given.presence_penalty + given.frequency_penalty * before.count(token)
+        found.append(float((row / given.temperature).log_softmax(-1)[output.token_ids[place]]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": -1.0},
+        {"repetition_penalty": 1.3, "temperature": 0.7},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 0.9},
+    ],
+)
+def test_penalties_change_the_logits_and_a_resumed_completion_counts_its_tokens(
+    folder: Path, changes: dict[str, Any]
+) -> None:
+    given = SamplingParams(seed=3, max_tokens=24, ignore_eos=True, **changes)
+
+    async def scenario() -> None:
+        server = server_of(folder)
+        output, plain = await complete_all(server, [given, SamplingParams(seed=3, max_tokens=24)])
+        rest = await server.generate(joined(PROMPT, output.token_ids[:10]), given.after(10), "rest")
+        await server.close()
+        expected = penalised_logprobs(folder, output, given)
+        np.testing.assert_allclose(output.log_probs or [], expected, atol=3e-5)
+        assert rest.token_ids == output.token_ids[10:]
+        assert plain.token_ids != output.token_ids
+
+    asyncio.run(scenario())
+
+
+def test_min_p_keeps_the_candidates_near_the_likeliest_and_the_log_probs_of_all() -> None:
+    probs = torch.tensor([[0.5, 0.26, 0.14, 0.1]])
+    given = SamplingParams(min_p=0.5)
+    uniforms = [number / 200 for number in range(200)]
+    rows = sample_rows(probs.log().expand(200, -1), params=[given] * 200, uniforms=uniforms)
+    counts = np.bincount([row.token_id for row in rows], minlength=4)
+    assert counts[2:].tolist() == [0, 0]
+    assert counts[0] / counts.sum() == pytest.approx(0.5 / 0.76, abs=0.01)
+    assert {round(row.logprob, 4) for row in rows} == {round(float(p), 4) for p in probs[0, :2].log()}
+
+
+def test_a_stream_of_a_constrained_completion_has_all_its_tokens(folder: Path) -> None:
+    async def scenario() -> None:
+        server = server_of(folder)
+        chunks = [chunk async for chunk in server.stream(PROMPT, params(6), "s")]
+        whole = await server.generate(PROMPT, params(6), "t")
+        await server.close()
+        assert TokenOutput.from_chunks(chunks).token_ids == whole.token_ids
+        assert all(later.stop_reason or later.token_ids for _, later in pairwise(chunks))
+
+    asyncio.run(scenario())
