@@ -20,20 +20,24 @@ def own_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "root"))
 
 
+def names(folder: str | Path) -> list[str]:
+    return [path.name for path in Path(folder).iterdir()]
+
+
 def test_folders_with_the_same_key_have_the_same_path_one_after_the_other_and_never_at_once() -> None:
     async def scenario() -> None:
         async with open_workspace({}, key="ab12") as first:
-            Path(first.folder, "file").touch()
+            await first.exec(["touch", "file"])
             async with open_workspace({}, key="ab12") as second:
                 assert second.folder != first.folder
-                assert not list(Path(second.folder).iterdir())
-            assert Path(first.folder, "file").exists()
+                assert names(second.folder) == []
+            assert names(first.folder) == ["file"]
         async with open_workspace({}, key="ab12") as again:
             assert again.folder == first.folder
-            assert not list(Path(again.folder).iterdir())
+            assert names(again.folder) == []
         async with open_workspace({}, key="ab13") as other:
             assert other.folder != first.folder
-        assert not list(root_folder().iterdir())
+        assert names(root_folder()) == []
 
     asyncio.run(scenario())
 

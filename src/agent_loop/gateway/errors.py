@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from agent_loop.errors import AgentLoopError, RequestError
+from agent_loop.errors import AgentLoopError, EpisodeError, RequestError
+from agent_loop.trajectory import Failure
 from agent_loop.types import StopReason
 
 TOO_LONG = "context_length_exceeded"
@@ -15,6 +16,14 @@ class LimitReached(RequestError):
 
 class GatewayBug(AgentLoopError):
     """An unexpected exception in the gateway or in a layer below it."""
+
+
+class ProgramFailed(EpisodeError):
+    """A program reported a failure."""
+
+    def __init__(self, error: str, *, traceback: str) -> None:
+        super().__init__(error)
+        self.failure = Failure(error=error, traceback=traceback)
 
 
 def limit_error(reason: StopReason) -> LimitReached:

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, cast
 
-from agent_loop.errors import ConfigError, DataError, EpisodeError
+from agent_loop.errors import ConfigError, DataError
 from agent_loop.gateway.clients import http_client
+from agent_loop.gateway.errors import ProgramFailed
 from agent_loop.gateway.listener import Endpoint
 from agent_loop.runtime.child_process import CommandResult, inherited_environment, run_command
 from agent_loop.runtime.describe import describe_value, one_line
 from agent_loop.runtime.user_code import call_function
-from agent_loop.trajectory import Failure
 from agent_loop.types import Row
 
 
-class CommandFailed(EpisodeError):
+class CommandFailed(ProgramFailed):
     """The command exited with an error."""
 
     def __init__(self, result: CommandResult) -> None:
@@ -29,8 +29,7 @@ class CommandFailed(EpisodeError):
         how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
         last = result.stderr.strip().splitlines()[-1:]
         error = ": ".join([f"the program {how}", *(one_line(line, max_length=200) for line in last)])
-        super().__init__(error)
-        self.failure = Failure(error=error, traceback=result.stderr)
+        super().__init__(error, traceback=result.stderr)
 
 
 async def call_program(function: Callable[..., Any], row: Row, endpoint: Endpoint) -> Any:

@@ -10,8 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
+from agent_loop.gateway.errors import ProgramFailed
 from agent_loop.gateway.listener import Endpoint, reachable
-from agent_loop.gateway.program_calls import CommandFailed
 from agent_loop.gateway.session import MAX_BRANCHES, Session
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.rewards.function import REWARD_NAMES, Score, read_score
@@ -36,7 +36,7 @@ class Program(Protocol):
             None, a reward, or a mapping that may hold a reward. Other values of the mapping become extra fields.
 
         Raises:
-            CommandFailed: The program reported a failure.
+            ProgramFailed: The program reported a failure.
         """
         ...
 
@@ -150,7 +150,7 @@ async def _call_program(call: Callable[[], Any]) -> _ProgramResult:
     """Call the program and return its result. An exception becomes the result's failure."""
     try:
         return _ProgramResult.from_value(await run_bounded(call, timeout_s=None))
-    except CommandFailed as failed:
+    except ProgramFailed as failed:
         return _ProgramResult(failure=failed.failure)
     except Exception as error:  # noqa: BLE001  (a failed program is data, with its traceback)
         text = "".join(traceback.format_exception(error))

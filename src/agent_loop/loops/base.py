@@ -70,6 +70,20 @@ class AgentLoopBase(ABC):
         self.tokenizer = context.template.tokenizer
         self.last_episode: Episode | None = None
 
+    @classmethod
+    def check_row(cls, row: Mapping[str, Any], arguments: Mapping[str, Any], *, where: str) -> None:
+        """Check whether a row can run with this loop. Called for all rows before the first one runs.
+
+        Args:
+            row: The row.
+            arguments: Keyword arguments of the constructor, from the loop's entry in `agent_loop_config_path`.
+            where: Name of the row in errors.
+
+        Raises:
+            DataError: The row is invalid.
+            ConfigError: The loop needs something that is not installed.
+        """
+
     @cached_property
     def server_manager(self) -> AsyncLLMServerManager:
         """The servers, for loops that handle token ids themselves."""

@@ -16,7 +16,14 @@ from agent_loop.registries import load_class, warn_if_replaced
 LoopT = TypeVar("LoopT", bound="type[AgentLoopBase]")
 
 _registered: dict[str, type[AgentLoopBase]] = {}
-_REGISTERED_LATER = {"agent_program": "agent_loop.gateway.program:AgentProgramLoop"}
+_REGISTERED_LATER = {
+    "agent_program": "agent_loop.gateway.program:AgentProgramLoop",
+    "claude-code": "agent_loop.harnesses.claude_code:ClaudeCodeLoop",
+    "codex": "agent_loop.harnesses.codex:CodexLoop",
+    "mini-swe-agent": "agent_loop.harnesses.mini_swe_agent:MiniSweAgentLoop",
+    "opencode": "agent_loop.harnesses.opencode:OpenCodeLoop",
+    "qwen-code": "agent_loop.harnesses.qwen_code:QwenCodeLoop",
+}
 """Loops that need additional packages. They are loaded when a name is looked up."""
 
 

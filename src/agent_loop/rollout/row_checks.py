@@ -35,6 +35,7 @@ class RowChecks:
         Raises:
             DataError: A row has no prompt, has a column of the wrong form, or names a loop, tool or interaction that
                 does not exist.
+            ConfigError: A row's loop needs something that is not installed.
         """
         methods = [name for factory in self._context.environments.values() for name in factory.schemas]
         known_tools = {*self._context.tools, *methods}
@@ -46,13 +47,14 @@ class RowChecks:
             raise DataError(f"row {number} has no raw_prompt; its columns are {', '.join(sorted(row))}")
         refuse_bad_columns(row, where=f"row {number}")
         agent_name = str(row.get("agent_name") or self._default_agent_loop)
-        loop_class = self._loops.get(agent_name, where=f"row {number}: agent_name").loop_class
+        entry = self._loops.get(agent_name, where=f"row {number}: agent_name")
+        entry.loop_class.check_row(row, entry.kwargs, where=f"row {number}")
         if kwargs := row.get("tools_kwargs"):
             _refuse_unknown(kwargs, self._context.tools, f"row {number}: tools_kwargs")
         if "tool_selection" in row:
             read_selection(row["tool_selection"], known=known_tools, where=f"row {number}: tool_selection")
         interaction_kwargs: Mapping[str, Any] = row.get("interaction_kwargs") or {}
-        if issubclass(loop_class, ToolAgentLoop) or interaction_kwargs.get("name") is not None:
+        if issubclass(entry.loop_class, ToolAgentLoop) or interaction_kwargs.get("name") is not None:
             where = f"row {number}: interaction_kwargs"
             read_interaction_name(interaction_kwargs, known=self._context.interactions, where=where)
 

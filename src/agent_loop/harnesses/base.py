@@ -1,0 +1,186 @@
+"""Base class of harnesses: loops that run an agent's program in a workspace, behind the gateway."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from agent_loop.errors import ConfigError
+from agent_loop.gateway.listener import Endpoint
+from agent_loop.gateway.program_calls import checked_env
+from agent_loop.gateway.program_loop import Program, ProgramLoop
+from agent_loop.gateway.session import MAX_BRANCHES
+from agent_loop.harnesses.agent_run import AgentCommand, AgentEnd, AgentFailed, AgentRun, exit_error, task_of
+from agent_loop.loops.base import LoopContext
+from agent_loop.rewards.function import Score
+from agent_loop.runtime.child_process import CommandResult
+from agent_loop.runtime.incidents import IncidentCollector
+from agent_loop.runtime.threads import run_in_thread
+from agent_loop.tools.environment_variables import expand_variables
+from agent_loop.types import Row
+from agent_loop.workspaces.base import Workspace
+from agent_loop.workspaces.check import check_reward
+from agent_loop.workspaces.factory import open_workspace
+from agent_loop.workspaces.settings import CheckSettings, read_workspace
+
+NOT_FOUND = (126, 127)
+"""Exit statuses of container runtimes and shells for a program that does not exist or cannot be executed."""
+COMMON_ENV = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost", "TZ": "UTC", "CI": "1"}
+"""Variables of every agent: no proxy between it and the gateway, and the same time zone on every machine."""
+
+
+class HarnessLoop(ProgramLoop):
+    """Base class of loops that run a coding agent as it is published.
+
+    The agent works in the row's workspace, and its requests go to the gateway. Each of its conversations, also those
+    of its sub-agents, is recorded to the token. A subclass says how the program is called, and how its end is read.
+    """
+
+    program: ClassVar[str]
+    """Name of the program."""
+    install: ClassVar[str]
+    """Command that installs the program."""
+    default_model: ClassVar[str] = "agent-loop"
+    """Name of the model that the agent asks for."""
+
+    def __init__(
+        self,
+        context: LoopContext,
+        *,
+        workspace: Mapping[str, Any] | None = None,
+        executable: str = "",
+        arguments: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        model: str = "",
+        max_branches: int = MAX_BRANCHES,
+    ) -> None:
+        """Create the loop.
+
+        Args:
+            context: Context of the loop.
+            workspace: Workspace of rows without a column `workspace`. Without either, the agent works in an empty
+                folder.
+            executable: Path of the program, if it is not on `PATH`.
+            arguments: Further arguments of the program.
+            env: Additional environment variables of the program. `$NAME` in a value is replaced by that variable of
+                this process. The program inherits only the variables for paths, locale and the like.
+            model: Name of the model that the agent asks for. The model in training answers to any name.
+            max_branches: Maximum number of conversations of a run.
+        """
+        super().__init__(context, max_branches=max_branches)
+        self._workspace = workspace
+        self.executable = executable or self.program
+        self.arguments = list(arguments)
+        self.env = expand_variables(checked_env(env or {}), where="env")
+        self.model = model or self.default_model
+
+    @classmethod
+    def check_row(cls, row: Row, arguments: Mapping[str, Any], *, where: str) -> None:
+        task_of(row, where=where)
+        given: Any = row.get("workspace") or arguments.get("workspace") or {}
+        workspace = read_workspace(given, where=f"{where}: workspace")
+        if workspace.container is not None or workspace.provider:
+            return  # Whether the program is installed in there shows when it is called.
+        executable = arguments.get("executable") or cls.program
+        env: Mapping[str, str] = arguments.get("env") or {}
+        if shutil.which(executable, path=env.get("PATH")) is None:
+            raise ConfigError(cls.missing(executable))
+
+    @abstractmethod
+    def command(self, run: AgentRun) -> AgentCommand:
+        """Return the command that works on the task without asking questions."""
+
+    def end(self, result: CommandResult) -> AgentEnd:
+        """Read how the agent ended. By default, an exit status other than 0 is an error."""
+        return AgentEnd(error=exit_error(result))
+
+    @asynccontextmanager
+    async def prepared(self, row: Row) -> AsyncGenerator[Program]:
+        given: Any = row.get("workspace") or self._workspace or {}
+        settings = read_workspace(given)
+        task = task_of(row)
+        async with open_workspace(settings, key=_key_of(row)) as workspace:
+            yield _HarnessProgram(self, task, workspace, settings.check)
+
+    @classmethod
+    def missing(cls, executable: str) -> str:
+        """Return the error for a program that is not installed."""
+        return (
+            f"{executable} is not installed, or not on PATH; install it with `{cls.install}`, or set `executable` in "
+            "the loop's entry of rollout.agent.agent_loop_config_path"
+        )
+
+
+class _HarnessProgram:
+    """One run of an agent."""
+
+    def __init__(
+        self, loop: HarnessLoop, task: str, workspace: Workspace, check: CheckSettings | None
+    ) -> None:
+        self._loop = loop
+        self._task = task
+        self._workspace = workspace
+        self._check = check
+
+    async def run(self, endpoint: Endpoint) -> Mapping[str, Any]:
+        loop, workspace = self._loop, self._workspace
+        run = await self._agent_run(endpoint)
+        command = loop.command(run)
+        await _put_files(workspace, command.files, folder=run.home)
+        result = await workspace.exec(
+            [loop.executable, *command.arguments, *loop.arguments],
+            env={**COMMON_ENV, "HOME": run.home, **command.env, **loop.env},
+            stdin=command.stdin.encode(),
+        )
+        if result.exit_code in NOT_FOUND and not result.stdout:
+            raise ConfigError(f"{loop.missing(loop.executable)}: {result.stderr.strip()[-200:]}")
+        end = loop.end(result)
+        if end.error:
+            raise AgentFailed(loop.program, end.error, result)
+        return {"agent_answer": end.answer, "agent_gave_up": end.gave_up}
+
+    async def score(self) -> Score | None:
+        return None if self._check is None else await check_reward(self._workspace, self._check)
+
+    async def _agent_run(self, endpoint: Endpoint) -> AgentRun:
+        limits, workspace = self._loop.context.limits, self._workspace
+        base_url = await workspace.reach(endpoint.base_url)
+        return AgentRun(
+            task=self._task,
+            folder=workspace.folder,
+            home=workspace.home,
+            base_url=base_url,
+            api_key=endpoint.api_key,
+            model=self._loop.model,
+            context_length=limits.prompt_length + limits.response_length,
+            max_turn_tokens=min(limits.max_turn_tokens or limits.response_length, limits.response_length),
+        )
+
+
+async def _put_files(workspace: Workspace, files: Mapping[str, str], *, folder: str) -> None:
+    """Write files into a folder of the workspace. The folder is made even if there are no files."""
+
+    def write(source: Path) -> None:
+        for name, text in files.items():
+            path = source / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+    with tempfile.TemporaryDirectory() as source:
+        await run_in_thread(write, Path(source))
+        await workspace.put(Path(source), folder)
+
+
+def _key_of(row: Row) -> str:
+    """Return digits that are the same when the trajectory of a row is resumed, and different for other trajectories."""
+    collector = IncidentCollector.current()
+    trajectory_id = "" if collector is None else collector.owner
+    return hashlib.sha256(
+        f"{trajectory_id} {row.get('raw_prompt')} {row.get('workspace')}".encode()
+    ).hexdigest()[:16]
