@@ -122,13 +122,12 @@ def test_a_stop_sequence_is_reported() -> None:
 def test_errors_have_anthropics_format_and_limits_stop_the_program() -> None:
     async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(anthropic_base_url, api_key, http_client).messages.create
-        with pytest.raises(anthropic.BadRequestError, match="is not supported") as caught:
+        with pytest.raises(anthropic.BadRequestError, match="web_search_20250305") as caught:
             await create(
                 model=MODEL,
                 max_tokens=9,
                 messages=user("?"),
-                tools=[ADD],
-                tool_choice={"type": "any"},
+                tools=[ADD, {"type": "web_search_20250305", "name": "web_search"}],
             )
         assert caught.value.body["type"] == "error"
         assert caught.value.body["error"]["type"] == "invalid_request_error"

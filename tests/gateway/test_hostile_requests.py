@@ -63,14 +63,33 @@ MESSAGES = {
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "3"}]},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c",
+                    "content": [{"type": "text", "text": "3"}],
+                    "is_error": True,
+                },
                 {"type": "text", "text": "And?"},
+                {
+                    "type": "document",
+                    "title": "T",
+                    "source": {"type": "text", "media_type": "text/plain", "data": "-"},
+                },
+                {
+                    "type": "search_result",
+                    "title": "T",
+                    "source": "S",
+                    "content": [{"type": "text", "text": "-"}],
+                },
             ],
         },
+        {"role": "system", "content": [{"type": "text", "text": "Hurry."}]},
     ],
     "tools": [{"name": "add", "description": "-", "input_schema": {"type": "object", "properties": {}}}],
-    "tool_choice": {"type": "auto"},
-    "thinking": {"type": "enabled", "budget_tokens": 10},
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 10, "display": "omitted"},
+    "output_config": {"effort": "high"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "stop_sequences": ["x"],
     "temperature": 0.5,
     "top_p": 0.5,
@@ -116,15 +135,3 @@ def test_a_request_with_one_invalid_part_gets_a_completion_or_a_400(path: str, b
             assert error["error"]["message"]
             assert error["error"]["type"] == "invalid_request_error"
             assert path != "/messages" or error["type"] == "error"
-
-
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [("/messages", {"max_tokens": 8}), ("/chat/completions", {"continue_final_message": True})],
-)
-def test_a_prefilled_completion_is_refused_with_the_reason(path: str, fields: dict[str, Any]) -> None:
-    messages = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "It is"}]
-    body = json.dumps({"model": MODEL, "messages": messages, **fields}).encode()
-    [(status, _, reply)] = run_virtual(answers(path, [body]))
-    assert status == 400
-    assert "is not supported" in json.loads(reply)["error"]["message"]

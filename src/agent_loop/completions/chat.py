@@ -130,6 +130,45 @@ async def stream_chat_completion(
         yield last
 
 
+async def count_prompt_tokens(request: ChatCompletionRequest, *, template: ChatTemplate) -> int:
+    """Return the number of tokens in the prompt of a request. Same errors as `chat_completion`."""
+    return len((await ChatPrompt.rendered(request, template=template)).token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Rendered prompt of a chat request."""
+
+    template: ChatTemplate
+    """The model's template with the variables of the request."""
+    encoded: Encoded
+    """Tokens before the turn."""
+    prefix: TurnPrefix
+
+    @classmethod
+    async def rendered(cls, request: ChatCompletionRequest, *, template: ChatTemplate) -> ChatPrompt:
+        """Render the prompt of a request.
+
+        Raises:
+            RequestError: The request uses a feature that is not supported.
+            ChatTemplateError: The chat template rejects the messages.
+            DataError: An image cannot be read.
+        """
+        check_calls(request, template)
+        template = template_of(request, template)
+        written = settle_system_messages(conversation_of(request.messages), template)
+        messages, prefill = split_prefill(request, written)
+        read = await template.read(messages)
+        encoded = template.open_encoded(messages, tools=request.tools_in_use, read=read)
+        prefix = begin_turn(request, template=template, context=encoded.token_ids, prefill=prefill)
+        return cls(template, encoded, prefix)
+
+    @property
+    def token_ids(self) -> IntArray:
+        """All tokens before the first sampled one."""
+        return np.concatenate([self.encoded.token_ids, as_token_ids(self.prefix.token_ids)])
+
+
 @dataclass(frozen=True, slots=True)
 class _Chat:
     """Chat request with its rendered prompt."""
@@ -146,16 +185,9 @@ class _Chat:
     async def prepared(
         cls, request: ChatCompletionRequest, *, template: ChatTemplate, sampler: Sampler
     ) -> _Chat:
-        check_calls(request, template)
-        template = template_of(request, template)
-        written = settle_system_messages(conversation_of(request.messages), template)
-        messages, prefill = split_prefill(request, written)
-        read = await template.read(messages)
-        prompt = template.open_encoded(messages, tools=request.tools_in_use, read=read)
-        prefix = begin_turn(request, template=template, context=prompt.token_ids, prefill=prefill)
-        prompt_ids = np.concatenate([prompt.token_ids, as_token_ids(prefix.token_ids)])
-        builder = ResponseBuilder(request, template, prompt_ids)
-        return cls(request, template, sampler, prompt, prefix, builder)
+        prompt = await ChatPrompt.rendered(request, template=template)
+        builder = ResponseBuilder(request, prompt.template, prompt.token_ids)
+        return cls(request, prompt.template, sampler, prompt.encoded, prompt.prefix, builder)
 
     async def chunks(
         self, index: int, *, session: str | None, is_streamed: bool

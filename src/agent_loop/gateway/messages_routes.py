@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
 from agent_loop.completions.anthropic.errors import messages_error_event
 from agent_loop.completions.anthropic.events import EventWriter
-from agent_loop.completions.anthropic.requests import MessagesRequest
-from agent_loop.completions.anthropic.translation import to_chat_request, to_message
+from agent_loop.completions.anthropic.messages import to_message, to_token_count
+from agent_loop.completions.anthropic.requests import CountTokensRequest, MessagesRequest
+from agent_loop.completions.anthropic.translation import to_chat_request
+from agent_loop.completions.chat import count_prompt_tokens
 from agent_loop.gateway.session_requests import SessionRequests
-from agent_loop.serving.streams import EventFormat
+from agent_loop.serving.streams import EventFormat, json_response
+from agent_loop.trajectory import Incident, IncidentKind
 
 
 class MessagesRoutes:
@@ -23,15 +27,32 @@ class MessagesRoutes:
     def add_to(self, router: APIRouter) -> None:
         """Add the routes to the router of sessions."""
         router.post("/messages", name="create_message")(self._messages)
+        router.post("/messages/count_tokens", name="count_message_tokens")(self._count_tokens)
 
     async def _messages(self, session_id: str, body: MessagesRequest, request: Request) -> Response:
         """Complete a conversation of the Anthropic Messages API."""
         session = self._requests.session(session_id, request)
-        writer = EventWriter(shows_thinking=body.shows_thinking)
+        writer = EventWriter(body)
         return await self._requests.respond(
-            to_chat_request(body),
+            to_chat_request(body, template=session.template),
             request,
             session,
-            to_response=partial(to_message, shows_thinking=body.shows_thinking),
+            incidents=_unapplied(body.unapplied_edits),
+            to_response=partial(to_message, request=body),
             events=EventFormat(write=writer.write, write_error=messages_error_event, end=writer.end),
         )
+
+    async def _count_tokens(self, session_id: str, body: CountTokensRequest, request: Request) -> Response:
+        """Count the tokens of a conversation's prompt."""
+        session = self._requests.session(session_id, request)
+        num_tokens = await count_prompt_tokens(
+            to_chat_request(body, template=session.template), template=session.template
+        )
+        return json_response(to_token_count(num_tokens, request=body))
+
+
+def _unapplied(edits: Sequence[str]) -> list[Incident]:
+    return [
+        Incident(IncidentKind.DROPPED_PARAMETER, f"context_management: the edit {edit!r} is not applied")
+        for edit in edits
+    ]

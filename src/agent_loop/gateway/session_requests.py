@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from fastapi import Request, Response
@@ -21,6 +21,7 @@ from agent_loop.serving.streams import (
     json_response,
     stream_response,
 )
+from agent_loop.trajectory import Incident
 
 
 def _unchanged(completion: ChatCompletion) -> ResponseModel:
@@ -59,6 +60,7 @@ class SessionRequests:
         request: Request,
         session: Session,
         *,
+        incidents: Sequence[Incident] = (),
         to_response: Callable[[ChatCompletion], ResponseModel] = _unchanged,
         events: EventFormat = OPENAI_EVENTS,
     ) -> Response:
@@ -68,6 +70,7 @@ class SessionRequests:
             chat: The request, translated to a chat request.
             request: The HTTP request.
             session: The session of the request.
+            incidents: What was lost in the translation.
             to_response: Translates the whole completion to the API of the request.
             events: Writes the chunks of a stream as events of the API of the request.
 
@@ -75,14 +78,15 @@ class SessionRequests:
             AgentLoopError: The request cannot be completed.
             ClientDisconnected: The client disconnected.
         """
-        shared = session.submit(chat, retry=_retry_info(request))
+        shared = session.submit(chat, retry=retry_info(request), incidents=incidents)
         connection = ClientConnection(request.receive, self._stopping)
         if chat.stream:
             return await stream_response(stream_chunks(chat, shared), connection=connection, events=events)
         return json_response(to_response(await connection.run(build_completion(chat, shared))))
 
 
-def _retry_info(request: Request) -> RetryInfo:
+def retry_info(request: Request) -> RetryInfo:
+    """Return whether a request is a retry."""
     num_retries = 0
     with suppress(ValueError):
         num_retries = int(request.headers.get("x-stainless-retry-count", "0"))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from typing import Annotated
 
+from fastapi import APIRouter, Header, Request, Response
+
+from agent_loop.completions.anthropic.response_models import ModelInfo, ModelInfoList
 from agent_loop.completions.chat import chat_completion, stream_chat_completion
 from agent_loop.completions.requests import ChatCompletionRequest, CompletionRequest
 from agent_loop.completions.response_models import ChatCompletion, ModelCard, ModelList, TextCompletion
 from agent_loop.completions.text import completion, stream_completion
-from agent_loop.errors import RequestError
+from agent_loop.serving.model_descriptions import VERSION_HEADER, model_list_response, model_response
 from agent_loop.serving.pool_requests import STREAMED, PoolRequests, SessionHeader
-from agent_loop.serving.streams import json_response
+
+VersionHeader = Annotated[str | None, Header(alias=VERSION_HEADER)]
 
 
 class CompletionRoutes:
@@ -31,15 +35,16 @@ class CompletionRoutes:
         router.post(
             "/completions", name="create_completion", response_model=TextCompletion, responses=STREAMED
         )(self._complete)
-        router.get("/models", name="list_models", response_model=ModelList)(self._models)
-        router.get("/models/{name:path}", name="describe_model", response_model=ModelCard)(self._model)
+        router.get("/models", name="list_models", response_model=ModelList | ModelInfoList)(self._models)
+        router.get("/models/{name:path}", name="describe_model", response_model=ModelCard | ModelInfo)(
+            self._model
+        )
 
     async def _chat(
         self, body: ChatCompletionRequest, request: Request, session: SessionHeader = None
     ) -> Response:
         """Complete a conversation."""
-        if body.tools_in_use and self._served.why_no_tools:
-            raise RequestError(f"tools: {self._served.why_no_tools}", param="tools")
+        self._served.check_tools(body)
         return await self._requests.respond(
             body, request, session, complete=chat_completion, stream=stream_chat_completion
         )
@@ -52,14 +57,14 @@ class CompletionRoutes:
             body, request, session, complete=completion, stream=stream_completion
         )
 
-    async def _models(self) -> Response:
-        """List the model."""
-        return json_response(ModelList(data=[self._card]))
+    async def _models(self, request: Request, anthropic_version: VersionHeader = None) -> Response:
+        """List the model, in the format of Anthropic if the client sends the header."""
+        return model_list_response(self._card, request)
 
-    async def _model(self, name: str) -> Response:
-        """Describe the model."""
+    async def _model(self, name: str, request: Request, anthropic_version: VersionHeader = None) -> Response:
+        """Describe the model, in the format of Anthropic if the client sends the header."""
         self._served.check_name(name)
-        return json_response(self._card)
+        return model_response(self._card, request)
 
     @property
     def _card(self) -> ModelCard:

@@ -79,9 +79,11 @@ class PoolRequests:
         """
         key = self.served.api_key or ""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not secrets.compare_digest(token.strip().encode(), key.encode()):
+        given = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not secrets.compare_digest(given.encode(), key.encode()):
             raise HTTPException(
-                401, "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+                401,
+                "the API key is missing or wrong; send the header Authorization: Bearer KEY, or x-api-key: KEY",
             )
 
     async def respond(
@@ -111,23 +113,27 @@ class PoolRequests:
             ClientDisconnected: The client disconnected.
         """
         self.served.check_name(body.model)
-        name = session or body.session_id
         connection = ClientConnection(request.receive, self._stopping)
         if body.stream:
             return await stream_response(
-                self._stream(body, name, stream), connection=connection, events=events
+                self._stream(body, session, stream), connection=connection, events=events
             )
-        with self._sessions.use(name) as own_session:
-            result = await connection.run(
-                complete(body, template=self.served.template, sampler=self._sampler, session=own_session)
+        return json_response(to_response(await connection.run(self.complete(body, session, complete))))
+
+    async def complete(
+        self, body: RequestT, session: str | None, complete: CompleteFunction[RequestT, ResultT]
+    ) -> ResultT:
+        """Return the whole completion of a request. The arguments are those of `respond`."""
+        with self._sessions.use(session or body.session_id) as own_session:
+            return await complete(
+                body, template=self.served.template, sampler=self._sampler, session=own_session
             )
-        return json_response(to_response(result))
 
     async def _stream(
-        self, body: RequestT, name: str | None, stream: StreamFunction[RequestT]
+        self, body: RequestT, session: str | None, stream: StreamFunction[RequestT]
     ) -> AsyncGenerator[ResponseModel]:
-        with self._sessions.use(name) as session:
-            chunks = stream(body, template=self.served.template, sampler=self._sampler, session=session)
+        with self._sessions.use(session or body.session_id) as own_session:
+            chunks = stream(body, template=self.served.template, sampler=self._sampler, session=own_session)
             async with aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.errors import RequestError
 from agent_loop.servers.manager import AsyncLLMServerManager
 
@@ -37,6 +38,15 @@ class ServedModel:
         """
         if name != self.model:
             raise UnknownModel(f"there is no model {name!r}; this server has {self.model!r}", param="model")
+
+    def check_tools(self, request: ChatCompletionRequest) -> None:
+        """Check whether the model supports the tools of a request.
+
+        Raises:
+            RequestError: The request has tools, and `why_no_tools` is set.
+        """
+        if request.tools_in_use and self.why_no_tools:
+            raise RequestError(f"tools: {self.why_no_tools}", param="tools")
 
 
 class UnknownModel(RequestError):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from agent_loop.completions.anthropic.events import event
+from agent_loop.completions.anthropic.response_models import MessagesErrorDetail, MessagesErrorResponse
 from agent_loop.completions.response_models import ErrorResponse
 
 _KINDS = {
@@ -18,15 +17,19 @@ _KINDS = {
 }
 
 
-def messages_error(response: ErrorResponse, *, status: int) -> dict[str, Any]:
+def messages_error(
+    response: ErrorResponse, *, status: int, request_id: str | None = None
+) -> MessagesErrorResponse:
     """Return the body of the response to a request that failed with this HTTP status."""
-    return {"type": "error", "error": _error(response, kind=_KINDS.get(status, "api_error"))}
+    return MessagesErrorResponse(
+        error=_error(response, kind=_KINDS.get(status, "api_error")), request_id=request_id
+    )
 
 
 def messages_error_event(response: ErrorResponse) -> bytes:
     """Return the last event of a failed stream."""
-    return event("error", error=_error(response, kind="api_error"))
+    return event("error", error=_error(response, kind="api_error").model_dump())
 
 
-def _error(response: ErrorResponse, *, kind: str) -> dict[str, Any]:
-    return {"type": kind, "message": response.error.message, "code": response.error.code}
+def _error(response: ErrorResponse, *, kind: str) -> MessagesErrorDetail:
+    return MessagesErrorDetail(type=kind, message=response.error.message, code=response.error.code)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from agent_loop.completions.anthropic.translation import stop_reason_of, usage_of
+from agent_loop.completions.anthropic.messages import edits_of, message_id, stop_reason_of, usage_of
+from agent_loop.completions.anthropic.requests import PromptRequest
 from agent_loop.completions.response_models import (
     ChatCompletionChunk,
     FinishReason,
@@ -21,11 +22,11 @@ class EventWriter:
     A block of text or thinking opens with its first characters and closes when the next block opens.
 
     Args:
-        shows_thinking: Whether the client asked for thinking blocks.
+        request: The request, which says whether the message shows thinking.
     """
 
-    def __init__(self, *, shows_thinking: bool) -> None:
-        self._shows_thinking = shows_thinking
+    def __init__(self, request: PromptRequest) -> None:
+        self._request = request
         self._has_started = False
         self._num_blocks = 0
         self._open: str | None = None
@@ -40,8 +41,9 @@ class EventWriter:
         events = b"" if self._has_started else self._start(chunk)
         self._usage = chunk.usage or self._usage
         for choice in chunk.choices:
-            if choice.delta.reasoning_content and self._shows_thinking:
-                events += self._add_text("thinking", choice.delta.reasoning_content)
+            if choice.delta.reasoning_content and self._request.shows_thinking:
+                thinking = choice.delta.reasoning_content if self._request.shows_thoughts else ""
+                events += self._add_text("thinking", thinking)
             if choice.delta.content:
                 events += self._add_text("text", choice.delta.content)
             for call in choice.delta.tool_calls or ():
@@ -56,13 +58,15 @@ class EventWriter:
             "stop_reason": stop_reason_of(self._finish_reason, stop_text=self._stop_text),
             "stop_sequence": self._stop_text,
         }
-        usage = usage_of(self._usage).model_dump()
-        return self._close() + event("message_delta", delta=stop, usage=usage) + event("message_stop")
+        fields: dict[str, Any] = {"delta": stop, "usage": usage_of(self._usage).model_dump()}
+        if (edits := edits_of(self._request)) is not None:
+            fields["context_management"] = edits.model_dump()
+        return self._close() + event("message_delta", **fields) + event("message_stop")
 
     def _start(self, chunk: ChatCompletionChunk) -> bytes:
         self._has_started = True
         message: dict[str, Any] = {
-            "id": chunk.id.replace("chatcmpl-", "msg_"),
+            "id": message_id(chunk.id),
             "type": "message",
             "role": "assistant",
             "model": chunk.model,
@@ -71,14 +75,14 @@ class EventWriter:
             "stop_sequence": None,
             "usage": usage_of(None).model_dump(),
         }
-        return event("message_start", message=message)
+        return event("message_start", message=message) + event("ping")
 
     def _add_text(self, kind: str, text: str) -> bytes:
         events = b""
         if self._open != kind:
             block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
             events = self._close() + self._open_block(block, kind)
-        return events + self._delta({"type": f"{kind}_delta", kind: text})
+        return events + (self._delta({"type": f"{kind}_delta", kind: text}) if text else b"")
 
     def _add_call(self, call: ToolCallDelta) -> bytes:
         block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}

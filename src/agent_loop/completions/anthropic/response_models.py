@@ -9,7 +9,7 @@ from agent_loop.completions.response_models import ResponseModel
 StopReasonName: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class ContentBlock(ResponseModel):
+class ResponseBlock(ResponseModel):
     """Content block of a message. Which fields are set depends on the type."""
 
     type: Literal["text", "thinking", "tool_use"]
@@ -29,6 +29,13 @@ class MessageUsage(ResponseModel):
     output_tokens: int
     cache_read_input_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
+    service_tier: Literal["standard"] = "standard"
+
+
+class AppliedEdits(ResponseModel):
+    """Edits of the conversation by the server. There are never any."""
+
+    applied_edits: list[dict[str, Any]]
 
 
 class MessageResponse(ResponseModel):
@@ -38,7 +45,55 @@ class MessageResponse(ResponseModel):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[ContentBlock]
+    content: list[ResponseBlock]
     stop_reason: StopReasonName | None
     stop_sequence: str | None
     usage: MessageUsage
+    context_management: AppliedEdits | None = None
+    """Set if the request asks for edits."""
+
+
+class TokenCount(ResponseModel):
+    """Response of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+    context_management: dict[str, int] | None = None
+    """Number of tokens before edits, if the request asks for edits."""
+
+
+class ModelInfo(ResponseModel):
+    """Description of a model."""
+
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    """Time in the format of RFC 3339."""
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int | None = None
+
+
+class ModelInfoList(ResponseModel):
+    """Response of `/v1/models`."""
+
+    data: list[ModelInfo]
+    has_more: bool = False
+    first_id: str | None
+    last_id: str | None
+
+
+class MessagesErrorDetail(ResponseModel):
+    """Error message with its type."""
+
+    type: str
+    message: str
+    code: str | None = None
+    """Extension: the code that the OpenAI API would give."""
+
+
+class MessagesErrorResponse(ResponseModel):
+    """Response to a request that failed."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorDetail
+    request_id: str | None = None

@@ -1,119 +1,88 @@
-"""Translates requests of the Messages API to chat requests, and chat completions to messages."""
+"""Translates requests of the Messages API to chat requests."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
-from agent_loop.completions.anthropic.requests import InputMessage, MessagesRequest
-from agent_loop.completions.anthropic.response_models import (
-    ContentBlock,
-    MessageResponse,
-    MessageUsage,
-    StopReasonName,
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.completions.anthropic.blocks import (
+    ASSISTANT,
+    RICH,
+    USER,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    content_parts,
+    read_block,
+)
+from agent_loop.completions.anthropic.requests import (
+    InputMessage,
+    MessagesRequest,
+    OutputFormat,
+    PromptRequest,
+    ToolChoice,
+    ToolDefinition,
 )
 from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.completions.response_models import AssistantMessage, ChatCompletion, FinishReason, Usage
 from agent_loop.errors import RequestError
-from agent_loop.runtime.describe import one_line
 
-_STOP_REASONS: Mapping[FinishReason, StopReasonName] = {
-    "stop": "end_turn",
-    "length": "max_tokens",
-    "tool_calls": "tool_use",
-}
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""Beginning of a system block with which Claude Code addresses Anthropic's servers. The model does not see it."""
+_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Variables with which chat templates switch thinking, most common first."""
 
 
-def to_chat_request(request: MessagesRequest) -> ChatCompletionRequest:
-    """Return the equivalent chat request.
+def to_chat_request(request: PromptRequest, *, template: ChatTemplate) -> ChatCompletionRequest:
+    """Return the equivalent chat request, of a message or of a count of its tokens.
+
+    Args:
+        request: The request.
+        template: Chat template of the model, whose thinking the request may switch.
 
     Raises:
-        RequestError: A block has an unsupported type, or the last message is an assistant's.
+        RequestError: A block or a field is not supported.
     """
-    if request.messages[-1].role == "assistant":
-        raise RequestError(
-            "messages ends with an assistant message (prefill), which is not supported, because all tokens of an "
-            "assistant message must be sampled by the model; end with a user message, and describe there how the "
-            "response should begin",
-            param="messages",
-        )
     messages: list[dict[str, Any]] = []
-    if request.system:
-        messages.append({"role": "system", "content": _system(request.system)})
+    system = _system(request.system)
+    if system:
+        messages.append({"role": "system", "content": system})
     for index, message in enumerate(request.messages):
         messages += _messages(message, where=f"messages[{index}]")
     fields: dict[str, Any] = {
         "model": request.model,
         "messages": messages,
-        "max_tokens": request.max_tokens,
-        "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in request.tools or ()] or None,
-        "tool_choice": None if request.tool_choice is None else request.tool_choice.type,
-        "stop": request.stop_sequences or None,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "stream": request.stream,
-        "stream_options": {"include_usage": True} if request.stream else None,
+        "tools": [_tool(tool) for tool in request.tools or ()] or None,
+        "continue_final_message": _is_prefilled(messages) or None,
+        **_choice_fields(request.tool_choice),
+        **_output_fields(request),
+        "chat_template_kwargs": _thinking(request, template),
+        **(_sampling_fields(request) if isinstance(request, MessagesRequest) else {}),
     }
     return ChatCompletionRequest.read({key: value for key, value in fields.items() if value is not None})
 
 
-def to_message(completion: ChatCompletion, *, shows_thinking: bool) -> MessageResponse:
-    """Return a chat completion as a message."""
-    [choice] = completion.choices
-    return MessageResponse(
-        id=completion.id.replace("chatcmpl-", "msg_"),
-        model=completion.model,
-        content=list(_blocks(choice.message, shows_thinking=shows_thinking)),
-        stop_reason=stop_reason_of(choice.finish_reason, stop_text=choice.stop_reason),
-        stop_sequence=choice.stop_reason,
-        usage=usage_of(completion.usage),
-    )
-
-
-def stop_reason_of(finish_reason: FinishReason, *, stop_text: str | None) -> StopReasonName:
-    """Return the Messages API's name of a finish reason."""
-    return "stop_sequence" if stop_text is not None else _STOP_REASONS[finish_reason]
-
-
-def usage_of(usage: Usage | None) -> MessageUsage:
-    """Return the token counts of a request. Cached prompt tokens are counted separately."""
-    if usage is None:
-        return MessageUsage(input_tokens=0, output_tokens=0)
-    cached = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
-    return MessageUsage(
-        input_tokens=usage.prompt_tokens - cached,
-        output_tokens=usage.completion_tokens,
-        cache_read_input_tokens=cached,
-        cache_creation_input_tokens=0,
-    )
-
-
-def _blocks(message: AssistantMessage, *, shows_thinking: bool) -> Iterator[ContentBlock]:
-    if shows_thinking and message.reasoning_content:
-        yield ContentBlock(type="thinking", thinking=message.reasoning_content, signature="")
-    if message.content:
-        yield ContentBlock(type="text", text=message.content)
-    for call in message.tool_calls or ():
-        arguments = json.loads(call.function.arguments)
-        yield ContentBlock(type="tool_use", id=call.id, name=call.function.name, input=arguments)
-
-
-def _system(system: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    if isinstance(system, str):
-        return system
-    return [_part(block, where=f"system[{index}]") for index, block in enumerate(system)]
+def _system(system: str | Sequence[Mapping[str, Any]] | None) -> str | list[dict[str, Any]]:
+    if system is None or isinstance(system, str):
+        return system or ""
+    parts = content_parts(system, where="system", kinds=("text",))
+    return [part for part in parts if not part["text"].startswith(BILLING_HEADER)]
 
 
 def _messages(message: InputMessage, *, where: str) -> Iterator[dict[str, Any]]:
-    if isinstance(message.content, str):
-        yield {"role": message.role, "content": message.content}
+    content = message.content
+    if isinstance(content, str):
+        yield {"role": message.role, "content": content}
     elif message.role == "assistant":
-        yield _assistant(message.content, where=where)
+        yield _assistant(content, where=f"{where}.content")
+    elif message.role == "system":
+        parts = content_parts(content, where=f"{where}.content", kinds=("text",))
+        yield {"role": "system", "content": parts}
     else:
-        yield from _user(message.content, where=where)
+        yield from _user(content, where=f"{where}.content")
 
 
 def _assistant(blocks: Sequence[Mapping[str, Any]], *, where: str) -> dict[str, Any]:
@@ -121,19 +90,20 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], *, where: str) -> dict[str, 
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for index, block in enumerate(blocks):
-        kind = block.get("type")
-        if kind == "thinking":
-            thoughts.append(_string(block, "thinking", where=f"{where}.content[{index}]"))
-        elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
-            calls.append({"type": "function", "id": block.get("id"), "function": function})
-        elif kind != "redacted_thinking":
-            texts.append(_text(block, where=f"{where}.content[{index}]"))
+        match read_block(block, where=f"{where}[{index}]", kinds=ASSISTANT):
+            case TextBlock(text=text):
+                texts.append(text)
+            case ThinkingBlock(thinking=thought):
+                thoughts.append(thought)
+            case ToolUseBlock() as call:
+                calls.append(call.call())
+            case _:  # redacted thinking cannot be read
+                pass
     message = {
         "role": "assistant",
         "content": "".join(texts),  # thinking blocks split a text into several blocks
         "tool_calls": calls,
-        "reasoning_content": "\n".join(thoughts),
+        "reasoning_content": "\n".join(filter(None, thoughts)),
     }
     return {key: value for key, value in message.items() if value}
 
@@ -141,63 +111,84 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], *, where: str) -> dict[str, 
 def _user(blocks: Sequence[Mapping[str, Any]], *, where: str) -> Iterator[dict[str, Any]]:
     """Yield one tool message per tool result, and one user message per run of other blocks."""
     for is_result, run in groupby(enumerate(blocks), key=lambda each: each[1].get("type") == "tool_result"):
-        if not is_result:
-            parts = [_part(block, where=f"{where}.content[{index}]") for index, block in run]
-            yield {"role": "user", "content": parts}
+        if is_result:
+            for index, block in run:
+                path = f"{where}[{index}]"
+                result = read_block(block, where=path, kinds=USER)
+                assert isinstance(result, ToolResultBlock)
+                yield result.message(where=path)
             continue
+        parts: list[dict[str, Any]] = []
         for index, block in run:
-            path = f"{where}.content[{index}]"
-            call_id = _string(block, "tool_use_id", where=path)
-            yield {"role": "tool", "tool_call_id": call_id, "content": _result(block, where=path)}
+            parts += content_parts([block], where=where, kinds=RICH, start=index)
+        yield {"role": "user", "content": parts}
 
 
-def _result(block: Mapping[str, Any], *, where: str) -> str | list[dict[str, Any]]:
-    """Return the content of a tool result, which may be null, a text or a list of blocks."""
-    content: Any = block.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    blocks = cast(list[Any], content) if isinstance(content, list) else None
-    if blocks is None or not all(isinstance(inner, dict) for inner in blocks):
-        raise RequestError(f"{where}.content must be a string or a list of blocks", param=f"{where}.content")
-    return [_part(inner, where=f"{where}.content[{number}]") for number, inner in enumerate(blocks)]
+def _is_prefilled(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the model continues the last message.
+
+    Raises:
+        RequestError: The last message is an assistant's, and has calls or thinking.
+    """
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return False
+    if last.get("tool_calls") or last.get("reasoning_content") or not last.get("content"):
+        raise RequestError(
+            "the last message is an assistant's, which the model continues (prefill), and only text can be continued; "
+            "remove its tool_use and thinking blocks, or end with a user message",
+            param="messages",
+        )
+    return True
 
 
-def _string(block: Mapping[str, Any], name: str, *, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
-    return value
-
-
-def _text(block: Mapping[str, Any], *, where: str) -> str:
-    part = _part(block, where=where)
-    if part["type"] != "text":
-        raise RequestError(f"{where}: an assistant message cannot contain images; give text", param=where)
-    return part["text"]
-
-
-def _part(block: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    kind = block.get("type")
-    if kind == "text" and isinstance(block.get("text"), str):
-        return {"type": "text", "text": block["text"]}
-    source = block.get("source")
-    if kind == "image" and isinstance(source, Mapping):
-        image = cast(Mapping[str, Any], source)
-        if image.get("type") == "base64":
-            return {
-                "type": "image_url",
-                "image_url": {"url": f"data:{image.get('media_type')};base64,{image.get('data')}"},
-            }
-    shown = one_line(json.dumps(kind), max_length=80)
-    raise RequestError(
-        f"{where}: blocks of type {shown} are not supported; give text, an image as base64, tool_use or tool_result",
-        param=where,
-    )
-
-
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": tool["name"], "parameters": tool["input_schema"]}
-    for key in ("description", "strict"):
-        if key in tool:
-            function[key] = tool[key]
+def _tool(tool: ToolDefinition) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
     return {"type": "function", "function": function}
+
+
+def _choice_fields(choice: ToolChoice | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    named = {"type": "function", "function": {"name": choice.name}}
+    return {
+        "tool_choice": named if choice.type == "tool" else _CHOICES[choice.type],
+        "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
+    }
+
+
+def _output_fields(request: PromptRequest) -> dict[str, Any]:
+    config = request.output_config
+    output_format = request.output_format if config is None or config.format is None else config.format
+    return {
+        "reasoning_effort": None if config is None else config.effort,
+        "response_format": None if output_format is None else _response_format(output_format),
+    }
+
+
+def _thinking(request: PromptRequest, template: ChatTemplate) -> dict[str, bool] | None:
+    """Return the variable that switches thinking; None without a wish, or if the template has no such variable."""
+    if request.thinking is None:
+        return None
+    known = [name for name in THINKING_VARIABLES if template.mentions(name)]
+    return {known[0]: request.thinking.type != "disabled"} if known else None
+
+
+def _response_format(output_format: OutputFormat) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": output_format.schema_}}
+
+
+def _sampling_fields(request: MessagesRequest) -> dict[str, Any]:
+    return {
+        "max_tokens": request.max_tokens,
+        "stop": request.stop_sequences or None,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "stream": request.stream,
+        "stream_options": {"include_usage": True} if request.stream else None,
+    }
