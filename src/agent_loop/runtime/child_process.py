@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from agent_loop.errors import ConfigError
 from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.owner import OWNER_VARIABLE, this_process
 
 MAX_KEPT_BYTES = 2**16
 """Bytes that are kept from the end of each output."""
@@ -65,7 +66,8 @@ async def run_command(
 
     Args:
         command: The program and its arguments.
-        env: The whole environment of the program; see `inherited_environment`.
+        env: The whole environment of the program; see `inherited_environment`. `AGENT_LOOP_OWNER` is added, by which a
+            later process recognises processes that a killed one left.
         stdin: Standard input of the program, or a file to read it from.
         cwd: Working folder of the program. None is the folder of this process.
         timeout_s: Time limit. A process that exceeds it is killed, and its result says so.
@@ -79,7 +81,7 @@ async def run_command(
         process, outputs = await asyncio.get_running_loop().subprocess_exec(
             lambda: OutputCollector(stdout_sink),
             *command,
-            env=dict(env),
+            env={OWNER_VARIABLE: this_process().token, **env},
             cwd=cwd,
             start_new_session=True,
             **given,

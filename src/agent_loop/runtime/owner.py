@@ -20,6 +20,8 @@ from pathlib import Path
 
 OWNER_VARIABLE = "AGENT_LOOP_OWNER"
 """Environment variable of child processes. Their own children inherit it, also those that leave the process group."""
+SPARED_SUFFIX = ".spared"
+"""End of the variable of processes that end by themselves, and would leave a mess if they were killed halfway."""
 KILL_ROUNDS = 50
 """How often processes are looked for and killed, at most. Processes may fork while they are being killed."""
 
@@ -85,8 +87,14 @@ def kill_processes(is_meant: Callable[[str], bool]) -> int:
 
 
 def kill_orphans() -> int:
-    """Kill the processes whose owner is dead, and return their number."""
-    return kill_processes(_is_of_the_dead)
+    """Kill the processes whose owner is dead, except spared ones, and return their number."""
+    return kill_processes(lambda name: _is_of_the_dead(name) and not name.endswith(SPARED_SUFFIX))
+
+
+def num_spared_orphans() -> int:
+    """Return the number of spared processes whose owner is dead."""
+    names = [name for _, name in _marked_processes() if name.endswith(SPARED_SUFFIX)]
+    return sum(_is_of_the_dead(name) for name in names)
 
 
 def _is_of_the_dead(name: str) -> bool:
@@ -95,14 +103,19 @@ def _is_of_the_dead(name: str) -> bool:
 
 
 def _marked_processes() -> Iterator[tuple[int, str]]:
-    """Yield the processes that have the variable, with its value. Zombies have no environment."""
+    """Yield the processes that have the variable, with its value.
+
+    Zombies have no environment. Processes in containers, and the monitors of containers, end with their container.
+    """
     prefix = f"{OWNER_VARIABLE}=".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = (folder / "environ").read_bytes()
+            if prefix not in variables or (folder / "comm").read_text().strip() == "conmon":
+                continue
+            if (folder / "ns/pid").readlink() != Path("/proc/self/ns/pid").readlink():
+                continue
         except OSError:
-            continue
-        if prefix not in variables:
             continue
         for variable in variables.split(b"\0"):
             if variable.startswith(prefix):

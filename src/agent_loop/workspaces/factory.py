@@ -17,6 +17,7 @@ from agent_loop.runtime.owner import kill_orphans
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.workspaces.base import Workspace, WorkspaceProvider
+from agent_loop.workspaces.container.provider import ContainerProvider
 from agent_loop.workspaces.folder import FolderProvider
 from agent_loop.workspaces.git import GitProvider
 from agent_loop.workspaces.root import new_name, remove_orphaned_folders
@@ -103,9 +104,8 @@ def _provider(settings_json: str) -> WorkspaceProvider:
     """Return the provider of settings, which all trajectories of this process share."""
     settings = WorkspaceSettings.model_validate_json(settings_json)
     if settings.container is not None:
-        raise ConfigError(
-            "workspace.container is not supported by this version; give folder, git or provider"
-        )
+        container = settings.container
+        return ContainerProvider(container.model_copy(update={"env": {**settings.env, **container.env}}))
     if settings.provider:
         return _load_provider(settings)
     if settings.git is not None:

@@ -1,0 +1,1 @@
+"""Workspaces in containers of Podman or Docker, through their command lines."""

@@ -1,0 +1,153 @@
+"""One container: started, inspected and removed through the runtime's command line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from dataclasses import dataclass
+from functools import cache
+from weakref import WeakKeyDictionary
+
+from agent_loop.errors import WorkspaceError
+from agent_loop.runtime.child_process import CommandResult
+from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.owner import this_process
+from agent_loop.workspaces.container.command_line import COMMAND_TIMEOUT_S, CommandLine, last_lines
+from agent_loop.workspaces.container.images import Image
+from agent_loop.workspaces.settings import ContainerSettings
+
+logger = logging.getLogger(__name__)
+
+RUN_LABEL = "agent-loop.run"
+OWNER_LABEL = "agent-loop.owner"
+DEFAULT_FOLDER = "/workspace"
+START_TIMEOUT_S = 300.0
+MAX_STARTING = 8
+"""Number of containers that one event loop starts at once. The rest wait."""
+WAIT_SCRIPT = "trap 'exit 0' TERM INT; sleep {seconds} & wait $!"
+"""Program of the container's first process. It also reaps the orphaned processes of commands."""
+FOLDER_SCRIPT = 'mkdir -p "$1" && { [ -z "$2" ] || chown "$2" "$1"; }'
+
+_starting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A container that was started."""
+
+    command_line: CommandLine
+    name: str
+    folder: str
+    """Working folder of commands."""
+    user: str
+    """User of commands. Empty is root."""
+
+    async def is_running(self) -> bool:
+        """Return whether the container still runs."""
+        result = await self.command_line.run("inspect", "--format", "{{.State.Running}}", self.name)
+        return result.exit_code == 0 and result.stdout.strip() == "true"
+
+    async def remove(self) -> None:
+        """End all processes of the container and remove it. Nothing happens if it does not exist.
+
+        Raises:
+            WorkspaceError: The runtime cannot remove it.
+        """
+        await remove_containers(self.command_line, [self.name])
+
+
+async def start_container(
+    command_line: CommandLine, settings: ContainerSettings, *, image: Image, name: str
+) -> Container:
+    """Start a container that waits for commands.
+
+    Raises:
+        WorkspaceError: The runtime refused it. The message says so if this machine cannot set a limit.
+    """
+    loop = asyncio.get_running_loop()
+    user = settings.user or image.user
+    container = Container(command_line, name, settings.folder or image.folder or DEFAULT_FOLDER, user)
+    async with _starting.setdefault(loop, asyncio.Semaphore(MAX_STARTING)):
+        try:
+            arguments = _run_arguments(settings, image=image, name=name)
+            # A runtime that is killed while it starts a container leaves one that can be neither used nor removed.
+            await run_shielded(lambda: _run(command_line, arguments, settings), timeout_s=START_TIMEOUT_S)
+            if container.folder != image.folder or settings.user:
+                await _make_folder(container, user=settings.user or image.user)
+        except BaseException:
+            await run_shielded(container.remove, timeout_s=COMMAND_TIMEOUT_S)
+            raise
+    return container
+
+
+async def remove_containers(command_line: CommandLine, names: list[str]) -> None:
+    """Remove containers with all of their processes. Containers that do not exist count as removed.
+
+    Raises:
+        WorkspaceError: The runtime cannot remove them.
+    """
+    without_grace = ["--time", "0"] if command_line.runtime == "podman" else []
+    result = await command_line.run("rm", "--force", "--volumes", *without_grace, *names)
+    if result.exit_code and not _is_gone(result):
+        # Removing a container while it ends by itself can fail once.
+        result = await command_line.run("rm", "--force", "--volumes", *without_grace, *names)
+    if result.exit_code and not _is_gone(result):
+        raise WorkspaceError(f"{command_line.runtime} cannot remove {' '.join(names)}: {last_lines(result)}")
+
+
+def _run_arguments(settings: ContainerSettings, *, image: Image, name: str) -> list[str]:
+    arguments = ["run", "--detach", "--rm", "--name", name, "--hostname", "workspace"]
+    arguments += ["--label", f"{RUN_LABEL}={name}", "--label", f"{OWNER_LABEL}={this_process().token}"]
+    arguments += ["--network", "host" if settings.network == "host" else "none"]
+    limits = {"--cpus": settings.cpus, "--memory": settings.memory, "--pids-limit": settings.pids}
+    for option, value in limits.items():
+        if value is not None:
+            arguments += [option, str(value)]
+    if settings.user:
+        arguments += ["--user", settings.user]
+    for mount in settings.mounts:
+        arguments += ["--volume", mount]
+    script = WAIT_SCRIPT.format(seconds=round(settings.lifetime_s))
+    return [*arguments, *settings.run_args, "--entrypoint", "sh", image.name, "-c", script]
+
+
+async def _run(command_line: CommandLine, arguments: list[str], settings: ContainerSettings) -> None:
+    result = await command_line.run(*arguments, timeout_s=START_TIMEOUT_S)
+    if result.exit_code:
+        reason = last_lines(result)
+        if "executable file" in reason:
+            reason += "; the image needs the program sh"
+        if _names_limits(reason) and (settings.cpus or settings.memory or settings.pids):
+            reason += "; leave out the limit of workspace.container (cpus, memory, pids) that this machine cannot set"
+        raise WorkspaceError(f"{command_line.runtime} cannot start a container: {reason}")
+    if result.stderr.strip():
+        _warn(f"{command_line.runtime} run: {result.stderr.strip()}")
+
+
+def _names_limits(text: str) -> bool:
+    return re.search(r"cgroup|controller|resource limit", text, re.IGNORECASE) is not None
+
+
+@cache
+def _warn(message: str) -> None:
+    """Log what the runtime says about containers that it started, such as limits that it ignores. Log it once."""
+    logger.warning(message)
+
+
+async def _make_folder(container: Container, *, user: str) -> None:
+    """Make the working folder, owned by the user of commands."""
+    made = await container.command_line.run(
+        "exec", "--user", "0", container.name, "sh", "-c", FOLDER_SCRIPT, "sh", container.folder, user
+    )
+    if made.exit_code:
+        raise WorkspaceError(
+            f"the folder {container.folder} cannot be made in the container: {last_lines(made)}"
+        )
+
+
+def _is_gone(result: CommandResult) -> bool:
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    return all(
+        re.search(r"no such container|no container with|already in progress", line, re.I) for line in lines
+    )
