@@ -41,6 +41,10 @@ class RequestError(AgentLoopError):
         """Machine-readable kind of the error."""
 
 
+class UnsupportedParameter(RequestError):
+    """A request has a parameter that is unknown, or that cannot be honoured."""
+
+
 class ChatTemplateError(AgentLoopError):
     """A chat template cannot render or bridge the conversation."""
 

@@ -47,3 +47,22 @@ async def asks_something_else_each_time(row: Any, *, base_url: str, api_key: str
 
 
 NUM_RUNS = {"so far": 0}
+
+
+async def continues_and_forces(row: Any, *, base_url: str, api_key: str, http_client: Any) -> float:
+    """Continue a cut turn, begin a turn with a text, and force a call, each on a branch of its own."""
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+    ask = partial(client.chat.completions.create, model="m", tools=[ADD])
+    rest = {"continue_final_message": True}
+    opening: list[Any] = [{"role": "user", "content": str(row["question"])}]
+    first = (await ask(messages=opening, tool_choice="none", max_tokens=2)).choices[0].message
+    begun: Any = {"role": "assistant", "content": first.content}
+    more = await ask(messages=[*opening, begun], tool_choice="none", extra_body=rest)
+    answer = {"role": "assistant", "content": str(first.content) + str(more.choices[0].message.content)}
+    next_turn = [*opening, answer, *user("next")]
+    await ask(
+        messages=[*next_turn, {"role": "assistant", "content": "Well, "}], tool_choice="none", extra_body=rest
+    )
+    await ask(messages=next_turn, tool_choice="none")
+    await ask(messages=[*opening, *user("call")], tool_choice="required")
+    return 1.0

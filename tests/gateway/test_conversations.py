@@ -321,18 +321,6 @@ def test_a_stop_text_ends_the_turn_and_the_conversation_continues() -> None:
     assert trajectory.output.stop_reason is StopReason.ANSWERED
 
 
-def test_more_than_one_choice_is_refused_by_name() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
-        await create(model=MODEL, messages=user("?"))
-        with pytest.raises(openai.BadRequestError, match="send the request n times") as caught:
-            await create(model=MODEL, messages=user("?"), n=2)
-        assert caught.value.param == "n"
-
-    [trajectory] = ProgramHarness(in_order(text_reply("x"))).run_virtual(program)
-    assert trajectory.output.failure is None
-
-
 def test_malformed_calls_are_incidents_of_the_trajectory() -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).chat.completions.create

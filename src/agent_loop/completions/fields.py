@@ -17,7 +17,7 @@ from pydantic import (
     WithJsonSchema,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import core_schema
+from pydantic_core import PydanticCustomError, core_schema
 
 from agent_loop.runtime.describe import one_line
 from agent_loop.tools.json_schema import InvalidSchema, check_json_schema
@@ -34,6 +34,10 @@ class RequestModel(BaseModel):
     """Base class of request models. Unknown fields are refused, because ignoring a field may change the result."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+UNSUPPORTED = "unsupported"
+"""Type of the validation error for a value that is known and not supported."""
 
 
 class Only:
@@ -59,7 +63,11 @@ class Only:
     def _checked(self, value: Any) -> Any:
         if value is not None and not any(_is_same(value, allowed) for allowed in self._neutral):
             instead = f" or give {json.dumps(self._neutral[0])}" if self._neutral else ""
-            raise ValueError(f"{_shown(value)} is not supported; leave it out{instead}")
+            raise PydanticCustomError(
+                UNSUPPORTED,
+                "{message}",
+                {"message": f"{_shown(value)} is not supported; leave it out{instead}"},
+            )
         return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
@@ -10,6 +11,7 @@ from pydantic import Field, JsonValue, ValidationError, ValidationInfo, field_va
 
 from agent_loop.completions.fields import (
     MAX_STOPS,
+    UNSUPPORTED,
     FiniteFloat,
     Ignored,
     Only,
@@ -27,7 +29,7 @@ from agent_loop.completions.wanted_output import (
     schema_text,
     unknown_tools,
 )
-from agent_loop.errors import RequestError, did_you_mean
+from agent_loop.errors import RequestError, UnsupportedParameter, did_you_mean
 from agent_loop.types import SamplingParams
 
 MAX_TOP_LOGPROBS = 20
@@ -270,25 +272,35 @@ class CompletionRequest(SamplingRequest):
 def request_error(faults: Sequence[Mapping[str, Any]], *, known: type[RequestModel]) -> RequestError:
     """Return the first of pydantic's errors as a `RequestError` that tells the client what to change."""
     fault = _most_specific(faults)
-    path = _path(fault)
+    path = fault_path(fault)
     name = _dotted(path)
     if fault["type"] == "extra_forbidden":
         where = known.model_fields if len(path) == 1 else ()
-        return RequestError(f"unknown parameter {name!r}{did_you_mean(str(path[-1]), where)}", param=name)
+        return UnsupportedParameter(
+            f"unknown parameter {name!r}{did_you_mean(str(path[-1]), where)}", param=name
+        )
     if fault["type"] == "missing":
         return RequestError(f"{name or 'the body'} is missing; give it", param=name or None)
     message = str(fault["msg"]).removeprefix("Value error, ")
-    return RequestError(f"{name or 'the body'}: {message[:1].lower()}{message[1:]}", param=name or None)
+    kind = UnsupportedParameter if fault["type"] == UNSUPPORTED else RequestError
+    return kind(f"{name or 'the body'}: {message[:1].lower()}{message[1:]}", param=name or None)
+
+
+def parameter_of(error: RequestError) -> str:
+    """Return the name of the top-level field of a request that an error is about; "" if there is none."""
+    return re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
 
 
 def _most_specific(faults: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the first error. For a value of a union, return the error of the type that fits best."""
-    first_path = _path(faults[0])
-    same_value = [fault for fault in faults if _path(fault)[: len(first_path)] == first_path]
-    return max(same_value, key=lambda fault: (len(_path(fault)), not str(fault["type"]).endswith("_type")))
+    first_path = fault_path(faults[0])
+    same_value = [fault for fault in faults if fault_path(fault)[: len(first_path)] == first_path]
+    return max(
+        same_value, key=lambda fault: (len(fault_path(fault)), not str(fault["type"]).endswith("_type"))
+    )
 
 
-def _path(fault: Mapping[str, Any]) -> list[Any]:
+def fault_path(fault: Mapping[str, Any]) -> list[Any]:
     """Return the path of the field with the error, without the names of a union's types."""
     path: list[Any] = [part for part in fault["loc"] if part != "body"]
     is_unknown = fault["type"] == "extra_forbidden"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.errors import RequestError
+from agent_loop.errors import RequestError, UnsupportedParameter
 from agent_loop.types import IntArray, TokenIds
 
 
@@ -86,34 +86,34 @@ def check_calls(request: ChatCompletionRequest, template: ChatTemplate) -> None:
     """Refuse a request whose wishes about calls the model's format cannot express.
 
     Raises:
-        RequestError: The format has no text that opens a call, or none that ends one.
+        UnsupportedParameter: The format has no text that opens a call, or none that ends one.
     """
     if request.forces_call and not can_force_call(request, template):
         raise unsupported_call_error()
     if request.has_one_call and not can_stop_after_call(template):
-        raise RequestError(
+        raise UnsupportedParameter(
             "parallel_tool_calls: false is not supported, because the model's tool format does not mark the end of a "
             "call; leave it out",
             param="parallel_tool_calls",
         )
     if request.json_schema and (request.tools_in_use or request.continue_final_message):
         other = "continue_final_message" if request.continue_final_message else "tools"
-        raise RequestError(
+        raise UnsupportedParameter(
             f"response_format and {other} are not supported together, because the schema covers the whole completion; "
             "send one of them",
             param="response_format",
         )
     if request.forces_call and request.continue_final_message:
-        raise RequestError(
+        raise UnsupportedParameter(
             "tool_choice cannot force a call in a message that is continued; send one of tool_choice and "
             "continue_final_message",
             param="tool_choice",
         )
 
 
-def unsupported_call_error() -> RequestError:
+def unsupported_call_error() -> UnsupportedParameter:
     """Return the error for a forced call in a format without a fixed opening."""
-    return RequestError(
+    return UnsupportedParameter(
         "tool_choice: a forced call is not supported, because the model's tool format has no fixed opening for it; "
         "give auto or none",
         param="tool_choice",

@@ -382,6 +382,16 @@ class Episode:
         return self._transcript.user_turns
 
     @property
+    def last_turn_start(self) -> int:
+        """Number of tokens before the last assistant turn."""
+        return self._transcript.turn_start
+
+    @property
+    def ends_in_open_turn(self) -> bool:
+        """Whether `generate` can continue the last turn: it was cut, and no reply followed."""
+        return self._transcript.ends_in_open_turn
+
+    @property
     def messages(self) -> Sequence[Message]:
         """Copy of the conversation so far."""
         return tuple(copied(self._transcript.messages))

@@ -41,7 +41,7 @@ class Transcript:
         self.incidents: list[Incident] = []
         self._template = template
         self._last_calls: Sequence[ToolCall] = ()
-        self._turn_start = 0
+        self.turn_start = 0
         """Number of tokens before the last assistant turn."""
 
     def mark(self, *, num_feedback: int, log_position: Any) -> EpisodeMark:
@@ -52,19 +52,21 @@ class Transcript:
             assistant_turns=self.assistant_turns,
             user_turns=self.user_turns,
             last_calls=self._last_calls,
-            turn_start=self._turn_start,
+            turn_start=self.turn_start,
+            last_message=self.messages[-1] if self.messages else None,
             num_feedback=num_feedback,
             log_position=log_position,
         )
 
     def fork(self, at: EpisodeMark) -> Transcript:
         """Return a copy that ends at an earlier position."""
-        fork = Transcript(
-            self.messages[: at.num_messages], template=self._template, tool_schemas=self.tool_schemas
-        )
+        messages = self.messages[: at.num_messages]
+        if messages and at.last_message is not None:
+            messages[-1] = at.last_message  # the turn may have been continued since
+        fork = Transcript(messages, template=self._template, tool_schemas=self.tool_schemas)
         fork.ledger = self.ledger.fork(at.num_tokens)
         fork.assistant_turns, fork.user_turns = at.assistant_turns, at.user_turns
-        fork._last_calls, fork._turn_start = at.last_calls, at.turn_start
+        fork._last_calls, fork.turn_start = at.last_calls, at.turn_start
         return fork
 
     def note(self, kind: IncidentKind, detail: str) -> None:
@@ -120,11 +122,11 @@ class Transcript:
         """
         ledger = self.ledger
         if not continues_turn:
-            self._turn_start = len(ledger)
+            self.turn_start = len(ledger)
         if len(prefix):
             ledger.append(prefix, origin=Origin.PREFIX)
         ledger.append_completion(sampled)
-        start = self._turn_start
+        start = self.turn_start
         is_sampled = not len(prefix) and not continues_turn
         token_ids = sampled.token_ids if is_sampled else ledger.context[start:]
         parsed = self._template.parse(token_ids, tools=self.tool_schemas, context=ledger.context[:start])

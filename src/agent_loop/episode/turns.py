@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from agent_loop.errors import AgentLoopError
-from agent_loop.types import MalformedCall, ParsedCompletion, StopReason, TokenOutput, ToolCall
+from agent_loop.types import MalformedCall, Message, ParsedCompletion, StopReason, TokenOutput, ToolCall
 
 
 class EpisodeStopped(AgentLoopError):
@@ -51,6 +51,8 @@ class EpisodeMark(Struct, frozen=True):
     last_calls: Sequence[ToolCall]
     turn_start: int
     """Number of tokens before the last assistant turn."""
+    last_message: Message | None
+    """Last message at this position."""
     num_feedback: int
     log_position: Any
     """Position in the episode's log, as its `TurnLog.position` returned it."""

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.episode import Episode, EpisodeMark
 from agent_loop.gateway.errors import branch_limit_error
 from agent_loop.loops.base import LoopContext
@@ -65,7 +66,9 @@ class Branches:
         self._branches: list[Branch] = []
         self._num_started = 0
 
-    def start(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]) -> Branch:
+    def start(
+        self, messages: Sequence[Message], *, template: ChatTemplate, tools: Sequence[Mapping[str, Any]]
+    ) -> Branch:
         """Return a new branch that starts with these messages.
 
         Raises:
@@ -75,7 +78,7 @@ class Branches:
         new_log = self._context.new_log
         episode = Episode(
             messages,
-            template=self._context.template,
+            template=template,
             server_manager=self._context.server_manager,
             limits=self._limits,
             tool_schemas=tools,
@@ -91,6 +94,12 @@ class Branches:
         """
         self._refuse_if_full()
         return self._added(branch.episode.branch(at=at))
+
+    def release(self, branch: Branch) -> None:
+        """Give back a branch that a request claimed and did not use. A new branch is removed."""
+        branch.is_busy = False
+        if not branch.is_open:
+            self._branches.remove(branch)
 
     async def open(self, branch: Branch) -> None:
         """Render the prompt of a branch. Do nothing if the branch is open already.

@@ -8,7 +8,7 @@ from typing import Any
 
 from agent_loop.episode import EpisodeMark
 from agent_loop.gateway.branches import Branch
-from agent_loop.gateway.message_keys import MessageKey, chained, digest, tools_key
+from agent_loop.gateway.message_keys import MessageKey, chained, digest, opening_key
 from agent_loop.types import Message, ToolCall
 
 
@@ -25,6 +25,8 @@ class TurnNode:
     reply: MessageKey | None = None
     calls: Mapping[str, ToolCall] = field(default_factory=dict[str, ToolCall])
     """Tool calls of the completion, by the ids that the client received."""
+    is_open: bool = False
+    """Whether the completion was cut, so that its tokens can be continued."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -51,20 +53,27 @@ class ConversationTree:
         self._by_request: dict[str, list[TurnNode]] = {}
 
     def locate(
-        self, messages: Sequence[Message], keys: Sequence[MessageKey], *, tools: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[Message],
+        keys: Sequence[MessageKey],
+        *,
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
     ) -> TreePosition:
         """Return the position of a request.
 
         A request continues a turn if all of these hold: the request's last assistant message equals the turn's
-        completion, the messages before it equal the turn's conversation, the tools are the same, and at least one
-        message follows.
+        completion, the messages before it equal the turn's conversation, tools and variables are the same, and at least
+        one message follows.
 
         Args:
             messages: The whole conversation.
             keys: Key of each message.
             tools: Tools that the model sees.
+            variables: Variables of the chat template.
         """
-        history = exact = tools_key(tools)
+        opening = opening_key(tools, variables)
+        history = exact = opening
         parent, start = None, 0
         for position, message_key in enumerate(keys, start=1):
             key, exact_key = message_key.key, message_key.exact_key
@@ -76,8 +85,18 @@ class ConversationTree:
         if parent is None or start == len(messages):
             parent, start = None, 0
         new = [message_key.exact_key for message_key in keys[start:]]
-        origin = tools_key(tools) if parent is None else id(parent)
+        origin = opening if parent is None else id(parent)
         return TreePosition(parent, messages[start:], digest(origin, new), history, exact)
+
+    def find_cut_turn(self, position: TreePosition, reply: MessageKey) -> TurnNode | None:
+        """Return the turn with this completion after the conversation of a position, if it can be continued."""
+        history = chained(position.history, reply.key)
+        return self._turn_with_reply(history, reply, exact=position.exact_history, is_open=True)
+
+    def position_of_rest(self, turn: TurnNode) -> TreePosition:
+        """Return the position of requests that continue a cut turn."""
+        at = turn.position
+        return TreePosition(at.parent, (), digest("rest", id(turn)), at.history, at.exact_history)
 
     def turns_at(self, position: TreePosition) -> Sequence[TurnNode]:
         """Return the turns of requests with the same parent and the same new messages."""
@@ -92,8 +111,10 @@ class ConversationTree:
         turn.reply = reply
         self._by_history.setdefault(chained(turn.position.history, reply.key), []).append(turn)
 
-    def _turn_with_reply(self, history: str, message_key: MessageKey, *, exact: str) -> TurnNode | None:
-        """Return the turn whose conversation has this history.
+    def _turn_with_reply(
+        self, history: str, message_key: MessageKey, *, exact: str, is_open: bool = False
+    ) -> TurnNode | None:
+        """Return the turn whose conversation has this history, and which can be continued with `is_open`.
 
         Among several, prefer the same call ids, then the same exact history, then the latest turn.
         """
@@ -101,7 +122,7 @@ class ConversationTree:
         best_match = (False, False)
         for turn in self._by_history.get(history, ()):
             assert turn.reply is not None
-            if message_key.reasoning in ("", turn.reply.reasoning):
+            if message_key.reasoning in ("", turn.reply.reasoning) and (turn.is_open or not is_open):
                 match = (turn.reply.call_ids == message_key.call_ids, turn.position.exact_history == exact)
                 if found is None or match >= best_match:
                     found, best_match = turn, match

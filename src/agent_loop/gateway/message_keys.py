@@ -36,10 +36,13 @@ class MessageKey:
     """The client's ids of an assistant's tool calls."""
 
 
-def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return a digest of a list of tools. The order of the tools counts, the order of a schema's keys does not."""
+def opening_key(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """Return a digest of what a conversation begins with: its tools, and the variables of the chat template.
+
+    The order of the tools counts, the order of a schema's keys does not.
+    """
     written = [_without_nulls(tool) for tool in tools]
-    return digest("tools", written)
+    return digest("tools", written, variables) if variables else digest("tools", written)
 
 
 def message_keys(messages: Sequence[Message]) -> list[MessageKey]:

@@ -1,4 +1,4 @@
-"""Chat completions, whole or streamed, for a request that follows a shared completion."""
+"""Chat completions, whole or streamed, for a request that follows shared completions."""
 
 from __future__ import annotations
 
@@ -11,42 +11,56 @@ from agent_loop.completions.response_builder import ParsedChunk, ResponseBuilder
 from agent_loop.completions.response_models import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.sampling import UsageCounter
 from agent_loop.errors import ServerError
-from agent_loop.gateway.shared_completion import SharedCompletion
+from agent_loop.gateway.shared_completion import SharedChoices, SharedCompletion
+from agent_loop.runtime.concurrency import merged, run_together
 
 
-async def build_completion(request: ChatCompletionRequest, shared: SharedCompletion) -> ChatCompletion:
-    """Wait for the whole completion and return it.
+async def build_completion(request: ChatCompletionRequest, shared: SharedChoices) -> ChatCompletion:
+    """Wait for the whole completions and return them.
 
     Raises:
-        AgentLoopError: The completion failed.
+        AgentLoopError: A completion failed.
     """
-    async with aclosing(shared.follow()) as followed:
-        chunks = [chunk async for chunk in followed]
-    builder = _builder(request, shared)
-    return builder.completion([builder.choice(0, chunks)], usage=_usage(builder, chunks))
+    followed = await run_together(_whole(choice) for choice in shared.choices)
+    builders = [_builder(request, choice) for choice in shared.choices]
+    first = builders[0]
+    choices = [
+        builder.choice(index, chunks)
+        for index, (builder, chunks) in enumerate(zip(builders, followed, strict=True))
+    ]
+    return first.completion(choices, usage=_usage(first, [chunk for chunks in followed for chunk in chunks]))
 
 
 async def stream_chunks(
-    request: ChatCompletionRequest, shared: SharedCompletion
+    request: ChatCompletionRequest, shared: SharedChoices
 ) -> AsyncGenerator[ChatCompletionChunk]:
-    """Yield the completion in chunks while it is sampled.
+    """Yield the completions in chunks while they are sampled.
 
     Raises:
-        AgentLoopError: The completion failed.
+        AgentLoopError: A completion failed.
     """
     chunks: list[ParsedChunk] = []
-    is_first = True
-    async with aclosing(shared.follow()) as followed:
+    started: set[int] = set()
+    envelope: ResponseBuilder | None = None
+    async with aclosing(merged(choice.follow() for choice in shared.choices)) as followed:
         async for chunk in followed:
-            builder = _builder(request, shared)
+            builder = _builder(request, shared.choices[chunk.index])
+            envelope = envelope or builder
             chunks.append(chunk)
-            choice = builder.chunk_choice(chunk, is_first=is_first)
+            choice = builder.chunk_choice(chunk, is_first=chunk.index not in started)
             if choice is not None:
-                yield builder.chunk([choice], prompt_token_ids=builder.shown_prompt_ids if is_first else None)
-                is_first = False
-    builder = _builder(request, shared)
-    if (last := builder.usage_chunk(_usage(builder, chunks))) is not None:
+                yield envelope.chunk(
+                    [choice], prompt_token_ids=None if started else envelope.shown_prompt_ids
+                )
+                started.add(chunk.index)
+    envelope = envelope or _builder(request, shared.choices[0])
+    if (last := envelope.usage_chunk(_usage(envelope, chunks))) is not None:
         yield last
+
+
+async def _whole(choice: SharedCompletion) -> list[ParsedChunk]:
+    async with aclosing(choice.follow()) as followed:
+        return [chunk async for chunk in followed]
 
 
 def _usage(builder: ResponseBuilder, chunks: Sequence[ParsedChunk]) -> UsageCounter:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.gateway.message_keys import MessageKey, digest
-from agent_loop.gateway.shared_completion import SharedCompletion
+from agent_loop.gateway.shared_completion import SharedChoices
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class CompletionIndex:
     """Completions of a session, by request."""
 
     def __init__(self) -> None:
-        self._by_request: dict[str, list[SharedCompletion]] = {}
-        self._by_key: dict[str, SharedCompletion] = {}
+        self._by_request: dict[str, list[SharedChoices]] = {}
+        self._by_key: dict[str, SharedChoices] = {}
 
-    def find(self, fingerprint: str, retry: RetryInfo) -> SharedCompletion | None:
+    def find(self, fingerprint: str, retry: RetryInfo) -> SharedChoices | None:
         """Return the completion that a retry gets; None if the request needs a new completion.
 
         If several requests have the same fingerprint and the completion of one failed, the retry is taken to be a
@@ -45,7 +45,7 @@ class CompletionIndex:
         completions.remove(failed)
         return None
 
-    def add(self, fingerprint: str, retry: RetryInfo, completion: SharedCompletion) -> None:
+    def add(self, fingerprint: str, retry: RetryInfo, completion: SharedChoices) -> None:
         """Store the new completion of a request."""
         self._by_request.setdefault(fingerprint, []).append(completion)
         if retry.idempotency_key is not None:

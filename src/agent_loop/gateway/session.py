@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from agent_loop.chat.system_messages import settle_system_messages
-from agent_loop.completions.conversation import conversation_of
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.episode import EpisodeStopped
 from agent_loop.episode.turn_log import ReplayMismatch
 from agent_loop.errors import AgentLoopError, JournalError, RequestError, ServerError
 from agent_loop.gateway.branches import Branches
-from agent_loop.gateway.conversation_tree import ConversationTree, TreePosition, TurnNode
+from agent_loop.gateway.conversation_tree import ConversationTree, TurnNode
 from agent_loop.gateway.errors import GatewayBug, LimitReached, limit_error
-from agent_loop.gateway.message_keys import message_keys
 from agent_loop.gateway.retries import CompletionIndex, RetryInfo, fingerprint_of
-from agent_loop.gateway.shared_completion import SharedCompletion
+from agent_loop.gateway.shared_completion import SharedChoices, SharedCompletion
 from agent_loop.gateway.turn_generator import TurnGenerator
+from agent_loop.gateway.turn_plan import TurnPlan, WrittenConversation, plan_turn
+from agent_loop.gateway.wishes import NO_WISHES, Wishes
 from agent_loop.loops.base import LoopContext
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind
-from agent_loop.types import Message, StopReason
+from agent_loop.types import StopReason
 
 CLOSE_TIMEOUT_S = 15.0
 MAX_BRANCHES = 64
@@ -48,6 +47,7 @@ class Session:
         context: Servers, chat template and limits. The limits apply to each conversation, the deadline to the program.
         sampling_params: Defaults for parameters that a request does not set.
         max_branches: Maximum number of conversations; further ones are refused.
+        wishes: Parameters that requests may have although they cannot be honoured.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Session:
         *,
         sampling_params: Mapping[str, Any] | None = None,
         max_branches: int = MAX_BRANCHES,
+        wishes: Wishes = NO_WISHES,
     ) -> None:
         self.session_id = secrets.token_urlsafe(16)
         self.api_key = secrets.token_urlsafe(24)
@@ -64,6 +65,8 @@ class Session:
         self.was_refused = False
         """Whether the last request was refused because of a limit."""
         self.template = context.template
+        self.wishes = wishes
+        self._pool = context.server_manager.pool
         self._branches = Branches(context, max_branches=max_branches)
         self._tree = ConversationTree()
         self._generator = TurnGenerator(
@@ -106,53 +109,43 @@ class Session:
 
     def submit(
         self, request: ChatCompletionRequest, *, retry: RetryInfo, incidents: Sequence[Incident] = ()
-    ) -> SharedCompletion:
-        """Start the completion of a request and return it. A retry gets the completion of the original request.
+    ) -> SharedChoices:
+        """Start the completions of a request and return them. A retry gets the completions of the original request.
 
         Args:
             request: The request.
             retry: Whether the request is a retry.
-            incidents: What was lost in translating the request. Each is recorded once for each branch.
+            incidents: What was lost in reading and translating the request. Each is recorded once for each branch.
 
         Raises:
             RequestError: The request uses a feature that is not supported.
+            ChatTemplateError: The chat template refuses the variables of the request.
             LimitReached: The deadline has passed, or the program has too many conversations.
         """
         if self.deadline.expired():
             raise limit_error(StopReason.DEADLINE)
-        if request.num_choices != 1:
-            raise RequestError(
-                f"n is {request.n}, and only 1 is supported; send the request n times instead",
-                param="n",
-            )
-        if request.continue_final_message:
-            raise RequestError(
-                "continue_final_message is not supported, because all tokens of an assistant message must be sampled "
-                "by the model; end with a user or tool message",
-                param="continue_final_message",
-            )
-        written = conversation_of(request.messages)
-        messages = settle_system_messages(written, self.template)
-        keys = message_keys(messages)
-        fingerprint = fingerprint_of(request, keys)
+        granted = self.wishes.granted(request, template=self.template, pool=self._pool)
+        written = WrittenConversation.of(granted.request, self.template)
+        fingerprint = fingerprint_of(request, written.keys)
         known = self._completions.find(fingerprint, retry)
         if known is not None:
             return known
-        position = self._tree.locate(messages, keys, tools=request.tools_in_use)
-        try:
-            turn = self._claim_turn(position, messages, request)
-        except LimitReached as error:
-            self.was_refused = True
-            self._branches.note_failure(error)
-            raise
-        turn.branch.note_once(incidents if messages == written else [*incidents, AS_USER])
-        shared = SharedCompletion()
+        plan = plan_turn(granted.request, written, self._tree, json_schema=request.json_schema)
+        turns = self._claim_turns(plan, num_choices=request.num_choices)
+        moved = [AS_USER] if written.has_moved_system else []
+        for turn in turns:
+            turn.branch.note_once([*incidents, *granted.incidents, *moved])
+        choices = [self._start(plan, turn, choice=number) for number, turn in enumerate(turns)]
+        shared = SharedChoices(choices)
         self._completions.add(fingerprint, retry, shared)
-        task = self._tasks.create_task(self._generate(request, messages, turn, shared))
-        self._running.add(task)
-        task.add_done_callback(partial(self._on_task_done, shared))
-        shared.task = task
         return shared
+
+    def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task that may outlive the HTTP request, and is cancelled when the session ends."""
+        task = self._tasks.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
 
     def outputs(
         self,
@@ -182,25 +175,41 @@ class Session:
 
     # -- position of a request -------------------------------------------------------------------------------------
 
-    def _claim_turn(
-        self, position: TreePosition, messages: Sequence[Message], request: ChatCompletionRequest
-    ) -> TurnNode:
-        """Return a turn whose branch is at the request's position and reserved for the request.
+    def _claim_turns(self, plan: TurnPlan, *, num_choices: int) -> list[TurnNode]:
+        """Return a turn for each choice, whose branch is at the request's position and reserved for the choice.
 
         This function does not await, so that concurrent requests cannot claim the same branch.
+
+        Raises:
+            LimitReached: The session has too many branches.
         """
-        for turn in self._tree.turns_at(position):
+        turns: list[TurnNode] = []
+        try:
+            turns.extend(self._claim_turn(plan) for _ in range(num_choices))
+        except LimitReached as error:
+            for turn in turns:
+                self._branches.release(turn.branch)
+            self.was_refused = True
+            self._branches.note_failure(error)
+            raise
+        return turns
+
+    def _claim_turn(self, plan: TurnPlan) -> TurnNode:
+        for turn in self._tree.turns_at(plan.position):
             if turn.branch.is_free_at(turn.before):  # the turn's completion failed before its first token
                 turn.branch.is_busy = True
                 return turn
-        turn = self._new_turn(position, messages, request)
+        turn = self._new_turn(plan)
         self._tree.add(turn)
         return turn
 
-    def _new_turn(
-        self, position: TreePosition, messages: Sequence[Message], request: ChatCompletionRequest
-    ) -> TurnNode:
-        parent = position.parent
+    def _new_turn(self, plan: TurnPlan) -> TurnNode:
+        position, parent, cut = plan.position, plan.position.parent, plan.continued
+        if cut is not None and cut.after is not None:
+            if not cut.branch.is_free_at(cut.after):
+                return TurnNode(self._branches.fork(cut.branch, at=cut.after), position, before=cut.after)
+            cut.branch.is_busy = True
+            return TurnNode(cut.branch, position, before=cut.after)
         if parent is not None and parent.branch.is_free_at(parent.after):
             parent.branch.is_busy = True
             return TurnNode(parent.branch, position)
@@ -210,20 +219,26 @@ class Session:
                 return TurnNode(branch, position, before=turn.before)
         if parent is not None and parent.after is not None:
             return TurnNode(self._branches.fork(parent.branch, at=parent.after), position)
-        return TurnNode(self._branches.start(messages, tools=request.tools_in_use), position)
+        branch = self._branches.start(plan.messages, template=plan.template, tools=plan.request.tools_in_use)
+        return TurnNode(branch, position)
 
     # -- completion of a request -----------------------------------------------------------------------------------
 
+    def _start(self, plan: TurnPlan, turn: TurnNode, *, choice: int) -> SharedCompletion:
+        """Start a task that generates one of the completions of a request."""
+        shared = SharedCompletion()
+        task = self._tasks.create_task(self._generate(plan, turn, shared, choice=choice))
+        self._running.add(task)
+        task.add_done_callback(partial(self._on_task_done, shared))
+        shared.task = task
+        return shared
+
     async def _generate(
-        self,
-        request: ChatCompletionRequest,
-        messages: Sequence[Message],
-        turn: TurnNode,
-        shared: SharedCompletion,
+        self, plan: TurnPlan, turn: TurnNode, shared: SharedCompletion, *, choice: int
     ) -> None:
-        """Generate the completion of a request. Every exception becomes the error of the completion."""
+        """Generate one completion of a request. Every exception becomes the error of the completion."""
         try:
-            await self._generator.generate(request, messages, turn=turn, shared=shared)
+            await self._generator.generate(plan, turn=turn, shared=shared, choice=choice)
         except EpisodeStopped as stopped:
             self._fail(turn, shared, limit_error(stopped.reason))
         except JournalError as error:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from agent_loop.completions.response_builder import ParsedChunk, ResponseBuilder
 from agent_loop.errors import AgentLoopError
+
+
+class SharedChoices:
+    """The completions of one request, as many as its `n`."""
+
+    def __init__(self, choices: Sequence[SharedCompletion]) -> None:
+        self.choices = choices
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether a retry may follow these completions: none of them failed."""
+        return all(choice.is_reusable for choice in self.choices)
 
 
 class SharedCompletion:
