@@ -182,7 +182,10 @@ def test_thinking_is_switched_in_templates_that_can_switch_it(variable: str, kin
 
 
 def test_effort_is_the_reasoning_effort() -> None:
-    assert chat(output_config={"effort": "high"}).reasoning_effort == "high"
+    knows = family(SWITCHES_THINKING.replace("VARIABLE", "reasoning_effort"))
+    assert chat(template=knows, output_config={"effort": "high"}).reasoning_effort == "high"
+    assert chat(output_config={"effort": "low"}).reasoning_effort == "low"
+    assert chat(output_config={"effort": "high"}).reasoning_effort is None  # as without a wish
 
 
 def test_a_trailing_assistant_message_is_continued() -> None:

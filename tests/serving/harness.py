@@ -85,10 +85,13 @@ def tiny_lm() -> Any:
     return Qwen3ForCausalLM(config).eval()
 
 
-def embedded(name: str = "embedded-0", **settings: Any) -> EmbeddedServer:
+def embedded(
+    name: str = "embedded-0", *, tokenizer_path: str | None = None, **settings: Any
+) -> EmbeddedServer:
+    """Return a server with a random model. With the path of its tokenizer, the server honours JSON schemas."""
     model = copy.deepcopy(tiny_lm())
     config = EmbeddedConfig(**{"max_model_len": 256, "max_slots": 64, "verify": False, **settings})
-    return EmbeddedServer(model, name=name, config=config)
+    return EmbeddedServer(model, name=name, config=config, tokenizer_path=tokenizer_path)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from agent_loop.completions.fields import RequestModel
 from agent_loop.completions.requests import ChatCompletionRequest, request_error
 from agent_loop.errors import AgentLoopError
 from agent_loop.serving.error_formats import write_error
 from agent_loop.serving.errors import CLIENT_CLOSED_REQUEST, error_response_of, make_error, status_of
+from agent_loop.serving.offered_paths import unknown_path_message
 from agent_loop.serving.streams import ClientDisconnected
 
 
@@ -25,13 +27,15 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        invalid = request_error(error.errors(), known=ChatCompletionRequest)
+        invalid = request_error(error.errors(), known=_body_model(request))
         return write_error(request, error_response_of(invalid), 400, None)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = _CODES.get(error.status_code)
-        response = make_error(str(error.detail), status=error.status_code, code=code)
+        is_unknown = error.detail in _UNKNOWN_PATH  # raised by the router, and not by a route
+        message = unknown_path_message(request) if is_unknown else str(error.detail)
+        response = make_error(message, status=error.status_code, code=code)
         return write_error(request, response, error.status_code, error.headers)
 
     async def on_client_disconnected(request: Request, error: Exception) -> Response:
@@ -52,4 +56,12 @@ def add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, handler)
 
 
+def _body_model(request: Request) -> type[RequestModel]:
+    """Return the model of the body that a route takes, whose fields an error may suggest."""
+    body: Any = getattr(request.scope.get("route"), "body_field", None)
+    model: Any = None if body is None else body.field_info.annotation
+    return model if isinstance(model, type) and issubclass(model, RequestModel) else ChatCompletionRequest
+
+
+_UNKNOWN_PATH = ("Not Found", "Method Not Allowed")
 _CODES = {401: "invalid_api_key", 404: "not_found", 410: "session_closed", 413: "body_too_large"}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from agent_loop.completions.anthropic.events import event
-from agent_loop.completions.anthropic.response_models import MessagesErrorDetail, MessagesErrorResponse
+from agent_loop.completions.anthropic.response_models import (
+    MessagesErrorDetail,
+    MessagesErrorResponse,
+    ThreadRefusal,
+)
 from agent_loop.completions.response_models import ErrorResponse
 
 _KINDS = {
@@ -32,4 +36,6 @@ def messages_error_event(response: ErrorResponse) -> bytes:
 
 
 def _error(response: ErrorResponse, *, kind: str) -> MessagesErrorDetail:
-    return MessagesErrorDetail(type=kind, message=response.error.message, code=response.error.code)
+    error = response.error
+    details = ThreadRefusal() if error.param == "thread" else None
+    return MessagesErrorDetail(type=kind, message=error.message, code=error.code, details=details)

@@ -162,3 +162,4 @@ class MessagesRequest(PromptRequest):
     fallbacks: Annotated[Any, Only([], "default")] = None
     container: Annotated[Any, Only()] = None
     thread: Annotated[Any, Only()] = None
+    """Conversations are not stored. Clients that try it learn so from the error, and send whole conversations."""

@@ -82,6 +82,13 @@ class ModelInfoList(ResponseModel):
     last_id: str | None
 
 
+class ThreadRefusal(ResponseModel):
+    """Tells a client that conversations are not stored. The client then sends whole conversations."""
+
+    error_code: Literal["thread_unsupported_request"] = "thread_unsupported_request"
+    unsupported: list[str] = ["thread"]
+
+
 class MessagesErrorDetail(ResponseModel):
     """Error message with its type."""
 
@@ -89,6 +96,8 @@ class MessagesErrorDetail(ResponseModel):
     message: str
     code: str | None = None
     """Extension: the code that the OpenAI API would give."""
+    details: ThreadRefusal | None = None
+    """Given if the request has a `thread`."""
 
 
 class MessagesErrorResponse(ResponseModel):

@@ -32,6 +32,8 @@ from agent_loop.errors import RequestError
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Beginning of a system block with which Claude Code addresses Anthropic's servers. The model does not see it."""
 _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
+USUAL_EFFORT = "high"
+"""Effort of requests that name none."""
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Variables with which chat templates switch thinking, most common first."""
 
@@ -58,7 +60,7 @@ def to_chat_request(request: PromptRequest, *, template: ChatTemplate) -> ChatCo
         "tools": [_tool(tool) for tool in request.tools or ()] or None,
         "continue_final_message": _is_prefilled(messages) or None,
         **_choice_fields(request.tool_choice),
-        **_output_fields(request),
+        **_output_fields(request, template),
         "chat_template_kwargs": _thinking(request, template),
         **(_sampling_fields(request) if isinstance(request, MessagesRequest) else {}),
     }
@@ -161,11 +163,14 @@ def _choice_fields(choice: ToolChoice | None) -> dict[str, Any]:
     }
 
 
-def _output_fields(request: PromptRequest) -> dict[str, Any]:
+def _output_fields(request: PromptRequest, template: ChatTemplate) -> dict[str, Any]:
     config = request.output_config
+    effort = None if config is None else config.effort
+    if effort == USUAL_EFFORT and not template.mentions("reasoning_effort"):
+        effort = None
     output_format = request.output_format if config is None or config.format is None else config.format
     return {
-        "reasoning_effort": None if config is None else config.effort,
+        "reasoning_effort": effort,
         "response_format": None if output_format is None else _response_format(output_format),
     }
 
