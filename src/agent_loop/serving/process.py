@@ -110,7 +110,7 @@ class AppServer(uvicorn.Server):
         settings: dict[str, Any] = {
             "log_level": "warning",
             "access_log": False,
-            "lifespan": "off",
+            "lifespan": "on" if getattr(app.state, "has_lifespan", False) else "off",
             "ws": "none",
             "http": BoundedConnection,
             "timeout_graceful_shutdown": GRACE_S + END_S,

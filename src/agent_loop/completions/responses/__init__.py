@@ -1,0 +1,1 @@
+"""The OpenAI Responses API, translated to and from chat completions."""
