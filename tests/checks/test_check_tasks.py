@@ -164,6 +164,6 @@ def test_the_command_prints_a_table_and_fails_if_a_task_fails(tmp_path: Path) ->
 def test_the_command_uses_the_settings_of_a_configuration(tmp_path: Path) -> None:
     write(tmp_path / "good")
     config = tmp_path / "config.yaml"
-    config.write_text(f"data:\n  task_workspace:\n    provider: {PROVIDER}\n")
+    config.write_text(f"data:\n  workspace:\n    provider: {PROVIDER}\n")
     shown = CliRunner().invoke(app, ["check", "tasks", str(tmp_path / "good"), "--config", str(config)])
     assert shown.exit_code == 0, shown.output

@@ -182,5 +182,5 @@ def load_named_rows(config: Config, sources: Sequence[str], *, max_rows: int | N
     from agent_loop.rollout.rows import load_rows  # late: keeps `--help` quick
 
     data = config.data
-    rows = load_rows(sources, prompt_key=data.prompt_key, task_workspace=data.task_workspace)
+    rows = load_rows(sources, prompt_key=data.prompt_key, workspace=data.workspace)
     return rows[: max_rows or data.val_max_rows]

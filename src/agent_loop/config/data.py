@@ -17,9 +17,9 @@ class DataConfig(Section):
     """Sources of the rows for evaluation, as in `train_files`."""
     prompt_key: str = "prompt"
     """Column with the messages, or with the text of one user message."""
-    task_workspace: dict[str, Any] = {}
-    """Settings that are merged over the workspace of every task in Harbor's form, such as
-    `{container: {runtime: docker, build_args: {BASE_IMAGE: debian:12}}}`."""
+    workspace: dict[str, Any] = {}
+    """Settings that are merged over the column `workspace` of every row, such as `{container: {runtime: docker}}`. Rows
+    without the column get these settings alone."""
     train_batch_size: Positive = 16
     """Prompts per step. Each prompt is sampled `rollout.n` times."""
     val_max_rows: Positive | None = None

@@ -16,6 +16,7 @@ from agent_loop.rollout.located_rows import number_rows
 from agent_loop.rollout.row_functions import call_row_function
 from agent_loop.rollout.row_readers import read_shard
 from agent_loop.rollout.row_sources import find_shards
+from agent_loop.rollout.row_workspaces import with_workspace
 from agent_loop.rollout.shard_columns import ShardColumns
 from agent_loop.runtime.describe import describe_value
 from agent_loop.runtime.numeric import as_finite_number
@@ -42,7 +43,7 @@ class RowFile:
 
 
 def load_rows(
-    sources: Sequence[str], *, prompt_key: str, task_workspace: Mapping[str, Any] = NO_SETTINGS
+    sources: Sequence[str], *, prompt_key: str, workspace: Mapping[str, Any] = NO_SETTINGS
 ) -> list[dict[str, Any]]:
     """Return the rows of all sources, in the order of the sources. Each row gets `raw_prompt`, a list of messages.
 
@@ -52,26 +53,22 @@ def load_rows(
             rows.
         prompt_key: The column with the messages, or with the text of one user message. A row that has
             `raw_prompt` already needs no such column.
-        task_workspace: Settings that are merged over the workspaces of tasks.
+        workspace: Settings that are merged over the column `workspace` of every row.
 
     Raises:
-        ConfigError: The kind of a source is unknown, the function does not exist, or `task_workspace` is wrong.
+        ConfigError: The kind of a source is unknown, the function does not exist, or `workspace` is wrong.
         DataError: A file is missing or unreadable, files of one source do not fit together, a row has no prompt or an
             invalid prompt, or there are no rows.
     """
-    files = load_row_files(sources, prompt_key=prompt_key, task_workspace=task_workspace)
+    files = load_row_files(sources, prompt_key=prompt_key, workspace=workspace)
     return [row for file in files for row in file.rows]
 
 
 def load_row_files(
-    sources: Sequence[str], *, prompt_key: str, task_workspace: Mapping[str, Any] = NO_SETTINGS
+    sources: Sequence[str], *, prompt_key: str, workspace: Mapping[str, Any] = NO_SETTINGS
 ) -> list[RowFile]:
     """Return what `load_rows` returns, file by file."""
-    files = [
-        file
-        for source in sources
-        for file in _load(source, prompt_key=prompt_key, task_workspace=task_workspace)
-    ]
+    files = [file for source in sources for file in _load(source, prompt_key=prompt_key, workspace=workspace)]
     if not any(file.rows for file in files):
         names = ", ".join(sources) or "an empty list of sources"
         raise DataError(f"there are no rows in {names}; give at least one file or function with rows")
@@ -142,19 +139,25 @@ class RowSampler:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)).tolist()
 
 
-def _load(source: str, *, prompt_key: str, task_workspace: Mapping[str, Any]) -> Iterator[RowFile]:
-    rows = environment_rows(source, workspace=task_workspace)
-    shards = None if rows is not None else find_shards(source)
+def _load(source: str, *, prompt_key: str, workspace: Mapping[str, Any]) -> Iterator[RowFile]:
+    def prepare(row: Any, where: str) -> dict[str, Any]:
+        return with_workspace(_with_prompt(row, where=where, prompt_key=prompt_key), workspace, where=where)
+
+    located = environment_rows(source, workspace=workspace)
+    if located is not None:
+        rows = [_with_prompt(row, where=where, prompt_key=prompt_key) for where, row in located]
+        yield RowFile(source, None, rows)
+        return
+    shards = find_shards(source)
     if shards is None:
-        rows = rows or number_rows(source, call_row_function(source))
-        prepared = [_with_prompt(row, where=where, prompt_key=prompt_key) for where, row in rows]
-        yield RowFile(source, None, prepared)
+        rows = [prepare(row, where) for where, row in number_rows(source, call_row_function(source))]
+        yield RowFile(source, None, rows)
         return
     first: ShardColumns | None = None
     for shard in shards:
         columns, prepared = ShardColumns(shard), list[dict[str, Any]]()
         for where, row in read_shard(shard, prompt_key=prompt_key):
-            prepared.append(_with_prompt(row, where=where, prompt_key=prompt_key))
+            prepared.append(prepare(row, where))
             columns.add(row)
         if not prepared and len(shards) > 1 and not shard.may_be_empty:
             raise DataError(

@@ -170,7 +170,7 @@ def _load_data(config: Config, *, has_manager: bool) -> tuple[RowSampler, list[R
         raise ConfigError(
             "validation is switched on but data.val_files is empty; give it rows, or unset trainer.val_every"
         )
-    files = load_row_files(data.train_files, prompt_key=data.prompt_key, task_workspace=data.task_workspace)
+    files = load_row_files(data.train_files, prompt_key=data.prompt_key, workspace=data.workspace)
     manifests = {"train": DataManifest.of(files)}
     rows = [row for file in files for row in file.rows]
     if not has_manager:
@@ -183,9 +183,7 @@ def _load_data(config: Config, *, has_manager: bool) -> tuple[RowSampler, list[R
     )
     val_rows: list[Row] = []
     if wants_validation:
-        val_files = load_row_files(
-            data.val_files, prompt_key=data.prompt_key, task_workspace=data.task_workspace
-        )
+        val_files = load_row_files(data.val_files, prompt_key=data.prompt_key, workspace=data.workspace)
         manifests["val"] = DataManifest.of(val_files)
         val_rows += [row for file in val_files for row in file.rows][: data.val_max_rows]
     return sampler, val_rows, manifests

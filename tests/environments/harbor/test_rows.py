@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from tests.environments.harbor.tasks import write_task
 from tests.helpers import hermes_template, text_reply
 
 
-def rows_of(*sources: Path, **task_workspace: Any) -> list[dict[str, Any]]:
-    return load_rows([str(source) for source in sources], prompt_key="prompt", task_workspace=task_workspace)
+def rows_of(*sources: Path, **workspace: Any) -> list[dict[str, Any]]:
+    return load_rows([str(source) for source in sources], prompt_key="prompt", workspace=workspace)
 
 
 def test_a_row_has_the_instruction_and_the_name(tmp_path: Path) -> None:
@@ -85,9 +86,29 @@ def test_a_provider_gets_the_settings_of_the_container(tmp_path: Path) -> None:
     }
 
 
+def test_settings_are_merged_over_the_workspaces_of_other_rows_too(tmp_path: Path) -> None:
+    lines = ('{"prompt": "a", "workspace": {"check": {"command": ["true"]}}}', '{"prompt": "b"}')
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines))
+    with_check, without = rows_of(path, folder="some/folder")
+    assert with_check["workspace"] == {"check": {"command": ["true"]}, "folder": "some/folder"}
+    assert without["workspace"] == {"folder": "some/folder"}
+    assert "workspace" not in rows_of(path)[1]
+
+
+def test_a_workspace_as_json_text_is_merged_too(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "workspace": json.dumps({"env": {"A": "1"}})}))
+    (row,) = rows_of(path, folder="some/folder")
+    assert row["workspace"] == {"env": {"A": "1"}, "folder": "some/folder"}
+    path.write_text(json.dumps({"prompt": "a", "workspace": 7}))
+    with pytest.raises(DataError, match=r"line 1: workspace is .*7"):
+        rows_of(path, folder="some/folder")
+
+
 def test_a_wrong_setting_is_an_error_of_the_run(tmp_path: Path) -> None:
     folder = write_task(tmp_path / "answer")
-    with pytest.raises(ConfigError, match=r"data\.task_workspace.*container\.cpu"):
+    with pytest.raises(ConfigError, match=r"data\.workspace.*container\.cpu"):
         rows_of(folder, container={"cpu": 1})
 
 

@@ -101,9 +101,7 @@ def _first_rows(config: Config) -> Mapping[str, Row]:
 
     data = config.data
     sources = [*data.train_files, *data.val_files]
-    rows = (
-        load_rows(sources, prompt_key=data.prompt_key, task_workspace=data.task_workspace) if sources else []
-    )
+    rows = load_rows(sources, prompt_key=data.prompt_key, workspace=data.workspace) if sources else []
     first: dict[str, Row] = {}
     for row in rows:
         kwargs: Mapping[str, Any] | None = row.get("interaction_kwargs")

@@ -39,7 +39,7 @@ def check_tasks_command(
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", help="Configuration whose `data.task_workspace` is merged too.", show_default=False
+            "--config", help="Configuration whose `data.workspace` is merged too.", show_default=False
         ),
     ] = None,
     concurrency: Annotated[
@@ -62,7 +62,7 @@ def check_tasks_command(
     """
     from agent_loop.checks.tasks import check_tasks  # late: keeps `--help` quick
 
-    given: dict[str, Any] = {} if config is None else dict(load_config(config).data.task_workspace)
+    given: dict[str, Any] = {} if config is None else dict(load_config(config).data.workspace)
     for setting in settings or []:
         given = merge_mappings(given, parse_override(setting))
     console = Console(stderr=as_json)

@@ -74,7 +74,7 @@ def task_workspace(task: HarborTask, *, settings: Mapping[str, Any]) -> dict[str
     if merged.get("provider"):
         options: Mapping[str, Any] = merged.get("options") or {}
         merged["options"] = {**options, "container": merged.pop("container")}
-    read_workspace(merged, where="data.task_workspace")
+    read_workspace(merged, where="data.workspace")
     return merged
 
 
@@ -98,7 +98,7 @@ def resolve_variables(
         if found is None:
             raise DataError(
                 f"task {str(task.folder)!r} needs the variable {name}; give it as container.env.{name} in "
-                "data.task_workspace"
+                "data.workspace"
             )
         return str(found)
 

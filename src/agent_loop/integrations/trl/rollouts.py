@@ -144,5 +144,5 @@ class AgentLoopRollouts:
     def _prepared(self, rows: Iterable[Row] | None) -> list[dict[str, Any]]:
         data = self._config.data
         if rows is None:
-            return load_rows(data.train_files, prompt_key=data.prompt_key, task_workspace=data.task_workspace)
+            return load_rows(data.train_files, prompt_key=data.prompt_key, workspace=data.workspace)
         return prepare_rows(rows, prompt_key=data.prompt_key)
