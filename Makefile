@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Tests of real processes are retried once, and the summary lists every retry.
 RETRY := --reruns 1 -rR
 
-.PHONY: help install install-ray install-integrations install-browser demo test test-slow test-engines test-ray test-integrations test-browser check format bench bench-verl docs clean
+.PHONY: help install install-ray install-integrations install-browser install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-containers check format bench bench-verl docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,6 +39,9 @@ install-integrations: $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb
 install-browser: $(INSTALLED)-browser
 	bash tests/viewer/install_browser.sh
 
+install-containers:
+	bash tests/workspaces/install_containers.sh
+
 test-ray: install-ray  ## Run the tests that start Ray clusters; takes minutes and 4 GB of memory.
 	$(BIN)/python -m pytest -m ray $(RETRY) tests/distributed
 
@@ -48,8 +51,19 @@ test-integrations: install-integrations  ## Run the tests with other libraries: 
 test-browser: install-browser  ## Run the tests of the viewer in a headless browser.
 	$(BIN)/python -m pytest -m browser $(RETRY) tests/viewer
 
+test-agents: $(VENV)-agents/.installed install-containers  ## Run agents that others wrote (Claude Code, Codex, ...) on the gateway, in an environment of their own (3 GB).
+	$(VENV)-agents/bin/python -m pytest -m agents $(RETRY) tests/agents
+
+test-containers: install-containers  ## Run the tests in containers of Podman; installs it with apt-get.
+	$(BIN)/python -m pytest -m containers $(RETRY)
+
 $(INSTALLED)-ray $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb $(INSTALLED)-browser: $(INSTALLED)-%: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,$*]"
+	@touch $@
+
+$(VENV)-agents/.installed: tests/agents/install_agents.sh pyproject.toml
+	rm -rf $(@D)
+	PYTHON=$(PYTHON) bash $< $(@D)
 	@touch $@
 
 $(VENV)-%/.installed: tests/engines/install_%.sh pyproject.toml
