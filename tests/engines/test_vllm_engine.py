@@ -32,6 +32,11 @@ from tests.engines.common import (
     prompts,
     reference_logprobs,
 )
+from tests.engines.constrained import (
+    SCHEMA,
+    assert_logprobs_are_of_the_allowed_tokens,
+    assert_penalties_give_log_probs_of_the_penalised_logits,
+)
 from tests.engines.vllm_cases import VLLM, kill_engine, started
 
 LONG = SamplingParams(max_tokens=120, ignore_eos=True)
@@ -128,6 +133,19 @@ def test_requests_of_one_batch_get_logprobs_by_their_own_temperatures(engine: En
         assert difference < LOG_PROB_TOLERANCE
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_logprobs_under_a_schema_are_of_the_allowed_tokens(engine: Engine, temperature: float) -> None:
+    engine.run(
+        assert_logprobs_are_of_the_allowed_tokens(
+            engine.server, engine.reference, engine.path, temperature=temperature
+        )
+    )
+
+
+def test_penalties_give_log_probs_of_the_penalised_logits(engine: Engine) -> None:
+    engine.run(assert_penalties_give_log_probs_of_the_penalised_logits(engine.server, engine.reference))
+
+
 def test_stop_tokens_are_returned_with_the_stop_reason_stop(engine: Engine) -> None:
     async def main() -> None:
         prompt = prompts(1, seed=2)[0]
@@ -152,7 +170,9 @@ def test_without_max_tokens_a_completion_fills_the_context(engine: Engine) -> No
 def test_parameters_that_vllm_returns_inexact_logprobs_for_are_refused(engine: Engine) -> None:
     async def main() -> None:
         for params in (
-            SamplingParams(repetition_penalty=1.2),
+            SamplingParams(min_p=0.1),
+            SamplingParams(json_schema=SCHEMA, ignore_eos=True),
+            SamplingParams(json_schema='{"type": "nonsense"}'),
             SamplingParams(temperature=0.001),
             SamplingParams(temperature=3.0),
         ):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import (
@@ -20,13 +21,20 @@ from agent_loop.errors import (
     ServerError,
     WeightsError,
 )
-from agent_loop.servers.base import ServerSpec
+from agent_loop.servers.base import Ability, ServerSpec
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.sglang import SGLangClient, SGLangServer, loader
 from agent_loop.servers.sglang.frames import Frame, FrameProtocol
 from agent_loop.servers.sglang.in_flight import SGLangRequests
-from agent_loop.servers.sglang.requests import check_params, generate_body, needs_own_stop, read_reply
+from agent_loop.servers.sglang.requests import (
+    CONSTRAINT_ABILITIES,
+    check_params,
+    generate_body,
+    needs_own_stop,
+    read_reply,
+    schema_errors,
+)
 from agent_loop.servers.sglang.streams import HeldTokens
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
 from agent_loop.weights import WeightSender
@@ -139,10 +147,11 @@ def test_parameters_that_sglang_returns_inexact_logprobs_for_are_refused_by_name
     for params, name in (
         (SamplingParams(repetition_penalty=1.1), "repetition_penalty"),
         (SamplingParams(temperature=1e-6), "temperature"),
+        (SamplingParams(json_schema="{}"), "skip_tokenizer_init=false"),
         (SamplingParams(seed=1), "seed"),
     ):
         with pytest.raises(SamplingParamsError, match=name):
-            check_params(params, takes_seeds=False)
+            check_params(params, abilities=CONSTRAINT_ABILITIES, server="sglang-0")
     assert needs_own_stop(SamplingParams(ignore_eos=True, stop_token_ids=(3,)))
     assert not needs_own_stop(SamplingParams(stop_token_ids=(3,)))
 
@@ -298,3 +307,29 @@ def test_the_likeliest_tokens_are_requested_and_read_with_the_sampled_tokens() -
     rest["meta_info"]["output_top_logprobs"] = [*top[:3], top[3][:1]]
     with pytest.raises(BadServerReply):
         joined([rest])
+
+
+def test_schemas_penalties_and_min_p_are_sent_under_the_names_of_sglang() -> None:
+    params = SamplingParams(json_schema="{}", presence_penalty=0.5, frequency_penalty=-0.5, min_p=0.1)
+    sampling = generate_body(PROMPT, params, rid="x", max_new_tokens=4, stream=False)["sampling_params"]
+    sent = {"json_schema": "{}", "presence_penalty": 0.5, "frequency_penalty": -0.5, "min_p": 0.1}
+    assert sent.items() <= sampling.items()
+    plain = generate_body(PROMPT, SamplingParams(), rid="x", max_new_tokens=4, stream=False)
+    assert not sent.keys() & plain["sampling_params"].keys()
+    abilities = CONSTRAINT_ABILITIES | {Ability.JSON_SCHEMA}
+    check_params(params, abilities=abilities, server="sglang-0")
+    for refused, message in (
+        (structs.replace(params, ignore_eos=True), "leave out one"),
+        (structs.replace(params, num_sampled=2), "SGLang's grammars begin with the request"),
+    ):
+        with pytest.raises(SamplingParamsError, match=message):
+            check_params(refused, abilities=abilities, server="sglang-0")
+
+
+def test_a_grammar_that_sglang_cannot_compile_is_the_fault_of_the_request() -> None:
+    finish = {"type": "abort", "message": "Failed to compile json grammar: bad", "status_code": 400}
+    refused = pytest.raises(SamplingParamsError, match="json grammar: bad; fix the schema")
+    with refused, schema_errors(SamplingParams(json_schema="{}")):
+        read_reply(event([], finish=finish), num_seen=0, server="s", request_id="r")
+    with pytest.raises(ServerError), schema_errors(SamplingParams()):
+        read_reply(event([], finish=finish), num_seen=0, server="s", request_id="r")

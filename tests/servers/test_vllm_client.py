@@ -16,6 +16,7 @@ from agent_loop.config import ModelConfig
 from agent_loop.errors import BadServerReply, ConfigError, ServerDied, ServerError
 from agent_loop.servers.base import Ability, ServerSpec
 from agent_loop.servers.vllm import VLLMClient
+from agent_loop.servers.vllm.logprobs import CONSTRAINT_ABILITIES
 from agent_loop.types import SamplingParams, as_token_ids
 from tests.servers.tiny_embedded import tiny_model
 
@@ -158,7 +159,7 @@ def test_raw_logprobs_are_returned_only_if_they_are_exact(model_path: Path) -> N
         fake = FakeVLLM()
         async with client_of(fake, model_path) as client:
             await client.start()
-            assert client.abilities == {Ability.SEED, Ability.STREAMING}
+            assert client.abilities == {Ability.SEED, Ability.STREAMING, *CONSTRAINT_ABILITIES}
             exact = await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")
             other = await client.generate(PROMPT, SamplingParams(max_tokens=1, temperature=0.5), "a")
             assert (exact.token_ids, exact.stop_reason, exact.weight_version) == ([4], "length", 0)

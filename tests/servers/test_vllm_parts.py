@@ -18,7 +18,12 @@ from agent_loop.errors import BadServerReply, ConfigError, SamplingParamsError, 
 from agent_loop.servers.base import ServerSpec, refuse_unknown_options
 from agent_loop.servers.vllm.gauges import Gauges
 from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequest, VLLMRequestLimits, VLLMRequests
-from agent_loop.servers.vllm.logprobs import LogProbs, identify_logprobs
+from agent_loop.servers.vllm.logprobs import (
+    CONSTRAINT_ABILITIES,
+    SAMPLING_ABILITIES,
+    LogProbs,
+    identify_logprobs,
+)
 from agent_loop.servers.vllm.logs import TAIL_LINES, EngineLog
 from agent_loop.servers.vllm.options import engine_options
 from agent_loop.servers.vllm.outputs import read_part
@@ -101,9 +106,7 @@ def test_a_prompt_that_cannot_be_continued_is_refused(prompt: list[int]) -> None
         sampling(prompt)
 
 
-@pytest.mark.parametrize(
-    "params", [{"temperature": 0.005}, {"temperature": 2.5}, {"repetition_penalty": 1.1}]
-)
+@pytest.mark.parametrize("params", [{"temperature": 0.005}, {"temperature": 2.5}, {"min_p": 0.1}])
 def test_parameters_that_vllm_would_round_or_return_inexact_logprobs_for_are_refused(
     params: dict[str, Any],
 ) -> None:
@@ -409,3 +412,32 @@ def test_an_engine_is_started_with_the_number_of_logprobs_that_requests_need() -
     assert options(30, max_logprobs=-1)["max_logprobs"] == -1
     with pytest.raises(ConfigError, match="max_logprobs is 7, but this server needs 31"):
         options(30, max_logprobs=7)
+
+
+def test_schemas_and_penalties_are_passed_to_vllm_under_its_names() -> None:
+    limits = VLLMRequestLimits(
+        server="vllm-0",
+        max_model_len=20,
+        model=ModelInfo(vocab_size=50, eos_token_ids=(7, 9)),
+        abilities=frozenset({*SAMPLING_ABILITIES, *CONSTRAINT_ABILITIES}),
+    )
+
+    def sent(**params: Any) -> dict[str, Any]:
+        return limits.sampling(
+            "r", prompt_ids=as_token_ids([1, 2]), params=SamplingParams(**params), attachments=()
+        )
+
+    assert sent(json_schema="{}")["structured_outputs"] == {"json": "{}"}
+    penalised = sent(presence_penalty=0.5, repetition_penalty=1.1)
+    assert (penalised["presence_penalty"], penalised["repetition_penalty"]) == (0.5, 1.1)
+    assert not {"structured_outputs", "presence_penalty", "frequency_penalty"} & sent().keys()
+    with pytest.raises(SamplingParamsError, match="without a stop token"):
+        sent(json_schema="{}", ignore_eos=True)
+    with pytest.raises(SamplingParamsError, match="vLLM's grammars begin with the request"):
+        sent(json_schema="{}", num_sampled=1)
+
+
+def test_raw_log_probs_are_not_those_of_penalised_logits() -> None:
+    assert LogProbs.RAW.are_exact(SamplingParams(json_schema="{}"))
+    assert not LogProbs.RAW.are_exact(SamplingParams(frequency_penalty=0.5))
+    assert LogProbs.PROCESSED.are_exact(SamplingParams(frequency_penalty=0.5))

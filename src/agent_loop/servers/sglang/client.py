@@ -144,6 +144,8 @@ class SGLangClient(SGLangBase):
         )
         seen = str(model.get("weight_version"))
         self._weight_version = int(seen) if seen.isdecimal() else 0
+        if not info.get("skip_tokenizer_init") and info.get("grammar_backend") != "none":
+            self.abilities |= {Ability.JSON_SCHEMA}
         if info.get("enable_deterministic_inference"):
             self.abilities |= {Ability.SEED}
         if info.get("enable_memory_saver") and info.get("enable_weights_cpu_backup"):

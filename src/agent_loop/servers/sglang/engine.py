@@ -52,6 +52,8 @@ class SGLangServer(SGLangBase):
         )
         if self._options.get("enable_memory_saver") and self._options.get("enable_weights_cpu_backup"):
             self.abilities |= {Ability.SLEEP}
+        if not self._options["skip_tokenizer_init"]:
+            self.abilities |= {Ability.JSON_SCHEMA}
         self._process = SGLangProcess(server=self.name)
         self._pids: tuple[int, ...] = ()
 

@@ -25,7 +25,7 @@ SET_BY: Mapping[str, str] = {
     "dtype": "model.dtype",
 }
 """Options that are set by other keys of the configuration, and those keys."""
-FIXED = ("skip_tokenizer_init", "incremental_streaming_output", "weight_version", "tokenizer_worker_num")
+FIXED = ("incremental_streaming_output", "weight_version", "tokenizer_worker_num")
 """Options that have a required value."""
 
 
@@ -55,6 +55,8 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
     loaders: Any = given.pop("custom_weight_loader", None) or []
     options: dict[str, Any] = {
         "log_level": "warning",
+        "skip_tokenizer_init": True,  # only grammars need a tokenizer
+        "tokenizer_path": spec.model.tokenizer_path,
         **_sleep_options(spec),
         **given,
         "custom_weight_loader": [*([loaders] if isinstance(loaders, str) else loaders), loader.NAME],
@@ -63,7 +65,6 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
         "context_length": spec.max_model_len + CONTEXT_MARGIN,
         "random_seed": spec.seed,
         "dtype": spec.model.dtype,
-        "skip_tokenizer_init": True,
         "incremental_streaming_output": True,
         "weight_version": "0",
     }

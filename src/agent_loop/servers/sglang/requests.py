@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, cast
 
 from agent_loop.errors import BadServerReply, SamplingParamsError, ServerError
-from agent_loop.servers.base import Ability
+from agent_loop.servers.base import Ability, refuse_params_of_request
 from agent_loop.types import (
     IntArray,
     SamplingParams,
@@ -20,6 +21,8 @@ from agent_loop.types import (
 
 SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS, Ability.TOP_LOGPROBS})
 """Abilities of a SGLang with exact log-probs."""
+CONSTRAINT_ABILITIES = frozenset({Ability.PENALTIES, Ability.MIN_P})
+"""Abilities of every SGLang. Log-probs are those after penalties and grammars, and before min-p."""
 LOWEST_TEMPERATURE = 1e-4
 """Lower temperatures overflow the logits in float32, and SGLang treats them as greedy."""
 GREEDY_TOP_P = 1e-6
@@ -60,7 +63,7 @@ def stamp(chunk: TokenChunk, *, first: int, weight_versions: Sequence[int]) -> l
     return chunks
 
 
-def check_params(params: SamplingParams, *, takes_seeds: bool) -> None:
+def check_params(params: SamplingParams, *, abilities: frozenset[Ability], server: str) -> None:
     """Check sampling parameters.
 
     Raises:
@@ -68,18 +71,44 @@ def check_params(params: SamplingParams, *, takes_seeds: bool) -> None:
     """
     if params.repetition_penalty != 1.0:
         raise SamplingParamsError(
-            f"repetition_penalty is {params.repetition_penalty}; SGLang servers offer only 1.0 (none), because "
-            "log-probs would be of the penalised logits"
+            f"repetition_penalty is {params.repetition_penalty}; SGLang servers offer only 1.0 (none), because SGLang "
+            "does not count the tokens of the prompt; use presence_penalty or frequency_penalty"
+        )
+    if params.json_schema and Ability.JSON_SCHEMA not in abilities:
+        raise SamplingParamsError(
+            "json_schema is set, but SGLang runs without a tokenizer; set "
+            "rollout.engine_kwargs.skip_tokenizer_init=false, or leave it out"
+        )
+    refuse_params_of_request(params, abilities=abilities, server=server)
+    if params.json_schema and params.ignore_eos:
+        raise SamplingParamsError(
+            "json_schema and ignore_eos are set, but SGLang's grammars end with the model's end token; leave out one"
+        )
+    if params.json_schema and params.num_sampled:
+        raise SamplingParamsError(
+            f"json_schema is set for a completion of which {params.num_sampled} tokens were sampled before, but "
+            "SGLang's grammars begin with the request; sample the completion again from its start"
         )
     if 0 < params.temperature < LOWEST_TEMPERATURE:
         raise SamplingParamsError(
             f"temperature is {params.temperature}; give 0 (greedy) or at least {LOWEST_TEMPERATURE}"
         )
-    if params.seed is not None and not takes_seeds:
+    if params.seed is not None and Ability.SEED not in abilities:
         raise SamplingParamsError(
             f"seed is {params.seed}, but SGLang uses seeds of requests only with "
             "rollout.engine_kwargs.enable_deterministic_inference=true; set it, or set no seed"
         )
+
+
+@contextmanager
+def schema_errors(params: SamplingParams) -> Generator[None]:
+    """Raise `SamplingParamsError` for a schema that SGLang cannot compile, which it reports as a failed request."""
+    try:
+        yield
+    except ServerError as error:
+        if not params.json_schema or "grammar" not in str(error):
+            raise
+        raise SamplingParamsError(f"SGLang refuses json_schema: {error}; fix the schema") from error
 
 
 def needs_own_stop(params: SamplingParams) -> bool:
@@ -106,8 +135,14 @@ def generate_body(
         "skip_special_tokens": False,
         "no_stop_trim": True,
     }
-    if params.seed is not None:
-        sampling["sampling_seed"] = params.seed
+    optional = {
+        "sampling_seed": (params.seed, None),
+        "presence_penalty": (params.presence_penalty, 0.0),
+        "frequency_penalty": (params.frequency_penalty, 0.0),
+        "min_p": (params.min_p, 0.0),
+        "json_schema": (params.json_schema, ""),
+    }
+    sampling |= {name: value for name, (value, default) in optional.items() if value != default}
     top = {"top_logprobs_num": params.top_logprobs} if params.top_logprobs else {}
     return top | {
         "rid": rid,

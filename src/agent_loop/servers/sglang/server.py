@@ -16,12 +16,14 @@ from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.sglang.in_flight import SGLangRequest, SGLangRequests
 from agent_loop.servers.sglang.requests import (
+    CONSTRAINT_ABILITIES,
     SAMPLING_ABILITIES,
     GenerateReply,
     check_params,
     generate_body,
     needs_own_stop,
     read_reply,
+    schema_errors,
 )
 from agent_loop.servers.sglang.streams import HeldTokens
 from agent_loop.trajectory.attachments import Attachment
@@ -78,6 +80,7 @@ class SGLangBase(AsyncServerBase):
         self.abilities = frozenset(
             {
                 *SAMPLING_ABILITIES,
+                *CONSTRAINT_ABILITIES,
                 Ability.STREAMING,
                 Ability.PREFIX_REUSE,
                 Ability.WEIGHT_UPDATE,
@@ -104,7 +107,7 @@ class SGLangBase(AsyncServerBase):
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
         room = self._check(prompt_ids, sampling_params, request_id, attachments)
-        with self._running.enter(request_id) as running:
+        with self._running.enter(request_id) as running, schema_errors(sampling_params):
             if needs_own_stop(sampling_params):
                 async with aclosing(self._parts(prompt_ids, sampling_params, running, room=room)) as chunks:
                     return TokenOutput.from_chunks([chunk async for chunk in chunks])
@@ -136,7 +139,7 @@ class SGLangBase(AsyncServerBase):
         Tokens after a weight update come in one chunk at the end, when SGLang reports the weight version of each token.
         """
         room = self._check(prompt_ids, sampling_params, request_id, attachments)
-        with self._running.enter(request_id) as running:
+        with self._running.enter(request_id) as running, schema_errors(sampling_params):
             async with aclosing(self._parts(prompt_ids, sampling_params, running, room=room)) as chunks:
                 async for chunk in chunks:
                     yield chunk
@@ -248,7 +251,7 @@ class SGLangBase(AsyncServerBase):
         trouble = self._trouble or ("the server is asleep; call wake_up first" if self._is_asleep else "")
         if trouble or self._limits is None:
             raise ServerError(trouble or NOT_STARTED, server=self.name, request_id=request_id)
-        check_params(params, takes_seeds=Ability.SEED in self.abilities)
+        check_params(params, abilities=self.abilities, server=self.name)
         room = self._limits.check(request_id, prompt_ids=prompt_ids, attachments=attachments)
         return room if params.max_tokens is None else min(room, params.max_tokens)
 

@@ -20,7 +20,7 @@ from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.vllm.gauges import Gauges
 from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequest, VLLMRequestLimits, VLLMRequests
 from agent_loop.servers.vllm.loading import mixed_weights
-from agent_loop.servers.vllm.logprobs import SAMPLING_ABILITIES, LogProbs
+from agent_loop.servers.vllm.logprobs import CONSTRAINT_ABILITIES, SAMPLING_ABILITIES, LogProbs
 from agent_loop.servers.vllm.remote import FOR_WEIGHTS, GENERATE, RemoteServerInfo, inspect_server
 from agent_loop.servers.vllm.replies import ReplyReader
 from agent_loop.servers.vllm.stamps import UnstampedChunk, stamped
@@ -111,9 +111,11 @@ class VLLMClient(AsyncServerBase):
         except BaseException:
             await self._http.close()
             raise
-        self._limits = VLLMRequestLimits(server=self.name, max_model_len=spec.max_model_len, model=model)
         self._info, self._weight_version, self._trouble = info, info.weight_version, ""
         self.abilities = _abilities(info)
+        self._limits = VLLMRequestLimits(
+            server=self.name, max_model_len=spec.max_model_len, model=model, abilities=self.abilities
+        )
         if info.takes_weights:
             self._publisher = WeightPublisher(
                 spec.model,
@@ -315,7 +317,7 @@ class VLLMClient(AsyncServerBase):
 
 
 def _abilities(info: RemoteServerInfo) -> frozenset[Ability]:
-    found = {Ability.SEED, Ability.STREAMING}
+    found = {Ability.SEED, Ability.STREAMING, *CONSTRAINT_ABILITIES}
     if info.logprobs in (LogProbs.SCALED, LogProbs.PROCESSED):
         found |= SAMPLING_ABILITIES
     if info.reports_cached_tokens:

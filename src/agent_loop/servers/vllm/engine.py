@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequen
 from contextlib import aclosing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from agent_loop.errors import AgentLoopError, ConfigError, ServerError
+from agent_loop.errors import AgentLoopError, ConfigError, SamplingParamsError, ServerError
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
@@ -18,6 +18,7 @@ from agent_loop.servers.vllm.launch import EngineLauncher
 from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequest, VLLMRequestLimits, VLLMRequests
 from agent_loop.servers.vllm.loading import mixed_weights
 from agent_loop.servers.vllm.logprobs import (
+    CONSTRAINT_ABILITIES,
     NUM_TOKENS,
     PROBE_HOT_TOP_1,
     PROBE_PLAIN,
@@ -66,6 +67,7 @@ class VLLMServer(AsyncServerBase):
         self.abilities = frozenset(
             {
                 *SAMPLING_ABILITIES,
+                *CONSTRAINT_ABILITIES,
                 Ability.SEED,
                 Ability.STREAMING,
                 Ability.PREFIX_REUSE,
@@ -75,6 +77,8 @@ class VLLMServer(AsyncServerBase):
         )
         self._spec = spec
         self._options = engine_options(spec)
+        if self._options.get("skip_tokenizer_init"):
+            self.abilities -= {Ability.JSON_SCHEMA}
         self._publisher = WeightPublisher(
             spec.model,
             transfer=spec.weight_transfer,
@@ -102,7 +106,7 @@ class VLLMServer(AsyncServerBase):
     async def start(self) -> None:
         model = await run_in_thread(ModelInfo.read, self._spec.model)
         self._limits = VLLMRequestLimits(
-            server=self.name, max_model_len=self._spec.max_model_len, model=model
+            server=self.name, max_model_len=self._spec.max_model_len, model=model, abilities=self.abilities
         )
         self._log = EngineLog(self.name)
         launcher = EngineLauncher(self.name, options=self._options, log=self._log)
@@ -274,7 +278,10 @@ class VLLMServer(AsyncServerBase):
 
         The generator awaits nothing before the engine's client knows the request, so an abort always finds it.
         """
-        options = {"flat_logprobs": True, "detokenize": False, **sampling}
+        options: dict[str, Any] = {"flat_logprobs": True, "detokenize": False, **sampling}
+        if "structured_outputs" in options:
+            constraint: Any = self._vllm.sampling_params.StructuredOutputsParams
+            options["structured_outputs"] = constraint(json=options["structured_outputs"]["json"])
         output_kind = getattr(self._vllm.sampling_params.RequestOutputKind, kind)
         return core.llm.generate(
             {"type": "token", "prompt_token_ids": prompt_ids.tolist()},
@@ -318,6 +325,8 @@ class VLLMServer(AsyncServerBase):
                 raise ServerError(CLOSED, server=self.name, request_id=request_id) from error
             if core.is_dead:
                 raise core.died(request_id) from error
+            if type(error).__name__ == "VLLMValidationError":
+                raise SamplingParamsError(f"vLLM refuses the request: {error}") from error
             raise ServerError(
                 f"vLLM failed the request ({describe_error(error)})", server=self.name, request_id=request_id
             ) from error

@@ -11,14 +11,16 @@ from transformers import AutoConfig, GenerationConfig
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError, SamplingParamsError, ServerError
+from agent_loop.servers.base import Ability, refuse_params_of_request
 from agent_loop.servers.prompt_limits import PromptLimits
-from agent_loop.servers.vllm.logprobs import num_logprobs
+from agent_loop.servers.vllm.logprobs import SAMPLING_ABILITIES, num_logprobs
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams
 
 LOWEST_TEMPERATURE = 0.01
 HIGHEST_TEMPERATURE = 2.0
 """vLLM rounds lower temperatures up, and refuses higher ones."""
+DEFAULTS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class VLLMRequestLimits:
     server: str
     max_model_len: int
     model: ModelInfo
+    abilities: frozenset[Ability] = SAMPLING_ABILITIES
+    """Abilities of the server, without which parameters are refused."""
 
     def sampling(
         self,
@@ -78,11 +82,18 @@ class VLLMRequestLimits:
         """
         limits = PromptLimits(self.server, self.max_model_len, self.model.vocab_size)
         room = limits.check(request_id, prompt_ids=prompt_ids, attachments=attachments)
-        _check_params(params)
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:
             stops.update(self.model.eos_token_ids)
-        return {
+        self._check_params(params, has_stops=bool(stops))
+        optional = {
+            name: getattr(params, name)
+            for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
+            if getattr(params, name) != getattr(DEFAULTS, name)
+        }
+        if params.json_schema:
+            optional["structured_outputs"] = {"json": params.json_schema}
+        return optional | {
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
@@ -93,18 +104,28 @@ class VLLMRequestLimits:
             "logprobs": num_logprobs(params),
         }
 
-
-def _check_params(params: SamplingParams) -> None:
-    if params.repetition_penalty != 1.0:
-        raise SamplingParamsError(
-            f"repetition_penalty is {params.repetition_penalty}; vLLM servers offer only 1.0 (none), because "
-            "log-probs would be of the penalised logits"
-        )
-    if params.temperature and not LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE:
-        raise SamplingParamsError(
-            f"temperature is {params.temperature}; vLLM accepts 0 (greedy), or from {LOWEST_TEMPERATURE} to "
-            f"{HIGHEST_TEMPERATURE:g}"
-        )
+    def _check_params(self, params: SamplingParams, *, has_stops: bool) -> None:
+        if params.min_p:
+            raise SamplingParamsError(
+                f"min_p is {params.min_p}; vLLM servers offer only 0 (none), because log-probs would be of the "
+                "candidates that min_p leaves"
+            )
+        refuse_params_of_request(params, abilities=self.abilities, server=self.server)
+        if params.json_schema and not has_stops:
+            raise SamplingParamsError(
+                "json_schema is set without a stop token, and vLLM would continue with any text after the JSON; leave "
+                "out ignore_eos, or set stop_token_ids"
+            )
+        if params.json_schema and params.num_sampled:
+            raise SamplingParamsError(
+                f"json_schema is set for a completion of which {params.num_sampled} tokens were sampled before, but "
+                "vLLM's grammars begin with the request; sample the completion again from its start"
+            )
+        if params.temperature and not LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE:
+            raise SamplingParamsError(
+                f"temperature is {params.temperature}; vLLM accepts 0 (greedy), or from {LOWEST_TEMPERATURE} to "
+                f"{HIGHEST_TEMPERATURE:g}"
+            )
 
 
 @dataclass(slots=True)

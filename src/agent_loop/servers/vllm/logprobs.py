@@ -15,6 +15,8 @@ from agent_loop.types import SamplingParams, TokenArrays, top_logprob_arrays
 
 SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS, Ability.TOP_LOGPROBS})
 """Abilities of a vLLM with exact log-probs."""
+CONSTRAINT_ABILITIES = frozenset({Ability.JSON_SCHEMA, Ability.PENALTIES})
+"""Abilities of every vLLM that has a tokenizer. Grammars are applied before all kinds of log-probs."""
 NUM_TOKENS = 5
 """Number of candidates that a probe requests."""
 MAX_LOGPROBS = 20
@@ -44,7 +46,7 @@ class LogProbs(StrEnum):
             case LogProbs.SCALED:
                 return True
             case LogProbs.RAW:
-                return params.temperature in (0.0, 1.0)
+                return params.temperature in (0.0, 1.0) and not _has_penalties(params)
             case LogProbs.PROCESSED:
                 return params.temperature == 0.0 or (params.top_p == 1.0 and params.top_k == -1)
             case LogProbs.UNKNOWN:
@@ -109,6 +111,11 @@ def read_content(content: Sequence[Mapping[str, Any]], *, params: SamplingParams
         num_top=num_top,
     )
     return ScoredTokens(token_ids, logprobs, extras)
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    given = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    return given != (0.0, 0.0, 1.0)
 
 
 def identify_logprobs(plain: Mapping[int, float], hot_top_1: Mapping[int, float]) -> LogProbs:

@@ -41,7 +41,6 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
         "logprobs_mode": LOG_PROBS_MODE,
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_prefix_caching": True,
-        "skip_tokenizer_init": True,
     }
     needed = num_logprobs(spec.sampling)
     if 0 <= spec.engine_kwargs.get("max_logprobs", MAX_LOGPROBS) < needed:  # -1 means no limit
@@ -65,4 +64,10 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
                     else f"this server needs {ours[key]!r}; leave it out"
                 )
             )
-    return {"disable_log_stats": True, **ours, **spec.engine_kwargs}
+    defaults: dict[str, Any] = {
+        "disable_log_stats": True,
+        "tokenizer": spec.model.tokenizer_path,  # only for grammars
+        # The other backends do not know the stop tokens of requests.
+        "structured_outputs_config": {"backend": "xgrammar"},
+    }
+    return {**defaults, **ours, **spec.engine_kwargs}

@@ -1,0 +1,122 @@
+"""SGLang engine with a tokenizer: completions under JSON schemas, penalties and min-p."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from agent_loop.errors import SamplingParamsError
+from agent_loop.servers.base import Ability
+from agent_loop.servers.sglang import SGLangServer
+from agent_loop.types import SamplingParams, TokenOutput
+from tests.engines.common import (
+    LOG_PROB_TOLERANCE,
+    assert_matches_the_reference,
+    changed_weights,
+    generate_and_stream,
+    largest_difference,
+    load_into,
+    load_reference,
+    make_model_folder,
+    prompts,
+)
+from tests.engines.constrained import (
+    OBJECT,
+    SCHEMA,
+    assert_logprobs_are_of_the_allowed_tokens,
+    assert_penalties_give_log_probs_of_the_penalised_logits,
+)
+from tests.engines.sglang_case import started
+
+Engine = tuple[SGLangServer, asyncio.Runner]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("models") / "untied", is_tied=False)
+
+
+@pytest.fixture(scope="module")
+def engine(model_path: Path) -> Iterator[Engine]:
+    with started(model_path, rollout__engine_kwargs__skip_tokenizer_init="false") as found:
+        yield found
+
+
+def test_a_tokenizer_changes_no_completion(engine: Engine, model_path: Path) -> None:
+    server, runner = engine
+    assert Ability.JSON_SCHEMA in server.abilities
+    runner.run(assert_matches_the_reference(server, load_reference(model_path)))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_logprobs_under_a_schema_are_of_the_allowed_tokens(
+    engine: Engine, model_path: Path, temperature: float
+) -> None:
+    server, runner = engine
+    reference = load_reference(model_path)
+    runner.run(
+        assert_logprobs_are_of_the_allowed_tokens(server, reference, model_path, temperature=temperature)
+    )
+
+
+def test_penalties_give_log_probs_of_the_penalised_logits(engine: Engine, model_path: Path) -> None:
+    """SGLang prepares a step before it knows the token of the step before."""
+    server, runner = engine
+    reference = load_reference(model_path)
+    runner.run(
+        assert_penalties_give_log_probs_of_the_penalised_logits(
+            server, reference, has_repetition=False, counts_late=True
+        )
+    )
+
+
+def test_logprobs_are_those_before_min_p(engine: Engine, model_path: Path) -> None:
+    server, runner = engine
+    prompt = prompts(1, seed=12)[0]
+    params = SamplingParams(temperature=0.8, min_p=0.3, max_tokens=24, ignore_eos=True)
+    for output in runner.run(generate_and_stream(server, prompt, params)):
+        difference = largest_difference(load_reference(model_path), prompt, output, temperature=0.8)
+        assert difference < LOG_PROB_TOLERANCE
+
+
+def test_an_invalid_schema_is_refused_and_the_engine_runs_on(engine: Engine) -> None:
+    server, runner = engine
+    prompt = prompts(1)[0]
+    with pytest.raises(SamplingParamsError, match="SGLang refuses json_schema"):
+        runner.run(server.generate(prompt, SamplingParams(json_schema='{"type": "nonsense"}'), "bad"))
+    assert runner.run(server.generate(prompt, SamplingParams(json_schema=SCHEMA), "good")).token_ids
+
+
+def test_a_weight_update_in_the_middle_keeps_the_position_in_the_schema(
+    engine: Engine, model_path: Path
+) -> None:
+    server, runner = engine
+    reference, tokenizer = load_reference(model_path), AutoTokenizer.from_pretrained(model_path)
+    params = SamplingParams(json_schema=OBJECT, max_tokens=100)
+
+    async def main() -> list[TokenOutput]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(server.generate(prompt, params, f"update-{number}"))
+                for number, prompt in enumerate(prompts(16, seed=13))
+            ]
+            weights = changed_weights(reference, seed=14)
+            await server.update_weights(list(weights.items()), weight_version=1)
+        load_into(reference, weights)
+        return [task.result() for task in tasks]
+
+    outputs = runner.run(main())
+    assert_are_objects(tokenizer, outputs)
+    assert any(len(output.chunks) == 2 for output in outputs)
+
+
+def assert_are_objects(tokenizer: Any, outputs: list[TokenOutput]) -> None:
+    for output in outputs:
+        assert output.stop_reason == "stop"
+        assert json.loads(tokenizer.decode(output.token_ids[:-1])).keys() == {"colour", "is_warm"}
