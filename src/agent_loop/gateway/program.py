@@ -35,6 +35,7 @@ class AgentProgramLoop(ProgramLoop):
         command: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
         max_branches: int = MAX_BRANCHES,
+        accept_as_wish: Sequence[str] = (),
     ) -> None:
         """Create the loop.
 
@@ -47,8 +48,9 @@ class AgentProgramLoop(ProgramLoop):
             env: Additional environment variables for the command. `$NAME` in a value is replaced by that variable of
                 this process. The command inherits only the variables for paths, locale and the like.
             max_branches: Maximum number of conversations per program.
+            accept_as_wish: Names of request parameters that the program may send although they cannot be honoured.
         """
-        super().__init__(context, max_branches=max_branches)
+        super().__init__(context, max_branches=max_branches, accept_as_wish=accept_as_wish)
         self._program = program
         self._command = command
         self._env = expand_variables(checked_env(env or {}), where="env")

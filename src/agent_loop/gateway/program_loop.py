@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 from agent_loop.gateway.errors import ProgramFailed
 from agent_loop.gateway.listener import Endpoint, reachable
 from agent_loop.gateway.session import MAX_BRANCHES, Session
+from agent_loop.gateway.wishes import wishes_of
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.rewards.function import REWARD_NAMES, Score, read_score
 from agent_loop.runtime.concurrency import run_while
@@ -56,14 +57,19 @@ class ProgramLoop(AgentLoopBase):
     trajectory ends with the limit's stop reason instead.
     """
 
-    def __init__(self, context: LoopContext, *, max_branches: int = MAX_BRANCHES) -> None:
+    def __init__(
+        self, context: LoopContext, *, max_branches: int = MAX_BRANCHES, accept_as_wish: Sequence[str] = ()
+    ) -> None:
         """Create the loop.
 
         Args:
             context: Context of the loop.
             max_branches: Maximum number of conversations per program.
+            accept_as_wish: Names of request parameters that the program may send although they cannot be honoured. Each
+                such parameter is dropped and leaves an incident.
         """
         super().__init__(context)
+        self._wishes = wishes_of(accept_as_wish)
         self._max_branches = max_branches
         self._session: Session | None = None
 
@@ -74,7 +80,12 @@ class ProgramLoop(AgentLoopBase):
     async def run(
         self, sampling_params: dict[str, Any], **row: Any
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        session = Session(self.context, sampling_params=sampling_params, max_branches=self._max_branches)
+        session = Session(
+            self.context,
+            sampling_params=sampling_params,
+            max_branches=self._max_branches,
+            wishes=self._wishes,
+        )
         async with self.prepared(row) as program, session:
             self._session = session
             result = await _run_program(program.run, session, cancellation=self.context.cancellation)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from fastapi import Request, Response
 
+from agent_loop.completions.fields import RequestModel
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.response_models import ChatCompletion, ResponseModel
 from agent_loop.gateway.gateway import Gateway
@@ -54,6 +56,18 @@ class SessionRequests:
         """Check the key of a request before its body is read. Same errors as `session`."""
         self.session(request.path_params["session_id"], request)
 
+    def amend(self, request: Request, model: type[RequestModel], body: Any) -> Any:
+        """Return the body of a request without the parameters that its program may send as wishes.
+
+        The incidents are kept with the request, for `dropped_parameters`.
+
+        Raises:
+            RequestError: The body is not valid without these parameters either.
+        """
+        session = self.session(request.path_params["session_id"], request)
+        amended, request.state.incidents = session.wishes.amended(model, body)
+        return amended
+
     async def respond(
         self,
         chat: ChatCompletionRequest,
@@ -61,6 +75,7 @@ class SessionRequests:
         session: Session,
         *,
         incidents: Sequence[Incident] = (),
+        trusts_call_ids: bool = False,
         to_response: Callable[[ChatCompletion], ResponseModel] = _unchanged,
         events: EventFormat = OPENAI_EVENTS,
     ) -> Response:
@@ -71,6 +86,7 @@ class SessionRequests:
             request: The HTTP request.
             session: The session of the request.
             incidents: What was lost in the translation.
+            trusts_call_ids: See `Session.submit`.
             to_response: Translates the whole completion to the API of the request.
             events: Writes the chunks of a stream as events of the API of the request.
 
@@ -78,11 +94,19 @@ class SessionRequests:
             AgentLoopError: The request cannot be completed.
             ClientDisconnected: The client disconnected.
         """
-        shared = session.submit(chat, retry=retry_info(request), incidents=incidents)
+        lost = [*dropped_parameters(request), *incidents]
+        shared = session.submit(
+            chat, retry=retry_info(request), incidents=lost, trusts_call_ids=trusts_call_ids
+        )
         connection = ClientConnection(request.receive, self._stopping)
         if chat.stream:
             return await stream_response(stream_chunks(chat, shared), connection=connection, events=events)
         return json_response(to_response(await connection.run(build_completion(chat, shared))))
+
+
+def dropped_parameters(request: Request) -> Sequence[Incident]:
+    """Return an incident for each parameter that was dropped from the body of a request."""
+    return getattr(request.state, "incidents", ())
 
 
 def retry_info(request: Request) -> RetryInfo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -13,7 +13,7 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.fields import RequestModel
 from agent_loop.completions.requests import ChatCompletionRequest, fault_path, parameter_of, request_error
 from agent_loop.completions.turn_prefix import check_calls
-from agent_loop.errors import RequestError, UnsupportedParameter
+from agent_loop.errors import ConfigError, RequestError, UnsupportedParameter
 from agent_loop.servers.base import Ability, unsupported_params
 from agent_loop.servers.pool import ServerPool
 from agent_loop.trajectory import Incident, IncidentKind
@@ -45,16 +45,21 @@ class Wishes:
     names: Collection[str] = ()
 
     def read(self, model: type[RequestModelT], body: Any) -> tuple[RequestModelT, Sequence[Incident]]:
-        """Validate the body of a request, and drop the parameters in it that are wishes and cannot be honoured.
+        """Return the request of a body, and an incident for each dropped parameter. See `amended`."""
+        body, incidents = self.amended(model, body)
+        return model.model_validate(body), incidents
 
-        All APIs of the gateway read their bodies with this function.
+    def amended(self, model: type[RequestModel], body: Any) -> tuple[Any, Sequence[Incident]]:
+        """Return a body that matches its model, without the parameters that are wishes and cannot be honoured.
+
+        The bodies of all APIs of the gateway pass through this function.
 
         Args:
             model: Model of the request.
             body: The body, decoded from JSON.
 
         Returns:
-            The request, and an incident for each dropped parameter.
+            The body, and an incident for each dropped parameter.
 
         Raises:
             RequestError: A parameter that is no wish is unknown, not supported, missing or out of range.
@@ -62,7 +67,8 @@ class Wishes:
         incidents: list[Incident] = []
         while True:
             try:
-                return model.model_validate(body), incidents
+                model.model_validate(body)
+                return body, incidents
             except ValidationError as error:
                 faults = cast(Sequence[Mapping[str, Any]], error.errors())
                 refused = request_error(faults, known=model)
@@ -92,10 +98,7 @@ class Wishes:
                 incidents.append(_dropped(name, reason=str(error)))
                 request = request.model_copy(update={name: None})
                 continue
-            if request.reasoning_effort is not None and not template.mentions("reasoning_effort"):
-                reason = "the chat template does not know reasoning_effort"
-                incidents.append(_dropped("reasoning_effort", reason=reason))
-            return ReadRequest(request, incidents)
+            return ReadRequest(request, [*incidents, *_unknown_to_template(request, template)])
 
     def hinted(self, error: RequestError) -> RequestError:
         """Return the error of an unsupported parameter with the advice to accept it as a wish."""
@@ -117,6 +120,20 @@ class Wishes:
 NO_WISHES = Wishes()
 
 
+def wishes_of(names: Sequence[str]) -> Wishes:
+    """Return the wishes with these names.
+
+    Raises:
+        ConfigError: `names` is not a list of names.
+    """
+    given: Any = names
+    if not isinstance(given, list | tuple) or not all(
+        isinstance(name, str) for name in cast(list[Any], given)
+    ):
+        raise ConfigError(f"accept_as_wish is {given!r:.80}; give a list of names of request parameters")
+    return Wishes(frozenset(names))
+
+
 def _check_abilities(request: ChatCompletionRequest, pool: ServerPool) -> None:
     """Refuse parameters that not all servers support.
 
@@ -130,6 +147,14 @@ def _check_abilities(request: ChatCompletionRequest, pool: ServerPool) -> None:
         raise UnsupportedParameter(
             f"{name} is not supported by the servers of the model; leave it out", param=name
         )
+
+
+def _unknown_to_template(request: ChatCompletionRequest, template: ChatTemplate) -> Iterator[Incident]:
+    """Yield an incident for each hint to the model that the chat template cannot render."""
+    if request.reasoning_effort is not None and not template.mentions("reasoning_effort"):
+        yield _dropped("reasoning_effort", reason="the chat template does not know reasoning_effort")
+    if request.verbosity not in (None, "medium"):
+        yield _dropped("verbosity", reason="no chat template knows it")
 
 
 def _dropped(name: str, *, reason: str) -> Incident:

@@ -59,6 +59,7 @@ class HarnessLoop(ProgramLoop):
         env: Mapping[str, str] | None = None,
         model: str = "",
         max_branches: int = MAX_BRANCHES,
+        accept_as_wish: Sequence[str] = (),
     ) -> None:
         """Create the loop.
 
@@ -72,8 +73,9 @@ class HarnessLoop(ProgramLoop):
                 this process. The program inherits only the variables for paths, locale and the like.
             model: Name of the model that the agent asks for. The model in training answers to any name.
             max_branches: Maximum number of conversations of a run.
+            accept_as_wish: Names of request parameters that the agent may send although they cannot be honoured.
         """
-        super().__init__(context, max_branches=max_branches)
+        super().__init__(context, max_branches=max_branches, accept_as_wish=accept_as_wish)
         self._workspace = workspace
         self.executable = executable or self.program
         self.arguments = list(arguments)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from agent_loop.completions.fields import RequestModel
 from agent_loop.serving.metrics import Metrics
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -22,10 +24,19 @@ BODY_TIMEOUT_S = 60.0
 """Time that a client has to send the body of a request."""
 
 
+AmendBody: TypeAlias = Callable[[Request, type[RequestModel], Any], Any]
+"""Called with a request, the model of its body, and the body, which does not match the model."""
+
+
 class StrictRequest(Request):
     """Request whose body must be JSON as in RFC 8259: no NaN, no lone surrogates, bounded nesting."""
 
+    amended: Any = None
+    """Body that replaces the one that the client sent; None if none does."""
+
     async def json(self) -> Any:
+        if self.amended is not None:
+            return self.amended
         try:
             return from_json(await self.body(), allow_inf_nan=False)
         except ValueError as error:
@@ -37,14 +48,22 @@ class StrictRoute(APIRoute):
 
     admit: Callable[[Request], None] | None = None
     """Raises an error if the client is not allowed to send the request."""
+    amend: AmendBody | None = None
+    """Returns the body without what cannot be honoured, or raises an error; None leaves bodies as they are."""
 
     @classmethod
-    def admitting(cls, admit: Callable[[Request], None] | None) -> type[StrictRoute]:
-        """Return a route class with this check; None admits all clients."""
-        return cast(
-            type[StrictRoute],
-            type(cls.__name__, (cls,), {"admit": None if admit is None else staticmethod(admit)}),
-        )
+    def admitting(
+        cls, admit: Callable[[Request], None] | None, *, amend: AmendBody | None = None
+    ) -> type[StrictRoute]:
+        """Return a route class with this check; None admits all clients.
+
+        Args:
+            admit: See `StrictRoute.admit`.
+            amend: See `StrictRoute.amend`.
+        """
+        hooks: dict[str, Any] = {"admit": admit, "amend": amend}
+        fields = {name: hook if hook is None else staticmethod(hook) for name, hook in hooks.items()}
+        return cast(type[StrictRoute], type(cls.__name__, (cls,), fields))
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -52,9 +71,24 @@ class StrictRoute(APIRoute):
         async def handle_strictly(request: Request) -> Response:
             if self.admit is not None:
                 self.admit(request)
-            return await handle(StrictRequest(request.scope, request.receive))
+            strict = StrictRequest(request.scope, request.receive)
+            try:
+                return await handle(strict)
+            except RequestValidationError as error:
+                model = body_model(self)
+                if self.amend is None or model is None or error.errors()[0]["loc"][0] != "body":
+                    raise
+                strict.amended = self.amend(strict, model, error.body)
+            return await handle(strict)
 
         return handle_strictly
+
+
+def body_model(route: Any) -> type[RequestModel] | None:
+    """Return the model of the body that a route takes; None if it takes none."""
+    field: Any = getattr(route, "body_field", None)
+    model: Any = None if field is None else field.field_info.annotation
+    return model if isinstance(model, type) and issubclass(model, RequestModel) else None
 
 
 class BodyLimiter:
