@@ -11,8 +11,9 @@ import numpy as np
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.gateway.listener import _servers
+from agent_loop.gateway.program import AgentProgramLoop
 from agent_loop.loops.base import LoopContext
-from agent_loop.loops.registry import LoopRegistry
+from agent_loop.loops.registry import LoopEntry, LoopRegistry
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.worker import AgentLoopWorker
@@ -52,8 +53,10 @@ class ProgramHarness:
         reward: Any = None,
         template: ChatTemplate | None = None,
         new_log: Any = None,
+        loop: Mapping[str, Any] | None = None,
         **limits: Any,
     ) -> None:
+        """Create the worker. `loop` holds arguments of the agent loop, as its entry in `loops.yaml` does."""
         is_script = callable(script)
         self.servers = [ScriptedServer(script, streams=True)] if is_script else list(script)
         self.server: Any = self.servers[0]
@@ -63,9 +66,11 @@ class ProgramHarness:
             template=template or hermes_template(),
             limits=EpisodeLimits(**{"prompt_length": 4096, "response_length": 4096, **limits}),
         )
+        loops = LoopRegistry()
+        loops._entries["agent_program"] = LoopEntry(AgentProgramLoop, loop or {})
         self.worker = AgentLoopWorker(
             context,
-            loops=LoopRegistry(),
+            loops=loops,
             default_agent_loop="agent_program",
             reward=None if reward is None else RewardFunction(reward, timeout_s=1),
         )

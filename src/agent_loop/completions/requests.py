@@ -178,7 +178,8 @@ class ChatCompletionRequest(SamplingRequest):
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     """Passed to the chat template if the template knows it, and ignored otherwise."""
     modalities: Annotated[Any, Only(["text"])] = None
-    verbosity: Annotated[Any, Only()] = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Has no effect, because no chat template knows it."""
     prediction: Annotated[Any, Only()] = None
     audio: Annotated[Any, Only()] = None
     web_search_options: Annotated[Any, Only()] = None

@@ -86,7 +86,7 @@ class ThreadRefusal(ResponseModel):
     """Tells a client that conversations are not stored. The client then sends whole conversations."""
 
     error_code: Literal["thread_unsupported_request"] = "thread_unsupported_request"
-    unsupported: list[str] = ["thread"]
+    unsupported: tuple[str, ...] = ("thread",)
 
 
 class MessagesErrorDetail(ResponseModel):

@@ -1,0 +1,148 @@
+"""Tests of the OpenAI Agents SDK with its defaults, on the Responses API and on chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from agent_loop.servers.base import Ability
+from tests.agents.frameworks import ONE_TOOL_TURN, SUM, Sum, run_framework
+from tests.gateway.harness import origins
+from tests.helpers import call_text
+
+sdk: Any = pytest.importorskip("agents")
+pytestmark = [pytest.mark.agents, pytest.mark.parametrize("api", ["responses", "chat"])]
+
+ADD = call_text("add", a=1, b=2)
+
+
+class Calls:
+    """An adding tool that counts its calls."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def tool(self) -> Any:
+        def add(a: int, b: int) -> int:
+            """Add two numbers."""
+            self.num_calls += 1
+            return a + b
+
+        return sdk.function_tool(add)
+
+
+@asynccontextmanager
+async def settings(api: str, base_url: str, api_key: str) -> AsyncGenerator[Any]:
+    """Yield the settings that point the SDK at the gateway."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        provider = sdk.OpenAIProvider(openai_client=client, use_responses=api == "responses")
+        yield sdk.RunConfig(model_provider=provider, tracing_disabled=True)
+
+
+async def run(agent: Any, question: str, *endpoint: str, **options: Any) -> Any:
+    """Run an agent, and return its result."""
+    async with settings(*endpoint) as run_config:
+        return await sdk.Runner.run(agent, question, run_config=run_config, **options)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_with_a_tool_is_one_trajectory(api: str, stream: bool) -> None:
+    calls = Calls()
+
+    async def program(row: Any, *, base_url: str, api_key: str) -> float:
+        agent = sdk.Agent(name="adder", instructions="Add.", tools=[calls.tool()])
+        async with settings(api, base_url, api_key) as run_config:
+            if stream:
+                result = sdk.Runner.run_streamed(agent, "1 + 2?", run_config=run_config)
+                names = [event.name async for event in result.stream_events() if hasattr(event, "name")]
+                assert names == ["tool_called", "tool_output", "message_output_created"]
+            else:
+                result = await sdk.Runner.run(agent, "1 + 2?", run_config=run_config)
+        assert result.final_output == "It is 3."
+        return 1.0
+
+    recorded = run_framework(program, ADD, "It is 3.")
+    assert origins(recorded.output) == ONE_TOOL_TURN
+    assert calls.num_calls == 1
+    assert recorded.output.reward_score == 1.0
+
+
+def test_parallel_calls_are_answered_in_one_turn(api: str) -> None:
+    calls = Calls()
+
+    async def program(row: Any, *, base_url: str, api_key: str) -> None:
+        agent = sdk.Agent(name="adder", tools=[calls.tool()])
+        result = await run(agent, "1 + 2, 3 + 4?", api, base_url, api_key)
+        assert result.final_output == "3 and 7"
+
+    recorded = run_framework(program, "Both." + ADD + call_text("add", a=3, b=4), "3 and 7")
+    assert origins(recorded.output) == ONE_TOOL_TURN
+    assert [m["content"] for m in recorded.output.messages if m["role"] == "tool"] == ["3", "7"]
+    assert calls.num_calls == 2
+
+
+def test_an_output_type_is_enforced_where_the_server_can(api: str) -> None:
+    async def program(row: Any, *, base_url: str, api_key: str) -> None:
+        agent = sdk.Agent(name="adder", output_type=Sum)
+        result = await run(agent, "1 + 2?", api, base_url, api_key)
+        assert result.final_output == Sum(total=3, note="as asked")
+
+    recorded = run_framework(program, SUM, abilities=[Ability.JSON_SCHEMA])
+    assert origins(recorded.output) == ["prompt", "model"]
+    assert "response_format" not in recorded.dropped
+
+
+@pytest.mark.parametrize("abilities", [(), (Ability.JSON_SCHEMA,)])
+def test_an_output_type_with_tools_is_one_trajectory(api: str, abilities: Iterable[Ability]) -> None:
+    calls = Calls()
+
+    async def program(row: Any, *, base_url: str, api_key: str) -> None:
+        agent = sdk.Agent(name="adder", tools=[calls.tool()], output_type=Sum)
+        result = await run(agent, "1 + 2?", api, base_url, api_key)
+        assert result.final_output == Sum(total=3, note="as asked")
+
+    recorded = run_framework(
+        program, ADD, SUM, abilities=abilities, accept_as_wish=["response_format", "text.format"]
+    )
+    assert origins(recorded.output) == ONE_TOOL_TURN
+    assert calls.num_calls == 1
+
+
+def test_a_handoff_is_a_conversation_of_its_own(api: str) -> None:
+    async def program(row: Any, *, base_url: str, api_key: str) -> None:
+        poet = sdk.Agent(name="poet", instructions="Rhyme.")
+        front = sdk.Agent(name="front", instructions="Hand over.", handoffs=[poet])
+        result = await run(front, "A rhyme?", api, base_url, api_key)
+        assert (result.final_output, result.last_agent.name) == ("fox, box", "poet")
+
+    recorded = run_framework(program, call_text("transfer_to_poet"), "fox, box")
+    assert [origins(output) for output in recorded.outputs] == [["prompt", "model"]] * 2
+    assert "Hand over." in recorded.prompts[0]
+    assert "Rhyme." in recorded.prompts[1]
+
+
+def test_an_agent_as_a_tool_of_another_is_a_conversation_of_its_own(api: str) -> None:
+    async def program(row: Any, *, base_url: str, api_key: str) -> None:
+        poet = sdk.Agent(name="poet", instructions="Rhyme.")
+        tool = poet.as_tool(tool_name="rhyme", tool_description="Find a rhyme.")
+        front = sdk.Agent(name="front", instructions="Ask the poet.", tools=[tool])
+        result = await run(front, "A rhyme?", api, base_url, api_key)
+        assert result.final_output == "It is box."
+
+    recorded = run_framework(program, call_text("rhyme", input="fox"), "box", "It is box.")
+    assert [origins(output) for output in recorded.outputs] == [ONE_TOOL_TURN, ["prompt", "model"]]
+
+
+def test_a_session_of_the_sdk_continues_the_conversation(api: str) -> None:
+    async def program(row: Any, *, base_url: str, api_key: str) -> None:
+        agent, memory = sdk.Agent(name="talker"), sdk.SQLiteSession("talk")
+        for question in ("One?", "Two?"):
+            await run(agent, question, api, base_url, api_key, session=memory)
+        memory.close()
+
+    recorded = run_framework(program, "one", "two")
+    assert origins(recorded.output) == ["prompt", "model", "interaction", "model"]

@@ -1,0 +1,76 @@
+"""Tests of smolagents with its OpenAI model.
+
+smolagents writes the calls of earlier steps as text, and their results as messages of the user. So each step is a
+conversation of its own, which has the earlier steps in its prompt as the model saw them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.agents.frameworks import run_framework
+from tests.gateway.harness import origins
+from tests.helpers import call_text, hermes_template
+
+smolagents: Any = pytest.importorskip("smolagents")
+pytestmark = pytest.mark.agents
+
+
+class Add(smolagents.Tool):
+    """An adding tool that counts its calls."""
+
+    name = "add"
+    description = "Add two numbers."
+    inputs = {name: {"type": "integer", "description": "a number"} for name in "ab"}  # noqa: RUF012
+    output_type = "integer"
+    num_calls = 0
+
+    def forward(self, a: int, b: int) -> int:
+        self.num_calls += 1
+        return a + b
+
+
+def model_of(base_url: str, api_key: str) -> Any:
+    return smolagents.OpenAIServerModel("gpt", api_base=base_url, api_key=api_key)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_calling_agent_forces_a_call_in_each_step(stream: bool) -> None:
+    tool = Add()
+
+    def program(row: Any, *, base_url: str, api_key: str) -> None:
+        model = model_of(base_url, api_key)
+        agent = smolagents.ToolCallingAgent(
+            tools=[tool], model=model, verbosity_level=0, stream_outputs=stream
+        )
+        assert agent.run("1 + 2?") == "It is 3."
+        model.client.close()
+
+    recorded = run_framework(
+        program, call_text("add", a=1, b=2), call_text("final_answer", answer="It is 3.")
+    )
+    assert [origins(output) for output in recorded.outputs] == [["prompt", "prefix", "model"]] * 2
+    assert tool.num_calls == 1
+    assert "Observation:\n3" in recorded.prompts[1]
+    assert recorded.dropped == []
+
+
+def test_the_code_of_a_code_agent_ends_at_its_stop_text() -> None:
+    tool = Add()
+
+    def program(row: Any, *, base_url: str, api_key: str) -> None:
+        model = model_of(base_url, api_key)
+        agent = smolagents.CodeAgent(tools=[tool], model=model, verbosity_level=0)
+        assert agent.run("1 + 2?") == 3
+        model.client.close()
+
+    step = "Thought: I add.\n<code>\ntotal = add(1, 2)\nprint(total)\n</code>"
+    last = "Thought: Done.\n<code>\nfinal_answer(total)\n</code>"
+    recorded = run_framework(program, step, last, has_stops=True)
+    for output, text in zip(recorded.outputs, [step, last], strict=True):
+        assert hermes_template().decode(output.response_ids) == text
+    assert [origins(output) for output in recorded.outputs] == [["prompt", "model"]] * 2
+    assert tool.num_calls == 1
+    assert "Execution logs:\n3" in recorded.prompts[1]
