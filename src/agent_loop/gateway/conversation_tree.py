@@ -43,6 +43,8 @@ class TreePosition:
     """Key of the whole conversation, which ignores differences that clients introduce."""
     exact_history: str
     """Key of the whole conversation exactly as the client wrote it."""
+    has_rewritten_calls: bool = False
+    """Whether the client changed arguments of calls in the parent's completion."""
 
 
 class ConversationTree:
@@ -50,6 +52,7 @@ class ConversationTree:
 
     def __init__(self) -> None:
         self._by_history: dict[str, list[TurnNode]] = {}
+        self._by_call_ids: dict[str, list[TurnNode]] = {}
         self._by_request: dict[str, list[TurnNode]] = {}
 
     def locate(
@@ -59,6 +62,7 @@ class ConversationTree:
         *,
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
+        trusts_call_ids: bool = False,
     ) -> TreePosition:
         """Return the position of a request.
 
@@ -71,22 +75,27 @@ class ConversationTree:
             keys: Key of each message.
             tools: Tools that the model sees.
             variables: Variables of the chat template.
+            trusts_call_ids: Whether calls are recognised by their ids even if the client has changed their arguments.
         """
         opening = opening_key(tools, variables)
         history = exact = opening
-        parent, start = None, 0
+        parent, start, is_rewritten = None, 0, False
         for position, message_key in enumerate(keys, start=1):
             key, exact_key = message_key.key, message_key.exact_key
             if message_key.role == "assistant":
                 parent = self._turn_with_reply(chained(history, key), message_key, exact=exact)
+                is_rewritten = parent is None and trusts_call_ids
+                if is_rewritten:
+                    parent = self._turn_with_calls(history, message_key)
                 start = position
-                key = exact_key = message_key.exact_key if parent is None else message_key.key
+                key = exact_key = message_key.exact_key if parent is None else _key_of_reply(parent)
             history, exact = chained(history, key), chained(exact, exact_key)
         if parent is None or start == len(messages):
-            parent, start = None, 0
+            parent, start, is_rewritten = None, 0, False
         new = [message_key.exact_key for message_key in keys[start:]]
         origin = opening if parent is None else id(parent)
-        return TreePosition(parent, messages[start:], digest(origin, new), history, exact)
+        request_key = digest(origin, new)
+        return TreePosition(parent, messages[start:], request_key, history, exact, is_rewritten)
 
     def find_cut_turn(self, position: TreePosition, reply: MessageKey) -> TurnNode | None:
         """Return the turn with this completion after the conversation of a position, if it can be continued."""
@@ -110,6 +119,21 @@ class ConversationTree:
         """Store the completion of a turn, so that later requests can continue it."""
         turn.reply = reply
         self._by_history.setdefault(chained(turn.position.history, reply.key), []).append(turn)
+        if reply.key_by_ids:
+            by_ids = chained(turn.position.history, reply.key_by_ids)
+            self._by_call_ids.setdefault(by_ids, []).append(turn)
+
+    def _turn_with_calls(self, history: str, message_key: MessageKey) -> TurnNode | None:
+        """Return the latest turn after this history whose calls have the names and ids of the message's calls."""
+        turns = (
+            self._by_call_ids.get(chained(history, message_key.key_by_ids), ())
+            if message_key.key_by_ids
+            else ()
+        )
+        for turn in reversed(turns):
+            if turn.reply is not None and message_key.reasoning in ("", turn.reply.reasoning):
+                return turn
+        return None
 
     def _turn_with_reply(
         self, history: str, message_key: MessageKey, *, exact: str, is_open: bool = False
@@ -127,3 +151,8 @@ class ConversationTree:
                 if found is None or match >= best_match:
                     found, best_match = turn, match
         return found
+
+
+def _key_of_reply(turn: TurnNode) -> str:
+    assert turn.reply is not None, "turns are found by their replies"
+    return turn.reply.key

@@ -34,6 +34,8 @@ class MessageKey:
     reasoning: str = ""
     call_ids: tuple[str, ...] = ()
     """The client's ids of an assistant's tool calls."""
+    key_by_ids: str = ""
+    """Digest of an assistant's message with the ids of its calls instead of their arguments; "" without ids."""
 
 
 def opening_key(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -80,8 +82,10 @@ def _hash(text: str) -> str:
 def _assistant_key(message: Message) -> MessageKey:
     calls: list[dict[str, Any]] = message.get("tool_calls") or []
     functions = [[call["function"]["name"], call["function"]["arguments"]] for call in calls]
+    call_ids = tuple(str(call.get("id") or "") for call in calls)
     content = message.get("content") or ""
-    key = digest("assistant", content.strip() if isinstance(content, str) else content, functions)
+    text = content.strip() if isinstance(content, str) else content
+    key = digest("assistant", text, functions)
     reasoning = str(message.get("reasoning_content") or "").strip()
     is_bare = not reasoning and message.get("name") is None
     return MessageKey(
@@ -89,7 +93,8 @@ def _assistant_key(message: Message) -> MessageKey:
         key=key,
         exact_key=key if is_bare else digest(key, reasoning, message.get("name")),
         reasoning=reasoning,
-        call_ids=tuple(str(call.get("id") or "") for call in calls),
+        call_ids=call_ids,
+        key_by_ids=digest("ids", text, [name for name, _ in functions], call_ids) if all(call_ids) else "",
     )
 
 

@@ -33,6 +33,10 @@ AS_USER = Incident(
     IncidentKind.SYSTEM_MESSAGE_AS_USER,
     "the chat template does not render system messages at every place; later ones became text of the user",
 )
+REWRITTEN = Incident(
+    IncidentKind.REWRITTEN_CALL,
+    "the client changed the arguments of calls in its record of the conversation; the model sees its own",
+)
 ABORTED = "the completion was aborted because its session ended or its client disconnected"
 
 
@@ -108,7 +112,12 @@ class Session:
         await run_shielded(end, timeout_s=CLOSE_TIMEOUT_S)
 
     def submit(
-        self, request: ChatCompletionRequest, *, retry: RetryInfo, incidents: Sequence[Incident] = ()
+        self,
+        request: ChatCompletionRequest,
+        *,
+        retry: RetryInfo,
+        incidents: Sequence[Incident] = (),
+        trusts_call_ids: bool = False,
     ) -> SharedChoices:
         """Start the completions of a request and return them. A retry gets the completions of the original request.
 
@@ -116,6 +125,8 @@ class Session:
             request: The request.
             retry: Whether the request is a retry.
             incidents: What was lost in reading and translating the request. Each is recorded once for each branch.
+            trusts_call_ids: Whether a call with the id of a sampled call is that call, even if the client has changed
+                its arguments.
 
         Raises:
             RequestError: The request uses a feature that is not supported.
@@ -130,11 +141,19 @@ class Session:
         known = self._completions.find(fingerprint, retry)
         if known is not None:
             return known
-        plan = plan_turn(granted.request, written, self._tree, json_schema=request.json_schema)
+        plan = plan_turn(
+            granted.request,
+            written,
+            self._tree,
+            json_schema=request.json_schema,
+            trusts_call_ids=trusts_call_ids,
+        )
         turns = self._claim_turns(plan, num_choices=request.num_choices)
-        moved = [AS_USER] if written.has_moved_system else []
+        lost = [*incidents, *granted.incidents]
+        lost += [AS_USER] if written.has_moved_system else []
+        lost += [REWRITTEN] if plan.position.has_rewritten_calls else []
         for turn in turns:
-            turn.branch.note_once([*incidents, *granted.incidents, *moved])
+            turn.branch.note_once(lost)
         choices = [self._start(plan, turn, choice=number) for number, turn in enumerate(turns)]
         shared = SharedChoices(choices)
         self._completions.add(fingerprint, retry, shared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from agent_loop.chat.system_messages import settle_system_messages
 from agent_loop.chat.template import ChatTemplate
@@ -61,24 +62,41 @@ class TurnPlan:
 
 
 def plan_turn(
-    request: ChatCompletionRequest, written: WrittenConversation, tree: ConversationTree, *, json_schema: str
+    request: ChatCompletionRequest,
+    written: WrittenConversation,
+    tree: ConversationTree,
+    *,
+    json_schema: str,
+    trusts_call_ids: bool = False,
 ) -> TurnPlan:
     """Return the plan of a request's turn.
 
     With `continue_final_message`, the last message is continued: from the tokens of the turn that it is, if the turn
     was sampled in this session and cut, and otherwise from its text.
 
+    Args:
+        request: The request.
+        written: Its conversation.
+        tree: Conversation tree of the session.
+        json_schema: See `TurnPlan`.
+        trusts_call_ids: See `ConversationTree.locate`.
+
     Raises:
         RequestError: The last message cannot be continued exactly.
     """
     messages, keys = written.messages, written.keys
-    tools, variables = request.tools_in_use, written.template.variables
+    locate = partial(
+        tree.locate,
+        tools=request.tools_in_use,
+        variables=written.template.variables,
+        trusts_call_ids=trusts_call_ids,
+    )
     if not request.continue_final_message or messages[-1]["role"] != "assistant":
         messages, _ = split_prefill(request, messages)
-        position = tree.locate(messages, keys, tools=tools, variables=variables)
+        position = locate(messages, keys)
         return TurnPlan(request, written.template, messages, position, json_schema=json_schema)
     *earlier, last = messages
-    position = tree.locate(earlier, keys[:-1], tools=tools, variables=variables)
+    position = locate(earlier, keys[:-1])
     cut = tree.find_cut_turn(position, keys[-1])
     if cut is None:
         earlier, prefill = split_prefill(request, messages)

@@ -39,6 +39,7 @@ class IncidentKind(StrEnum):
     UNMET_REQUEST = "unmet_request"
     """A completion is not what its request demanded, such as a tool call or JSON."""
     SYSTEM_MESSAGE_AS_USER = "system_message_as_user"
+    REWRITTEN_CALL = "rewritten_call"
     ABANDONED = "abandoned"
     UNSTORABLE_VALUE = "unstorable_value"
 
