@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
+from msgspec import structs
 
 from agent_loop.checks import Reference, check_server
 from agent_loop.config import ModelConfig, RolloutConfig
-from agent_loop.errors import BadPrompt, BadServerReply, ConfigError, ServerDied, WeightsError
+from agent_loop.errors import (
+    BadPrompt,
+    BadServerReply,
+    ConfigError,
+    SamplingParamsError,
+    ServerDied,
+    WeightsError,
+)
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.openai_compatible import OpenAIOptions, OpenAIServer
 from agent_loop.types import SamplingParams, as_token_ids
@@ -110,6 +119,57 @@ def test_a_rejected_prompt_a_dead_server_and_a_weight_update_raise_different_err
     assert isinstance(error_of_generate(die), ServerDied)
     with pytest.raises(WeightsError, match="cannot update weights over OpenAI's API"):
         asyncio.run(OpenAIServer("http://a:1").update_weights([], weight_version=1))
+
+
+def test_schemas_and_penalties_are_sent_to_a_server_that_offers_them_and_refused_for_others() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def constrained(request: web.Request) -> web.StreamResponse:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": MODEL}]})
+        bodies.append(await request.json())
+        choice = {"token_ids": [4], "finish_reason": "stop"}
+        if not bodies[-1].get("stream"):
+            return web.json_response({"choices": [choice]})
+        return await events(request, f"data: {json.dumps({'choices': [choice]})}\n\n")
+
+    schema = {"type": "object", "required": ["a"]}
+    params = SamplingParams(json_schema=json.dumps(schema), presence_penalty=0.5, min_p=0.1)
+
+    async def main() -> None:
+        async with engine(constrained) as client:
+            options = OpenAIOptions(offers=("json_schema", "penalties", "min_p"))
+            server = OpenAIServer(client.url, options=options)
+            await server.start()
+            assert (await server.generate(as_token_ids([1]), params, "r")).token_ids == [4]
+            with pytest.raises(SamplingParamsError, match="grammars begin with the request"):
+                await server.generate(as_token_ids([1, 2]), structs.replace(params, num_sampled=1), "r")
+            await server.close()
+            plain = OpenAIServer(client.url)
+            await plain.start()
+            with pytest.raises(SamplingParamsError, match="json_schema is"):
+                await plain.generate(as_token_ids([1]), params, "r")
+            await plain.close()
+
+    asyncio.run(main())
+    body = bodies[2]
+    assert body["response_format"]["type"] == "json_schema"
+    assert body["response_format"]["json_schema"]["schema"] == schema
+    assert (body["presence_penalty"], body["min_p"]) == (0.5, 0.1)
+    assert "frequency_penalty" not in body
+
+
+def test_a_server_that_rejects_schemas_cannot_offer_them() -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": MODEL}]})
+        if "response_format" in await request.json():
+            return web.json_response({"error": {"message": "no grammar"}}, status=400)
+        return web.json_response({"choices": [{"token_ids": [4], "finish_reason": "stop"}]})
+
+    error = error_of_start(refuse, offers=("json_schema",))
+    assert isinstance(error, ConfigError)
+    assert "remove json_schema from rollout.engine_kwargs.offers" in str(error)
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

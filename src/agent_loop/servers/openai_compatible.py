@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -19,7 +20,13 @@ from agent_loop.errors import (
     ServerError,
     WeightsError,
 )
-from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
+from agent_loop.servers.base import (
+    Ability,
+    AsyncServerBase,
+    ServerHealth,
+    ServerSpec,
+    refuse_params_of_request,
+)
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk, TokenOutput
@@ -41,6 +48,8 @@ class OpenAIOptions(BaseModel):
     served_model_name: str | None = None
     api_key_env: str | None = None
     logprobs: Literal["scaled"] | None = None
+    offers: tuple[Literal["json_schema", "penalties", "min_p"], ...] = ()
+    """Abilities of the server that the API cannot tell. `json_schema` is sent as `response_format`."""
 
 
 class OpenAIServer(AsyncServerBase):
@@ -71,6 +80,7 @@ class OpenAIServer(AsyncServerBase):
         self.abilities = frozenset({Ability.STREAMING, Ability.SEED})
         if options.logprobs == "scaled":
             self.abilities |= {Ability.LOG_PROBS}
+        self.abilities |= {Ability(name) for name in options.offers}
         key = os.environ.get(options.api_key_env or "", "")
         if options.api_key_env and not key:
             raise ConfigError(
@@ -108,7 +118,12 @@ class OpenAIServer(AsyncServerBase):
                 f"{self._client.url} serves {', '.join(names) or 'no model'}, not {self._model!r}; set "
                 "rollout.engine_kwargs.served_model_name"
             )
-        body = {"model": self._model, "prompt": [1], "max_tokens": 1, "return_token_ids": True}
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": [1],
+            "max_tokens": 1,
+            "return_token_ids": True,
+        }
         try:
             response = await self._client.post_json(COMPLETIONS, body)
         except HttpStatusError as error:
@@ -116,6 +131,8 @@ class OpenAIServer(AsyncServerBase):
                 f"{self._client.url} rejects a prompt of token ids ({error}); use a server that accepts and returns "
                 "token ids"
             ) from error
+        if Ability.JSON_SCHEMA in self.abilities:
+            await self._check_schemas(body)
         with self._client.validating(COMPLETIONS):
             returns_ids = response["choices"][0].get("token_ids") is not None
         if not returns_ids:
@@ -202,6 +219,20 @@ class OpenAIServer(AsyncServerBase):
         self._problem = "the server was closed; create a new one"
         await self._client.close()
 
+    async def _check_schemas(self, body: Mapping[str, Any]) -> None:
+        """Check that the server accepts a schema.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        try:
+            await self._client.post_json(COMPLETIONS, {**body, "response_format": _response_format("{}")})
+        except HttpStatusError as error:
+            raise ConfigError(
+                f"{self._client.url} rejects response_format ({error}); remove json_schema from "
+                "rollout.engine_kwargs.offers"
+            ) from error
+
     async def _events(self, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Any]:
         """Yield the events of the server. After an abort, yield an event with the finish reason `abort`."""
         async with aclosing(self._client.stream_events(COMPLETIONS, body, request_id=request_id)) as events:
@@ -221,9 +252,11 @@ class OpenAIServer(AsyncServerBase):
                 yield event
 
     def _body(self, prompt_ids: IntArray, params: SamplingParams, request_id: str) -> dict[str, Any]:
-        if params.repetition_penalty != 1.0:
+        refuse_params_of_request(params, abilities=self.abilities, server=self.name)
+        if params.json_schema and params.num_sampled:
             raise SamplingParamsError(
-                f"repetition_penalty is {params.repetition_penalty}; this server only supports 1.0 (none)"
+                f"json_schema is set for a completion of which {params.num_sampled} tokens were sampled before, but "
+                "the server's grammars begin with the request; sample the completion again from its start"
             )
         wanted: dict[str, Any] = {
             "model": self._model,
@@ -239,8 +272,14 @@ class OpenAIServer(AsyncServerBase):
             "top_k": (params.top_k, -1),
             "stop_token_ids": (list(params.stop_token_ids), []),
             "ignore_eos": (params.ignore_eos, False),
+            "presence_penalty": (params.presence_penalty, 0.0),
+            "frequency_penalty": (params.frequency_penalty, 0.0),
+            "repetition_penalty": (params.repetition_penalty, 1.0),
+            "min_p": (params.min_p, 0.0),
             "logprobs": (0 if Ability.LOG_PROBS in self.abilities else None, None),
         }
+        if params.json_schema:
+            wanted["response_format"] = _response_format(params.json_schema)
         wanted |= {key: value for key, (value, default) in optional.items() if value != default}
         return {key: value for key, value in wanted.items() if value is not None}
 
@@ -287,3 +326,11 @@ class OpenAIServer(AsyncServerBase):
             raise BadPrompt(
                 "the prompt is empty; give at least one token", server=self.name, request_id=request_id
             )
+
+
+def _response_format(json_schema: str) -> dict[str, Any]:
+    """Return a schema in the form of OpenAI's API."""
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "completion", "schema": json.loads(json_schema), "strict": True},
+    }
