@@ -10,12 +10,15 @@ from agent_loop import __version__
 from agent_loop.gateway.chat_routes import ChatRoutes
 from agent_loop.gateway.gateway import Gateway
 from agent_loop.gateway.messages_routes import MessagesRoutes
+from agent_loop.gateway.model_routes import ModelRoutes
+from agent_loop.gateway.responses_routes import ResponsesRoutes
 from agent_loop.gateway.session_requests import SessionRequests
 from agent_loop.serving.error_formats import write_error
 from agent_loop.serving.errors import make_error
 from agent_loop.serving.handlers import add_error_handlers
 from agent_loop.serving.hosts import LOCAL_HOSTS, MISDIRECTED, HostGuard
 from agent_loop.serving.middleware import BodyLimiter, StrictRoute
+from agent_loop.serving.request_ids import RequestIds
 
 
 def create_gateway_app(gateway: Gateway) -> FastAPI:
@@ -25,14 +28,18 @@ def create_gateway_app(gateway: Gateway) -> FastAPI:
     """Aborts in-flight requests once it is set."""
     requests = SessionRequests(gateway, stopping=app.state.stopping)
     router = APIRouter(
-        prefix="/sessions/{session_id}/v1", route_class=StrictRoute.admitting(requests.check_key)
+        prefix="/sessions/{session_id}/v1",
+        route_class=StrictRoute.admitting(requests.check_key, amend=requests.amend),
     )
     ChatRoutes(requests).add_to(router)
     MessagesRoutes(requests).add_to(router)
+    ModelRoutes(requests).add_to(router)
+    ResponsesRoutes(requests).add_to(router)
     app.include_router(router)
     add_error_handlers(app)
     app.add_middleware(BodyLimiter)
     app.add_middleware(HostGuard, hosts=LOCAL_HOSTS, refuse=_refuse_host)
+    app.add_middleware(RequestIds)
     return app
 
 

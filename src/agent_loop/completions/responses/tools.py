@@ -117,7 +117,7 @@ def read_tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
     Raises:
         RequestError: The choice names hosted tools.
     """
-    if not isinstance(choice, Mapping):
+    if choice is None or isinstance(choice, str):
         return choice
     if choice.get("type") != "allowed_tools":
         return _named_tool(choice)
@@ -127,7 +127,7 @@ def read_tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
 
 
 def _named_tool(tool: Any) -> dict[str, Any]:
-    fields = cast(Mapping[str, Any], tool) if isinstance(tool, Mapping) else {}
+    fields = cast(dict[str, Any], tool if isinstance(tool, dict) else {})
     name, namespace = fields.get("name"), fields.get("namespace")
     if fields.get("type") in ("function", "custom") and isinstance(name, str):
         return {
