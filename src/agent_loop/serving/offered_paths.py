@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from fastapi import Request
-from fastapi.routing import APIRoute
 
 _SESSION = re.compile(r"^/sessions/[^/]+")
 
@@ -18,7 +18,7 @@ def unknown_path_message(request: Request) -> str:
 
 
 def _offered(request: Request) -> Iterator[str]:
-    for route in request.app.routes:
-        if isinstance(route, APIRoute):
-            for method in sorted(route.methods or ()):
-                yield f"{method} {_SESSION.sub('', route.path)}"
+    described: Mapping[str, Mapping[str, Any]] = request.app.openapi()["paths"]  # written once, and then kept
+    for path, operations in described.items():
+        for method in operations:
+            yield f"{method.upper()} {_SESSION.sub('', path)}"
