@@ -225,7 +225,8 @@ def test_a_function_may_create_several_tools_from_one_entry(tmp_path: Path) -> N
 
 
 def test_the_short_names_load_the_built_in_tools(tmp_path: Path) -> None:
-    assert set(BUILTIN_TOOLS) == {"calculator", "gsm8k", "http", "mcp", "openapi", "python", "search"}
+    programs = {"edit_file", "python", "shell", "workspace"}
+    assert set(BUILTIN_TOOLS) == {"calculator", "gsm8k", "http", "mcp", "openapi", "search"} | programs
     assert list(load_tools(["calculator", "gsm8k"])) == ["calculator", "calc_gsm8k_reward"]
     with pytest.raises(ConfigError, match="mcp_tools needs a config"):
         load_tools(["mcp"])

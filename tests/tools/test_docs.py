@@ -70,6 +70,8 @@ def test_the_entries_of_the_page_load_as_tools(folder: Path) -> None:
         "notebook",
         "search",
         "search",
+        "shell",
+        "edit_file",
         "weather",
         "shop_get_item",
         "shop_put_item",

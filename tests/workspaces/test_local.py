@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,5 +274,58 @@ def test_a_check_that_cannot_run_is_an_error_and_no_reward(source: Path) -> None
             await workspace.stop()
             with pytest.raises(WorkspaceError, match="does not exist any more"):
                 await check_reward(workspace, CheckSettings(command=("true",)))
+
+    run(scenario())
+
+
+def test_the_provider_of_the_documentation_works(tmp_path: Path, source: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "workspaces.md").read_text()
+    code = page.rpartition("```python\n")[2].partition("```")[0]
+    provider = tmp_path / "ssh_workspaces.py"
+    provider.write_text(code.replace("/tmp/workspaces", f"{tmp_path}/remote"))
+    orphan = tmp_path / "remote" / f"{replace(this_process(), pid=2**22 + 1).token}.x"
+    orphan.mkdir(parents=True)
+
+    async def scenario() -> None:
+        settings = {
+            "provider": f"{provider}:SshProvider",
+            "options": {"login": ["sh", "-c"]},
+            "folder": str(source),
+        }
+        async with open_workspace(settings) as workspace:
+            assert not orphan.is_dir()
+            assert workspace.folder.startswith(f"{tmp_path}/remote/")
+            result = await workspace.exec(["sh", "-c", "cat deep/file.txt - ; exit 3"], stdin=b" and two")
+            assert (result.exit_code, result.stdout) == (3, "one and two")
+            assert (await workspace.exec(["pwd"], folder="deep")).stdout == f"{workspace.folder}/deep\n"
+            assert (await workspace.exec(["sh", "-c", "echo $A"], env={"A": "b c"})).stdout == "b c\n"
+            assert (await workspace.exec(["sleep", "1234.5"], timeout_s=0.3)).timed_out
+            assert (await workspace.exec(["pgrep", "-f", "sleep 1234[.]5"])).exit_code == 1
+            await workspace.put(source / "run.sh", "new/run.sh")
+            await workspace.get("new/run.sh", tmp_path / "got")
+            assert (tmp_path / "got").read_text() == (source / "run.sh").read_text()
+            with pytest.raises(WorkspaceFileMissing):
+                await workspace.get("absent", tmp_path / "x")
+        assert os.listdir(tmp_path / "remote") == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"provider": "agent_loop.workspaces.folder:FolderWorkspace"},
+            "name a subclass of WorkspaceProvider",
+        ),
+        ({"provider": "agent_loop.workspaces.folder:FolderProvider", "options": {"a": 1}}, "with options"),
+        ({"provider": "no_such_module:Class"}, "no_such_module"),
+    ],
+)
+def test_a_provider_that_cannot_be_created_is_an_error(settings: dict[str, Any], message: str) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ConfigError, match=message):
+            async with open_workspace(settings):
+                pass
 
     run(scenario())

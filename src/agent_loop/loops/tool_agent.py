@@ -13,7 +13,7 @@ from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.runtime.describe import describe_value
 from agent_loop.tools.base import ToolResponse
-from agent_loop.tools.selection import kwargs_of_selected, select_tools
+from agent_loop.tools.selection import kwargs_of_selected, select_tools, with_row_columns
 from agent_loop.tools.truncation import truncate_tokens
 from agent_loop.trajectory import AgentLoopOutput, Failure, IncidentKind
 from agent_loop.types import AgentState, MalformedCall, Message, Row, StopReason, ToolCall
@@ -153,12 +153,13 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _new_agent_data(self, row: Row) -> AgentData:
         tools = select_tools(self.context.tools, row.get("tool_selection"), where="tool_selection")
+        tools_kwargs = kwargs_of_selected(row.get("tools_kwargs"), tools=tools, known=self.context.tools)
         interaction_kwargs, known = row.get("interaction_kwargs"), self.context.interactions
         name = read_interaction_name(interaction_kwargs, known=known, where="interaction_kwargs")
         return self.agent_data_class(
             row["raw_prompt"],
             tools=tools,
-            tools_kwargs=kwargs_of_selected(row.get("tools_kwargs"), tools=tools, known=self.context.tools),
+            tools_kwargs=with_row_columns(tools_kwargs, tools=tools, row=row),
             interaction=None if name is None else known[name],
             interaction_kwargs=interaction_kwargs,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,13 @@ class BaseTool(ABC):
     limits begin when they start. None sets no limit."""
     retries: int = 0
     """How often a call that raised `ToolUnavailable` is retried."""
+
+    close_timeout_s: float | None = None
+    """Time limit of `calc_reward`, and of `release`, in seconds. None uses `multi_turn.close_timeout_s`."""
+    is_always_judged: bool = False
+    """Whether `calc_reward` is also called for a trajectory that made no call. `create` is called before it."""
+    row_columns: Sequence[str] = ()
+    """Columns of the row that `create` gets as keyword arguments, if the row has them."""
 
     _given_name: str | None = None
 
@@ -125,6 +132,10 @@ def check_declarations(tool: BaseTool) -> OnReplay:
     on_replay = OnReplay(tool.on_replay)
     if tool.timeout_s is not None and not tool.timeout_s > 0:
         raise ConfigError(f"timeout_s of tool {tool.name!r} is {tool.timeout_s}; give seconds, or None")
+    if tool.close_timeout_s is not None and not tool.close_timeout_s > 0:
+        raise ConfigError(
+            f"close_timeout_s of tool {tool.name!r} is {tool.close_timeout_s}; give seconds, or None"
+        )
     if tool.max_concurrent is not None and tool.max_concurrent < 1:
         raise ConfigError(
             f"max_concurrent of tool {tool.name!r} is {tool.max_concurrent}; give at least 1, or None"

@@ -22,12 +22,15 @@ PATH_KEY = "rollout.multi_turn.tool_config_path"
 
 BUILTIN_TOOLS = {
     "calculator": "agent_loop.tools.calculator:CalculatorTool",
+    "edit_file": "agent_loop.workspaces.tools:EditFileTool",
     "gsm8k": "agent_loop.integrations.verl.gsm8k:Gsm8kTool",
     "http": "agent_loop.tools.web.http:HttpTool",
     "mcp": "agent_loop.tools.mcp.tools:mcp_tools",
     "openapi": "agent_loop.tools.web.openapi:openapi_tools",
     "python": "agent_loop.tools.python:PythonTool",
     "search": "agent_loop.tools.search.tool:SearchTool",
+    "shell": "agent_loop.workspaces.tools:ShellTool",
+    "workspace": "agent_loop.workspaces.tools:workspace_tools",
 }
 """Built-in tools by short name. Each is imported when it is first used."""
 

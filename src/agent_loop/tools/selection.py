@@ -50,3 +50,19 @@ def kwargs_of_selected(
     return {
         name: groups for name, groups in (tools_kwargs or {}).items() if name in tools or name not in known
     }
+
+
+def with_row_columns(
+    tools_kwargs: Mapping[str, Any], *, tools: Mapping[str, BaseTool], row: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return `tools_kwargs` with the columns of the row that the tools ask for, in their `create_kwargs`.
+
+    Values that the row gives for one tool alone take precedence over its columns.
+    """
+    merged = dict(tools_kwargs)
+    for name, tool in tools.items():
+        columns = {column: row[column] for column in tool.row_columns if row.get(column) is not None}
+        if columns:
+            groups: Mapping[str, Any] = merged.get(name) or {}
+            merged[name] = {**groups, "create_kwargs": {**columns, **(groups.get("create_kwargs") or {})}}
+    return merged

@@ -78,11 +78,8 @@ class ToolSession:
 
     @property
     def has_verdict(self) -> bool:
-        """Whether a tool that was used defines `calc_reward`."""
-        for name, instance in self._instances.items():
-            if instance.instance_id is not None and self._tools[name].has_verdict:
-                return True
-        return False
+        """Whether a tool that was used, or is always judged, defines `calc_reward`."""
+        return any(tool.has_verdict for name, tool in self._tools.items() if self._is_judged(name))
 
     def on_replay(self, name: str) -> OnReplay:
         """Return `on_replay` of a tool; `RECORDED` if there is no tool of that name."""
@@ -156,11 +153,14 @@ class ToolSession:
             ) from error
 
     async def calc_rewards(self) -> dict[str, float]:
-        """Return by name the trajectory reward of each tool that was used and returns one.
+        """Return by name the trajectory reward of each tool that was used, or is always judged, and returns one.
 
         Raises:
             ToolBug: A `calc_reward` raised, exceeded its time limit, or returned something other than a number.
         """
+        for name, tool in self._tools.items():
+            if tool.is_always_judged and tool.has_verdict:
+                await self._open_for_reward(name)
         verdicts = await self._verdicts(of=tuple(OnReplay))
         return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
 
@@ -181,8 +181,9 @@ class ToolSession:
             where = f"calc_reward of tool {name!r}"
             kwargs = self._kwargs_of(name, "calc_reward_kwargs")
             verdict = partial(self._verdict, name, instance.instance_id, kwargs)
+            timeout_s = tool.close_timeout_s or self._config.close_timeout_s
             try:
-                reward = await run_bounded(verdict, timeout_s=self._config.close_timeout_s, name=where)
+                reward = await run_bounded(verdict, timeout_s=timeout_s, name=where)
             except DeadlineExpired as error:
                 raise ToolBug(f"{where} {error}; fix it, or raise close_timeout_s") from error
             except ToolBug:
@@ -191,6 +192,18 @@ class ToolSession:
                 raise ToolBug(f"{where} raised {describe_error(error)}; fix it") from error
             verdicts[name] = reward
         return verdicts
+
+    def _is_judged(self, name: str) -> bool:
+        instance = self._instances.get(name)
+        return self._tools[name].is_always_judged or (
+            instance is not None and instance.instance_id is not None
+        )
+
+    async def _open_for_reward(self, name: str) -> None:
+        try:
+            await self.open(name)
+        except Exception as error:
+            raise ToolBug(f"create of tool {name!r} raised {describe_error(error)}; fix it") from error
 
     async def close(self) -> list[Incident]:
         """Release all instances concurrently. A cancellation does not interrupt it.
@@ -203,10 +216,13 @@ class ToolSession:
         await close_instances(
             self._instances.values(),
             what="its tools",
-            timeout_s=self._config.close_timeout_s,
+            timeout_s=max([self._config.close_timeout_s, *self._own_close_timeouts()]),
             incidents=self._incidents,
         )
         return list(self._incidents)
+
+    def _own_close_timeouts(self) -> list[float]:
+        return [self._tools[name].close_timeout_s or 0.0 for name in self._instances]
 
     async def _run(self, tool: BaseTool, call: ToolCall) -> ToolResult:
         instance_id = await self._instance(tool, name=call.name).open()

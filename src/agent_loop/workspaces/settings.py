@@ -137,6 +137,15 @@ def read_workspace(value: Any, *, where: str = "workspace") -> WorkspaceSettings
     """
     if isinstance(value, WorkspaceSettings):
         return value
+    return parse_section(WorkspaceSettings, workspace_mapping(value, where=where), where=where)
+
+
+def workspace_mapping(value: Any, *, where: str) -> dict[str, Any]:
+    """Return settings that are not validated yet as a mapping, from a mapping or its JSON text, without nulls.
+
+    Raises:
+        ConfigError: The value is neither.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -146,7 +155,7 @@ def read_workspace(value: Any, *, where: str = "workspace") -> WorkspaceSettings
         raise ConfigError(
             f"{where} is {describe_value(value)}; give a mapping, such as {{'folder': 'path/to/folder'}}"
         )
-    return parse_section(WorkspaceSettings, _without_nulls(cast(Mapping[str, Any], value)), where=where)
+    return _without_nulls(cast(Mapping[str, Any], value))
 
 
 def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,195 @@
+"""The tools `shell` and `edit_file` in the tool loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.config import MultiTurnConfig
+from agent_loop.runtime.owner import this_process
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from agent_loop.tools.base import BaseTool
+from agent_loop.tools.registry import load_tools
+from agent_loop.trajectory import IncidentKind, Trajectory
+from agent_loop.types import StopReason
+from agent_loop.workspaces.root import root_folder
+from agent_loop.workspaces.shared import num_shared
+from agent_loop.workspaces.tools import workspace_tools
+from tests.helpers import text_reply, tool_call_reply, user
+from tests.rollout.harness import WorkerHarness
+
+
+@pytest.fixture(autouse=True)
+def own_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "root").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "root"))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "sum.py").write_text("print(1 - 2)\n")
+    return folder
+
+
+def check(command: str) -> dict[str, Any]:
+    return {"command": ["sh", "-c", command]}
+
+
+def shell(command: str) -> ScriptedReply:
+    return tool_call_reply("shell", command=command)
+
+
+def edit(path: str, old: str, new: str) -> ScriptedReply:
+    return tool_call_reply("edit_file", path=path, old_text=old, new_text=new)
+
+
+def play(
+    replies: Sequence[ScriptedReply],
+    *,
+    tools: Sequence[BaseTool] | None = None,
+    multi_turn: MultiTurnConfig | None = None,
+    rows: Sequence[Mapping[str, Any]],
+    **limits: Any,
+) -> list[Trajectory]:
+    """Run rows on the tool loop with one script, in real time, and check that nothing is left."""
+
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        return replies[min(request.turn, len(replies) - 1)]
+
+    harness = WorkerHarness(script, tools=tools or workspace_tools({}), multi_turn=multi_turn, **limits)
+
+    async def scenario() -> list[Trajectory]:
+        jobs = harness.jobs([{"raw_prompt": user("Fix it."), **row} for row in rows])
+        trajectories = await harness.worker.run(jobs)
+        harness.assert_nothing_is_left()
+        return trajectories
+
+    trajectories = asyncio.run(scenario())
+    assert num_shared() == 0
+    assert [
+        folder for folder in root_folder().iterdir() if folder.name.startswith(this_process().token)
+    ] == []
+    return trajectories
+
+
+def replies_to(trajectory: Trajectory) -> list[str]:
+    return [m["content"] for m in trajectory.output.messages if m["role"] == "tool"]
+
+
+def test_a_shell_agent_fixes_a_file_and_is_judged_by_the_check_of_its_row(source: Path) -> None:
+    script = [
+        shell("cat sum.py; pwd"),
+        edit("sum.py", "1 - 2", "1 + 2"),
+        shell("cat sum.py"),
+        text_reply("Done."),
+    ]
+    row = {"workspace": {"folder": str(source), "check": check("grep -q '1 + 2' sum.py")}}
+    [trajectory] = play(script, rows=[row])
+    output = trajectory.output
+    assert output.stop_reason is StopReason.ANSWERED, output.failure
+    first, second, third = replies_to(trajectory)
+    assert first.startswith("print(1 - 2)\n/")
+    assert (second, third) == ("sum.py was edited", "print(1 + 2)")
+    assert trajectory.reward == 1.0
+    assert (source / "sum.py").read_text() == "print(1 - 2)\n"
+
+
+def test_an_agent_that_calls_no_tool_is_judged_too(source: Path) -> None:
+    settings = {"folder": str(source), "check": check("grep -q '1 + 2' sum.py")}
+    given = {"folder": str(source), "check": check("grep -q '1 - 2' sum.py")}
+    trajectories = play(
+        [text_reply("Nothing.")], rows=[{"workspace": settings}, {"workspace": json.dumps(given)}]
+    )
+    assert [trajectory.reward for trajectory in trajectories] == [0.0, 1.0]
+
+
+def test_a_workspace_of_the_config_is_used_and_its_keys_are_replaced_by_those_of_the_row(
+    source: Path,
+) -> None:
+    tools = workspace_tools({"workspace": {"folder": str(source), "check": check("true")}})
+    rows = [{}, {"workspace": {"check": check("false")}}]
+    trajectories = play([shell("ls"), text_reply("Done.")], tools=tools, rows=rows)
+    assert [replies_to(trajectory) for trajectory in trajectories] == [["sum.py"], ["sum.py"]]
+    assert [trajectory.reward for trajectory in trajectories] == [1.0, 0.0]
+
+
+def test_a_command_that_fails_or_hangs_is_told_to_the_model(source: Path) -> None:
+    tools = workspace_tools({"workspace": {"folder": str(source)}, "command_timeout_s": 1})
+    script = [
+        shell("echo one; echo two >&2; echo three; exit 3"),
+        shell("if"),
+        shell("echo before; sleep 60"),
+        shell("head -c 100000 /dev/zero | tr '\\\\0' x"),
+        shell("true"),
+        text_reply("Done."),
+    ]
+    [trajectory] = play(script, tools=tools, rows=[{}], response_length=100_000, prompt_length=100_000)
+    failed, wrong, hung, long, quiet = replies_to(trajectory)
+    assert failed == "one\ntwo\nthree\n[exit status 3]"
+    assert "[exit status 2]" in wrong
+    assert hung == "before\n[the command exceeded the time limit of 1 s and was killed]"
+    assert quiet == "(no output)"
+    assert trajectory.reward is None
+    assert "bytes are left out]" in long or IncidentKind.TRUNCATED_REPLY in {
+        i.kind for i in trajectory.output.incidents
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "problem"),
+    [
+        ("sum.py", "absent", "occurs 0 times"),
+        ("sum.py", " ", "occurs 2 times"),
+        ("absent.py", "a", "there is no file 'absent.py'"),
+        ("binary", "a", "not text in UTF-8"),
+        ("folder", "a", "is not a file"),
+        ("folder/", "", "is not the path of a file"),
+        ("sum.py/new", "", "cannot be put"),
+    ],
+)
+def test_an_edit_that_is_impossible_is_told_to_the_model(
+    source: Path, path: str, old: str, problem: str
+) -> None:
+    (source / "binary").write_bytes(b"\xff\xfea")
+    (source / "folder").mkdir()
+    [trajectory] = play(
+        [edit(path, old, "b"), text_reply("Done.")], rows=[{"workspace": {"folder": str(source)}}]
+    )
+    assert trajectory.output.stop_reason is StopReason.ANSWERED, trajectory.output.failure
+    assert trajectory.output.incidents[0].kind is IncidentKind.TOOL_ERROR
+    assert problem in replies_to(trajectory)[0]
+
+
+def test_a_new_file_is_written_with_its_folders(source: Path) -> None:
+    script = [edit("new/deep/file.txt", "", "text"), shell("cat new/deep/file.txt"), text_reply("Done.")]
+    [trajectory] = play(script, rows=[{"workspace": {"folder": str(source)}}])
+    assert replies_to(trajectory)[1] == "text"
+
+
+def test_a_workspace_that_cannot_start_fails_its_trajectory_alone(source: Path) -> None:
+    rows = [{"workspace": {"folder": "absent"}}, {"workspace": {"folder": str(source)}}, {}]
+    failed, well, without = play([shell("ls"), text_reply("Done.")], rows=rows)
+    assert "'absent', which is not a folder" in failed.output.failure.error
+    assert replies_to(well) == ["sum.py"]
+    assert "there is no workspace" in without.output.failure.error
+
+
+def test_a_check_that_cannot_run_fails_the_trajectory_and_gives_no_reward(source: Path) -> None:
+    settings = {"folder": str(source), "check": {"command": ["no-such-program"]}}
+    [trajectory] = play([shell("ls"), text_reply("Done.")], rows=[{"workspace": settings}])
+    assert trajectory.output.stop_reason is StopReason.FAILED
+    assert trajectory.reward is None
+
+
+def test_the_tools_are_loaded_by_simple_names(tmp_path: Path, source: Path) -> None:
+    config = tmp_path / "tools.yaml"
+    config.write_text(f"tools:\n  - class_name: workspace\n    config: {{workspace: {{folder: {source}}}}}\n")
+    assert sorted(load_tools([], config_path=config)) == ["edit_file", "shell"]
+    assert sorted(load_tools(["shell", "edit_file"])) == ["edit_file", "shell"]
