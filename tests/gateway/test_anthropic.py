@@ -155,3 +155,33 @@ def test_a_conversation_may_use_both_apis() -> None:
 
     [trajectory] = ProgramHarness(in_order(text_reply("x"), text_reply("y"))).run_virtual(program)
     assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
+
+
+def test_counted_tokens_are_those_of_the_next_prompt_and_counting_leaves_no_trace() -> None:
+    counts: list[int] = []
+
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+        messages_api = client_of(anthropic_base_url, api_key, http_client).messages
+        asked: dict[str, Any] = {"model": MODEL, "system": "Be brief.", "tools": [ADD]}
+        messages: list[Any] = user("1 + 2?")
+        for _ in range(3):
+            counts.append((await messages_api.count_tokens(messages=messages, **asked)).input_tokens)
+            reply = await messages_api.create(max_tokens=64, messages=messages, **asked)
+            results = [result_of(block) for block in reply.content if block.type == "tool_use"]
+            messages = [
+                *messages,
+                {"role": "assistant", "content": reply.content},
+                {"role": "user", "content": results or "More."},
+            ]
+        messages[-1] = {"role": "assistant", "content": "It"}  # continues the text of another turn
+        prefilled = [*messages[:-2], messages[-1]]
+        counts.append((await messages_api.count_tokens(messages=prefilled, **asked)).input_tokens)
+        await messages_api.create(max_tokens=64, messages=prefilled, **asked)
+
+    odd = '<tool_call>\n{"name":"add",  "arguments":{"a":1}}\n</tool_call>'  # no template writes it so
+    harness = ProgramHarness(
+        in_order(text_reply(odd), text_reply("3."), text_reply("Yes."), text_reply(" is."))
+    )
+    trajectories = harness.run_virtual(program)
+    assert counts == [len(request.prompt_ids) for request in harness.server.requests]
+    assert origins(trajectories[0].output) == ["prompt", "model", "tool", "model", "interaction", "model"]

@@ -12,7 +12,6 @@ from agent_loop.completions.anthropic.events import EventWriter
 from agent_loop.completions.anthropic.messages import to_message, to_token_count
 from agent_loop.completions.anthropic.requests import CountTokensRequest, MessagesRequest
 from agent_loop.completions.anthropic.translation import to_chat_request
-from agent_loop.completions.chat import count_prompt_tokens
 from agent_loop.gateway.session_requests import SessionRequests
 from agent_loop.serving.streams import EventFormat, json_response
 from agent_loop.trajectory import Incident, IncidentKind
@@ -38,6 +37,7 @@ class MessagesRoutes:
             request,
             session,
             incidents=_unapplied(body.unapplied_edits),
+            trusts_call_ids=rewrites_calls(request),
             to_response=partial(to_message, request=body),
             events=EventFormat(write=writer.write, write_error=messages_error_event, end=writer.end),
         )
@@ -45,10 +45,18 @@ class MessagesRoutes:
     async def _count_tokens(self, session_id: str, body: CountTokensRequest, request: Request) -> Response:
         """Count the tokens of a conversation's prompt."""
         session = self._requests.session(session_id, request)
-        num_tokens = await count_prompt_tokens(
-            to_chat_request(body, template=session.template), template=session.template
+        num_tokens = await session.count_tokens(
+            to_chat_request(body, template=session.template), trusts_call_ids=rewrites_calls(request)
         )
         return json_response(to_token_count(num_tokens, request=body))
+
+
+def rewrites_calls(request: Request) -> bool:
+    """Return whether a request comes from Claude Code, which changes calls in its record of the conversation.
+
+    It fills in defaults of arguments, and removes white space at the ends of lines and `cd` to its own folder.
+    """
+    return request.headers.get("user-agent", "").startswith("claude-cli/")
 
 
 def _unapplied(edits: Sequence[str]) -> list[Incident]:

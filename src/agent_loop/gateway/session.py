@@ -19,9 +19,10 @@ from agent_loop.gateway.conversation_tree import ConversationTree, TurnNode
 from agent_loop.gateway.errors import GatewayBug, LimitReached, limit_error
 from agent_loop.gateway.retries import CompletionIndex, RetryInfo, fingerprint_of
 from agent_loop.gateway.shared_completion import SharedChoices, SharedCompletion
+from agent_loop.gateway.token_counts import count_prompt_tokens
 from agent_loop.gateway.turn_generator import TurnGenerator
 from agent_loop.gateway.turn_plan import TurnPlan, WrittenConversation, plan_turn
-from agent_loop.gateway.wishes import NO_WISHES, Wishes
+from agent_loop.gateway.wishes import NO_WISHES, ReadRequest, Wishes
 from agent_loop.loops.base import LoopContext
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind
@@ -135,7 +136,7 @@ class Session:
         """
         if self.deadline.expired():
             raise limit_error(StopReason.DEADLINE)
-        granted = self.wishes.granted(request, template=self.template, pool=self._pool)
+        granted = self._granted(request)
         written = WrittenConversation.of(granted.request, self.template)
         fingerprint = fingerprint_of(request, written.keys)
         known = self._completions.find(fingerprint, retry)
@@ -158,6 +159,21 @@ class Session:
         shared = SharedChoices(choices)
         self._completions.add(fingerprint, retry, shared)
         return shared
+
+    async def count_tokens(self, request: ChatCompletionRequest, *, trusts_call_ids: bool = False) -> int:
+        """Return the number of tokens of the prompt that a request would have. See `submit`.
+
+        Raises:
+            RequestError: The request uses a feature that is not supported.
+            ChatTemplateError: The chat template refuses the messages.
+            DataError: An image cannot be read.
+        """
+        granted = self._granted(request).request
+        written = WrittenConversation.of(granted, self.template)
+        plan = plan_turn(
+            granted, written, self._tree, json_schema=request.json_schema, trusts_call_ids=trusts_call_ids
+        )
+        return await count_prompt_tokens(plan)
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task that may outlive the HTTP request, and is cancelled when the session ends."""
@@ -191,6 +207,9 @@ class Session:
             return outputs
         first, *others = outputs
         return [first.failed(failure), *(replace(o, stop_reason=StopReason.CANCELLED) for o in others)]
+
+    def _granted(self, request: ChatCompletionRequest) -> ReadRequest:
+        return self.wishes.granted(request, template=self.template, pool=self._pool)
 
     # -- position of a request -------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class TurnGenerator:
         await self._branches.open(turn.branch)
         if turn.before is None and turn.position.parent is not None:
             try:
-                new_messages = _with_model_call_ids(turn.position.new_messages, turn.position.parent)
+                new_messages = with_model_call_ids(turn.position.new_messages, turn.position.parent)
                 if not await turn.branch.episode.observe(new_messages):
                     raise EpisodeStopped(StopReason.RESPONSE_LENGTH)
             except ChatTemplateError:
@@ -169,7 +169,7 @@ def _beginning(plan: TurnPlan, episode: Episode) -> tuple[IntArray, TurnPrefix]:
     return context[:start], TurnPrefix.of_tokens(context[start:], template=plan.template, given=given)
 
 
-def _with_model_call_ids(new_messages: Sequence[Message], parent: TurnNode) -> list[Message]:
+def with_model_call_ids(new_messages: Sequence[Message], parent: TurnNode) -> list[Message]:
     """Return the messages that follow `parent`, with the model's own call names and ids in tool messages."""
     written: list[Message] = []
     for message in new_messages:
