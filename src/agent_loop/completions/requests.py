@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
-from msgspec import structs
 from pydantic import Field, JsonValue, ValidationError, ValidationInfo, field_validator
 
 from agent_loop.completions.fields import (
@@ -70,6 +69,8 @@ class SamplingRequest(RequestModel):
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Extension: requests with the same id go to the same server. The header `x-session-id` has the same effect."""
 
+    response_format: ResponseFormat | None = None
+    """`json_schema` and `json_object` need a server that can constrain completions."""
     presence_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
     """Penalty of tokens that the completion has. Penalties and `min_p` need a server that has them."""
     frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
@@ -108,6 +109,11 @@ class SamplingRequest(RequestModel):
         return self.n or 1
 
     @property
+    def json_schema(self) -> str:
+        """JSON text of the schema that the completion must match; "" for any text."""
+        return schema_text(self.response_format)
+
+    @property
     def num_top_logprobs(self) -> int:
         """Number of candidates whose log-probs are returned for each token."""
         return 0
@@ -131,6 +137,7 @@ class SamplingRequest(RequestModel):
             repetition_penalty=self.repetition_penalty or 1.0,
             min_p=self.min_p or 0.0,
             top_logprobs=self.num_top_logprobs,
+            json_schema=self.json_schema,
         )
 
 
@@ -171,8 +178,6 @@ class ChatCompletionRequest(SamplingRequest):
     """Return the log-prob of each sampled token: `log_softmax(logits / temperature)`."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """Number of candidates to return for each token, with `logprobs`."""
-    response_format: ResponseFormat | None = None
-    """`json_schema` and `json_object` need a server that can constrain completions."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Extension: further variables of the chat template, such as `enable_thinking`."""
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
@@ -227,17 +232,8 @@ class ChatCompletionRequest(SamplingRequest):
         return self.parallel_tool_calls is False and bool(self.tools_in_use)
 
     @property
-    def json_schema(self) -> str:
-        """JSON text of the schema that the completion must match; "" for any text."""
-        return schema_text(self.response_format)
-
-    @property
     def num_top_logprobs(self) -> int:
         return self.top_logprobs or 0
-
-    def sampling_params(self, *, max_tokens: int | None, choice: int) -> SamplingParams:
-        params = super().sampling_params(max_tokens=max_tokens, choice=choice)
-        return structs.replace(params, json_schema=self.json_schema)
 
     @property
     def max_new_tokens(self) -> int | None:
