@@ -351,3 +351,19 @@ def test_a_hosted_tool_that_is_a_wish_is_dropped_and_named() -> None:
         "text.verbosity",
         "tools.web_search",
     ]
+
+
+def test_tools_in_the_input_are_declared_with_the_others_and_stay_declared() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).responses.create
+        functions = {"type": "namespace", "name": "functions", "description": "", "tools": [PATCH]}
+        more = {"type": "additional_tools", "role": "developer", "tools": [functions]}
+        asked: dict[str, Any] = {"model": MODEL, "tools": [ADD]}
+        first = await create(input=[more, *user("?")], **asked)
+        [call] = first.output
+        assert (call.type, call.namespace, call.input) == ("custom_tool_call", "functions", "*** a")
+        results = [output_of(call, kind="custom_tool_call_output")]
+        await create(input=results, previous_response_id=first.id, **asked)
+
+    output = run_one(program, call_text("functions__apply_patch", input="*** a"), "Done.")
+    assert origins(output) == ["prompt", "model", "tool", "model"]

@@ -92,6 +92,14 @@ class CallOutput(InputItem):
     caller: Ignored = None
 
 
+class AdditionalTools(InputItem):
+    """More tools. They are declared in the prompt together with the request's own tools."""
+
+    type: Literal["additional_tools"]
+    role: Literal["developer"] | None = None
+    tools: list[dict[str, Any]]
+
+
 class ItemReference(RequestModel):
     """Reference to an item of a stored response or of its input."""
 
@@ -106,6 +114,7 @@ Item: TypeAlias = (
     | FunctionCallInput
     | CustomCallInput
     | CallOutput
+    | AdditionalTools
     | ItemReference
 )
 _MODELS: Mapping[str, type[Item]] = {
@@ -115,6 +124,7 @@ _MODELS: Mapping[str, type[Item]] = {
     "custom_tool_call": CustomCallInput,
     "function_call_output": CallOutput,
     "custom_tool_call_output": CallOutput,
+    "additional_tools": AdditionalTools,
     "item_reference": ItemReference,
 }
 

@@ -32,7 +32,8 @@ class ReasoningOptions(RequestModel):
     """If set, the whole reasoning is returned as the summary instead of as content."""
     generate_summary: SummaryKind | None = None
     """Older name of `summary`."""
-    context: Annotated[Any, Only("auto")] = None
+    context: Annotated[Any, Only("auto", "all_turns")] = None
+    """Reasoning of earlier turns stays in the conversation as far as the client sends it."""
     mode: Annotated[Any, Only("standard")] = None
 
 

@@ -16,7 +16,7 @@ from agent_loop.completions.responses.conversation import (
     assistant_message,
     messages_of,
 )
-from agent_loop.completions.responses.items import ItemReference, read_item
+from agent_loop.completions.responses.items import AdditionalTools, ItemReference, read_item
 from agent_loop.completions.responses.output import OutputOptions
 from agent_loop.completions.responses.requests import ResponsesRequest
 from agent_loop.completions.responses.store import ResponseStore, StoredResponse
@@ -103,9 +103,13 @@ def prepare_response(
         )
     previous = _previous(request, store)
     given = _given_items(request.input, store)
-    messages = [*previous.messages, *messages_of([each.placed for each in given], known=calls)]
-    tools = read_tools(request.tools, wishes=wishes)
+    placed = [each.placed for each in given if not isinstance(each.placed.item, AdditionalTools)]
+    messages = [*previous.messages, *messages_of(placed, known=calls)]
     items = [each.written for each in given]
+    more = [item for item in [*previous.input_items, *items] if item["type"] == "additional_tools"]
+    tools = read_tools(
+        [*(request.tools or ()), *(tool for item in more for tool in item["tools"])], wishes=wishes
+    )
     return PreparedResponse(
         request=request,
         chat=_chat_request(request, messages, tools),
