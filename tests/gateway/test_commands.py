@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from agent_loop.gateway.program import AgentProgramLoop
@@ -55,3 +57,34 @@ def test_a_command_sees_no_secret_of_the_parent_unless_env_names_it(monkeypatch:
     output = asyncio.run(loop.run({}, raw_prompt=[]))
     assert isinstance(output, AgentLoopOutput)
     assert output.extra_fields == {"seen": ["TOKEN"]}
+
+
+def test_a_command_runs_in_the_workspace_of_its_row_and_is_judged_by_its_check(tmp_path: Path) -> None:
+    (tmp_path / "file.txt").write_text("before")
+    code = (
+        CALLS_THE_MODEL
+        + "open('file.txt', 'w').write('after'); print(json.dumps({'kept': sys.stdin.read(2)}))"
+    )
+    check = {"command": ["grep", "-q", "after", "file.txt"]}
+    rows = [{"workspace": {"folder": str(tmp_path), "check": check}}, {"workspace": {"folder": "absent"}}]
+    harness = ProgramHarness(in_order(text_reply("x")))
+    jobs = [job(None, command=python(code), group=group, **row) for group, row in enumerate(rows)]
+
+    well, failed = asyncio.run(harness.worker.run(jobs))
+    assert (well.reward, well.output.extra_fields["kept"]) == (1.0, '{"')
+    assert well.output.extra_fields["check_exit_code"] == 0
+    assert (tmp_path / "file.txt").read_text() == "before"
+    assert "'absent', which is not a folder" in failed.output.failure.error
+
+
+def test_a_function_works_in_the_workspace_from_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "file.txt").write_text("given")
+
+    async def program(row: Any, *, base_url: str, api_key: str, workspace: Any) -> dict[str, Any]:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+        return {"reward": 0.5, "read": (await workspace.exec(["cat", "file.txt"])).stdout}
+
+    harness = ProgramHarness(in_order(text_reply("x")))
+    [trajectory] = asyncio.run(harness.run(program, workspace={"folder": str(tmp_path)}))
+    assert (trajectory.reward, trajectory.output.extra_fields["read"]) == (0.5, "given")

@@ -16,8 +16,13 @@ from agent_loop.gateway.session import MAX_BRANCHES
 from agent_loop.loading import load_object
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import register
+from agent_loop.rewards.function import Score
 from agent_loop.tools.environment_variables import expand_variables
 from agent_loop.types import Row
+from agent_loop.workspaces.base import Workspace
+from agent_loop.workspaces.check import check_reward
+from agent_loop.workspaces.factory import open_workspace
+from agent_loop.workspaces.settings import CheckSettings, read_workspace
 
 
 @register("agent_program")
@@ -34,6 +39,7 @@ class AgentProgramLoop(ProgramLoop):
         program: str | Callable[..., Any] | None = None,
         command: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
+        workspace: Mapping[str, Any] | None = None,
         max_branches: int = MAX_BRANCHES,
         accept_as_wish: Sequence[str] = (),
     ) -> None:
@@ -47,19 +53,29 @@ class AgentProgramLoop(ProgramLoop):
                 or `command` is used.
             env: Additional environment variables for the command. `$NAME` in a value is replaced by that variable of
                 this process. The command inherits only the variables for paths, locale and the like.
+            workspace: Workspace of rows without a column `workspace`. Commands run in it; functions get it as the
+                argument `workspace`. Without either, commands run in the working folder of this process.
             max_branches: Maximum number of conversations per program.
             accept_as_wish: Names of request parameters that the program may send although they cannot be honoured.
         """
         super().__init__(context, max_branches=max_branches, accept_as_wish=accept_as_wish)
+        self._workspace = workspace
         self._program = program
         self._command = command
         self._env = expand_variables(checked_env(env or {}), where="env")
 
     @asynccontextmanager
     async def prepared(self, row: Row) -> AsyncGenerator[Program]:
-        yield _Call(self._call_for(row), row)
+        call = self._call_for(row)
+        given: Any = row.get("workspace") or self._workspace
+        if not given:
+            yield _Call(call, row)
+            return
+        settings = read_workspace(given)
+        async with open_workspace(settings) as workspace:
+            yield _Call(call, row, workspace, settings.check)
 
-    def _call_for(self, row: Row) -> Callable[[Row, Endpoint], Any]:
+    def _call_for(self, row: Row) -> Callable[[Row, Endpoint, Workspace | None], Any]:
         """Return the function that runs the program of a row.
 
         Raises:
@@ -83,11 +99,15 @@ class AgentProgramLoop(ProgramLoop):
 class _Call:
     """A call of a function or a command."""
 
-    function: Callable[[Row, Endpoint], Any]
+    function: Callable[[Row, Endpoint, Workspace | None], Any]
     row: Row
+    workspace: Workspace | None = None
+    check: CheckSettings | None = None
 
     def run(self, endpoint: Endpoint) -> Any:
-        return self.function(self.row, endpoint)
+        return self.function(self.row, endpoint, self.workspace)
 
-    async def score(self) -> None:
-        return None
+    async def score(self) -> Score | None:
+        if self.workspace is None or self.check is None:
+            return None
+        return await check_reward(self.workspace, self.check)

@@ -9,6 +9,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any, cast
 
 from agent_loop.errors import ConfigError, DataError
@@ -19,6 +20,7 @@ from agent_loop.runtime.child_process import CommandResult, inherited_environmen
 from agent_loop.runtime.describe import describe_value, one_line
 from agent_loop.runtime.user_code import call_function
 from agent_loop.types import Row
+from agent_loop.workspaces.base import Workspace
 
 
 class CommandFailed(ProgramFailed):
@@ -32,8 +34,10 @@ class CommandFailed(ProgramFailed):
         super().__init__(error, traceback=result.stderr)
 
 
-async def call_program(function: Callable[..., Any], row: Row, endpoint: Endpoint) -> Any:
-    """Call a function with the row and the parts of the endpoint that it has parameters for. Return its result."""
+async def call_program(
+    function: Callable[..., Any], row: Row, endpoint: Endpoint, workspace: Workspace | None = None
+) -> Any:
+    """Call a function with the row and those other arguments that it has parameters for. Return its result."""
     async with AsyncExitStack() as stack:
         offered: dict[str, Callable[[], Any]] = {
             "base_url": lambda: endpoint.base_url,
@@ -41,14 +45,22 @@ async def call_program(function: Callable[..., Any], row: Row, endpoint: Endpoin
             "anthropic_base_url": lambda: endpoint.anthropic_base_url,
             "http_client": lambda: http_client(endpoint.app),
         }
+        if workspace is not None:
+            offered["workspace"] = lambda: workspace
         arguments = {name: offered[name]() for name in _accepted_names(function, offered)}
         if "http_client" in arguments:
             await stack.enter_async_context(arguments["http_client"])
         return await call_function(function, dict(row), **arguments)
 
 
-async def call_command(command: list[str], env: Mapping[str, str], row: Row, endpoint: Endpoint) -> Any:
-    """Run a command and parse the last line of its standard output.
+async def call_command(
+    command: list[str],
+    env: Mapping[str, str],
+    row: Row,
+    endpoint: Endpoint,
+    workspace: Workspace | None = None,
+) -> Any:
+    """Run a command, in the workspace if there is one, and parse the last line of its standard output.
 
     Returns:
         The number or dict in the last line; None if the line is not a number or dict in JSON.
@@ -57,12 +69,15 @@ async def call_command(command: list[str], env: Mapping[str, str], row: Row, end
         CommandFailed: The exit status is not 0.
         ConfigError: The command cannot be started.
         DataError: The row cannot be written as JSON.
+        WorkspaceError: The workspace has ended, or the command cannot be started in it.
     """
-    result = await run_command(
-        command,
-        env={**inherited_environment(), **_client_variables(endpoint), **env},
-        stdin=json.dumps(row, default=_as_json).encode(),
-    )
+    stdin = json.dumps(row, default=_as_json).encode()
+    if workspace is None:
+        variables = {**inherited_environment(), **_client_variables(endpoint), **env}
+        result = await run_command(command, env=variables, stdin=stdin)
+    else:
+        reached = replace(endpoint, base_url=await workspace.reach(endpoint.base_url))
+        result = await workspace.exec(command, env={**_client_variables(reached), **env}, stdin=stdin)
     if result.exit_code:
         raise CommandFailed(result)
     # `splitlines` would also split at characters that may occur in JSON strings.
