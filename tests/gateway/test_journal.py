@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 
 from agent_loop.recording.record import RecordKind
@@ -73,3 +76,27 @@ def test_a_program_with_other_requests_than_recorded_restarts(tmp_path: Path) ->
     assert len(again) == 3
     assert [t.output.failure for t in again] == [None] * 3
     assert all(t.output.incidents[-1].kind is IncidentKind.RESTARTED for t in again)
+
+
+QUESTIONS = ["first", "second"]
+
+
+async def asks_both(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client) as client:
+        for question in QUESTIONS:
+            await client.chat.completions.create(model="any", messages=user(question))
+
+
+def test_conversations_that_begin_in_another_order_get_their_own_completions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"raw_prompt": user("-"), "program": "tests.gateway.test_journal:asks_both"}]
+    first = run_journaled(tmp_path / "j", make_harness(1), rows)
+    payloads = scan((tmp_path / "j").read_bytes()).payloads
+    kept = [p for p in payloads if unpack(p)["is"] not in (RecordKind.END, RecordKind.COMPLETE)]
+    (tmp_path / "j").write_bytes(HEADER + b"".join(map(framed, kept)))
+    monkeypatch.setattr(sys.modules["tests.gateway.test_journal"], "QUESTIONS", QUESTIONS[::-1])
+    script = RandomScript(seed=2)
+    again = run_journaled(tmp_path / "j", WorkerHarness(script, agent="agent_program"), rows, resume=True)
+    assert script.num_requests == 0
+    assert [facts(t)[3:] for t in again] == [facts(t)[3:] for t in reversed(first)]

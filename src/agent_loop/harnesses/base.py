@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import tempfile
 from abc import abstractmethod
@@ -11,12 +12,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from msgspec import structs
+
 from agent_loop.errors import ConfigError
 from agent_loop.gateway.listener import Endpoint
 from agent_loop.gateway.program_calls import checked_env
 from agent_loop.gateway.program_loop import Program, ProgramLoop
 from agent_loop.gateway.session import MAX_BRANCHES
 from agent_loop.harnesses.agent_run import AgentCommand, AgentEnd, AgentFailed, AgentRun, exit_error, task_of
+from agent_loop.harnesses.stable_log import StableLog
 from agent_loop.loops.base import LoopContext
 from agent_loop.rewards.function import Score
 from agent_loop.runtime.child_process import CommandResult
@@ -48,6 +52,9 @@ class HarnessLoop(ProgramLoop):
     """Command that installs the program."""
     default_model: ClassVar[str] = "agent-loop"
     """Name of the model that the agent asks for."""
+    volatile: ClassVar[str] = ""
+    """Regular expression for texts that the agent writes differently whenever it runs, such as dates and process ids.
+    They are ignored when a resumed agent's requests are compared with the recorded ones."""
 
     def __init__(
         self,
@@ -75,7 +82,9 @@ class HarnessLoop(ProgramLoop):
             max_branches: Maximum number of conversations of a run.
             accept_as_wish: Names of request parameters that the agent may send although they cannot be honoured.
         """
-        super().__init__(context, max_branches=max_branches, accept_as_wish=accept_as_wish)
+        super().__init__(
+            self._with_stable_log(context), max_branches=max_branches, accept_as_wish=accept_as_wish
+        )
         self._workspace = workspace
         self.executable = executable or self.program
         self.arguments = list(arguments)
@@ -109,6 +118,14 @@ class HarnessLoop(ProgramLoop):
         task = task_of(row)
         async with open_workspace(settings, key=_key_of(row)) as workspace:
             yield _HarnessProgram(self, task, workspace, settings.check)
+
+    @classmethod
+    def _with_stable_log(cls, context: LoopContext) -> LoopContext:
+        new_log = context.new_log
+        if new_log is None or not cls.volatile:
+            return context
+        volatile = re.compile(cls.volatile)
+        return structs.replace(context, new_log=lambda: StableLog.wrap(new_log(), volatile))
 
     @classmethod
     def missing(cls, executable: str) -> str:

@@ -16,6 +16,7 @@ class ClaudeCodeLoop(HarnessLoop):
     program = "claude"
     install = "npm install -g @anthropic-ai/claude-code"
     default_model = "claude-sonnet-4-5"
+    volatile = r"Today's date is \d{4}-\d\d-\d\d"
 
     def command(self, run: AgentRun) -> AgentCommand:
         models = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")

@@ -40,6 +40,7 @@ class CodexLoop(HarnessLoop):
 
     program = "codex"
     install = "npm install -g @openai/codex"
+    volatile = r"<current_date>[\d-]+|(?m:^(Chunk ID: \w+|Wall time: [\d.]+ seconds)$)"
 
     def command(self, run: AgentRun) -> AgentCommand:
         config = CONFIG.format(

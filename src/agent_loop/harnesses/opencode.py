@@ -24,6 +24,7 @@ class OpenCodeLoop(HarnessLoop):
 
     program = "opencode"
     install = "npm install -g opencode-ai"
+    volatile = r"Today's date: \w{3} \w{3} \d\d \d{4}"
 
     def command(self, run: AgentRun) -> AgentCommand:
         limit = {"context": run.context_length, "output": run.max_turn_tokens}

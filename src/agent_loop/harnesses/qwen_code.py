@@ -19,6 +19,7 @@ class QwenCodeLoop(HarnessLoop):
 
     program = "qwen"
     install = "npm install -g @qwen-code/qwen-code"
+    volatile = r"(Today's date is|The current date is:) \w+, \w+ \d+, \d{4}|(?m:^Process Group PGID: \d+$)"
 
     def command(self, run: AgentRun) -> AgentCommand:
         settings = {

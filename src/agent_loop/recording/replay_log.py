@@ -41,8 +41,7 @@ class ReplayLog(RowLog):
         self._turns: defaultdict[RecordKind, list[tuple[int, int]]] = defaultdict(list)
 
     def new_episode(self) -> EpisodeLog:
-        self._num_episodes += 1
-        return _ReplayEpisodeLog(self, self._num_episodes - 1)
+        return _ReplayEpisodeLog(self)
 
     def recorded(self, kind: RecordKind, position: RecordPosition, asked: str) -> RecordEntry | None:
         """Return the next recorded response of this kind; None if there is none and the request is made live.
@@ -74,13 +73,14 @@ class ReplayLog(RowLog):
 class _ReplayEpisodeLog(EpisodeLog):
     """Log of one episode of a replay."""
 
-    def __init__(self, row: ReplayLog, number: int) -> None:
-        super().__init__(row, number)
+    def __init__(self, row: ReplayLog) -> None:
+        super().__init__(row)
         self._replay = row
 
     async def tokens(
         self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
     ) -> Encoded:
+        self._claim_number(RecordKind.PROMPT, "")
         self.next_turn()
         return await encode()
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, TypeVar
 
 from agent_loop.chat.multimodal import Encoded
@@ -76,7 +77,8 @@ class RowLog:
         for entry in self.record.entries:
             if entry.kind in (RecordKind.CALL_BEGAN, RecordKind.REPLY_BEGAN) and entry.got is not None:
                 self.only_once = str(entry.got["what"])
-        self._num_episodes = 0
+        self._claimed: set[int] = set()
+        """Numbers of the episodes that have begun."""
         self._num_records = self.record.num_records
         self._held: dict[int, tuple[Sequence[Segment], int]] = {}
 
@@ -87,15 +89,14 @@ class RowLog:
         return RowLog(self._row, sink=self._sink, record=record)
 
     def new_episode(self) -> EpisodeLog:
-        """Return the log of the row's next episode."""
-        self._num_episodes += 1
-        return EpisodeLog(self, self._num_episodes - 1)
+        """Return the log of a new episode of the row."""
+        return EpisodeLog(self)
 
     def restart(self) -> None:
         """Discard all records. The next attempt starts from the beginning."""
         self._append({"is": RecordKind.RESTART, "why": self.mismatch})
         self._answers = {}
-        self._num_episodes = 0
+        self._claimed.clear()
         self._held.clear()
         self.mismatch = None
 
@@ -109,6 +110,25 @@ class RowLog:
         await self._sink.flushed()
 
     # -- for its episodes ------------------------------------------------------------------------------------------
+
+    def claim_number(self, kind: RecordKind, asked: str) -> int:
+        """Return the number of an episode that begins with this request.
+
+        That is the number of the first recorded episode with the same beginning, since concurrent episodes may begin
+        in another order than before; without one, the next number.
+        """
+        number = next(n for n in count() if n not in self._claimed)
+        for position, entry in self._answers.items():
+            is_beginning = position.turn == 0 and position.number == 0
+            if (
+                is_beginning
+                and position.episode not in self._claimed
+                and (entry.kind, entry.asked) == (kind, asked)
+            ):
+                number = position.episode
+                break
+        self._claimed.add(number)
+        return number
 
     def recorded(self, kind: RecordKind, position: RecordPosition, asked: str) -> RecordEntry | None:
         """Return the record at a position, or None if there is no record.
@@ -182,11 +202,12 @@ class RowLog:
 class EpisodeLog:
     """Log of one episode. Implements `TurnLog`."""
 
-    def __init__(self, row: RowLog, number: int, *, num_tokens: int = 0) -> None:
+    def __init__(self, row: RowLog) -> None:
         self._row = row
-        self._number = number
+        self._number = -1
+        """Number of the episode, known from its first request on."""
         self._num_turns = 0
-        self._num_tokens = num_tokens
+        self._num_tokens = 0
         self._lost: str | None = None
         """Tool whose replies were replayed although its state was not restored; None if there is none."""
 
@@ -196,7 +217,9 @@ class EpisodeLog:
     def branch(self, *, at: int) -> TurnLog:
         episode = self._row.new_episode()
         parent = {"parent": self._number, "num_tokens": at}
-        position, asked = episode._position(episode.next_turn()), digest(parent)
+        asked = digest(parent)
+        episode._claim_number(RecordKind.BRANCH, asked)
+        position = episode._position(episode.next_turn())
         if self._row.recorded(RecordKind.BRANCH, position, asked) is None:
             self._row.keep(RecordKind.BRANCH, position, asked=asked, got=parent)
         episode._num_tokens = at
@@ -209,8 +232,9 @@ class EpisodeLog:
     async def tokens(
         self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
     ) -> Encoded:
-        kind = RecordKind.PROMPT if not self._num_tokens else _kind_of(messages)
-        position, asked = self._position(self.next_turn()), digest(messages)
+        kind, asked = RecordKind.PROMPT if not self._num_tokens else _kind_of(messages), digest(messages)
+        self._claim_number(kind, asked)
+        position = self._position(self.next_turn())
         entry = self._row.recorded(kind, position, asked)
         if entry is None:
             encoded = await encode()
@@ -319,6 +343,11 @@ class EpisodeLog:
         # A prompt or an observation over the length limit is on record, but is not part of the episode's tokens.
         if sum(map(len, segments)) == self._num_tokens:
             self._row.hold(segments, episode=self._number)
+
+    def _claim_number(self, kind: RecordKind, asked: str) -> None:
+        """Set the number of the episode, by its first request."""
+        if self._number < 0:
+            self._number = self._row.claim_number(kind, asked)
 
     def _position(self, turn: int, number: int = 0) -> RecordPosition:
         return RecordPosition(self._number, turn, number)
