@@ -7,8 +7,9 @@ from typing import Any
 import anthropic
 import pytest
 
+from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason
-from tests.gateway.harness import MODEL, ProgramHarness, in_order, origins
+from tests.gateway.harness import MODEL, ProgramHarness, in_order, origins, prompts
 from tests.helpers import call_text, encoded, text_reply, user
 
 ADD = {
@@ -185,3 +186,127 @@ def test_counted_tokens_are_those_of_the_next_prompt_and_counting_leaves_no_trac
     trajectories = harness.run_virtual(program)
     assert counts == [len(request.prompt_ids) for request in harness.server.requests]
     assert origins(trajectories[0].output) == ["prompt", "model", "tool", "model", "interaction", "model"]
+
+
+async def search_and_add(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+    tools: list[Any] = [{"type": "web_search_20250305", "name": "web_search"}, ADD]
+    create = client_of(anthropic_base_url, api_key, http_client).messages.create
+    await create(model=MODEL, max_tokens=64, messages=user("?"), tools=tools)
+
+
+def test_a_tool_of_anthropic_may_be_a_wish() -> None:
+    harness = ProgramHarness(in_order(text_reply("x")), loop={"accept_as_wish": ["web_search_20250305"]})
+    [trajectory] = harness.run_virtual(search_and_add)
+    [prompt] = prompts(harness.server.requests)
+    assert '"add"' in prompt
+    assert "web_search" not in prompt
+    [incident] = trajectory.output.incidents
+    assert incident.kind is IncidentKind.DROPPED_PARAMETER
+    assert "web_search_20250305" in incident.detail
+
+
+def test_a_tool_of_anthropic_is_refused_with_the_way_to_make_it_a_wish() -> None:
+    [trajectory] = ProgramHarness(in_order(text_reply("x"))).run_virtual(search_and_add)
+    assert trajectory.output.failure is not None
+    assert "add web_search_20250305 to accept_as_wish" in trajectory.output.failure.error
+
+
+def test_edits_of_the_context_are_not_applied_and_are_incidents() -> None:
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+        messages = client_of(anthropic_base_url, api_key, http_client).beta.messages
+        edits = [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "clear_tool_uses_20250919"}]
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "max_tokens": 64,
+            "context_management": {"edits": edits},
+            "betas": ["context-management-2025-06-27"],
+        }
+        whole = await messages.create(messages=user("?"), **asked)
+        history = [*user("?"), {"role": "assistant", "content": whole.content}, *user("more")]
+        async with messages.stream(messages=history, **asked) as stream:
+            streamed = await stream.get_final_message()
+        assert whole.context_management.applied_edits == streamed.context_management.applied_edits == []
+
+    [trajectory] = ProgramHarness(in_order(text_reply("x"))).run_virtual(program)
+    assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
+    [incident] = trajectory.output.incidents
+    assert (incident.kind, incident.detail) == (
+        IncidentKind.DROPPED_PARAMETER,
+        "context_management: the edit 'clear_tool_uses_20250919' is not applied",
+    )
+
+
+def test_a_prefill_is_continued_and_not_trained_on() -> None:
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(anthropic_base_url, api_key, http_client).messages.create
+        begun = [*user("1 + 2?"), {"role": "assistant", "content": "It is"}]
+        reply = await create(model=MODEL, max_tokens=64, messages=begun)
+        assert reply.content[0].text == " 3."
+        whole = [*user("1 + 2?"), {"role": "assistant", "content": "It is 3."}, *user("Sure?")]
+        await create(model=MODEL, max_tokens=64, messages=whole)
+
+    [trajectory] = ProgramHarness(in_order(text_reply(" 3."), text_reply("Yes."))).run_virtual(program)
+    output = trajectory.output
+    assert origins(output) == ["prompt", "prefix", "model", "interaction", "model"]
+    num_sampled = len(encoded(" 3.<|im_end|>")) + len(encoded("Yes.<|im_end|>"))
+    assert int(output.response_mask.sum()) == num_sampled
+
+
+def test_a_failed_call_is_told_to_the_model_and_recognised_when_it_comes_back() -> None:
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(anthropic_base_url, api_key, http_client).messages.create
+        messages: list[Any] = user("1 + 2?")
+        for content in ("no such file", [{"type": "text", "text": "no such file"}]):
+            reply = await create(model=MODEL, max_tokens=64, messages=messages, tools=[ADD])
+            failed = {**result_of(reply.content[-1], content), "is_error": True}
+            messages = [
+                *messages,
+                {"role": "assistant", "content": reply.content},
+                {"role": "user", "content": [failed]},
+            ]
+        await create(model=MODEL, max_tokens=64, messages=messages, tools=[ADD])
+
+    calls = [text_reply(call_text("add", a=number)) for number in (1, 2)]
+    harness = ProgramHarness(in_order(*calls, text_reply("Sorry.")))
+    [trajectory] = harness.run_virtual(program)
+    assert origins(trajectory.output) == ["prompt", "model", "tool", "model", "tool", "model"]
+    assert prompts(harness.server.requests)[-1].count("Error: no such file") == 2
+
+
+def test_thinking_that_is_left_out_is_still_the_models_turn() -> None:
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+        messages = client_of(anthropic_base_url, api_key, http_client).messages
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "max_tokens": 64,
+            "thinking": {"type": "adaptive", "display": "omitted"},
+        }
+        async with messages.stream(messages=user("?"), **asked) as stream:
+            streamed = await stream.get_final_message()
+        assert [block.type for block in streamed.content] == ["thinking", "text"]
+        assert streamed.content[0].thinking == ""
+        history = [*user("?"), {"role": "assistant", "content": streamed.content}, *user("more")]
+        await messages.create(messages=history, **asked)
+
+    text = "<think>\nHm.\n</think>\n\nYes."
+    [trajectory] = ProgramHarness(in_order(text_reply(text), text_reply("Done."))).run_virtual(program)
+    assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
+
+
+def test_models_are_described_to_each_client_in_its_format() -> None:
+    import openai
+
+    async def program(
+        row: Any, *, base_url: str, anthropic_base_url: str, api_key: str, http_client: Any
+    ) -> None:
+        client = client_of(anthropic_base_url, api_key, http_client)
+        models = [model async for model in client.models.list()]
+        assert [model.type for model in models] == ["model"]
+        assert (await client.models.retrieve("claude-x")).id == "claude-x"
+        other = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        assert [model.object async for model in other.models.list()] == ["model"]
+        reply = await client.messages.create(model="claude-x", max_tokens=8, messages=user("?"))
+        assert (reply.model, reply._request_id[:4]) == ("claude-x", "req_")
+
+    [trajectory] = ProgramHarness(in_order(text_reply("x"))).run_virtual(program)
+    assert trajectory.output.failure is None

@@ -74,7 +74,7 @@ class Wishes:
                 refused = request_error(faults, known=model)
                 path = next((path for fault in faults if (path := self._wish_at(fault))), None)
                 if path is None or not _contains(body, path):
-                    raise self.hinted(refused) from None
+                    raise self.hinted(refused, name=_own_name(faults[0])) from None
                 incidents.append(_dropped(_dotted(path), reason=str(refused)))
                 body = _without(body, path)
 
@@ -100,17 +100,25 @@ class Wishes:
                 continue
             return ReadRequest(request, [*incidents, *_unknown_to_template(request, template)])
 
-    def hinted(self, error: RequestError) -> RequestError:
-        """Return the error of an unsupported parameter with the advice to accept it as a wish."""
-        name = parameter_of(error)
+    def hinted(self, error: RequestError, *, name: str = "") -> RequestError:
+        """Return the error of an unsupported parameter with the advice to accept it as a wish.
+
+        Args:
+            error: The error.
+            name: Name of the wish, if it is not the name of the parameter.
+        """
+        name = name or parameter_of(error)
         if not isinstance(error, UnsupportedParameter) or not name:
             return error
-        hint = f"to ignore it, add {name} to accept_as_wish of the loop's entry"
-        return UnsupportedParameter(f"{error}; {hint}", param=error.param, code=error.code)
+        hint = " To ignore it, add" if str(error).endswith("?") else "; to ignore it, add"
+        message = f"{error}{hint} {name} to accept_as_wish of the loop's entry"
+        return UnsupportedParameter(message, param=error.param, code=error.code)
 
     def _wish_at(self, fault: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """Return the path of the wish that a fault belongs to; None if it belongs to none."""
         path = fault_path(fault)
+        if _own_name(fault) in self.names:
+            return tuple(path)
         for length in range(1, len(path) + 1):
             if ".".join(str(part) for part in path[:length] if not isinstance(part, int)) in self.names:
                 return tuple(path[:length])
@@ -155,6 +163,11 @@ def _unknown_to_template(request: ChatCompletionRequest, template: ChatTemplate)
         yield _dropped("reasoning_effort", reason="the chat template does not know reasoning_effort")
     if request.verbosity not in (None, "medium"):
         yield _dropped("verbosity", reason="no chat template knows it")
+
+
+def _own_name(fault: Mapping[str, Any]) -> str:
+    """Return the name under which a part of a parameter, such as one of several tools, is a wish; "" if it has none."""
+    return str(fault.get("ctx", {}).get("wish", ""))
 
 
 def _dropped(name: str, *, reason: str) -> Incident:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from agent_loop.completions.anthropic.events import event
+from agent_loop.completions.anthropic.requests import MessagesRequest
 from agent_loop.completions.anthropic.response_models import (
     MessagesErrorDetail,
     MessagesErrorResponse,
     ThreadRefusal,
 )
-from agent_loop.completions.response_models import ErrorResponse
+from agent_loop.completions.response_models import ErrorDetail, ErrorResponse
 
 _KINDS = {
     400: "invalid_request_error",
@@ -38,4 +39,12 @@ def messages_error_event(response: ErrorResponse) -> bytes:
 def _error(response: ErrorResponse, *, kind: str) -> MessagesErrorDetail:
     error = response.error
     details = ThreadRefusal() if error.param == "thread" else None
-    return MessagesErrorDetail(type=kind, message=error.message, code=error.code, details=details)
+    return MessagesErrorDetail(type=kind, message=_renamed(error), code=error.code, details=details)
+
+
+def _renamed(error: ErrorDetail) -> str:
+    """Return the message of an error about a chat request, with the name that its parameter has in this API."""
+    parameter = error.param or ""
+    if parameter in MessagesRequest.names_here and error.message.startswith(parameter):
+        return MessagesRequest.names_here[parameter] + error.message.removeprefix(parameter)
+    return error.message

@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from agent_loop.completions.fields import MAX_STOPS, FiniteFloat, Ignored, Only, RequestModel, StopText
+from agent_loop.completions.fields import (
+    MAX_STOPS,
+    UNSUPPORTED,
+    FiniteFloat,
+    Ignored,
+    Only,
+    RequestModel,
+    StopText,
+)
 from agent_loop.runtime.describe import one_line
 
 
@@ -37,10 +46,12 @@ class ToolDefinition(RequestModel):
     def _is_run_by_the_client(cls, tool: Any) -> Any:
         kind: Any = cast(dict[str, Any], tool).get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "custom":
-            raise ValueError(
-                f"tools of type {one_line(kind, max_length=80)!r} are not supported, because Anthropic defines or runs "
-                "them; leave the tool out, or define it with a name and an input_schema"
+            shown = one_line(kind, max_length=80)
+            message = (
+                f"tools of type {shown!r} are not supported, because Anthropic defines or runs them; leave the tool "
+                "out, or define it with a name and an input_schema"
             )
+            raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message, "wish": kind})
         return cast(Any, tool)
 
 
@@ -147,6 +158,17 @@ class CountTokensRequest(PromptRequest):
 
 class MessagesRequest(PromptRequest):
     """Body of `/v1/messages`."""
+
+    names_here = {  # noqa: RUF012  (pydantic's ClassVar of the base class)
+        "input": "messages",
+        "instructions": "system",
+        "max_completion_tokens": "max_tokens",
+        "max_output_tokens": "max_tokens",
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    }
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
