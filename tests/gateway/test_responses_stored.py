@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from agent_loop.recording.record import RecordKind
+from agent_loop.recording.values import unpack
+from agent_loop.rollout.journal.frames import HEADER, framed, scan
 from agent_loop.types import StopReason
 from tests.gateway.harness import MODEL, ProgramHarness, in_order, origins
 from tests.gateway.test_responses import client_of, run_one
 from tests.helpers import text_reply, user
+from tests.rollout.harness import WorkerHarness
+from tests.rollout.journaled import RandomScript, facts, run_journaled
 
 
 async def ended(responses: Any, response_id: str) -> Any:
@@ -127,3 +133,26 @@ def test_sessions_do_not_see_each_others_responses() -> None:
 
     trajectories = ProgramHarness(in_order(text_reply("x"))).run_virtual(writer, reader)
     assert [trajectory.output.failure for trajectory in trajectories] == [None, None]
+
+
+async def continues_stored_responses(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+    responses = client_of(base_url, api_key, http_client).responses
+    first = await responses.create(model=MODEL, input="one")
+    await responses.create(model=MODEL, input="two", previous_response_id=first.id)
+    other = await responses.create(
+        model=MODEL, input="two again", previous_response_id=first.id, background=True
+    )
+    assert (await ended(responses, other.id)).status in ("completed", "incomplete")
+
+
+def test_a_program_that_runs_again_gets_its_recorded_completions(tmp_path: Path) -> None:
+    rows = [{"raw_prompt": user("-"), "program": f"{__name__}:continues_stored_responses"}]
+    first = run_journaled(tmp_path / "j", WorkerHarness(RandomScript(seed=1), agent="agent_program"), rows)
+    payloads = scan((tmp_path / "j").read_bytes()).payloads
+    kept = [p for p in payloads if unpack(p)["is"] not in (RecordKind.END, RecordKind.COMPLETE)]
+    (tmp_path / "j").write_bytes(HEADER + b"".join(map(framed, kept)))
+    script = RandomScript(seed=2)
+    again = run_journaled(tmp_path / "j", WorkerHarness(script, agent="agent_program"), rows, resume=True)
+    assert script.num_requests == 0
+    assert len(first) == 2
+    assert [facts(trajectory) for trajectory in again] == [facts(trajectory) for trajectory in first]

@@ -1,0 +1,241 @@
+"""Tests of the translation between the Responses API and chat requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agent_loop.completions.response_models import ErrorDetail, ErrorResponse
+from agent_loop.completions.responses.calls import CallRecord
+from agent_loop.completions.responses.encrypted import read_encrypted, write_encrypted
+from agent_loop.completions.responses.requests import ResponsesRequest
+from agent_loop.completions.responses.response_models import CustomToolCall, FunctionCall
+from agent_loop.completions.responses.store import ResponseStore
+from agent_loop.completions.responses.translation import PreparedResponse, prepare_response
+from agent_loop.completions.responses.writer import ResponseWriter
+from agent_loop.errors import RequestError
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+FAILURE = ErrorResponse(error=ErrorDetail(message="lost", type="server_error", param=None, code=None))
+IMAGE = "data:image/png;base64,AAAA"
+
+
+def prepared(**fields: Any) -> PreparedResponse:
+    request = ResponsesRequest.model_validate({"model": "m", **fields})
+    return prepare_response(request, store=ResponseStore(), calls=CallRecord())
+
+
+def messages(*items: Any, **fields: Any) -> list[dict[str, Any]]:
+    chat = prepared(input=list(items), **fields).chat
+    return [message.model_dump(exclude_none=True) for message in chat.messages]
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def called(call_id: str) -> dict[str, Any]:
+    return {"type": "function", "id": call_id, "function": {"name": "f", "arguments": {"a": 1}}}
+
+
+def test_the_items_of_a_turn_are_one_message() -> None:
+    assert messages({"role": "user", "content": "?"}, thought("Hm."), said("Now:"), CALL, OUTPUT) == [
+        {"role": "user", "content": "?"},
+        {
+            "role": "assistant",
+            "content": "Now:",
+            "reasoning_content": "Hm.",
+            "tool_calls": [called("c1")],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("items", "turns"),
+    [
+        ([said("a"), said("b")], [("a", ""), ("b", "")]),
+        ([thought("x"), said("a"), thought("y"), said("b")], [("a", "x"), ("b", "y")]),
+        ([said("a"), thought("y")], [("a", "y")]),
+        ([thought("x"), said("a"), thought("y"), CALL], [("a", "xy")]),
+        ([CALL, said("a")], [("a", "")]),
+        ([thought("x")], [("", "x")]),
+    ],
+)
+def test_a_second_message_begins_another_turn(items: list[Any], turns: list[tuple[str, str]]) -> None:
+    read = [(message["content"], message.get("reasoning_content", "")) for message in messages(*items)]
+    assert read == turns
+
+
+def test_calls_that_follow_results_of_their_own_turn_belong_to_it() -> None:
+    calls = CallRecord()
+    made = [FunctionCall(id=i, status="completed", call_id=i, name="f", arguments="{}") for i in ("c1", "c2")]
+    response = ResponseWriter(prepared(input="?"), store=ResponseStore(), calls=calls).start()
+    calls.add(response.model_copy(update={"output": made}), custom_arguments={})
+    items = [
+        {**CALL, "call_id": i} if is_call else {**OUTPUT, "call_id": i}
+        for i in ("c1", "c2", "c3")
+        for is_call in (True, False)
+    ]
+    request = ResponsesRequest.model_validate({"model": "m", "input": items})
+    chat = prepare_response(request, store=ResponseStore(), calls=calls).chat
+    assert [message.role for message in chat.messages] == ["assistant", "tool", "tool", "assistant", "tool"]
+
+
+def test_repeated_call_ids_are_not_taken_for_one_turn() -> None:
+    calls = CallRecord()
+    for number in range(2):
+        made = [FunctionCall(id="x", status="completed", call_id="c1", name="f", arguments="{}")]
+        response = ResponseWriter(prepared(input="?"), store=ResponseStore(), calls=calls).start()
+        calls.add(response.model_copy(update={"id": f"r{number}", "output": made}), custom_arguments={})
+    request = ResponsesRequest.model_validate({"model": "m", "input": [CALL, OUTPUT, CALL, OUTPUT]})
+    chat = prepare_response(request, store=ResponseStore(), calls=calls).chat
+    assert [message.role for message in chat.messages] == ["assistant", "tool"] * 2
+
+
+def test_only_the_latest_calls_are_kept() -> None:
+    calls = CallRecord(max_calls=2)
+    response = ResponseWriter(prepared(input="?"), store=ResponseStore(), calls=calls).start()
+    made = [
+        CustomToolCall(id=i, status="completed", call_id=i, name="f", input="{}") for i in ("c1", "c2", "c3")
+    ]
+    calls.add(
+        response.model_copy(update={"output": made}), custom_arguments={i: {} for i in ("c1", "c2", "c3")}
+    )
+    assert calls.custom_arguments("c1", "{}") is None
+    assert calls.custom_arguments("c3", "{}") == {}
+    assert calls.custom_arguments("c3", "other") is None
+    assert not calls.are_of_one_turn(["c1", "c2"])
+
+
+def test_texts_and_images_of_messages_and_outputs_are_kept() -> None:
+    parts = [
+        {"type": "input_text", "text": "a"},
+        {"type": "input_image", "image_url": IMAGE, "detail": "auto"},
+    ]
+    expected = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": IMAGE}}]
+    read = messages({"role": "user", "content": parts}, CALL, {**OUTPUT, "output": parts})
+    assert [read[0]["content"], read[2]["content"]] == [expected, expected]
+
+
+def test_parameters_have_the_names_of_chat_requests() -> None:
+    schema = {"type": "object", "properties": {}}
+    chat = prepared(
+        input="?",
+        instructions="Be brief.",
+        tools=[{"type": "custom", "name": "patch"}],
+        tool_choice={"type": "custom", "name": "patch"},
+        parallel_tool_calls=False,
+        max_output_tokens=5,
+        reasoning={"effort": "low"},
+        text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}},
+        top_logprobs=2,
+        temperature=0.5,
+        top_p=0.9,
+        metadata={"a": "b"},
+        user="u",
+        stream=True,
+    ).chat
+    assert [message.role for message in chat.messages] == ["system", "user"]
+    assert chat.forced_tool == "patch"
+    assert (chat.parallel_tool_calls, chat.max_new_tokens, chat.reasoning_effort) == (False, 5, "low")
+    assert (chat.logprobs, chat.top_logprobs, chat.temperature, chat.top_p) == (True, 2, 0.5, 0.9)
+    assert '"properties"' in chat.json_schema
+    assert chat.stream
+    assert chat.metadata is None
+
+
+def test_allowed_tools_restrict_the_tools_of_the_prompt() -> None:
+    tools = [{"type": "function", "name": name} for name in ("f", "g")]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [tools[1]]}
+    chat = prepared(input="?", tools=tools, tool_choice=choice).chat
+    assert [tool["function"]["name"] for tool in chat.tools_in_use] == ["g"]
+    assert chat.forces_call
+
+
+def test_a_grammar_is_shown_to_the_model() -> None:
+    text_format = {"type": "grammar", "syntax": "lark", "definition": "start: X"}
+    [tool] = (
+        prepared(input="?", tools=[{"type": "custom", "name": "p", "format": text_format}]).chat.tools or []
+    )
+    described = tool["function"]["parameters"]["properties"]["input"]["description"]
+    assert described.endswith("that matches this lark grammar:\nstart: X")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"input": [said("x"), {"type": "message", "content": "x"}]}, "input[1].role", "is missing"),
+        ({"input": [{**CALL, "arguments": "[]"}]}, "input[0].arguments", "JSON object"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "input[0].content[0].text",
+            "a string",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "/etc/passwd"}]}]},
+            "input[0].content[0]",
+            "data URL",
+        ),
+        (
+            {"input": [{"type": "reasoning", "encrypted_content": "foreign"}]},
+            "input[0].encrypted_content",
+            "not written",
+        ),
+        (
+            {"input": "?", "tools": [{"type": "function", "name": "f", "colour": 1}]},
+            "tools[0].colour",
+            "unknown",
+        ),
+        (
+            {"input": "?", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},
+            "tools.mcp",
+            "servers of OpenAI",
+        ),
+        ({"input": "?", "text": {"format": {"type": "json_schema", "schema": 3}}}, None, "schema"),
+        ({"input": "?", "tool_choice": "sometimes"}, "tool_choice", "auto"),
+    ],
+)
+def test_what_cannot_be_translated_is_refused_by_name(fields: Any, param: str | None, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        prepared(**fields)
+    assert param is None or caught.value.param == param
+
+
+def test_reasoning_tokens_are_read_back_and_foreign_ones_are_not() -> None:
+    assert read_encrypted(write_encrypted("Hm. \N{SNOWMAN}\n")) == "Hm. \N{SNOWMAN}\n"
+    assert read_encrypted("gAAAA") is None
+    assert read_encrypted(write_encrypted("x") + "!") is None
+
+
+def test_a_store_drops_the_least_recently_used_response() -> None:
+    store = ResponseStore(max_responses=2)
+    writers = [ResponseWriter(prepared(input=str(n)), store=store, calls=CallRecord()) for n in range(3)]
+    first, second = (writer.start().id for writer in writers[:2])
+    assert store.get(first) is not None
+    writers[2].start()
+    assert len(store) == 2
+    assert store.get(second) is None
+
+
+def test_a_store_is_bounded_in_its_size() -> None:
+    store = ResponseStore(max_characters=5000)
+    ids = [
+        ResponseWriter(prepared(input="x" * 1500), store=store, calls=CallRecord()).start().id
+        for _ in range(4)
+    ]
+    assert [store.get(each) is not None for each in ids] == [False, False, True, True]
+
+
+def test_a_failed_response_keeps_its_message() -> None:
+    store = ResponseStore()
+    failed = ResponseWriter(prepared(input="?"), store=store, calls=CallRecord()).write_failure(FAILURE)
+    assert (failed.status, failed.error and failed.error.message) == ("failed", "lost")
+    with pytest.raises(RequestError, match="cannot be continued"):
+        store.continued(failed.id)
