@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -34,6 +35,9 @@ class RequestModel(BaseModel):
     """Base class of request models. Unknown fields are refused, because ignoring a field may change the result."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    names_here: ClassVar[Mapping[str, str]] = {}
+    """Fields of this model, by what other APIs call them. Errors about unknown fields suggest them."""
 
 
 UNSUPPORTED = "unsupported"
@@ -104,6 +108,12 @@ _TOOL = TypeAdapter(_Tool)
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind != "function":
+        raise ValueError(
+            f"tools of type {one_line(kind, max_length=80)!r} are not supported; leave the tool out, or define a "
+            "function that the client runs"
+        )
     parameters = _TOOL.validate_python(tool).function.parameters
     if parameters is not None:
         try:

@@ -161,6 +161,17 @@ class ChatMessage(RequestModel):
 class ChatCompletionRequest(SamplingRequest):
     """Body of `/v1/chat/completions`."""
 
+    names_here = {  # noqa: RUF012  (pydantic's ClassVar of the base class)
+        "input": "messages",
+        "instructions": "a system message",
+        "system": "a system message",
+        "max_output_tokens": "max_completion_tokens",
+        "reasoning": "reasoning_effort",
+        "stop_sequences": "stop",
+        "text": "response_format",
+        "output_config": "response_format",
+    }
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -205,7 +216,10 @@ class ChatCompletionRequest(SamplingRequest):
         if forces_call(choice) and not tools:
             raise ValueError("it forces a call, but there are no tools; give tools, or leave it out")
         if unknown := unknown_tools(tools, choice):
-            raise ValueError(f"it names {unknown[0]!r}, which is not among the tools")
+            names = ", ".join(tool["function"]["name"] for tool in tools)
+            raise ValueError(
+                f"it names {unknown[0]!r}, which is not among the tools; they are {names or 'none'}"
+            )
         return choice
 
     @property
@@ -272,15 +286,22 @@ def request_error(faults: Sequence[Mapping[str, Any]], *, known: type[RequestMod
     path = fault_path(fault)
     name = _dotted(path)
     if fault["type"] == "extra_forbidden":
-        where = known.model_fields if len(path) == 1 else ()
-        return UnsupportedParameter(
-            f"unknown parameter {name!r}{did_you_mean(str(path[-1]), where)}", param=name
-        )
+        return UnsupportedParameter(f"unknown parameter {name!r}{_suggestion(path, known=known)}", param=name)
     if fault["type"] == "missing":
         return RequestError(f"{name or 'the body'} is missing; give it", param=name or None)
     message = str(fault["msg"]).removeprefix("Value error, ")
     kind = UnsupportedParameter if fault["type"] == UNSUPPORTED else RequestError
     return kind(f"{name or 'the body'}: {message[:1].lower()}{message[1:]}", param=name or None)
+
+
+def _suggestion(path: Sequence[Any], *, known: type[RequestModel]) -> str:
+    """Return what to send instead of an unknown field."""
+    if len(path) > 1:
+        return ""
+    name = str(path[0])
+    if name in known.names_here:
+        return f"; here it is {known.names_here[name]}"
+    return did_you_mean(name, known.model_fields)
 
 
 def parameter_of(error: RequestError) -> str:

@@ -55,6 +55,18 @@ class ResponsesStreamOptions(RequestModel):
 class ResponsesRequest(RequestModel):
     """Body of `/v1/responses`."""
 
+    names_here = {  # noqa: RUF012  (pydantic's ClassVar of the base class)
+        "functions": "tools",
+        "logprobs": 'include: ["message.output_text.logprobs"]',
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+        "system": "instructions",
+        "verbosity": "text.verbosity",
+    }
+
     model: str
     input: str | list[dict[str, Any]] | None = None
     """Text of a user message, or items: messages, calls, outputs of calls, reasoning and references to stored items."""
