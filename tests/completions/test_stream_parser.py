@@ -136,3 +136,38 @@ def test_the_streamed_result_equals_the_tool_parsers(form: Format) -> None:
         reading = sum(read(text, list(range(0, 400, 3)), parser=parser), ParsedDelta())
         assert (reading.content, reading.reasoning) == (parsed.content, parsed.reasoning or "")
         assert list(reading.tool_calls) == parsed.tool_calls
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@given(data=st.data())
+def test_a_continued_turn_adds_what_the_client_does_not_have(form: Format, data: st.DataObject) -> None:
+    parser = ToolParser.get(form.name)
+    calls = calls_in(form)
+    pieces = st.sampled_from(
+        ["Hi ", " ", "\n", "a < b", *form.reasoning, *form.markers, form.render(calls[:1])]
+    )
+    text = "".join(data.draw(st.lists(pieces, max_size=5)))
+    cut = data.draw(st.integers(0, len(text)))
+    has_text = data.draw(st.booleans())
+    begun = whole(text[:cut], parser=parser)
+    complete = whole(text, parser=parser)
+    if begun.tool_calls:
+        return  # messages with calls are not continued
+    # A client has the text that it gave itself, or the content of a turn that was cut, without space at its end.
+    given = text[:cut] if has_text and not begun.reasoning and begun.content else begun.content
+    rests = []
+    for cuts in ([], list(range(0, len(text), 3))):
+        stream = StreamParser(parser, tools=[ADD])
+        stream.begin(text[:cut], given=given)
+        ends = [*[each for each in cuts if cut < each < len(text)], len(text)]
+        parts = [text[start:end] for start, end in zip([cut, *ends], ends, strict=False)]
+        deltas = [stream.feed(part) for part in parts]
+        rests.append(sum([*deltas, stream.finish()], ParsedDelta()))
+    rest = rests[0]
+    assert rests[1] == rest
+    assert rest.tool_calls == complete.tool_calls
+    # The beginning of a marker, which the client has as text, may become the marker.
+    is_kept = complete.content.startswith(given.strip()) and complete.reasoning.startswith(begun.reasoning)
+    if is_kept and not complete.tool_calls:
+        assert begun.reasoning + rest.reasoning == complete.reasoning
+        assert (given + rest.content).strip() == complete.content.strip()

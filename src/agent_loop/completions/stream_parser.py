@@ -6,6 +6,7 @@ may be longer than any look-ahead. The result does not depend on how the text is
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,9 +75,11 @@ class StreamParser:
         self._held: list[str] = []
         """Text from the first opening of a call to the end."""
         self._num_given = 0
-        """Number of characters at the start of `_pending` and `_held` that the client has already."""
-        self._whole_before = ParsedDelta()
-        """What the client has already of a completion that is parsed whole."""
+        """Number of characters at the start of `_pending` that the client has already."""
+        self._given_opening = ""
+        """Beginning of the opening of a call that the client has as content already."""
+        self._before = ParsedDelta()
+        """What the client has already of the text that is parsed at the end."""
         self._content = _Trimmed(None)
         self._reasoning = _Trimmed("\n")
 
@@ -88,13 +91,16 @@ class StreamParser:
             given: The content in the form that the client has. White space at its end decides whether white space
                 between the beginning and the rest is returned.
         """
-        if self._format is None:
-            self._whole_before = self._parse_whole(text)
-            self._held.append(text)
-            return
         self.feed(text)
-        self._num_given = len(self._pending) + sum(map(len, self._held))
-        if self._num_given or given.endswith(self._content.held_space):
+        if self._held:
+            ended = copy.deepcopy(self, {id(self._parser): self._parser})
+            before = ended.finish()
+            held = "".join(self._held)
+            space = held[len(held.rstrip()) :]
+            self._before = before + ParsedDelta(space if space and given.endswith(space) else "")
+            return
+        self._num_given = len(self._pending)
+        if self._pending or given.endswith(self._content.held_space):
             self._content.drop_held_space()
 
     def feed(self, text: str) -> ParsedDelta:
@@ -117,17 +123,18 @@ class StreamParser:
     def finish(self) -> ParsedDelta:
         """Parse the text that was held back."""
         if self._format is None:
-            whole, before = self._parse_whole("".join(self._held)), self._whole_before
-            content = whole.content.removeprefix(before.content)
-            return ParsedDelta(content, whole.reasoning.removeprefix(before.reasoning), whole.tool_calls)
+            return self._without_given(self._parse_whole("".join(self._held)))
         if self._open_reasoning is not None:
             return ParsedDelta(reasoning=self._add_reasoning(self._open_reasoning, self._pending))
         if not self._held:
             return ParsedDelta(content=self._add_content(self._pending))
-        held = "".join(self._held)
+        return self._without_given(self._parse_held("".join(self._held)))
+
+    def _parse_held(self, held: str) -> ParsedDelta:
+        """Parse the text from the first opening of a call to the end."""
         parsed = self._parser.parse("".join(self._text) + held, tools=self._tools)
         if parsed.calls and not parsed.tool_calls:
-            return ParsedDelta(self._new_part(self._content.add(held)))
+            return ParsedDelta(self._content.add(held))
         self._reasoning.begin_block()
         reasoning = self._reasoning.add(parsed.reasoning or "")
         returned = self._content.returned
@@ -143,6 +150,7 @@ class StreamParser:
         content.append(self._add_content(self._pending[:start]))
         if marker in self._openings:
             self._held.append(self._pending[start:])
+            self._given_opening, self._num_given = self._pending[start : start + self._num_given], 0
             self._pending = ""
             return False
         self._pending = self._pending[start + len(marker) :]
@@ -170,6 +178,14 @@ class StreamParser:
             text = text.removeprefix(marks.label)
             self._is_label_due = False
         return self._new_part(self._reasoning.add(text))
+
+    def _without_given(self, parsed: ParsedDelta) -> ParsedDelta:
+        """Return the part of the text that was parsed at the end that the client does not have yet."""
+        content = parsed.content.removeprefix(self._before.content)
+        if not parsed.tool_calls:
+            content = content.removeprefix(self._given_opening)
+        reasoning = parsed.reasoning.removeprefix(self._before.reasoning)
+        return ParsedDelta(content, reasoning, parsed.tool_calls)
 
     def _new_part(self, text: str) -> str:
         """Return the part of a text that the client does not have yet."""
