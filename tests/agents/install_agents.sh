@@ -11,8 +11,8 @@ python=${PYTHON:-python3.11}
 "$python" -m venv "$dir"
 dir=$(cd "$dir" && pwd)
 "$dir/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[serve,langgraph]" \
-    'openai-agents==0.24.*' 'smolagents[openai]==1.26.*' 'pydantic-ai-slim[openai]==2.66.*' 'langchain==1.5.*' \
-    'openai>=3.52,<4' 'anthropic>=2.12,<3' \
+    'openai-agents==0.24.*' 'smolagents[openai]==1.26.*' 'pydantic-ai-slim[openai,anthropic]==2.68.*' \
+    'langchain==1.5.*' 'langchain-anthropic==1.7.*' 'openai>=3.52,<4' 'anthropic>=2.12,<3' \
     'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-rerunfailures>=15' 'hypothesis>=6.100'
 
 # litellm, which mini-swe-agent needs, excludes the version of the OpenAI client that the other packages need.
