@@ -11,7 +11,7 @@ from agent_loop.completions.responses.response_models import ResponseObject
 from agent_loop.errors import RequestError
 
 MAX_RESPONSES = 1024
-MAX_CHARACTERS = 256 * 2**20
+MAX_CHARACTERS = 256_000_000
 """Maximum size of all stored items, as JSON."""
 
 
