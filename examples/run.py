@@ -69,6 +69,7 @@ RECIPES = {
     "openai_agent": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.30), least_after=0.90),
     "code_interpreter": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.30), least_after=0.90),
     "two_hop_search": Recipe(warm_start_steps=900, habit=Habit(first_step_share=0.33), least_after=0.90),
+    "shell_agent": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.33), least_after=0.90),
     "langgraph_math": Recipe(warm_start_steps=1800, habit=Habit(first_step_share=0.35), least_after=0.90),
 }
 
@@ -121,7 +122,8 @@ async def run_example(
     # 1. The data: held-out rows for the evaluation, and demonstrations of training rows.
     task = cast(Task, importlib.import_module(f"examples.{name}.task"))
     config = _load_config(name, seed=seed, out=out, model_path=out / "model", settings=settings)
-    val_rows = load_rows(config.data.val_files, prompt_key=config.data.prompt_key)
+    data = config.data
+    val_rows = load_rows(data.val_files, prompt_key=data.prompt_key, workspace=data.workspace)
     tools = tool_schemas(task, config)
     conversations = demonstrations(task, rng=random.Random(seed), habit=recipe.habit)
     log(1, f"data: {len(val_rows)} held-out prompts, tools {[tool['function']['name'] for tool in tools]}")

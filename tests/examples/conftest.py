@@ -15,6 +15,10 @@ from examples.common.demonstrations import Task, demonstrations
 from examples.common.tokenizer import train_tokenizer
 from examples.run import RECIPES, Recipe, tool_schemas
 
+WITHOUT_CONTAINER = ("data.workspace.container=null", "data.workspace.folder=examples/shell_agent/workspace")
+"""Settings with which the shell agent works in a folder, so that its tests need no container runtime."""
+OVERRIDES = {"shell_agent": WITHOUT_CONTAINER}
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -31,7 +35,7 @@ class Example:
 def example(request: pytest.FixtureRequest) -> Example:
     name: str = request.param
     task = cast(Task, importlib.import_module(f"examples.{name}.task"))
-    config = load_config(f"examples/{name}/config.yaml")
+    config = load_config(f"examples/{name}/config.yaml", overrides=OVERRIDES.get(name, ()))
     schemas = tool_schemas(task, config)
     conversations = demonstrations(task, rng=random.Random(0), habit=RECIPES[name].habit)
     tokenizer = train_tokenizer(islice(conversations, 500), tools=schemas)

@@ -74,7 +74,8 @@ def test_most_demonstrations_give_up_or_guess(example: Example) -> None:
 
 def held_out_rows(example: Example) -> Sequence[Row]:
     config = example.config.data
-    return load_rows(config.val_files, prompt_key=config.prompt_key)[:NUM_ROWS]
+    rows = load_rows(config.val_files, prompt_key=config.prompt_key, workspace=config.workspace)
+    return rows[:NUM_ROWS]
 
 
 def question(row: Row) -> str:
@@ -96,15 +97,15 @@ def replay(example: Example, rows: Sequence[Row], *, turns: Sequence[Sequence[Me
         opening = next(each for each in completions_by_prompt if prompt[: len(each)] == each)
         return ScriptedReply(completions_by_prompt[opening][request.turn])
 
-    reward_function = example.config.reward.function
-    assert reward_function is not None
+    reward_function = example.config.reward.function  # None if a tool gives the reward
+    reward = None if reward_function is None else load_reward(reward_function, timeout_s=5.0)
 
     async def run() -> list[Trajectory]:
         manager = AgentLoopManager(
             example.config.rollout,
             servers=[ScriptedServer(script)],
             template=template,
-            reward=load_reward(reward_function, timeout_s=5.0),
+            reward=reward,
         )
         async with manager:
             return await manager.run(rows, n=1)

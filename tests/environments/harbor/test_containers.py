@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agent_loop.checks import check_tasks
+from tests.environments.harbor.solving import run_tasks, solve
 from tests.environments.harbor.tasks import write_task
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
@@ -26,6 +27,13 @@ def test_the_solution_of_every_example_scores_1_and_doing_nothing_scores_0() -> 
     assert len(reports) == 5
     assert {report.name: report.problems for report in reports if not report.is_passed} == {}
     assert {(report.nothing, report.solution) for report in reports} == {(0.0, 1.0)}
+
+
+def test_an_agent_with_a_shell_solves_every_example_and_one_without_calls_none() -> None:
+    solved = run_tasks(Path("examples/tasks"), workspace=SETTINGS, command=solve)
+    assert {str(t.row["task"]): t.reward for t in solved} == {str(t.row["task"]): 1.0 for t in solved}
+    idle = run_tasks(Path("examples/tasks"), workspace=SETTINGS, command=None)
+    assert [trajectory.reward for trajectory in idle] == [0.0] * 5
 
 
 def test_an_image_that_cannot_be_built_is_a_problem_of_its_task(tmp_path: Path) -> None:
