@@ -53,7 +53,13 @@ AGENTS = {
             text_reply(DONE),
             DONE,
         ),
-        Agent("codex", "exec_command", lambda command: {"cmd": command}, text_reply(DONE), DONE),
+        Agent(
+            "codex",
+            "exec_command",
+            lambda command: {"cmd": command, "yield_time_ms": 30_000},
+            text_reply(DONE),
+            DONE,
+        ),
         Agent(
             "opencode",
             "bash",

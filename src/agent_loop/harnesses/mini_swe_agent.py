@@ -8,6 +8,9 @@ from agent_loop.harnesses.agent_run import AgentCommand, AgentRun
 from agent_loop.harnesses.base import HarnessLoop
 from agent_loop.loops.registry import register
 
+MAX_ATTEMPTS = 2
+"""Attempts at a request. The agent also repeats requests that the gateway refuses at a limit of the trajectory."""
+
 
 @register("mini-swe-agent")
 class MiniSweAgentLoop(HarnessLoop):
@@ -30,6 +33,7 @@ class MiniSweAgentLoop(HarnessLoop):
                 "OPENAI_API_KEY": run.api_key,
                 "MSWEA_CONFIGURED": "true",
                 "MSWEA_SILENT_STARTUP": "1",
+                "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": str(MAX_ATTEMPTS),
                 "MSWEA_GLOBAL_CONFIG_DIR": f"{run.home}/.mini-swe-agent",
                 "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             },

@@ -1,0 +1,148 @@
+"""Coding agents as they are published, each against the gateway over a real socket with a scripted policy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.runtime.owner import OWNER_VARIABLE
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from agent_loop.trajectory import IncidentKind, Trajectory
+from agent_loop.types import Origin, StopReason
+from tests.agents.programs import AGENTS, COMMAND, TASK, TITLE, Agent, policy
+from tests.gateway.harness import ProgramHarness, origins
+from tests.helpers import hermes_template, user
+from tests.listeners import listening_addresses, process_tree
+
+pytestmark = [
+    pytest.mark.agents,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("on_path", "workspaces_root"),
+]
+
+LIMITS = {"prompt_length": 400_000, "response_length": 100_000, "deadline_s": 200.0}
+CHECK = {"command": ["grep", "-qx", "hello", "greeting.txt"]}
+
+every_agent = pytest.mark.parametrize("agent", AGENTS.values(), ids=AGENTS)
+
+
+class AgentHarness(ProgramHarness):
+    """Worker that runs agents, and keeps every reply of the scripted policy."""
+
+    def __init__(self, script: Any, **options: Any) -> None:
+        self.replies: list[ScriptedReply] = []
+
+        def recorded(request: ScriptedRequest) -> ScriptedReply:
+            reply = script(request)
+            self.replies.append(reply)
+            return reply
+
+        super().__init__(recorded, **{**LIMITS, **options})
+
+    def run_agent(self, agent: Agent, **columns: Any) -> list[Trajectory]:
+        """Run one agent, and check that its tokens are on record and that nothing of it is left."""
+        row = {"agent_name": agent.loop, "raw_prompt": user(TASK), "workspace": {"check": CHECK}, **columns}
+
+        async def scenario() -> list[Trajectory]:
+            return await self.run(None, **row)
+
+        trajectories = asyncio.run(scenario())
+        assert_nothing_is_running()
+        return trajectories
+
+    def assert_every_sampled_token_is_trained_on_once(self, trajectories: list[Trajectory]) -> None:
+        sampled = sorted(tuple(reply.token_ids) for reply in self.replies)
+        segments = [s for t in trajectories for s in t.output.segments if s.origin is Origin.MODEL]
+        assert sorted(tuple(s.token_ids.tolist()) for s in segments) == sampled
+        masked_in = sum(int(t.output.response_mask.sum()) for t in trajectories)
+        assert masked_in == sum(map(len, sampled))
+
+
+def assert_nothing_is_running() -> None:
+    """Check that no process, port or folder of an agent is left."""
+    assert process_tree(os.getpid()) == [os.getpid()]
+    assert listening_addresses([os.getpid()]) == []
+    assert marked_processes() == []
+    [root] = Path(os.environ["TMPDIR"]).glob("agent-loop-workspaces-*")
+    assert list(root.iterdir()) == []
+
+
+def marked_processes() -> list[str]:
+    """Return the processes of workspaces that this process has started, also those that left its tree."""
+    marker = f"{OWNER_VARIABLE}=al".encode()
+    owner = f".{os.getpid()}.".encode()
+    found: list[str] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(v.startswith(marker) and owner in v for v in variables):
+            found.append((folder / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+@every_agent
+def test_an_agent_changes_a_file_with_its_own_shell_and_every_token_is_on_record(agent: Agent) -> None:
+    harness = AgentHarness(policy(agent, COMMAND))
+    trajectories = harness.run_agent(agent)
+    assert [t.output.failure for t in trajectories] == [None] * len(trajectories)
+    assert {t.output.stop_reason for t in trajectories} == {StopReason.ANSWERED}
+    assert {t.reward for t in trajectories} == {1.0}
+    harness.assert_every_sampled_token_is_trained_on_once(trajectories)
+    task = trajectories[-1].output
+    assert origins(task) == ["prompt", "model", "tool", "model"]
+    assert TASK in hermes_template().decode(task.prompt_ids)
+    assert task.extra_fields["agent_answer"] == agent.answer
+    incidents = {incident.kind for t in trajectories for incident in t.output.incidents}
+    assert incidents <= {
+        IncidentKind.SYSTEM_MESSAGE_AS_USER
+    }  # the template of the tests has no place for them
+
+
+def test_the_title_that_opencode_asks_for_is_a_conversation_of_its_own() -> None:
+    agent = AGENTS["opencode"]
+    harness = AgentHarness(policy(agent, COMMAND))
+    trajectories = harness.run_agent(agent)
+    assert len(trajectories) == 2
+    [title] = [t.output for t in trajectories if origins(t.output) == ["prompt", "model"]]
+    assert hermes_template().decode(title.response_ids) == f"{TITLE}<|im_end|>"
+    assert title.tool_schemas == ()
+
+
+@every_agent
+def test_an_agent_whose_work_fails_the_check_scores_zero(agent: Agent) -> None:
+    trajectories = AgentHarness(policy(agent, "echo wrong > greeting.txt")).run_agent(agent)
+    assert {t.reward for t in trajectories} == {0.0}
+    assert {t.output.stop_reason for t in trajectories} == {StopReason.ANSWERED}
+
+
+@every_agent
+def test_an_agent_whose_turns_are_used_up_ends_at_this_limit_and_its_work_is_checked(agent: Agent) -> None:
+    harness = AgentHarness(policy(agent, COMMAND, "echo more"), max_assistant_turns=1)
+    trajectories = harness.run_agent(agent)
+    assert trajectories[-1].output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
+    assert trajectories[-1].reward == 1.0
+    assert trajectories[-1].output.failure is None
+
+
+@every_agent
+def test_an_agent_is_killed_at_the_deadline_with_its_children_and_its_work_is_checked(agent: Agent) -> None:
+    slow = f"{COMMAND}; sleep 1000"
+    trajectories = AgentHarness(policy(agent, slow), deadline_s=20.0).run_agent(agent)
+    assert StopReason.DEADLINE in {t.output.stop_reason for t in trajectories}
+    assert {t.reward for t in trajectories} == {1.0}
+
+
+def test_the_environment_of_an_agent_holds_no_variable_of_the_parent_that_may_be_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MY_SECRET_TOKEN", "shh")
+    agent = AGENTS["mini-swe-agent"]
+    check = {"command": ["sh", "-c", "grep -q OPENAI_API_KEY found && ! grep -q SECRET found"]}
+    [trajectory] = AgentHarness(policy(agent, "env > found")).run_agent(agent, workspace={"check": check})
+    assert trajectory.reward == 1.0
