@@ -12,7 +12,7 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.serving.app import create_app
 from agent_loop.serving.served_model import ServedModel
-from tests.gateway.test_hostile_requests import CHAT
+from tests.gateway.test_hostile_requests import CHAT, MESSAGES
 from tests.helpers import hermes_template, text_reply
 from tests.hostile_json import RAW, mutated
 from tests.serving.harness import MODEL
@@ -31,6 +31,7 @@ TEXT = {
     "stream": False,
     "stream_options": {"include_usage": True},
 }
+COUNTED = {key: MESSAGES[key] for key in ("messages", "system", "tools", "tool_choice", "thinking")}
 IDS = {"model": MODEL, "prompt": [[1, 2], [3]], "max_tokens": 4}
 
 
@@ -43,12 +44,19 @@ def client() -> TestClient:
 
 def refused(status: int, reply: bytes) -> bool:
     error = json.loads(reply)["error"]
-    return status in (400, 404) and bool(error["message"]) and error["type"] == "invalid_request_error"
+    kinds = ("invalid_request_error", "not_found_error")
+    return status in (400, 404) and bool(error["message"]) and error["type"] in kinds
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("chat/completions", {**CHAT, "model": MODEL}), ("completions", TEXT), ("completions", IDS)],
+    [
+        ("chat/completions", {**CHAT, "model": MODEL}),
+        ("completions", TEXT),
+        ("completions", IDS),
+        ("messages", {**MESSAGES, "model": MODEL}),
+        ("messages/count_tokens", {**COUNTED, "model": MODEL}),
+    ],
 )
 def test_a_request_with_one_invalid_part_gets_a_completion_or_a_400(
     client: TestClient, path: str, body: Any

@@ -41,7 +41,11 @@ OPERATIONS = [
     ("/v1/responses/{response_id}/cancel", "POST", VALID, 5),
     ("/v1/responses/{response_id}/input_items", "GET", VALID, 10),
     ("/v1/responses/{response_id}/input_items", "GET", INVALID, 10),
-    ("/v1/models", "GET", VALID, 2),
+    ("/v1/messages", "POST", VALID, 30),
+    ("/v1/messages", "POST", INVALID, 30),
+    ("/v1/messages/count_tokens", "POST", VALID, 30),
+    ("/v1/messages/count_tokens", "POST", INVALID, 30),
+    ("/v1/models", "GET", VALID, 10),
     ("/v1/models/{name}", "GET", VALID, 10),
     ("/health", "GET", VALID, 2),
     ("/metrics", "GET", VALID, 2),
@@ -51,6 +55,8 @@ OPERATIONS = [
 PLAIN = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "/v1/completions": {"prompt": "hi", "max_tokens": 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/responses": {"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 4},
 }
 """Valid requests, because all generated requests of a run may be rejected."""

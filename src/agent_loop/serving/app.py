@@ -18,6 +18,7 @@ from agent_loop.serving.handlers import add_error_handlers
 from agent_loop.serving.hosts import MISDIRECTED, HostGuard
 from agent_loop.serving.messages_routes import MessagesRoutes
 from agent_loop.serving.middleware import BodyLimiter, RequestCounter, StrictRoute
+from agent_loop.serving.model_routes import ModelRoutes
 from agent_loop.serving.monitoring_routes import MonitoringRoutes
 from agent_loop.serving.pool_requests import PoolRequests
 from agent_loop.serving.request_ids import RequestIds
@@ -65,6 +66,7 @@ def _api_router(requests: PoolRequests, background: BackgroundTasks) -> APIRoute
     )
     CompletionRoutes(requests).add_to(router)
     MessagesRoutes(requests).add_to(router)
+    ModelRoutes(requests).add_to(router)
     ResponsesRoutes(requests, background=background).add_to(router)
     return router
 

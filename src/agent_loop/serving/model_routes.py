@@ -1,0 +1,60 @@
+"""Routes that describe the served model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request, Response
+
+from agent_loop.completions.anthropic.response_models import (
+    MessagesErrorResponse,
+    ModelInfo,
+    ModelInfoList,
+)
+from agent_loop.completions.response_models import ErrorResponse, ModelCard, ModelList
+from agent_loop.serving.model_descriptions import VERSION_HEADER, model_list_response, model_response
+from agent_loop.serving.pool_requests import PoolRequests
+
+VersionHeader = Annotated[str | None, Header(alias=VERSION_HEADER)]
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorResponse | MessagesErrorResponse},
+    "5XX": {"model": ErrorResponse | MessagesErrorResponse},
+}
+
+
+class ModelRoutes:
+    """Descriptions of the model, in the format of Anthropic if the client sends its header, and else of OpenAI."""
+
+    def __init__(self, requests: PoolRequests) -> None:
+        self._served = requests.served
+
+    def add_to(self, router: APIRouter) -> None:
+        """Add the routes to the router of requests that need the API key."""
+        router.get("/models", name="list_models", response_model=ModelList | ModelInfoList, responses=ERRORS)(
+            self._models
+        )
+        router.get(
+            "/models/{name:path}",
+            name="describe_model",
+            response_model=ModelCard | ModelInfo,
+            responses=ERRORS,
+        )(self._model)
+
+    async def _models(self, request: Request, anthropic_version: VersionHeader = None) -> Response:
+        """List the model."""
+        return model_list_response(self._card, request)
+
+    async def _model(self, name: str, request: Request, anthropic_version: VersionHeader = None) -> Response:
+        """Describe the model."""
+        self._served.check_name(name)
+        return model_response(self._card, request)
+
+    @property
+    def _card(self) -> ModelCard:
+        served = self._served
+        return ModelCard(
+            id=served.model,
+            created=served.created,
+            owned_by="agent-loop",
+            max_model_len=served.max_model_len,
+        )
