@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.chat.parsers import ToolParser
+from agent_loop.completions.continued_parser import ContinuedParser
 from agent_loop.completions.stream_parser import ParsedDelta, StreamParser
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 from tests.chat.parsers.formats import FORMATS, Format
@@ -154,11 +155,10 @@ def test_a_continued_turn_adds_what_the_client_does_not_have(form: Format, data:
     if begun.tool_calls:
         return  # messages with calls are not continued
     # A client has the text that it gave itself, or the content of a turn that was cut, without space at its end.
-    given = text[:cut] if has_text and not begun.reasoning and begun.content else begun.content
+    given = text[:cut] if has_text and begun.content == text[:cut].strip() else begun.content
     rests = []
     for cuts in ([], list(range(0, len(text), 3))):
-        stream = StreamParser(parser, tools=[ADD])
-        stream.begin(text[:cut], given=given)
+        stream = ContinuedParser(StreamParser(parser, tools=[ADD]), begun=text[:cut], given=given)
         ends = [*[each for each in cuts if cut < each < len(text)], len(text)]
         parts = [text[start:end] for start, end in zip([cut, *ends], ends, strict=False)]
         deltas = [stream.feed(part) for part in parts]

@@ -11,6 +11,7 @@ import numpy as np
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.chat.system_messages import settle_system_messages
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.completions.continued_parser import ContinuedParser
 from agent_loop.completions.conversation import conversation_of, split_prefill
 from agent_loop.completions.first_call import FirstCallEnd
 from agent_loop.completions.requests import ChatCompletionRequest
@@ -38,7 +39,7 @@ def create_stream_parser(
     template: ChatTemplate,
     context: IntArray,
     prefix: TurnPrefix = NO_PREFIX,
-) -> tuple[StreamParser, ParsedDelta]:
+) -> tuple[StreamParser | ContinuedParser, ParsedDelta]:
     """Return a parser for a completion of this request, and what the prefix adds to the response.
 
     Args:
@@ -51,8 +52,7 @@ def create_stream_parser(
     parser = StreamParser(template.tool_parser, tools=request.tools_in_use, prompt_end=prompt_end)
     if prefix.given is None:
         return parser, parser.feed(prefix.text)
-    parser.begin(prefix.text, given=prefix.given)
-    return parser, ParsedDelta()
+    return ContinuedParser(parser, begun=prefix.text, given=prefix.given), ParsedDelta()
 
 
 def first_call_end(

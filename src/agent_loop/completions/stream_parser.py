@@ -74,34 +74,8 @@ class StreamParser:
         """Text outside of reasoning, unchanged."""
         self._held: list[str] = []
         """Text from the first opening of a call to the end."""
-        self._num_given = 0
-        """Number of characters at the start of `_pending` that the client has already."""
-        self._given_opening = ""
-        """Beginning of the opening of a call that the client has as content already."""
-        self._before = ParsedDelta()
-        """What the client has already of the text that is parsed at the end."""
         self._content = _Trimmed(None)
         self._reasoning = _Trimmed("\n")
-
-    def begin(self, text: str, *, given: str) -> None:
-        """Parse the beginning of the turn, which the client has already. Nothing of it is returned.
-
-        Args:
-            text: The beginning of the turn.
-            given: The content in the form that the client has. White space at its end decides whether white space
-                between the beginning and the rest is returned.
-        """
-        self.feed(text)
-        if self._held:
-            ended = copy.deepcopy(self, {id(self._parser): self._parser})
-            before = ended.finish()
-            held = "".join(self._held)
-            space = held[len(held.rstrip()) :]
-            self._before = before + ParsedDelta(space if space and given.endswith(space) else "")
-            return
-        self._num_given = len(self._pending)
-        if self._pending or given.endswith(self._content.held_space):
-            self._content.drop_held_space()
 
     def feed(self, text: str) -> ParsedDelta:
         """Parse the next piece of text."""
@@ -123,12 +97,16 @@ class StreamParser:
     def finish(self) -> ParsedDelta:
         """Parse the text that was held back."""
         if self._format is None:
-            return self._without_given(self._parse_whole("".join(self._held)))
+            return self._parse_whole("".join(self._held))
         if self._open_reasoning is not None:
             return ParsedDelta(reasoning=self._add_reasoning(self._open_reasoning, self._pending))
         if not self._held:
             return ParsedDelta(content=self._add_content(self._pending))
-        return self._without_given(self._parse_held("".join(self._held)))
+        return self._parse_held("".join(self._held))
+
+    def end_now(self) -> ParsedDelta:
+        """Return what `finish` would return, without an effect on the parser."""
+        return copy.deepcopy(self, {id(self._parser): self._parser}).finish()
 
     def _parse_held(self, held: str) -> ParsedDelta:
         """Parse the text from the first opening of a call to the end."""
@@ -150,7 +128,6 @@ class StreamParser:
         content.append(self._add_content(self._pending[:start]))
         if marker in self._openings:
             self._held.append(self._pending[start:])
-            self._given_opening, self._num_given = self._pending[start : start + self._num_given], 0
             self._pending = ""
             return False
         self._pending = self._pending[start + len(marker) :]
@@ -177,24 +154,11 @@ class StreamParser:
         if self._is_label_due:
             text = text.removeprefix(marks.label)
             self._is_label_due = False
-        return self._new_part(self._reasoning.add(text))
-
-    def _without_given(self, parsed: ParsedDelta) -> ParsedDelta:
-        """Return the part of the text that was parsed at the end that the client does not have yet."""
-        content = parsed.content.removeprefix(self._before.content)
-        if not parsed.tool_calls:
-            content = content.removeprefix(self._given_opening)
-        reasoning = parsed.reasoning.removeprefix(self._before.reasoning)
-        return ParsedDelta(content, reasoning, parsed.tool_calls)
-
-    def _new_part(self, text: str) -> str:
-        """Return the part of a text that the client does not have yet."""
-        num_given, self._num_given = self._num_given, max(0, self._num_given - len(text))
-        return text[num_given:]
+        return self._reasoning.add(text)
 
     def _add_content(self, text: str) -> str:
         self._text.append(text)
-        return self._new_part(self._content.add(text))
+        return self._content.add(text)
 
     def _parse_whole(self, text: str) -> ParsedDelta:
         parsed = self._parser.parse(text, tools=self._tools)
@@ -231,15 +195,6 @@ class _Trimmed:
         """Start a new block, on a new line."""
         self._is_at_start = True
         self._separator = "\n" if self._returned else ""
-        self._held_space.clear()
-
-    @property
-    def held_space(self) -> str:
-        return "".join(self._held_space)
-
-    def drop_held_space(self) -> None:
-        """Count the space that is held back as returned."""
-        self._returned += self._held_space
         self._held_space.clear()
 
     def add(self, text: str) -> str:
