@@ -78,11 +78,11 @@ class Recorded:
 
 
 def run_framework(
-    program: Callable[..., Any],
+    program: Callable[..., Any] | str,
     *texts: str,
     abilities: Iterable[Ability] = (),
-    accept_as_wish: Sequence[str] = (),
     has_stops: bool = False,
+    **loop: Any,
 ) -> Recorded:
     """Run a program, and check that it ends well and that each sampled token is recorded once, to be trained on.
 
@@ -90,12 +90,11 @@ def run_framework(
         program: Function of a row, `base_url` or `anthropic_base_url`, and `api_key`. Its assertions fail the test.
         texts: The completions of the model, in order. All have to be asked for.
         abilities: Further abilities of the server.
-        accept_as_wish: Argument of the loop.
         has_stops: Whether stop texts may end a completion early.
+        loop: Arguments of the loop, such as `accept_as_wish`.
     """
     policy = Policy(texts)
     server = ScriptedServer(policy, streams=True, more_abilities=abilities)
-    loop = {"accept_as_wish": list(accept_as_wish)} if accept_as_wish else {}
     harness = ProgramHarness([server], loop=loop, prompt_length=32768, response_length=8192)
     trajectories = asyncio.run(harness.run(program))
     outputs = [trajectory.output for trajectory in trajectories]

@@ -122,9 +122,10 @@ def test_a_native_or_prompted_output_with_tools_is_one_trajectory(api: str, mode
         SUM,
         output=mode(Sum),
         expected=Sum(total=3, note="as asked"),
-        accept_as_wish=["response_format", "text.format"],
+        accept_as_wish=["response_format"],
     )
     assert origins(recorded.output) == ONE_TOOL_TURN
+    assert recorded.dropped == ["response_format"]
 
 
 def test_a_prompted_output_over_the_messages_api_is_one_trajectory() -> None:

@@ -1,0 +1,109 @@
+"""Tests of scripts that do not know of the gateway: they find it by the variables that all clients read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.agents.frameworks import ONE_TOOL_TURN, run_framework
+from tests.gateway.harness import origins
+from tests.helpers import call_text
+
+pytestmark = pytest.mark.agents
+
+OPENAI_AGENTS = """
+from agents import Agent, Runner, function_tool
+
+@function_tool
+def add(a: int, b: int) -> int:
+    return a + b
+
+result = Runner.run_sync(Agent(name="adder", tools=[add]), "1 + 2?")
+assert result.final_output == "It is 3.", result.final_output
+"""
+
+SMOLAGENTS = """
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+@tool
+def add(a: int, b: int) -> int:
+    '''Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    '''
+    return a + b
+
+agent = ToolCallingAgent(tools=[add], model=OpenAIServerModel("gpt"))
+assert agent.run("1 + 2?") == "It is 3."
+"""
+
+PYDANTIC_AI = """
+from pydantic_ai import Agent
+
+agent = Agent("MODEL")
+
+@agent.tool_plain
+def add(a: int, b: int) -> int:
+    return a + b
+
+assert agent.run_sync("1 + 2?").output == "It is 3."
+"""
+
+LANGCHAIN = """
+from langchain.agents import create_agent
+
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+state = create_agent("MODEL", [add]).invoke({"messages": [("user", "1 + 2?")]})
+assert state["messages"][-1].text == "It is 3."
+"""
+
+ANSWER = "It is 3."
+FINAL_ANSWER = call_text("final_answer", answer=ANSWER)
+STEP = ["prompt", "prefix", "model"]
+
+
+@pytest.mark.parametrize(
+    ("package", "script", "last", "expected"),
+    [
+        ("agents", OPENAI_AGENTS, ANSWER, [ONE_TOOL_TURN]),
+        ("smolagents", SMOLAGENTS, FINAL_ANSWER, [STEP, STEP]),
+        ("pydantic_ai", PYDANTIC_AI.replace("MODEL", "openai:gpt"), ANSWER, [ONE_TOOL_TURN]),
+        ("pydantic_ai", PYDANTIC_AI.replace("MODEL", "openai-chat:gpt"), ANSWER, [ONE_TOOL_TURN]),
+        ("pydantic_ai", PYDANTIC_AI.replace("MODEL", "anthropic:claude"), ANSWER, [ONE_TOOL_TURN]),
+        ("langchain", LANGCHAIN.replace("MODEL", "openai:gpt"), ANSWER, [ONE_TOOL_TURN]),
+        ("langchain", LANGCHAIN.replace("MODEL", "anthropic:claude"), ANSWER, [ONE_TOOL_TURN]),
+    ],
+    ids=[
+        "openai-agents",
+        "smolagents",
+        "pydantic-ai",
+        "pydantic-ai-chat",
+        "pydantic-ai-anthropic",
+        "langchain",
+        "langchain-anthropic",
+    ],
+)
+def test_a_script_of_a_framework_runs_unchanged(
+    package: str, script: str, last: str, expected: Sequence[Sequence[str]], tmp_path: Path
+) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    file = tmp_path / "agent.py"
+    file.write_text(script)
+    recorded = run_framework(
+        "-",
+        call_text("add", a=1, b=2),
+        last,
+        command=[sys.executable, str(file)],
+        env={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
+    )
+    assert [origins(output) for output in recorded.outputs] == expected
