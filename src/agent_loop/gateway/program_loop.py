@@ -86,10 +86,11 @@ class ProgramLoop(AgentLoopBase):
             max_branches=self._max_branches,
             wishes=self._wishes,
         )
-        async with self.prepared(row) as program, session:
-            self._session = session
-            result = await _run_program(program.run, session, cancellation=self.context.cancellation)
-            await session.close(result.reason)
+        async with self.prepared(row) as program:
+            async with session:
+                self._session = session
+                result = await _run_program(program.run, session, cancellation=self.context.cancellation)
+                await session.close(result.reason)
             if _is_scored(session, result):
                 result = result.scored(await program.score())
         if session.fault is not None:
