@@ -231,6 +231,9 @@ def test_a_store_is_bounded_in_its_size() -> None:
         for _ in range(4)
     ]
     assert [store.get(each) is not None for each in ids] == [False, False, True, True]
+    large = ResponseWriter(prepared(input="x" * 9000), store=store, calls=CallRecord()).start()
+    assert len(store) == 1
+    assert store.get(large.id) is not None
 
 
 def test_a_failed_response_keeps_its_message() -> None:

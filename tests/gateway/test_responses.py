@@ -9,6 +9,8 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from agent_loop.servers.base import Ability
+from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.types import StopReason
 from tests.gateway.harness import MODEL, ProgramHarness, in_order, origins
 from tests.helpers import call_text, encoded, text_reply, user
@@ -182,6 +184,26 @@ def test_parse_returns_a_model_and_its_text_is_recognised() -> None:
 
     output = run_one(program, call_text("report", value=3), "Done.")
     assert origins(output) == ["prompt", "model", "tool", "model"]
+
+
+def test_parse_with_a_text_format_returns_a_model() -> None:
+    class Sum(BaseModel):
+        value: int
+
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        responses = client_of(base_url, api_key, http_client).responses
+        first = await responses.parse(model=MODEL, input="1 + 2?", text_format=Sum)
+        assert first.output_parsed == Sum(value=3)
+        items = [*user("1 + 2?"), *first.output, *user("more")]
+        async with responses.stream(model=MODEL, input=items, text_format=Sum) as stream:
+            assert (await stream.get_final_response()).output_parsed == Sum(value=4)
+
+    script = in_order(text_reply('{"value": 3}'), text_reply('{"value": 4}'))
+    server = ScriptedServer(script, streams=True, more_abilities=[Ability.JSON_SCHEMA])
+    [trajectory] = ProgramHarness([server]).run_virtual(program)
+    assert trajectory.output.failure is None
+    assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
+    assert all('"value"' in request.sampling_params.json_schema for request in server.requests)
 
 
 def test_previous_response_id_continues_the_stored_conversation() -> None:

@@ -90,7 +90,7 @@ TURNS = st.builds(
 SHAPES = st.builds(Shape, *[st.booleans()] * 8)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.tuples(TURNS, SHAPES), min_size=1, max_size=4))
 def test_a_turn_in_any_equivalent_shape_is_the_same_turn(script: list[tuple[Turn, Shape]]) -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:

@@ -18,6 +18,9 @@ from agent_loop.serving.responses_routes import Limit, Order, refuse_stream
 from agent_loop.serving.streams import EventFormat, json_response
 from agent_loop.trajectory import Incident, IncidentKind
 
+MAX_CHARACTERS = 8_000_000
+"""Maximum size of a session's stored responses. Programs that send whole conversations do not need old ones."""
+
 
 class ResponsesRoutes:
     """Responses of a session. Each session has its own stored responses."""
@@ -98,7 +101,7 @@ class ResponsesRoutes:
         return self._records_of(self._requests.session(session_id, request))
 
     def _records_of(self, session: Session) -> ResponseRecords:
-        return self._records.setdefault(session, ResponseRecords())
+        return self._records.setdefault(session, ResponseRecords(max_characters=MAX_CHARACTERS))
 
 
 def _unmet(prepared: PreparedResponse) -> list[Incident]:

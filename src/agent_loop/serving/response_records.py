@@ -18,7 +18,7 @@ from agent_loop.completions.responses.response_models import (
     InputItemList,
     ResponseObject,
 )
-from agent_loop.completions.responses.store import ResponseStore, StoredResponse
+from agent_loop.completions.responses.store import MAX_CHARACTERS, ResponseStore, StoredResponse
 from agent_loop.completions.responses.translation import PreparedResponse, prepare_response
 from agent_loop.completions.responses.writer import ResponseWriter
 from agent_loop.errors import AgentLoopError
@@ -28,10 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class ResponseRecords:
-    """Responses of one program, or of one server."""
+    """Responses of one program, or of one server.
 
-    def __init__(self) -> None:
-        self._store = ResponseStore()
+    Args:
+        max_characters: Maximum size of the stored responses.
+    """
+
+    def __init__(self, *, max_characters: int = MAX_CHARACTERS) -> None:
+        self._store = ResponseStore(max_characters=max_characters)
         self._calls = CallRecord()
         self._running: dict[str, asyncio.Task[None]] = {}
 

@@ -30,8 +30,8 @@ class StoredResponse:
 class ResponseStore:
     """Responses of one program, or of one server.
 
-    The least recently used responses are removed when there are too many. Responses that continue a removed one keep
-    its conversation.
+    The least recently used responses are removed when there are too many, but never the latest one. Responses that
+    continue a removed one keep its conversation.
 
     Args:
         max_responses: Maximum number of responses.
@@ -52,7 +52,7 @@ class ResponseStore:
         self.remove(stored.response.id)
         self._responses[stored.response.id] = stored
         self._num_characters += stored.num_characters
-        while len(self._responses) > self._max_responses or self._num_characters > self._max_characters:
+        while len(self._responses) > 1 and self._is_full:
             self.remove(next(iter(self._responses)))
 
     def get(self, response_id: str) -> StoredResponse | None:
@@ -100,3 +100,7 @@ class ResponseStore:
                 if given["id"] == item_id:
                     return given
         return None
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._responses) > self._max_responses or self._num_characters > self._max_characters
