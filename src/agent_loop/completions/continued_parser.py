@@ -9,8 +9,8 @@ from agent_loop.completions.stream_parser import ParsedDelta, StreamParser
 class ContinuedParser:
     """Returns what a turn adds to the content, the reasoning and the calls that its beginning gave.
 
-    The client has the beginning as if it were the whole turn: the start of a marker or of a call is text, and the content
-    has no white space at its end. What the rest makes of it cannot be taken back, and is not returned twice.
+    The client has the beginning as if it were the whole turn: the start of a marker or of a call is text, and there is
+    no white space at the end of the content. What the rest makes of it is neither taken back nor returned twice.
 
     Args:
         parser: Parser of the whole turn.
