@@ -20,6 +20,7 @@ from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
+from agent_loop.rollout.row_workspaces import check_time_s
 from agent_loop.rollout.rows import TIMEOUT_COLUMN
 from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
 from agent_loop.runtime.activity import Activity, WaitKind, waiting_for
@@ -39,7 +40,8 @@ BEGIN_AT_ONCE = 64
 """Trajectories that are set up, and send their first request, before the next ones are set up. Without this limit, all
 requests of a large rollout would wait until the last trajectory is set up."""
 DEADLINE_GRACE_S = 15.0
-"""Time after the deadline at which a loop is cancelled. An episode ends at the deadline itself."""
+"""Time after the deadline at which a loop is cancelled, in addition to the time of its workspace's check. An episode ends
+at the deadline itself."""
 
 
 class AgentLoopWorker:
@@ -224,7 +226,9 @@ class AgentLoopWorker:
                 context = context.of_trajectory(server_manager, new_log=new_log, completions=completions)
                 return await run_bounded(
                     run,
-                    timeout_s=None if deadline_s is None else deadline_s + DEADLINE_GRACE_S,
+                    timeout_s=None
+                    if deadline_s is None
+                    else deadline_s + DEADLINE_GRACE_S + check_time_s(job.row),
                     name="agent loop",
                     grace_s=loop_grace_s(context),
                 )

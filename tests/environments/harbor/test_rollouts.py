@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 from tests.environments.harbor.solving import run_tasks, solve
@@ -57,3 +59,15 @@ def test_a_bad_task_fails_alone_and_is_not_scored(tmp_path: Path) -> None:
     assert bad.output.failure is not None
     assert "a-bad-one" in bad.output.failure.error
     assert good.reward == 1.0
+
+
+def test_tests_that_run_after_the_deadline_may_take_their_own_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent_loop.rollout.worker.DEADLINE_GRACE_S", 0.1)
+    write(tmp_path / "answer")
+    (tmp_path / "answer/task.toml").write_text("[agent]\ntimeout_sec = 1.0\n")
+    test = (tmp_path / "answer/tests/test.sh").read_text()
+    (tmp_path / "answer/tests/test.sh").write_text(f"{test}\nsleep 1\n")
+    (trajectory,) = run_tasks(tmp_path, workspace=FOLDERS, command=lambda task: f"{solve(task)}\nsleep 600")
+    assert (trajectory.output.stop_reason, trajectory.reward) == (StopReason.DEADLINE, 1.0)
