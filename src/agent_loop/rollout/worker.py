@@ -40,8 +40,8 @@ BEGIN_AT_ONCE = 64
 """Trajectories that are set up, and send their first request, before the next ones are set up. Without this limit, all
 requests of a large rollout would wait until the last trajectory is set up."""
 DEADLINE_GRACE_S = 15.0
-"""Time after the deadline at which a loop is cancelled, in addition to the time of its workspace's check. An episode ends
-at the deadline itself."""
+"""Time after the deadline at which a loop is cancelled, in addition to the time of its workspace's check. An episode
+ends at the deadline itself."""
 
 
 class AgentLoopWorker:
