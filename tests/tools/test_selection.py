@@ -9,6 +9,7 @@ from agent_loop.errors import DataError
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
+from agent_loop.tools.selection import with_row_columns
 from agent_loop.trajectory import IncidentKind
 from tests.helpers import hermes_template, text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
@@ -63,3 +64,16 @@ def test_an_unknown_tool_in_a_row_is_an_error_before_any_work(column: str, value
 
     run_virtual(main())
     assert server.num_sessions == 0
+
+
+def test_a_tool_gets_the_columns_that_it_asks_for() -> None:
+    tool, other = Adder(name="tool"), Adder(name="other")
+    tool.row_columns = ["place", "absent"]
+    given = {"tool": {"create_kwargs": {"a": 1}}, "other": {"create_kwargs": {"b": 2}}}
+    tools = {"tool": tool, "other": other}
+    assert with_row_columns(given, tools=tools, row={"place": "x", "more": 1, "absent": None}) == {
+        "tool": {"create_kwargs": {"a": 1, "place": "x"}},
+        "other": {"create_kwargs": {"b": 2}},
+    }
+    own = {"tool": {"create_kwargs": {"place": "own"}}}
+    assert with_row_columns(own, tools=tools, row={"place": "x"}) == own

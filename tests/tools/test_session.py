@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError
+from agent_loop.errors import ConfigError, DataError, EpisodeError, ToolBug, ToolError
 from agent_loop.testing import run_virtual
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.function import function_tool
@@ -472,3 +472,49 @@ def test_a_closed_session_refuses_calls() -> None:
             await session.execute(call())
 
     run_virtual(main())
+
+
+def test_a_tool_that_is_always_judged_is_created_and_judged_without_a_call() -> None:
+    tool, other = Notebook(calc_reward=returning(0.5)), Notebook("other", calc_reward=returning(0.25))
+    tool.is_always_judged = True
+
+    async def main() -> None:
+        session = session_of(tool, other, notebook={"create_kwargs": {"page": 3}})
+        assert session.has_verdict
+        assert await session.calc_rewards() == {"notebook": 0.5}
+        assert await session.close() == []
+
+    run_virtual(main())
+    assert tool.events == ["create", "calc_reward", "release"]
+    assert tool.log[0][2] == {"page": 3}
+    assert other.events == []
+
+
+def test_a_tool_that_is_always_judged_and_cannot_be_created_is_a_bug() -> None:
+    tool = Notebook(create=raising(OSError("full")))
+    tool.is_always_judged = True
+
+    async def main() -> None:
+        session = session_of(tool)
+        with pytest.raises(ToolBug, match="create of tool 'notebook' raised OSError: full"):
+            await session.calc_rewards()
+        assert await session.close() == []
+
+    run_virtual(main())
+    assert tool.events == ["create", "release"]
+
+
+def test_a_tool_may_take_longer_than_others_to_judge_and_to_close() -> None:
+    tool = Notebook(calc_reward=lambda: asyncio.sleep(100, 1.0), release=lambda: asyncio.sleep(100))
+    tool.close_timeout_s = 200
+
+    async def main() -> None:
+        session = session_of(tool)
+        await session.execute(call())
+        assert await session.calc_rewards() == {"notebook": 1.0}
+        assert await session.close() == []
+
+    run_virtual(main())
+    tool.close_timeout_s = 0
+    with pytest.raises(ConfigError, match="close_timeout_s of tool 'notebook' is 0"):
+        session_of(tool)

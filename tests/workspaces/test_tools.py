@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from agent_loop.config import MultiTurnConfig
+from agent_loop.recording.record import RecordKind
+from agent_loop.rollout.journal.step import open_journal
 from agent_loop.runtime.owner import this_process
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.tools.base import BaseTool
@@ -22,6 +24,8 @@ from agent_loop.workspaces.shared import num_shared
 from agent_loop.workspaces.tools import workspace_tools
 from tests.helpers import text_reply, tool_call_reply, user
 from tests.rollout.harness import WorkerHarness
+from tests.rollout.journaled import key_of
+from tests.rollout.test_journal_replay import cut_after
 
 
 @pytest.fixture(autouse=True)
@@ -193,3 +197,37 @@ def test_the_tools_are_loaded_by_simple_names(tmp_path: Path, source: Path) -> N
     config.write_text(f"tools:\n  - class_name: workspace\n    config: {{workspace: {{folder: {source}}}}}\n")
     assert sorted(load_tools([], config_path=config)) == ["edit_file", "shell"]
     assert sorted(load_tools(["shell", "edit_file"])) == ["edit_file", "shell"]
+
+
+def test_a_trajectory_that_used_a_workspace_restarts_in_a_new_one_after_a_crash(
+    tmp_path: Path, source: Path
+) -> None:
+    rows = [
+        {"raw_prompt": user("Count."), "workspace": {"folder": str(source), "check": check("test -e log")}}
+    ]
+    script = [
+        shell("echo call >> log; wc -l < log"),
+        shell("echo call >> log; wc -l < log"),
+        text_reply("Done."),
+    ]
+    path = tmp_path / "journal"
+
+    async def run(*, resume: bool) -> Trajectory:
+        harness = WorkerHarness(
+            lambda request: script[request.turn],
+            tools=workspace_tools({}),
+        )
+        async with open_journal(path, key=key_of(rows), rows=rows, resume=resume, refuse=False) as journal:
+            ended, jobs = journal.divide(harness.jobs(rows))
+            assert ended == []
+            [trajectory] = await harness.worker.run(jobs)
+        harness.assert_nothing_is_left()
+        return trajectory
+
+    whole = asyncio.run(run(resume=False))
+    assert replies_to(whole) == ["1", "2"]
+    path.write_bytes(cut_after(path.read_bytes(), RecordKind.CALL_ENDED, count=1))
+    resumed = asyncio.run(run(resume=True))
+    assert [incident.kind for incident in resumed.output.incidents] == [IncidentKind.RESTARTED]
+    assert replies_to(resumed) == ["1", "2"]
+    assert (whole.reward, resumed.reward) == (1.0, 1.0)
