@@ -389,3 +389,26 @@ def test_tools_in_the_input_are_declared_with_the_others_and_stay_declared() -> 
 
     output = run_one(program, call_text("functions__apply_patch", input="*** a"), "Done.")
     assert origins(output) == ["prompt", "model", "tool", "model"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_forced_custom_tool_and_single_calls_are_honoured(is_streamed: bool) -> None:
+    opened = '<tool_call>\n{"name": "apply_patch", "arguments":'
+
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).responses.create
+        asked: dict[str, Any] = {"model": MODEL, "tools": [ADD, PATCH]}
+        choice: Any = {"type": "custom", "name": "apply_patch"}
+        first = await create(input="?", tool_choice=choice, stream=is_streamed, **asked)
+        if is_streamed:
+            first = [event async for event in first][-1].response
+        [call] = first.output
+        assert (call.type, call.input) == ("custom_tool_call", "*** a")
+        items = [*user("?"), call, output_of(call, kind="custom_tool_call_output")]
+        second = await create(input=items, parallel_tool_calls=False, **asked)
+        assert kinds(second) == ["function_call"]
+
+    forced = call_text("apply_patch", input="*** a").removeprefix(opened)
+    output = run_one(program, forced, call_text("add", a=1))
+    assert origins(output) == ["prompt", "prefix", "model", "tool", "model"]
+    assert output.incidents == ()
