@@ -23,6 +23,9 @@ from agent_loop.workspaces.container.pool import close_pools
 from agent_loop.workspaces.container.workspace import ContainerWorkspace
 from agent_loop.workspaces.factory import open_workspace
 from agent_loop.workspaces.settings import CheckSettings
+from agent_loop.workspaces.tools import workspace_tools
+from tests.helpers import text_reply, tool_call_reply, user
+from tests.rollout.harness import WorkerHarness
 
 pytestmark = [
     pytest.mark.containers,
@@ -285,3 +288,23 @@ def test_a_start_that_is_cancelled_leaves_no_container() -> None:
             assert task.cancelled()
 
     asyncio.run(scenario())
+
+
+def test_a_shell_agent_works_in_a_container_and_is_judged_there() -> None:
+    script = [
+        tool_call_reply("edit_file", path="sum.py", old_text="", new_text="print(1 - 2)"),
+        tool_call_reply("edit_file", path="sum.py", old_text="1 - 2", new_text="1 + 2"),
+        tool_call_reply("shell", command="python3 sum.py; sleep 60"),
+        text_reply("Done."),
+    ]
+    check = {"command": ["sh", "-c", "test $(python3 sum.py) = 3"]}
+    harness = WorkerHarness(
+        lambda request: script[request.turn], tools=workspace_tools({"command_timeout_s": 5})
+    )
+    row = {"raw_prompt": user("Add."), "workspace": {"container": {"image": BASE}, "check": check}}
+    [trajectory] = asyncio.run(harness.worker.run(harness.jobs([row])))
+    assert trajectory.output.failure is None
+    replies = [message["content"] for message in trajectory.output.messages if message["role"] == "tool"]
+    assert replies[:2] == ["sum.py was written", "sum.py was edited"]
+    assert replies[2].startswith("3\n[the command exceeded")
+    assert trajectory.reward == 1.0
