@@ -31,6 +31,7 @@ class ClaudeCodeLoop(HarnessLoop):
                 "DISABLE_TELEMETRY": "1",
                 "DISABLE_ERROR_REPORTING": "1",
                 "DISABLE_AUTOUPDATER": "1",
+                "ENABLE_TOOL_SEARCH": "false",  # the gateway refuses deferred tools
                 "IS_SANDBOX": "1",
             },
             stdin=run.task,
