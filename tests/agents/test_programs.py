@@ -69,8 +69,7 @@ def assert_nothing_is_running() -> None:
     assert process_tree(os.getpid()) == [os.getpid()]
     assert listening_addresses([os.getpid()]) == []
     assert marked_processes() == []
-    [root] = Path(os.environ["TMPDIR"]).glob("agent-loop-workspaces-*")
-    assert list(root.iterdir()) == []
+    assert list(Path(os.environ["TMPDIR"]).glob("agent-loop-workspaces-*/*")) == []
 
 
 def marked_processes() -> list[str]:

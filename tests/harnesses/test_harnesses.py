@@ -1,0 +1,195 @@
+"""Harnesses with a program that the tests write: what it gets, how its end is read, and how it is resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.errors import ConfigError, DataError
+from agent_loop.harnesses.agent_run import task_of
+from agent_loop.harnesses.claude_code import ClaudeCodeLoop
+from agent_loop.harnesses.codex import CodexLoop
+from agent_loop.harnesses.opencode import OpenCodeLoop
+from agent_loop.harnesses.qwen_code import QwenCodeLoop
+from agent_loop.harnesses.stable_log import StableLog
+from agent_loop.loops.registry import LoopRegistry
+from agent_loop.rollout.row_checks import RowChecks
+from agent_loop.runtime.child_process import CommandResult
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import StopReason
+from tests.gateway.harness import ProgramHarness, in_order, prompts
+from tests.helpers import text_reply, user
+
+DOCS = Path(__file__).parents[2] / "docs" / "agents.md"
+
+PROGRAM = """#!{python} -S
+import json, os, subprocess, sys
+from urllib.request import Request, urlopen
+
+task = sys.stdin.read()
+body = {{"model": sys.argv[sys.argv.index("--model") + 1], "messages": [{{"role": "user", "content": task}}]}}
+headers = {{"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
+request = Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(), headers)
+answer = json.load(urlopen(request))["choices"][0]["message"]["content"]
+subprocess.run(answer, shell=True, check=True)
+json.load(open(os.path.join(os.environ["HOME"], ".my-agent", "settings.json")))
+print("warming up")
+print(json.dumps({{"status": os.environ.get("STATUS", "done"), "reason": "too hard", "answer": answer}}))
+sys.exit(int(os.environ.get("EXIT", "0")))
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "root").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "root"))
+
+
+@pytest.fixture
+def my_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install `my-agent`."""
+    program = tmp_path / "bin" / "my-agent"
+    program.parent.mkdir()
+    program.write_text(PROGRAM.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.fixture(scope="module")
+def documented(tmp_path_factory: pytest.TempPathFactory) -> LoopRegistry:
+    """Return the registry with the harness that the documentation shows."""
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)
+    [code] = [block for block in blocks if "HarnessLoop" in block]
+    path = tmp_path_factory.mktemp("documented") / "my_agent.py"
+    path.write_text(code)
+    return LoopRegistry(loop_files=[str(path)])
+
+
+def run_one(loops: LoopRegistry, reply: str, **columns: Any) -> tuple[Trajectory, ProgramHarness]:
+    harness = ProgramHarness(in_order(text_reply(reply)))
+    harness.worker._loops = loops
+    row = {"raw_prompt": user("Say hello."), "agent_name": "my-agent", **columns}
+    [trajectory] = asyncio.run(harness.run(None, **row))
+    return trajectory, harness
+
+
+@pytest.mark.usefixtures("my_agent")
+def test_the_harness_of_the_documentation_runs_its_program_in_the_workspace(documented: LoopRegistry) -> None:
+    check = {"command": ["grep", "-qx", "hello", "greeting.txt"]}
+    trajectory, harness = run_one(documented, "echo hello > greeting.txt", workspace={"check": check})
+    assert trajectory.output.failure is None
+    assert trajectory.reward == 1.0
+    assert trajectory.output.extra_fields["agent_answer"] == "echo hello > greeting.txt"
+    assert "Say hello." in prompts(harness.server.requests)[0]
+
+
+@pytest.mark.usefixtures("my_agent")
+def test_an_agent_that_gives_up_is_scored_and_one_that_fails_is_not(documented: LoopRegistry) -> None:
+    check = {"command": ["true"]}
+    gave_up, _ = run_one(documented, "true", workspace={"check": check, "env": {"STATUS": "gave_up"}})
+    assert gave_up.output.stop_reason is StopReason.ANSWERED
+    assert gave_up.reward == 1.0
+    assert gave_up.output.extra_fields["agent_gave_up"] == "too hard"
+    failed, _ = run_one(documented, "true", workspace={"check": check, "env": {"EXIT": "3"}})
+    assert failed.output.stop_reason is StopReason.FAILED
+    assert failed.reward is None
+    assert "my-agent failed: exit status 3" in failed.output.failure.error
+    assert "warming up" in failed.output.failure.traceback
+
+
+def test_a_program_that_is_not_installed_is_refused_before_the_run_with_the_command_that_installs_it(
+    documented: LoopRegistry,
+) -> None:
+    context = ProgramHarness(in_order(text_reply("x"))).worker._context
+    checks = RowChecks(context, loops=documented, default_agent_loop="my-agent")
+    with pytest.raises(ConfigError, match=r"my-agent is not installed.* `pip install my-agent`"):
+        checks.check([{"raw_prompt": user("-")}])
+    checks.check([{"raw_prompt": user("-"), "workspace": {"container": {"image": "has-it"}}}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "has no text"),
+        ([{"role": "assistant", "content": "a"}], "has the role 'assistant'"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "an agent's task is text"),
+    ],
+)
+def test_a_row_without_a_task_in_text_is_refused(messages: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        task_of({"raw_prompt": messages}, where="row 3")
+
+
+def test_the_task_is_the_text_of_all_messages() -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Fix it."}]
+    assert task_of({"raw_prompt": messages}) == "Be brief.\n\nFix it."
+
+
+def end(loop_class: type[Any], stdout: str, exit_code: int = 0) -> tuple[str, bool, bool]:
+    """Return the answer that a harness reads, and whether its agent gave up, and failed."""
+    read = loop_class.end(object.__new__(loop_class), CommandResult(exit_code, stdout, ""))
+    return read.answer, bool(read.gave_up), bool(read.error)
+
+
+def test_ends_of_claude_code() -> None:
+    report = {"type": "result", "subtype": "success", "is_error": False, "result": "done"}
+    assert end(ClaudeCodeLoop, "warning\n" + json.dumps(report)) == ("done", False, False)
+    assert end(ClaudeCodeLoop, json.dumps({**report, "is_error": True}), 1)[2]
+    assert end(ClaudeCodeLoop, json.dumps({**report, "subtype": "error_max_turns", "is_error": True}), 1)[
+        1:
+    ] == (
+        True,
+        False,
+    )
+    assert end(ClaudeCodeLoop, "")[2]
+
+
+def test_ends_of_codex() -> None:
+    item = {"type": "item.completed", "item": {"type": "agent_message", "text": "done"}}
+    assert end(CodexLoop, json.dumps(item)) == ("done", False, False)
+    failed = {"type": "turn.failed", "error": {"message": "no"}}
+    assert end(CodexLoop, json.dumps(item) + "\n" + json.dumps(failed), 1)[2]
+
+
+def test_ends_of_opencode() -> None:
+    text = {"type": "text", "part": {"text": "done"}}
+    assert end(OpenCodeLoop, json.dumps(text)) == ("done", False, False)
+    assert end(OpenCodeLoop, json.dumps({"type": "error", "error": {"name": "APIError"}}))[2]
+
+
+def test_ends_of_qwen_code() -> None:
+    assert end(QwenCodeLoop, "done\n") == ("done", False, False)
+    assert end(QwenCodeLoop, "", 53)[1:] == (True, False)
+    assert end(QwenCodeLoop, "", 1)[2]
+
+
+def test_a_log_compares_messages_without_dates_and_process_ids() -> None:
+    class Log:
+        def __init__(self) -> None:
+            self.asked: list[Any] = []
+
+        def tokens(self, messages: Any, *, encode: Any) -> None:
+            self.asked.append(messages)
+
+        def branch(self, *, at: int) -> Log:
+            return self
+
+        def next_turn(self) -> int:
+            return 7
+
+    log: Any = Log()
+    stable = StableLog.wrap(log, re.compile(QwenCodeLoop.volatile))
+    for pid, day in ((1, 2), (34, 5)):
+        text = f"Exit Code: 0\nProcess Group PGID: {pid}\nToday's date is Monday, March {day}, 2026."
+        stable.branch(at=3).tokens(
+            [{"role": "tool", "content": [{"type": "text", "text": text}]}], encode=None
+        )  # pyright: ignore
+    assert log.asked[0] == log.asked[1]
+    assert stable.next_turn() == 7
