@@ -195,7 +195,9 @@ async def search_and_add(row: Any, *, anthropic_base_url: str, api_key: str, htt
 
 
 def test_a_tool_of_anthropic_may_be_a_wish() -> None:
-    harness = ProgramHarness(in_order(text_reply("x")), loop={"accept_as_wish": ["web_search_20250305"]})
+    harness = ProgramHarness(
+        in_order(text_reply("x")), loop={"accept_as_wish": ["tools.web_search_20250305"]}
+    )
     [trajectory] = harness.run_virtual(search_and_add)
     [prompt] = prompts(harness.server.requests)
     assert '"add"' in prompt
@@ -208,7 +210,23 @@ def test_a_tool_of_anthropic_may_be_a_wish() -> None:
 def test_a_tool_of_anthropic_is_refused_with_the_way_to_make_it_a_wish() -> None:
     [trajectory] = ProgramHarness(in_order(text_reply("x"))).run_virtual(search_and_add)
     assert trajectory.output.failure is not None
-    assert "add web_search_20250305 to accept_as_wish" in trajectory.output.failure.error
+    assert "add tools.web_search_20250305 to accept_as_wish" in trajectory.output.failure.error
+
+
+def test_an_unsupported_field_of_a_tool_is_refused_with_its_own_name_as_a_wish() -> None:
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(anthropic_base_url, api_key, http_client).messages.create
+        tools: list[Any] = [{**ADD, "defer_loading": True}]
+        await create(model=MODEL, max_tokens=64, messages=user("?"), tools=tools)
+
+    [refused] = ProgramHarness(in_order(text_reply("x"))).run_virtual(program)
+    assert refused.output.failure is not None
+    assert "add tools.defer_loading to accept_as_wish" in refused.output.failure.error
+    loop = {"accept_as_wish": ["tools.defer_loading"]}
+    harness = ProgramHarness(in_order(text_reply("x")), loop=loop)
+    [trajectory] = harness.run_virtual(program)
+    assert trajectory.output.failure is None
+    assert '"add"' in prompts(harness.server.requests)[0]
 
 
 def test_edits_of_the_context_are_not_applied_and_are_incidents() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -20,6 +21,7 @@ from agent_loop.trajectory import Incident, IncidentKind
 
 RequestModelT = TypeVar("RequestModelT", bound=RequestModel)
 
+_INDEX = re.compile(r"\[\d+\]")
 _REQUEST_NAMES = {"json_schema": "response_format"}
 """Names in requests of sampling parameters that are called otherwise there."""
 
@@ -107,7 +109,7 @@ class Wishes:
             error: The error.
             name: Name of the wish, if it is not the name of the parameter.
         """
-        name = name or parameter_of(error)
+        name = name or _INDEX.sub("", error.param or "")
         if not isinstance(error, UnsupportedParameter) or not name:
             return error
         hint = " To ignore it, add" if str(error).endswith("?") else "; to ignore it, add"

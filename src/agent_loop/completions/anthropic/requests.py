@@ -51,7 +51,7 @@ class ToolDefinition(RequestModel):
                 f"tools of type {shown!r} are not supported, because Anthropic defines or runs them; leave the tool "
                 "out, or define it with a name and an input_schema"
             )
-            raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message, "wish": kind})
+            raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message, "wish": f"tools.{kind}"})
         return cast(Any, tool)
 
 
