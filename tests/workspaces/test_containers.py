@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import WorkspaceError, WorkspaceFileMissing
+from agent_loop.runtime.child_process import inherited_environment, run_command
 from agent_loop.runtime.owner import this_process
 from agent_loop.workspaces.base import Workspace
 from agent_loop.workspaces.check import check_reward
@@ -167,6 +169,22 @@ def test_a_container_that_was_killed_is_an_error_and_no_result() -> None:
                 await task
             with pytest.raises(WorkspaceError, match="has ended"):
                 await check_reward(workspace, CheckSettings(command=("true",)))
+
+    asyncio.run(scenario())
+
+
+def test_a_command_whose_client_was_killed_is_an_error_and_leaves_no_process() -> None:
+    async def scenario() -> None:
+        async with container() as workspace:
+            task = asyncio.ensure_future(workspace.exec(["sleep", "4321"]))
+            while "4321" not in await shell(workspace, "ps"):
+                pass
+            pattern = f"podman exec .*{workspace.name}.* sleep 4321"
+            clients = await run_command(["pgrep", "-f", pattern], env=inherited_environment())
+            os.kill(int(clients.stdout), signal.SIGKILL)
+            with pytest.raises(WorkspaceError, match="was ended by signal 9"):
+                await task
+            assert "4321" not in await shell(workspace, "ps")
 
     asyncio.run(scenario())
 

@@ -180,7 +180,9 @@ def test_a_new_file_is_written_with_its_folders(source: Path) -> None:
 def test_a_workspace_that_cannot_start_fails_its_trajectory_alone(source: Path) -> None:
     rows = [{"workspace": {"folder": "absent"}}, {"workspace": {"folder": str(source)}}, {}]
     failed, well, without = play([shell("ls"), text_reply("Done.")], rows=rows)
-    assert "'absent', which is not a folder" in failed.output.failure.error
+    assert failed.output.failure.error.startswith(
+        "WorkspaceError: workspace.folder is 'absent', which is not a folder"
+    )
     assert replies_to(well) == ["sum.py"]
     assert "there is no workspace" in without.output.failure.error
 
@@ -189,6 +191,9 @@ def test_a_check_that_cannot_run_fails_the_trajectory_and_gives_no_reward(source
     settings = {"folder": str(source), "check": {"command": ["no-such-program"]}}
     [trajectory] = play([shell("ls"), text_reply("Done.")], rows=[{"workspace": settings}])
     assert trajectory.output.stop_reason is StopReason.FAILED
+    assert trajectory.output.failure.error.startswith(
+        "WorkspaceError: command ['no-such-program'] cannot be started"
+    )
     assert trajectory.reward is None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from agent_loop.episode.cancellation import Cancellation
 from agent_loop.episode.turn_log import TurnLog
-from agent_loop.errors import EpisodeError, ToolBug
+from agent_loop.errors import EpisodeError, ToolBug, WorkspaceError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.concurrency import CallAborted, run_together
@@ -168,7 +168,7 @@ class TrajectoryEnvironment:
         """
         if self._tools is None or not self._tools.has_verdict or not self._log.is_kept:
             return
-        with waiting_for(WaitKind.REWARD, "of its tools"), suppress(ToolBug):
+        with waiting_for(WaitKind.REWARD, "of its tools"), suppress(ToolBug, WorkspaceError):
             self._log.keep_verdicts(await self._tools.verdicts_at_a_cut())
 
     async def close(self) -> list[Incident]:

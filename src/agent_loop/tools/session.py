@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, ToolUnavailable, did_you_mean
+from agent_loop.errors import (
+    DataError,
+    EpisodeError,
+    ToolBug,
+    ToolError,
+    ToolUnavailable,
+    WorkspaceError,
+    did_you_mean,
+)
 from agent_loop.runtime.describe import describe_error, describe_value, one_line, safe_str
 from agent_loop.runtime.identifiers import new_id
 from agent_loop.runtime.instances import OnReplay, TrajectoryInstance, close_instances
@@ -108,6 +116,7 @@ class ToolSession:
 
         Raises:
             ToolBug: The tool raised any other exception, returned an invalid result, or was abandoned.
+            WorkspaceError: The tool's workspace failed.
             EpisodeError: The session is closed.
         """
         if self._is_closed:
@@ -143,7 +152,7 @@ class ToolSession:
         except ToolError as error:
             detail = safe_str(error, max_length=MAX_TEXT) or f"{call.name} failed"
             return failed_result(IncidentKind.TOOL_ERROR, detail)
-        except ToolBug:
+        except (ToolBug, WorkspaceError):
             raise
         except Exception as error:
             arguments = one_line(repr(call.arguments), max_length=200)
@@ -186,7 +195,7 @@ class ToolSession:
                 reward = await run_bounded(verdict, timeout_s=timeout_s, name=where)
             except DeadlineExpired as error:
                 raise ToolBug(f"{where} {error}; fix it, or raise close_timeout_s") from error
-            except ToolBug:
+            except (ToolBug, WorkspaceError):
                 raise
             except Exception as error:
                 raise ToolBug(f"{where} raised {describe_error(error)}; fix it") from error
@@ -202,6 +211,8 @@ class ToolSession:
     async def _open_for_reward(self, name: str) -> None:
         try:
             await self.open(name)
+        except WorkspaceError:
+            raise
         except Exception as error:
             raise ToolBug(f"create of tool {name!r} raised {describe_error(error)}; fix it") from error
 

@@ -86,11 +86,11 @@ class ContainerWorkspace(Workspace):
                 stdin=stdin,
                 timeout_s=timeout_s,
             )
-            has_ended = not result.timed_out
+            has_ended = not result.timed_out and result.exit_code >= 0
         finally:
             if not has_ended:
                 await run_shielded(lambda: self._end_command(mark), timeout_s=CLEANUP_TIMEOUT_S)
-        if has_ended and (result.exit_code < 0 or result.exit_code in SUSPICIOUS_CODES):
+        if not result.timed_out and (result.exit_code < 0 or result.exit_code in SUSPICIOUS_CODES):
             await self._check_result(command, result)
         return result
 
@@ -164,6 +164,10 @@ class ContainerWorkspace(Workspace):
         """Raise an error if the runtime, and not the command, failed."""
         if not await self._container.is_running():
             raise WorkspaceError(f"the container {self.name} has ended: {last_lines(result)}")
+        if result.exit_code < 0:
+            raise WorkspaceError(
+                f"the runtime's program was ended by signal {-result.exit_code} while a command ran"
+            )
         is_of_runtime = re.search(r"^(Error: |OCI runtime|docker: )", result.stderr, re.MULTILINE)
         if is_of_runtime and result.exit_code in (125, 126, 127, 255):
             raise WorkspaceError(f"command {list(command)!r} cannot be started: {last_lines(result)}")
