@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,8 @@ from tests.engines.common import LOG_PROB_TOLERANCE, generate_all, prompts
 COLOURS = ("red", "green", "blue", "bluish")
 SCHEMA = json.dumps({"enum": COLOURS})
 """A schema without optional white space, so that all engines allow the same tokens."""
-OBJECT = json.dumps(
-    {
-        "type": "object",
-        "properties": {"colour": {"enum": COLOURS}, "is_warm": {"type": "boolean"}},
-        "required": ["colour", "is_warm"],
-        "additionalProperties": False,
-    }
-)
+LETTERS = json.dumps({"type": "string", "pattern": "^[ab]{40}$"})
+"""A schema that takes long, and in which no token is white space."""
 
 
 def constrained_logprobs(
@@ -103,3 +99,12 @@ async def assert_penalties_give_log_probs_of_the_penalised_logits(
             row[token] -= 0.7 + 0.4 * before.count(token)
         expected.append(float((row / 0.8).log_softmax(-1)[output.token_ids[place]]))
     np.testing.assert_allclose(output.log_probs or [], expected, atol=LOG_PROB_TOLERANCE)
+
+
+def assert_are_letters(path: Path, outputs: Sequence[TokenOutput]) -> None:
+    """Check that completions are whole and match `LETTERS`."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    for output in outputs:
+        text = tokenizer.decode(output.token_ids)
+        assert output.stop_reason == "stop", text
+        assert re.fullmatch('"[ab]{40}"', tokenizer.decode(output.token_ids[:-1])), text

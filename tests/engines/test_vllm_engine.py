@@ -33,7 +33,9 @@ from tests.engines.common import (
     reference_logprobs,
 )
 from tests.engines.constrained import (
+    LETTERS,
     SCHEMA,
+    assert_are_letters,
     assert_logprobs_are_of_the_allowed_tokens,
     assert_penalties_give_log_probs_of_the_penalised_logits,
 )
@@ -144,6 +146,25 @@ def test_logprobs_under_a_schema_are_of_the_allowed_tokens(engine: Engine, tempe
 
 def test_penalties_give_log_probs_of_the_penalised_logits(engine: Engine) -> None:
     engine.run(assert_penalties_give_log_probs_of_the_penalised_logits(engine.server, engine.reference))
+
+
+def test_a_weight_update_in_the_middle_keeps_the_position_in_the_schema(engine: Engine) -> None:
+    params = SamplingParams(json_schema=LETTERS, max_tokens=100)
+
+    async def main() -> list[TokenOutput]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(engine.server.generate(prompt, params, f"schema-update-{number}"))
+                for number, prompt in enumerate(prompts(16, seed=13))
+            ]
+            await until_running(engine.server, 8)
+            weights = await engine.publish(seed=14)
+        load_into(engine.reference, weights)
+        return [task.result() for task in tasks]
+
+    outputs = engine.run(main())
+    assert_are_letters(engine.path, outputs)
+    assert any(len(output.chunks) == 2 for output in outputs)
 
 
 def test_stop_tokens_are_returned_with_the_stop_reason_stop(engine: Engine) -> None:

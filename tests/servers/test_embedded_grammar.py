@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from agent_loop.checks import Reference, check_server
 from agent_loop.errors import SamplingParamsError
 from agent_loop.servers.base import Ability
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
@@ -253,12 +254,16 @@ def test_without_the_package_the_ability_is_missing_and_the_error_says_how_to_in
     asyncio.run(scenario())
 
 
-def test_a_model_without_a_tokenizer_refuses_schemas_with_the_path(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_does_not_claim_schemas(tmp_path: Path) -> None:
     tiny_model(vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    without = GrammarCompiler(str(tmp_path), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({END}))
+    with pytest.raises(SamplingParamsError, match=r"set model\.tokenizer_path"):
+        without.grammar(SCHEMA, stop_token_ids=frozenset({END}))
 
     async def scenario() -> None:
         server = server_of(tmp_path)
-        with pytest.raises(SamplingParamsError, match=r"set model\.tokenizer_path"):
+        assert Ability.JSON_SCHEMA not in server.abilities
+        with pytest.raises(SamplingParamsError, match="needs the tokenizer of the model"):
             await server.generate(PROMPT, params(), "s")
         await server.close()
 
@@ -345,5 +350,16 @@ def test_a_stream_of_a_constrained_completion_has_all_its_tokens(folder: Path) -
         await server.close()
         assert TokenOutput.from_chunks(chunks).token_ids == whole.token_ids
         assert all(later.stop_reason or later.token_ids for _, later in pairwise(chunks))
+
+    asyncio.run(scenario())
+
+
+def test_a_server_with_a_tokenizer_passes_the_check_of_schemas(folder: Path) -> None:
+    async def scenario() -> None:
+        server = server_of(folder, max_model_len=256)
+        report = await check_server(server, max_model_len=256, reference=Reference.load(folder))
+        report.raise_if_failed()
+        name = "a completion under a schema ends where the text is complete"
+        assert name in report.named("passed")
 
     asyncio.run(scenario())

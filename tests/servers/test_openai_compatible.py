@@ -42,6 +42,7 @@ def test_the_client_of_agent_loop_serve_passes_the_server_checks() -> None:
             report.raise_if_failed()
             assert report.named("skipped") == [
                 "the likeliest tokens and their log-probs are those of the model",
+                "a completion under a schema ends where the text is complete",
                 "a resumed completion with a seed samples the same tokens",
                 "the next turn of a session reuses the cached prefix",
                 "completions after a weight update come from the new weights",

@@ -388,7 +388,10 @@ def test_the_likeliest_tokens_of_a_reply_exclude_a_sampled_token_with_a_lower_ra
 
 def test_the_likeliest_tokens_of_an_engine_output_follow_the_sampled_token() -> None:
     flat = SimpleNamespace(
-        token_ids=[4, 4, 8, 9, 5, 6, 7, 5], logprobs=[-0.5, -0.5, -1.5, -4.0, -3.0, -1.0, -2.0, -3.0]
+        token_ids=[4, 4, 8, 9, 5, 6, 7, 5],
+        logprobs=[-0.5, -0.5, -1.5, -4.0, -3.0, -1.0, -2.0, -3.0],
+        start_indices=[0, 4],
+        end_indices=[4, 8],
     )
     completion = SimpleNamespace(
         token_ids=[4, 5], logprobs=flat, finish_reason="length", weight_versions=None
@@ -397,7 +400,16 @@ def test_the_likeliest_tokens_of_an_engine_output_follow_the_sampled_token() -> 
     fields: dict[str, Any] = {"server": "vllm-0", "weight_version": 3, "params": TOP_2}
     part = read_part(output, call=VLLMRequest("r"), **fields)
     assert_tokens_with_top_2(TokenOutput.from_chunks([part.chunk]))
-    flat.token_ids.append(1)
+    # vLLM joins outputs that wait, and lists a sampled token only once then.
+    vars(flat).update(
+        token_ids=[4, 8, 9, 5, 6, 7, 5],
+        logprobs=[-0.5, -1.5, -4.0, -3.0, -1.0, -2.0, -3.0],
+        start_indices=[0, 3],
+        end_indices=[3, 7],
+    )
+    part = read_part(output, call=VLLMRequest("r"), **fields)
+    assert_tokens_with_top_2(TokenOutput.from_chunks([part.chunk]))
+    flat.end_indices[-1] = 4
     with pytest.raises(BadServerReply):
         read_part(output, call=VLLMRequest("r"), **fields)
 

@@ -108,7 +108,7 @@ ABILITY_FOR: Mapping[str, Ability] = {
 """Sampling parameters that need an ability if they differ from their defaults."""
 DEFAULT_PARAMS = SamplingParams()
 HINTS: Mapping[str, str] = {
-    "json_schema": ' (the embedded engine has it after: pip install "agent-loop[grammar]")'
+    "json_schema": ' (the embedded engine needs the tokenizer of the model, and: pip install "agent-loop[grammar]")'
 }
 
 

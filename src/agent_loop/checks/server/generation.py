@@ -14,6 +14,8 @@ from agent_loop.servers.base import Ability
 from agent_loop.testing.conformance import CheckFailed, CheckSuite, require
 from agent_loop.types import SamplingParams, TokenOutput, as_token_ids
 
+LONGEST_TRUE = len("true") + 1
+"""Largest number of tokens of the text, with its end token."""
 GENERATION_CHECKS = CheckSuite[CheckedServer]()
 _check = partial(add_check, suite=GENERATION_CHECKS)
 
@@ -163,6 +165,20 @@ async def _top_logprobs(subject: CheckedServer) -> str:
         f"log-probs are up to {worst:.2g} nats off; they must be log_softmax(logits / temperature)",
     )
     return f"largest difference {worst:.1g} nats"
+
+
+@_check("a completion under a schema ends where the text is complete", ability=Ability.JSON_SCHEMA)
+async def _json_schema(subject: CheckedServer) -> None:
+    for seed in range(4):
+        output = await subject.generate(
+            subject.prompt(12, seed=seed), max_tokens=LONGEST_TRUE, json_schema='{"const": true}'
+        )
+        require(
+            output.stop_reason == "stop",
+            f"the schema allows only 'true', but the completion has {len(output.token_ids)} tokens and the stop "
+            f"reason {output.stop_reason!r}; remove the tokens that the schema does not allow before sampling",
+        )
+        _require_valid(subject, output)
 
 
 @_check("sampling with top_k=1 is greedy")

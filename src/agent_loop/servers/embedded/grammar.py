@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from agent_loop.errors import SamplingParamsError
 
 INSTALL = 'pip install "agent-loop[grammar]"'
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 PROBE = '{"a":1}'
 MAX_COMPILED = 64
 """Number of schemas that are kept compiled."""
@@ -99,8 +101,11 @@ class GrammarCompiler:
         self._compiled: dict[str, Any] = {}
 
     @staticmethod
-    def is_installed() -> bool:
-        return find_spec("llguidance") is not None
+    def is_available(tokenizer_path: str) -> bool:
+        """Return whether the package is installed, and a local folder has a tokenizer. Hub names are not looked up."""
+        folder = Path(tokenizer_path)
+        has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES) or not folder.is_dir()
+        return has_tokenizer and find_spec("llguidance") is not None
 
     def grammar(
         self, json_schema: str, *, stop_token_ids: frozenset[int], sampled: Sequence[int] = ()

@@ -111,7 +111,7 @@ class EmbeddedServer(AsyncServerBase):
         self._compiler: GrammarCompiler | None = None
         self._aborted_early: dict[str, bool] = {}
         """Requests whose schemas are being compiled, and whether they were aborted."""
-        if tokenizer_path is not None and GrammarCompiler.is_installed():
+        if tokenizer_path is not None and GrammarCompiler.is_available(tokenizer_path):
             self._compiler = GrammarCompiler(
                 tokenizer_path,
                 vocab_size=runner.vocab_size,

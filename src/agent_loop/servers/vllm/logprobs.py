@@ -79,11 +79,29 @@ def read_flat(flat: Any, *, params: SamplingParams) -> ScoredTokens:
     num_top = params.top_logprobs
     if not num_top:
         return ScoredTokens(list(flat.token_ids), list(flat.logprobs), {})
-    shape = (-1, 1 + num_logprobs(params))
+    shape = (len(flat.start_indices), 1 + num_logprobs(params))
+    if len(flat.token_ids) != shape[0] * shape[1]:
+        return _read_uneven(flat, num_top=num_top)
     token_ids, logprobs = np.array(flat.token_ids).reshape(shape), np.array(flat.logprobs).reshape(shape)
     top = slice(1, 1 + num_top)
     extras = top_logprob_arrays(token_ids[:, top], logprobs[:, top], num_top=num_top)
     return ScoredTokens(token_ids[:, 0].tolist(), logprobs[:, 0].tolist(), extras)
+
+
+def _read_uneven(flat: Any, *, num_top: int) -> ScoredTokens:
+    """Read `FlatLogprobs` that vLLM joined, in which a sampled token among the likeliest is listed only once."""
+    spans = list(zip(flat.start_indices, flat.end_indices, strict=True))
+    each = [dict(zip(flat.token_ids[s:e], flat.logprobs[s:e], strict=True)) for s, e in spans]
+    top = [sorted(found.items(), key=itemgetter(1), reverse=True)[:num_top] for found in each]
+    return ScoredTokens(
+        [flat.token_ids[start] for start, _ in spans],
+        [flat.logprobs[start] for start, _ in spans],
+        top_logprob_arrays(
+            [[token for token, _ in found] for found in top],
+            [[logprob for _, logprob in found] for found in top],
+            num_top=num_top,
+        ),
+    )
 
 
 def read_content(content: Sequence[Mapping[str, Any]], *, params: SamplingParams) -> ScoredTokens:
