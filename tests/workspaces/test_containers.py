@@ -21,6 +21,7 @@ from agent_loop.runtime.owner import this_process
 from agent_loop.workspaces.base import Workspace
 from agent_loop.workspaces.check import check_reward
 from agent_loop.workspaces.container.container import OWNER_LABEL
+from agent_loop.workspaces.container.gateway_access import _by_helper
 from agent_loop.workspaces.container.pool import close_pools
 from agent_loop.workspaces.container.workspace import ContainerWorkspace
 from agent_loop.workspaces.factory import open_workspace
@@ -326,3 +327,17 @@ def test_a_shell_agent_works_in_a_container_and_is_judged_there() -> None:
     assert replies[:2] == ["sum.py was written", "sum.py was edited"]
     assert replies[2].startswith("3\n[the command exceeded")
     assert trajectory.reward == 1.0
+
+
+def test_a_helper_program_opens_the_socket_where_this_process_lacks_the_rights() -> None:
+    async def scenario() -> None:
+        async with container() as workspace:
+            pid = int(podman("inspect", "--format", "{{.State.Pid}}", workspace.name))
+            with await asyncio.to_thread(_by_helper, ["env"], pid, 4321) as listener:
+                client = asyncio.ensure_future(shell(workspace, "nc 127.0.0.1 4321"))
+                connection, _ = await asyncio.to_thread(listener.accept)
+                with connection:
+                    connection.sendall(b"hello")
+                assert await client == "hello"
+
+    asyncio.run(scenario())

@@ -329,3 +329,20 @@ def test_a_provider_that_cannot_be_created_is_an_error(settings: dict[str, Any],
                 pass
 
     run(scenario())
+
+
+def test_the_first_start_removes_folders_whose_owner_is_dead(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent_loop.workspaces.factory._orphans_removed", [])
+    dead = replace(this_process(), pid=2**22 + 1)
+    names = [f"{dead.token}.x", f"{replace(dead, machine='00000000').token}.x", "other"]
+    for name in names:
+        (root_folder() / name / "workspace").mkdir(parents=True)
+
+    async def scenario() -> None:
+        async with open_workspace({"folder": str(source)}):
+            assert not set(names[:1]) & set(os.listdir(root_folder()))
+            assert set(names[1:]) <= set(os.listdir(root_folder()))
+
+    run(scenario())
