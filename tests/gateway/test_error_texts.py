@@ -54,6 +54,7 @@ def named(tool: str) -> dict[str, Any]:
         (message(**extra(response_format={})), "here it is output_config.format"),
         (message(**extra(stop=["a"])), "here it is stop_sequences"),
         (message(output_config=SCHEMA), "output_config.format is not supported by the servers"),
+        (message(**extra(thread={"type": "create"})), "send the whole conversation, without thread"),
         (message(tools=[TOOL], tool_choice={"type": "tool", "name": "sub"}), "they are add"),
     ],
 )  # fmt: skip

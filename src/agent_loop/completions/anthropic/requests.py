@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from agent_loop.completions.fields import (
@@ -156,6 +156,13 @@ class CountTokensRequest(PromptRequest):
     """Body of `/v1/messages/count_tokens`."""
 
 
+def _refuse_thread(thread: Any) -> Any:
+    # No wish, because a client that believes in its thread leaves out the earlier messages.
+    if thread is not None:
+        raise ValueError("conversations are not stored; send the whole conversation, without thread")
+    return thread
+
+
 class MessagesRequest(PromptRequest):
     """Body of `/v1/messages`."""
 
@@ -183,5 +190,5 @@ class MessagesRequest(PromptRequest):
     fallback_credit_token: Ignored = None
     fallbacks: Annotated[Any, Only([], "default")] = None
     container: Annotated[Any, Only()] = None
-    thread: Annotated[Any, Only()] = None
+    thread: Annotated[Any, AfterValidator(_refuse_thread), WithJsonSchema({"enum": [None]})] = None
     """Conversations are not stored. Clients that try it learn so from the error, and send whole conversations."""
