@@ -112,6 +112,11 @@ def test_a_wrong_setting_is_an_error_of_the_run(tmp_path: Path) -> None:
         rows_of(folder, container={"cpu": 1})
 
 
+def test_settings_cannot_move_a_task_out_of_its_container(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="would write to this machine"):
+        rows_of(write_task(tmp_path / "answer"), container=None, folder=str(tmp_path))
+
+
 def test_variables_come_from_the_settings_and_never_from_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

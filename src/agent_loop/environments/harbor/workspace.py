@@ -74,6 +74,11 @@ def task_workspace(task: HarborTask, *, settings: Mapping[str, Any]) -> dict[str
     if merged.get("provider"):
         options: Mapping[str, Any] = merged.get("options") or {}
         merged["options"] = {**options, "container": merged.pop("container")}
+    elif not merged.get("container"):
+        raise ConfigError(
+            "data.workspace takes the container from tasks, whose tests would write to this machine; leave container "
+            "as it is, or name a provider"
+        )
     read_workspace(merged, where="data.workspace")
     return merged
 
