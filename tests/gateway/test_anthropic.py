@@ -213,6 +213,24 @@ def test_a_tool_of_anthropic_is_refused_with_the_way_to_make_it_a_wish() -> None
     assert "add tools.web_search_20250305 to accept_as_wish" in trajectory.output.failure.error
 
 
+def test_a_refused_request_is_an_incident_of_the_trajectory() -> None:
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+        endpoint: Any = {
+            "anthropic_base_url": anthropic_base_url,
+            "api_key": api_key,
+            "http_client": http_client,
+        }
+        for _ in range(2):
+            with pytest.raises(anthropic.BadRequestError):
+                await search_and_add(row, **endpoint)
+            await client_of(**endpoint).messages.create(model=MODEL, max_tokens=64, messages=user("?"))
+
+    first, _ = ProgramHarness(in_order(text_reply("x"))).run_virtual(program)
+    [incident] = first.output.incidents  # the first refusal came before the first trajectory
+    assert incident.kind is IncidentKind.FAILED_REQUEST
+    assert "web_search_20250305" in incident.detail
+
+
 def test_an_unsupported_field_of_a_tool_is_refused_with_its_own_name_as_a_wish() -> None:
     async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(anthropic_base_url, api_key, http_client).messages.create

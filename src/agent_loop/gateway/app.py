@@ -36,7 +36,7 @@ def create_gateway_app(gateway: Gateway) -> FastAPI:
     ModelRoutes(requests).add_to(router)
     ResponsesRoutes(requests).add_to(router)
     app.include_router(router)
-    add_error_handlers(app)
+    add_error_handlers(app, on_refused=requests.note_refusal)
     app.add_middleware(BodyLimiter)
     app.add_middleware(HostGuard, hosts=LOCAL_HOSTS, refuse=_refuse_host)
     app.add_middleware(RequestIds)

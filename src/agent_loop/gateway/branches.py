@@ -64,6 +64,7 @@ class Branches:
         self._max_branches = max_branches
         self._stack = AsyncExitStack()
         self._branches: list[Branch] = []
+        self._noted_errors: list[Exception] = []
         self._num_started = 0
 
     def start(
@@ -123,13 +124,14 @@ class Branches:
         await self._stack.aclose()
 
     def note_failure(self, error: Exception, *, branch: Branch | None = None) -> None:
-        """Record a failed request as an incident.
+        """Record a failed request as an incident. Each error is recorded once.
 
         The incident belongs to `branch` if the model sampled tokens in it, else to the first recorded branch.
         """
         if branch is None or not branch.has_sampled_tokens:
             branch = next(iter(self.recorded), branch)
-        if branch is not None:
+        if branch is not None and error not in self._noted_errors:
+            self._noted_errors.append(error)
             branch.episode.note(IncidentKind.FAILED_REQUEST, str(error))
 
     @property

@@ -175,6 +175,10 @@ class Session:
         )
         return await count_prompt_tokens(plan)
 
+    def note_failure(self, error: AgentLoopError) -> None:
+        """Record a failed request as an incident, unless its error is recorded already."""
+        self._branches.note_failure(error)
+
     def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task that may outlive the HTTP request, and is cancelled when the session ends."""
         task = self._tasks.create_task(work)

@@ -8,10 +8,12 @@ from contextlib import suppress
 from typing import Any
 
 from fastapi import Request, Response
+from starlette.exceptions import HTTPException
 
 from agent_loop.completions.fields import RequestModel
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.response_models import ChatCompletion, ResponseModel
+from agent_loop.errors import AgentLoopError
 from agent_loop.gateway.gateway import Gateway
 from agent_loop.gateway.responses import build_completion, stream_chunks
 from agent_loop.gateway.retries import RetryInfo
@@ -67,6 +69,11 @@ class SessionRequests:
         session = self.session(request.path_params["session_id"], request)
         amended, request.state.incidents = session.wishes.amended(model, body)
         return amended
+
+    def note_refusal(self, request: Request, error: AgentLoopError) -> None:
+        """Record a refused request as an incident of its session, if the session is open."""
+        with suppress(HTTPException):
+            self.session(request.path_params["session_id"], request).note_failure(error)
 
     async def respond(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -18,11 +19,20 @@ from agent_loop.serving.offered_paths import unknown_path_message
 from agent_loop.serving.streams import ClientDisconnected
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Add handlers that turn every exception of an application into an error response in the format of its API."""
+def add_error_handlers(
+    app: FastAPI, *, on_refused: Callable[[Request, AgentLoopError], None] | None = None
+) -> None:
+    """Add handlers that turn every exception of an application into an error response in the format of its API.
+
+    Args:
+        app: The application.
+        on_refused: Called with each request that is refused with status 400.
+    """
 
     async def on_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, AgentLoopError)
+        if on_refused is not None and status_of(error) == HTTPStatus.BAD_REQUEST:
+            on_refused(request, error)
         return write_error(request, error_response_of(error), status_of(error), None)
 
     async def on_invalid(request: Request, error: Exception) -> Response:
