@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Create an environment with agents that others wrote, for the tests in tests/agents. Needs Python 3.11, npm and about 3 GB.
+# Create an environment with agents that others wrote, for the tests in tests/agents. Needs Linux on x86-64, Python 3.11,
+# npm and about 4 GB.
 #   tests/agents/install_agents.sh DIR
 # DIR is a Python environment with this package and the agent frameworks. DIR/node holds the programs from npm, with a
 # Node.js of their own, and DIR/mini-swe-agent an environment for mini-swe-agent. All commands are linked in DIR/programs.

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from msgspec import structs
 
-from agent_loop.errors import ConfigError
+from agent_loop.errors import ConfigError, WorkspaceError
 from agent_loop.gateway.listener import Endpoint
 from agent_loop.gateway.program_calls import checked_env
 from agent_loop.gateway.program_loop import Program, ProgramLoop
@@ -152,11 +152,16 @@ class _HarnessProgram:
         run = await self._agent_run(endpoint)
         command = loop.command(run)
         await _put_files(workspace, command.files, folder=run.home)
-        result = await workspace.exec(
-            [loop.executable, *command.arguments, *loop.arguments],
-            env={**COMMON_ENV, "HOME": run.home, **command.env, **loop.env},
-            stdin=command.stdin.encode(),
-        )
+        try:
+            result = await workspace.exec(
+                [loop.executable, *command.arguments, *loop.arguments],
+                env={**COMMON_ENV, "HOME": run.home, **command.env, **loop.env},
+                stdin=command.stdin.encode(),
+            )
+        except WorkspaceError as error:
+            raise WorkspaceError(
+                f"{error}; if the workspace lacks {loop.executable}, install it there with `{loop.install}`"
+            ) from error
         if result.exit_code in NOT_FOUND and not result.stdout:
             raise ConfigError(f"{loop.missing(loop.executable)}: {result.stderr.strip()[-200:]}")
         end = loop.end(result)
