@@ -154,7 +154,6 @@ def test_a_continuation_of_an_earlier_turn_is_a_branch() -> None:
         ({"content": ""}, {}, "must be an assistant message with a text"),
         ({"content": "x", "reasoning_content": "y"}, {}, "without tool_calls or reasoning_content"),
         ({"content": "x"}, {"tools": [ADD], "tool_choice": "required"}, "cannot force a call"),
-        ({"content": "x"}, {"response_format": {"type": "json_object"}}, "not supported together"),
     ],
 )
 def test_a_message_that_cannot_be_continued_exactly_is_refused(last: Any, fields: Any, what: str) -> None:
@@ -244,7 +243,9 @@ class Client:
         self.asked.append((prompt, choice.token_ids))
         got = choice.message.model_dump(exclude_none=True, exclude={"token_ids"})
         if begun is not None:
-            got["content"] = begun["content"] + (got.get("content") or "")
+            for name in ("content", "reasoning_content"):
+                if joined := (begun.get(name) or "") + (got.get(name) or ""):
+                    got[name] = joined
         is_cut = choice.finish_reason == "length"
         self.known.append(([*messages, got], [*prompt, *choice.token_ids], is_cut))
         return prompt
