@@ -97,7 +97,7 @@ def test_a_response_format_of_the_provider_is_constrained_by_the_server(api: str
 
 @pytest.mark.parametrize("api", APIS)
 def test_a_response_format_of_the_provider_with_tools_is_one_trajectory(api: str) -> None:
-    recorded = run_agent(api, ADD, SUM, output=ProviderStrategy(Sum), accept_as_wish=["response_format"])
+    recorded = run_agent(api, ADD, SUM, output=ProviderStrategy(Sum))
     assert origins(recorded.output) == ONE_TOOL_TURN
     assert recorded.dropped == ["response_format"]
 

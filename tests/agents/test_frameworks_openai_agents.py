@@ -105,7 +105,7 @@ def test_an_output_type_with_tools_is_one_trajectory(api: str, abilities: Iterab
         result = await run(agent, "1 + 2?", api, base_url, api_key)
         assert result.final_output == Sum(total=3, note="as asked")
 
-    recorded = run_framework(program, ADD, SUM, abilities=abilities, accept_as_wish=["response_format"])
+    recorded = run_framework(program, ADD, SUM, abilities=abilities)
     assert origins(recorded.output) == ONE_TOOL_TURN
     assert recorded.dropped.count("response_format") == 1
     assert calls.num_calls == 1

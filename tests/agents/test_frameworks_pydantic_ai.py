@@ -122,7 +122,6 @@ def test_a_native_or_prompted_output_with_tools_is_one_trajectory(api: str, mode
         SUM,
         output=mode(Sum),
         expected=Sum(total=3, note="as asked"),
-        accept_as_wish=["response_format"],
     )
     assert origins(recorded.output) == ONE_TOOL_TURN
     assert recorded.dropped == ["response_format"]

@@ -187,7 +187,6 @@ def test_json_is_demanded_of_the_server_that_can_constrain_completions() -> None
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
         ({"extra_body": {"min_p": 0.1}}, "min_p"),
@@ -226,15 +225,14 @@ def test_what_cannot_be_honoured_is_refused_with_the_hint_or_dropped_as_a_wish(
     assert [detail.partition(" ")[0] for detail in dropped] == [name]
 
 
-def test_a_schema_that_was_dropped_as_a_wish_is_still_compared_with_the_completion() -> None:
+def test_a_schema_that_no_server_can_enforce_is_dropped_by_name_and_compared_with_the_completion() -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         completions = client_of(base_url, api_key, http_client).chat.completions
         for _ in range(2):
             await completions.create(model=MODEL, messages=user("?"), response_format={"type": "json_object"})
 
     replies = in_order(text_reply('{"a": 1}'), text_reply("no"))
-    harness = ProgramHarness(replies, loop={"accept_as_wish": ["response_format"]})
-    first, second = harness.run_virtual(program)
+    first, second = ProgramHarness(replies).run_virtual(program)
     assert [kind for kind, _ in incidents(first)] == [IncidentKind.DROPPED_PARAMETER]
     assert [kind for kind, _ in incidents(second)] == [
         IncidentKind.DROPPED_PARAMETER,

@@ -13,7 +13,6 @@ from tests.gateway.harness import ADD, MODEL, ProgramHarness, in_order
 from tests.helpers import text_reply, user
 
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
-SCHEMA = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
 
 
 def chat(**body: Any) -> Callable[..., Any]:
@@ -46,14 +45,11 @@ def named(tool: str) -> dict[str, Any]:
         (chat(tools=[{"type": "web_search"}]), "leave the tool out, or define a function that the client runs"),
         (chat(tools=[ADD], tool_choice=named("sub")), "not among the tools; they are add"),
         (chat(tool_choice="required"), "give tools, or leave it out"),
-        (chat(response_format={"type": "json_object"}), "add response_format to accept_as_wish"),
         (response(**extra(messages=[])), "here it is input"),
         (response(**extra(response_format={})), "here it is text.format"),
-        (response(text={"format": {"type": "json_object"}}), "text.format is not supported by the servers"),
         (response(tools=[{"type": "web_search"}]), "add tools.web_search to accept_as_wish"),
         (message(**extra(response_format={})), "here it is output_config.format"),
         (message(**extra(stop=["a"])), "here it is stop_sequences"),
-        (message(output_config=SCHEMA), "output_config.format is not supported by the servers"),
         (message(**extra(thread={"type": "create"})), "send the whole conversation, without thread"),
         (message(tools=[TOOL], tool_choice={"type": "tool", "name": "sub"}), "they are add"),
     ],

@@ -22,6 +22,8 @@ from agent_loop.trajectory import Incident, IncidentKind
 RequestModelT = TypeVar("RequestModelT", bound=RequestModel)
 
 _INDEX = re.compile(r"\[\d+\]")
+COMPARED = frozenset({"response_format"})
+"""Parameters that may be dropped without being wishes, because each completion is compared with them."""
 _REQUEST_NAMES = {"json_schema": "response_format"}
 """Names in requests of sampling parameters that are called otherwise there."""
 
@@ -85,6 +87,8 @@ class Wishes:
     ) -> ReadRequest:
         """Return the request without the wishes that the model's format or the servers do not support.
 
+        A `response_format` that is not supported is dropped too, since the completion is compared with it.
+
         Raises:
             RequestError: A parameter that is no wish is not supported.
         """
@@ -95,7 +99,7 @@ class Wishes:
                 _check_abilities(request, pool)
             except RequestError as error:
                 name = parameter_of(error)
-                if name not in self.names:
+                if name not in self.names and name not in COMPARED:
                     raise self.hinted(error) from None
                 incidents.append(_dropped(name, reason=str(error)))
                 request = request.model_copy(update={name: None})
