@@ -19,7 +19,7 @@ fi
 
 if ! podman image exists localhost/agent-loop-base; then
     suite=$(. /etc/os-release && echo "$VERSION_CODENAME")
-    debootstrap --variant=minbase --include=python3,git,bash,ca-certificates "$suite" "$folder/base" "${DEBIAN_MIRROR:-http://deb.debian.org/debian}"
+    debootstrap --variant=minbase --include=python3,git,bash,ca-certificates "$suite" "$folder/base" ${DEBIAN_MIRROR:+"$DEBIAN_MIRROR"}
     rm -rf "$folder/base/var/cache/apt/archives/"*.deb "$folder/base/var/lib/apt/lists/"*
     tar -C "$folder/base" --one-file-system -cf - . | podman import - localhost/agent-loop-base
 fi
