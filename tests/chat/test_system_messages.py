@@ -94,6 +94,7 @@ def test_the_name_of_a_user_is_kept() -> None:
     ]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from(["system", "user"]), min_size=1, max_size=3), min_size=1, max_size=3)
 )
