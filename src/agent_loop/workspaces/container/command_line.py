@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,6 +63,7 @@ class CommandLine:
             [self.program, *self.arguments, *arguments],
             env={**os.environ, **(env or {}), OWNER_VARIABLE: _owner_of(arguments[0])},
             stdin=stdin,
+            cwd=tempfile.gettempdir(),  # conmon writes a file into it when a container exceeds its memory
             timeout_s=timeout_s,
             stdout_sink=stdout_sink,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -107,7 +108,9 @@ def _run_arguments(settings: ContainerSettings, *, image: Image, name: str) -> l
     if settings.user:
         arguments += ["--user", settings.user]
     for mount in settings.mounts:
-        arguments += ["--volume", mount]
+        source, colon, target = mount.partition(":")
+        is_path = source.startswith(".")  # other names are those of volumes, or absolute
+        arguments += ["--volume", (os.path.abspath(source) if is_path else source) + colon + target]
     script = WAIT_SCRIPT.format(seconds=round(settings.lifetime_s))
     return [*arguments, *settings.run_args, "--entrypoint", "sh", image.name, "-c", script]
 
