@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import ConfigError, DataError
-from agent_loop.harnesses.agent_run import task_of
+from agent_loop.harnesses.agent_run import AgentRun, task_of
 from agent_loop.harnesses.claude_code import ClaudeCodeLoop
 from agent_loop.harnesses.codex import CodexLoop
 from agent_loop.harnesses.opencode import OpenCodeLoop
@@ -136,6 +136,15 @@ def end(loop_class: type[Any], stdout: str, exit_code: int = 0) -> tuple[str, bo
     """Return the answer that a harness reads, and whether its agent gave up, and failed."""
     read = loop_class.end(object.__new__(loop_class), CommandResult(exit_code, stdout, ""))
     return read.answer, bool(read.gave_up), bool(read.error)
+
+
+@pytest.mark.parametrize(("context_length", "window"), [(131072, "131072"), (60000, None)])
+def test_claude_code_learns_the_length_of_the_conversation_if_it_accepts_it(
+    context_length: int, window: str | None
+) -> None:
+    run = AgentRun("Fix it.", "/w", "/h", "http://127.0.0.1:1/v1", "key", "any", context_length, 4096)
+    command = ClaudeCodeLoop.command(object.__new__(ClaudeCodeLoop), run)
+    assert command.env.get("CLAUDE_CODE_AUTO_COMPACT_WINDOW") == window
 
 
 def test_ends_of_claude_code() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Sequence
 from itertools import pairwise
@@ -272,7 +273,7 @@ def test_a_model_without_a_tokenizer_does_not_claim_schemas(tmp_path: Path) -> N
 
 def test_a_tokenizer_like_those_of_qwen_allows_texts_in_many_tokens(tmp_path: Path) -> None:
     """A byte-level BPE whose end token and control tokens lie behind the vocabulary, and a larger embedding."""
-    tokenizer: PreTrainedTokenizerFast = small_tokenizer()
+    tokenizer: PreTrainedTokenizerFast = copy.deepcopy(small_tokenizer())  # the original is shared
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|behind|>"]})
     tokenizer.save_pretrained(tmp_path)
     end = int(tokenizer.convert_tokens_to_ids("<|behind|>"))

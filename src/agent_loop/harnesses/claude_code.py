@@ -9,6 +9,10 @@ from agent_loop.loops.registry import register
 from agent_loop.runtime.child_process import CommandResult
 
 
+MIN_COMPACT_WINDOW = 100_000
+"""Fewest tokens for which Claude Code accepts a length of the conversation."""
+
+
 @register("claude-code")
 class ClaudeCodeLoop(HarnessLoop):
     """Runs Claude Code in its print mode."""
@@ -19,6 +23,8 @@ class ClaudeCodeLoop(HarnessLoop):
     volatile = r"Today's date is \d{4}-\d\d-\d\d"
 
     def command(self, run: AgentRun) -> AgentCommand:
+        length = run.context_length
+        window = {"CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(length)} if length >= MIN_COMPACT_WINDOW else {}
         models = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
         return AgentCommand(
             ["-p", "--output-format", "json", "--dangerously-skip-permissions"],
@@ -26,6 +32,7 @@ class ClaudeCodeLoop(HarnessLoop):
                 "ANTHROPIC_BASE_URL": run.anthropic_base_url,
                 "ANTHROPIC_API_KEY": run.api_key,
                 **dict.fromkeys(models, run.model),
+                **window,
                 "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(run.max_turn_tokens),
                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
                 "DISABLE_TELEMETRY": "1",
