@@ -8,7 +8,6 @@ from agent_loop.harnesses.outputs import last_json_object
 from agent_loop.loops.registry import register
 from agent_loop.runtime.child_process import CommandResult
 
-
 MIN_COMPACT_WINDOW = 100_000
 """Fewest tokens for which Claude Code accepts a length of the conversation."""
 
