@@ -79,6 +79,7 @@ def test_the_server_passes_all_checks_of_the_server_interface(model_path: Path) 
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_requests_complete_fail_are_cancelled_and_fail_when_the_engine_dies(model_path: Path) -> None:
     async def main() -> None:
         async with running(model_path, max_slots=1) as server:
@@ -126,6 +127,7 @@ async def until_one_runs(server: EmbeddedProcess) -> None:
             await asyncio.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_a_failed_start_raises_the_reason_and_leaves_no_process(model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_slot"):
         EmbeddedProcess(spec_of(model_path, engine_kwargs={"max_slot": 2}))

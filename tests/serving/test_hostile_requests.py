@@ -51,11 +51,11 @@ def refused(status: int, reply: bytes) -> bool:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("chat/completions", {**CHAT, "model": MODEL}),
+        pytest.param("chat/completions", {**CHAT, "model": MODEL}, marks=pytest.mark.slow),
         ("completions", TEXT),
         ("completions", IDS),
-        ("messages", {**MESSAGES, "model": MODEL}),
-        ("messages/count_tokens", {**COUNTED, "model": MODEL}),
+        pytest.param("messages", {**MESSAGES, "model": MODEL}, marks=pytest.mark.slow),
+        pytest.param("messages/count_tokens", {**COUNTED, "model": MODEL}, marks=pytest.mark.slow),
     ],
 )
 def test_a_request_with_one_invalid_part_gets_a_completion_or_a_400(
