@@ -1,4 +1,4 @@
-"""Tests that no request to a session causes a server error, over all operations of the gateway's OpenAPI schema."""
+"""Tests that no request to a session causes a server error, and that responses match the gateway's OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.gateway.listener import Endpoint, reachable
@@ -26,6 +31,7 @@ from tests.helpers import hermes_template, text_reply
 pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 30.0
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 SESSION = "/sessions/{session_id}/v1"
 VALID, INVALID = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 OPERATIONS = [
@@ -34,11 +40,14 @@ OPERATIONS = [
     (f"{SESSION}/messages", "POST", VALID, 30),
     (f"{SESSION}/messages", "POST", INVALID, 30),
     (f"{SESSION}/messages/count_tokens", "POST", VALID, 20),
+    (f"{SESSION}/responses", "POST", VALID, 30),
+    (f"{SESSION}/responses", "POST", INVALID, 30),
     (f"{SESSION}/models", "GET", VALID, 2),
 ]
 PLAIN = {
     f"{SESSION}/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     f"{SESSION}/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    f"{SESSION}/responses": {"input": "hi"},
 }
 """Valid requests, because all generated requests of a run may be rejected."""
 
@@ -75,7 +84,7 @@ def schema(endpoint: Endpoint) -> Any:
 
 
 @pytest.mark.parametrize(("path", "method", "mode", "num_examples"), OPERATIONS)
-def test_no_request_to_a_session_causes_a_server_error(
+def test_no_request_to_a_session_causes_a_server_error_or_an_undeclared_response(
     endpoint: Endpoint, schema: Any, path: str, method: str, mode: GenerationMode, num_examples: int
 ) -> None:
     operation = schema[path][method]
@@ -85,7 +94,7 @@ def test_no_request_to_a_session_causes_a_server_error(
     def send(case: schemathesis.Case) -> None:
         case.path_parameters = {"session_id": session_id}
         headers = {"authorization": f"Bearer {endpoint.api_key}"}
-        statuses.add(case.call_and_validate(checks=[not_a_server_error], headers=headers).status_code)
+        statuses.add(case.call_and_validate(checks=CHECKS, headers=headers).status_code)
 
     @settings(
         max_examples=num_examples,

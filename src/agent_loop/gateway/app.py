@@ -13,6 +13,7 @@ from agent_loop.gateway.messages_routes import MessagesRoutes
 from agent_loop.gateway.model_routes import ModelRoutes
 from agent_loop.gateway.responses_routes import ResponsesRoutes
 from agent_loop.gateway.session_requests import SessionRequests
+from agent_loop.serving.described_responses import OPENAI_ERRORS
 from agent_loop.serving.error_formats import write_error
 from agent_loop.serving.errors import make_error
 from agent_loop.serving.handlers import add_error_handlers
@@ -29,6 +30,7 @@ def create_gateway_app(gateway: Gateway) -> FastAPI:
     requests = SessionRequests(gateway, stopping=app.state.stopping)
     router = APIRouter(
         prefix="/sessions/{session_id}/v1",
+        responses=OPENAI_ERRORS,
         route_class=StrictRoute.admitting(requests.check_key, amend=requests.amend),
     )
     ChatRoutes(requests).add_to(router)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.security import HTTPBearer
 
 from agent_loop import __version__
-from agent_loop.completions.response_models import ErrorResponse
 from agent_loop.serving.background import BackgroundTasks
 from agent_loop.serving.completion_routes import CompletionRoutes
+from agent_loop.serving.described_responses import OPENAI_ERRORS
 from agent_loop.serving.error_formats import write_error
 from agent_loop.serving.errors import make_error
 from agent_loop.serving.handlers import add_error_handlers
@@ -24,8 +23,6 @@ from agent_loop.serving.pool_requests import PoolRequests
 from agent_loop.serving.request_ids import RequestIds
 from agent_loop.serving.responses_routes import ResponsesRoutes
 from agent_loop.serving.served_model import ServedModel, UnknownModel
-
-ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
 
 
 def create_app(served: ServedModel) -> FastAPI:
@@ -60,7 +57,7 @@ def _api_router(requests: PoolRequests, background: BackgroundTasks) -> APIRoute
     described = [] if admit is None else [Depends(HTTPBearer(auto_error=False))]
     router = APIRouter(
         prefix="/v1",
-        responses=ERRORS,
+        responses=OPENAI_ERRORS,
         dependencies=described,
         route_class=StrictRoute.admitting(admit),
     )
@@ -73,7 +70,7 @@ def _api_router(requests: PoolRequests, background: BackgroundTasks) -> APIRoute
 
 def _monitoring_router(requests: PoolRequests) -> APIRouter:
     """Return the routes that require no API key."""
-    router = APIRouter(responses=ERRORS)
+    router = APIRouter(responses=OPENAI_ERRORS)
     MonitoringRoutes(requests).add_to(router)
     return router
 

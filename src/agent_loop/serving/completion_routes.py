@@ -8,7 +8,8 @@ from agent_loop.completions.chat import chat_completion, stream_chat_completion
 from agent_loop.completions.requests import ChatCompletionRequest, CompletionRequest
 from agent_loop.completions.response_models import ChatCompletion, TextCompletion
 from agent_loop.completions.text import completion, stream_completion
-from agent_loop.serving.pool_requests import STREAMED, PoolRequests, SessionHeader
+from agent_loop.serving.described_responses import STREAMED
+from agent_loop.serving.pool_requests import PoolRequests, SessionHeader
 
 
 class CompletionRoutes:

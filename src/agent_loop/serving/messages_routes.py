@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -13,18 +12,13 @@ from agent_loop.completions.anthropic.messages import to_message, to_token_count
 from agent_loop.completions.anthropic.requests import CountTokensRequest, MessagesRequest
 from agent_loop.completions.anthropic.response_models import (
     MessageResponse,
-    MessagesErrorResponse,
     TokenCount,
 )
 from agent_loop.completions.anthropic.translation import to_chat_request
 from agent_loop.completions.chat import chat_completion, count_prompt_tokens, stream_chat_completion
-from agent_loop.serving.pool_requests import STREAMED, PoolRequests, SessionHeader
+from agent_loop.serving.described_responses import MESSAGES_ERRORS, STREAMED
+from agent_loop.serving.pool_requests import PoolRequests, SessionHeader
 from agent_loop.serving.streams import EventFormat, json_response
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": MessagesErrorResponse},
-    "5XX": {"model": MessagesErrorResponse},
-}
 
 
 class MessagesRoutes:
@@ -40,13 +34,13 @@ class MessagesRoutes:
             "/messages",
             name="create_message",
             response_model=MessageResponse,
-            responses={**STREAMED, **ERRORS},
+            responses={**STREAMED, **MESSAGES_ERRORS},
         )(self._messages)
         router.post(
             "/messages/count_tokens",
             name="count_message_tokens",
             response_model=TokenCount,
-            responses=ERRORS,
+            responses=MESSAGES_ERRORS,
         )(self._count_tokens)
 
     async def _messages(

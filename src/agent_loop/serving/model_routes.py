@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Request, Response
 
 from agent_loop.completions.anthropic.response_models import (
-    MessagesErrorResponse,
     ModelInfo,
     ModelInfoList,
 )
-from agent_loop.completions.response_models import ErrorResponse, ModelCard, ModelList
+from agent_loop.completions.response_models import ModelCard, ModelList
+from agent_loop.serving.described_responses import MODEL_ERRORS
 from agent_loop.serving.model_descriptions import VERSION_HEADER, model_list_response, model_response
 from agent_loop.serving.pool_requests import PoolRequests
 
 VersionHeader = Annotated[str | None, Header(alias=VERSION_HEADER)]
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorResponse | MessagesErrorResponse},
-    "5XX": {"model": ErrorResponse | MessagesErrorResponse},
-}
 
 
 class ModelRoutes:
@@ -30,14 +26,14 @@ class ModelRoutes:
 
     def add_to(self, router: APIRouter) -> None:
         """Add the routes to the router of requests that need the API key."""
-        router.get("/models", name="list_models", response_model=ModelList | ModelInfoList, responses=ERRORS)(
-            self._models
-        )
+        router.get(
+            "/models", name="list_models", response_model=ModelList | ModelInfoList, responses=MODEL_ERRORS
+        )(self._models)
         router.get(
             "/models/{name:path}",
             name="describe_model",
             response_model=ModelCard | ModelInfo,
-            responses=ERRORS,
+            responses=MODEL_ERRORS,
         )(self._model)
 
     async def _models(self, request: Request, anthropic_version: VersionHeader = None) -> Response:

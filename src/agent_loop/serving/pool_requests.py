@@ -30,8 +30,6 @@ from agent_loop.serving.streams import (
 RequestT = TypeVar("RequestT", bound=SamplingRequest, contravariant=True)
 ResultT = TypeVar("ResultT", bound=ResponseModel, covariant=True)
 SessionHeader = Annotated[str | None, Header(alias="x-session-id", min_length=1, max_length=256)]
-STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-"""Description of a response that may be a stream."""
 
 
 class CompleteFunction(Protocol[RequestT, ResultT]):

@@ -16,7 +16,8 @@ from agent_loop.completions.responses.response_models import (
 )
 from agent_loop.errors import RequestError
 from agent_loop.serving.background import BackgroundTasks
-from agent_loop.serving.pool_requests import STREAMED, PoolRequests, SessionHeader
+from agent_loop.serving.described_responses import STREAMED
+from agent_loop.serving.pool_requests import PoolRequests, SessionHeader
 from agent_loop.serving.response_records import ResponseRecords
 from agent_loop.serving.streams import EventFormat, json_response
 
