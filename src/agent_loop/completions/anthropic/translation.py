@@ -112,6 +112,8 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], *, where: str) -> dict[str, 
 
 def _user(blocks: Sequence[Mapping[str, Any]], *, where: str) -> Iterator[dict[str, Any]]:
     """Yield one tool message per tool result, and one user message per run of other blocks."""
+    if not blocks:
+        yield {"role": "user", "content": ""}
     for is_result, run in groupby(enumerate(blocks), key=lambda each: each[1].get("type") == "tool_result"):
         if is_result:
             for index, block in run:
