@@ -51,6 +51,10 @@ def test_a_billing_header_is_not_shown_to_the_model() -> None:
     assert [message.role for message in chat(system=[header]).messages] == ["user"]
 
 
+def test_a_message_without_blocks_is_an_empty_message() -> None:
+    assert conversation() == [{"role": "user", "content": ""}]
+
+
 def test_cache_control_is_accepted_at_every_place() -> None:
     blocks = [
         {
