@@ -70,13 +70,14 @@ class WarmPool:
             self._filler.start()
 
     def close(self) -> None:
-        """Remove the containers that wait, and start no others."""
+        """Remove the containers that wait. The pool is filled again when a trajectory uses it."""
         self.is_closed = True
         filler = self._filler
         if filler is not None:
             filler.join(CLOSE_TIMEOUT_S)
         while self._warm:
             asyncio.run(self._warm.pop().remove())
+        self.is_closed = False
 
     def _fill(self) -> None:
         try:
