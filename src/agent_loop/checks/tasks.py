@@ -61,7 +61,7 @@ class Attempt:
     output: str = ""
     """Output of the tests, or why they did not run."""
     solution_problem: str = ""
-    """What went wrong while the solution ran."""
+    """Error of the solution; empty if it ran without one."""
 
 
 async def check_tasks(

@@ -10,7 +10,7 @@ from agent_loop.completions.detokenizer import StreamDetokenizer
 
 
 class FirstCallEnd:
-    """Says when the first call of a turn is complete, for `parallel_tool_calls: false`.
+    """Detector of the end of a turn's first call, for `parallel_tool_calls: false`.
 
     The text is parsed only where a text that ends calls occurs, since a call may contain that text in a string.
 

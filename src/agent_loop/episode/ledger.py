@@ -8,9 +8,9 @@ from itertools import accumulate
 import numpy as np
 
 from agent_loop.errors import EpisodeError
+from agent_loop.token_chunks import FORCED
 from agent_loop.trajectory import Segment
 from agent_loop.trajectory.attachments import Attachment
-from agent_loop.trajectory.segments import without_forced
 from agent_loop.types import IntArray, Origin, TokenIds, TokenOutput, as_token_ids
 
 INITIAL_CAPACITY = 1024
@@ -56,7 +56,9 @@ class TokenLedger:
         end = self.num_response_tokens
         for segment in reversed(self._segments):
             if segment.origin is Origin.MODEL:
-                chosen = np.flatnonzero(without_forced(np.ones(len(segment), np.bool_), [segment]))
+                if FORCED not in segment.extras:
+                    return end - 1
+                chosen = np.flatnonzero(segment.extras[FORCED] == 0)
                 return end - len(segment) + int(chosen[-1]) if len(chosen) else end - 1
             end -= len(segment)
         return None

@@ -13,13 +13,13 @@ from agent_loop.gateway.messages_routes import MessagesRoutes
 from agent_loop.gateway.model_routes import ModelRoutes
 from agent_loop.gateway.responses_routes import ResponsesRoutes
 from agent_loop.gateway.session_requests import SessionRequests
-from agent_loop.serving.described_responses import OPENAI_ERRORS
 from agent_loop.serving.error_formats import write_error
 from agent_loop.serving.errors import make_error
 from agent_loop.serving.handlers import add_error_handlers
 from agent_loop.serving.hosts import LOCAL_HOSTS, MISDIRECTED, HostGuard
 from agent_loop.serving.middleware import BodyLimiter, StrictRoute
 from agent_loop.serving.request_ids import RequestIds
+from agent_loop.serving.route_declarations import OPENAI_ERRORS
 
 
 def create_gateway_app(gateway: Gateway) -> FastAPI:

@@ -27,7 +27,7 @@ class Branch:
         self.has_sampled_tokens = False
         """Whether the episode holds tokens that the model sampled."""
         self.noted: list[Incident] = []
-        """What was lost in translating the requests of the branch."""
+        """Recorded incidents of the requests of this branch, such as parameters that were dropped."""
 
     def note_once(self, incidents: Sequence[Incident]) -> None:
         """Record incidents, except those that the branch has recorded already."""

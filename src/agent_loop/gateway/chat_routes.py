@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from agent_loop.completions.response_models import ChatCompletion
 from agent_loop.gateway.requests import SessionChatRequest
 from agent_loop.gateway.session_requests import SessionRequests
-from agent_loop.serving.described_responses import STREAMED
+from agent_loop.serving.route_declarations import add_chat_route
 
 
 class ChatRoutes:
@@ -18,12 +17,7 @@ class ChatRoutes:
 
     def add_to(self, router: APIRouter) -> None:
         """Add the routes to the router of sessions."""
-        router.post(
-            "/chat/completions",
-            name="create_chat_completion",
-            response_model=ChatCompletion,
-            responses=STREAMED,
-        )(self._chat)
+        add_chat_route(router, create=self._chat)
 
     async def _chat(self, session_id: str, body: SessionChatRequest, request: Request) -> Response:
         """Complete a conversation."""

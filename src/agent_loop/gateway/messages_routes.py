@@ -11,10 +11,9 @@ from agent_loop.completions.anthropic.errors import messages_error_event
 from agent_loop.completions.anthropic.events import EventWriter
 from agent_loop.completions.anthropic.messages import to_message, to_token_count
 from agent_loop.completions.anthropic.requests import CountTokensRequest, MessagesRequest
-from agent_loop.completions.anthropic.response_models import MessageResponse, TokenCount
 from agent_loop.completions.anthropic.translation import to_chat_request
 from agent_loop.gateway.session_requests import SessionRequests
-from agent_loop.serving.described_responses import MESSAGES_ERRORS, STREAMED
+from agent_loop.serving.route_declarations import add_messages_routes
 from agent_loop.serving.streams import EventFormat, json_response
 from agent_loop.trajectory import Incident, IncidentKind
 
@@ -27,18 +26,7 @@ class MessagesRoutes:
 
     def add_to(self, router: APIRouter) -> None:
         """Add the routes to the router of sessions."""
-        router.post(
-            "/messages",
-            name="create_message",
-            response_model=MessageResponse,
-            responses={**STREAMED, **MESSAGES_ERRORS},
-        )(self._messages)
-        router.post(
-            "/messages/count_tokens",
-            name="count_message_tokens",
-            response_model=TokenCount,
-            responses=MESSAGES_ERRORS,
-        )(self._count_tokens)
+        add_messages_routes(router, create=self._messages, count_tokens=self._count_tokens)
 
     async def _messages(self, session_id: str, body: MessagesRequest, request: Request) -> Response:
         """Complete a conversation of the Anthropic Messages API."""

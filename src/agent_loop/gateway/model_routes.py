@@ -6,11 +6,10 @@ import time
 
 from fastapi import APIRouter, Request, Response
 
-from agent_loop.completions.anthropic.response_models import ModelInfo, ModelInfoList
-from agent_loop.completions.response_models import ModelCard, ModelList
+from agent_loop.completions.response_models import ModelCard
 from agent_loop.gateway.session_requests import SessionRequests
-from agent_loop.serving.described_responses import MODEL_ERRORS
 from agent_loop.serving.model_descriptions import model_list_response, model_response
+from agent_loop.serving.route_declarations import add_model_routes
 
 MODEL_NAME = "agent-loop"
 """Model name that `/v1/models` lists. Requests may name any model; the model in training answers."""
@@ -25,15 +24,7 @@ class ModelRoutes:
 
     def add_to(self, router: APIRouter) -> None:
         """Add the routes to the router of sessions."""
-        router.get(
-            "/models", name="list_models", response_model=ModelList | ModelInfoList, responses=MODEL_ERRORS
-        )(self._models)
-        router.get(
-            "/models/{name:path}",
-            name="describe_model",
-            response_model=ModelCard | ModelInfo,
-            responses=MODEL_ERRORS,
-        )(self._model)
+        add_model_routes(router, list_models=self._models, describe=self._model)
 
     async def _models(self, session_id: str, request: Request) -> Response:
         """List the model."""

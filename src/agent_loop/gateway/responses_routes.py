@@ -8,19 +8,14 @@ from weakref import WeakKeyDictionary
 from fastapi import APIRouter, Request, Response
 
 from agent_loop.completions.responses.requests import ResponsesRequest
-from agent_loop.completions.responses.response_models import (
-    DeletedResponse,
-    InputItemList,
-    ResponseObject,
-)
 from agent_loop.completions.responses.translation import PreparedResponse, renamed
 from agent_loop.errors import RequestError, UnsupportedParameter
 from agent_loop.gateway.responses import build_completion
 from agent_loop.gateway.session import Session
 from agent_loop.gateway.session_requests import SessionRequests, dropped_parameters, retry_info
-from agent_loop.serving.described_responses import STREAMED
 from agent_loop.serving.response_records import ResponseRecords
 from agent_loop.serving.responses_routes import Limit, Order, refuse_stream
+from agent_loop.serving.route_declarations import add_responses_routes
 from agent_loop.serving.streams import EventFormat, json_response
 from agent_loop.trajectory import Incident, IncidentKind
 
@@ -37,15 +32,13 @@ class ResponsesRoutes:
 
     def add_to(self, router: APIRouter) -> None:
         """Add the routes to the router of sessions."""
-        one = "/responses/{response_id}"
-        router.post("/responses", name="create_response", response_model=ResponseObject, responses=STREAMED)(
-            self._create
-        )
-        router.get(one, name="retrieve_response", response_model=ResponseObject)(self._retrieve)
-        router.delete(one, name="delete_response", response_model=DeletedResponse)(self._delete)
-        router.post(f"{one}/cancel", name="cancel_response", response_model=ResponseObject)(self._cancel)
-        router.get(f"{one}/input_items", name="list_input_items", response_model=InputItemList)(
-            self._input_items
+        add_responses_routes(
+            router,
+            create=self._create,
+            retrieve=self._retrieve,
+            delete=self._delete,
+            cancel=self._cancel,
+            list_input_items=self._input_items,
         )
 
     async def _create(self, session_id: str, body: ResponsesRequest, request: Request) -> Response:

@@ -10,7 +10,6 @@ from fastapi.security import HTTPBearer
 from agent_loop import __version__
 from agent_loop.serving.background import BackgroundTasks
 from agent_loop.serving.completion_routes import CompletionRoutes
-from agent_loop.serving.described_responses import OPENAI_ERRORS
 from agent_loop.serving.error_formats import write_error
 from agent_loop.serving.errors import make_error
 from agent_loop.serving.handlers import add_error_handlers
@@ -22,6 +21,7 @@ from agent_loop.serving.monitoring_routes import MonitoringRoutes
 from agent_loop.serving.pool_requests import PoolRequests
 from agent_loop.serving.request_ids import RequestIds
 from agent_loop.serving.responses_routes import ResponsesRoutes
+from agent_loop.serving.route_declarations import OPENAI_ERRORS
 from agent_loop.serving.served_model import ServedModel, UnknownModel
 
 

@@ -6,10 +6,10 @@ from fastapi import APIRouter, Request, Response
 
 from agent_loop.completions.chat import chat_completion, stream_chat_completion
 from agent_loop.completions.requests import ChatCompletionRequest, CompletionRequest
-from agent_loop.completions.response_models import ChatCompletion, TextCompletion
+from agent_loop.completions.response_models import TextCompletion
 from agent_loop.completions.text import completion, stream_completion
-from agent_loop.serving.described_responses import STREAMED
 from agent_loop.serving.pool_requests import PoolRequests, SessionHeader
+from agent_loop.serving.route_declarations import STREAMED, add_chat_route
 
 
 class CompletionRoutes:
@@ -21,12 +21,7 @@ class CompletionRoutes:
 
     def add_to(self, router: APIRouter) -> None:
         """Add the routes to the router of requests that need the API key."""
-        router.post(
-            "/chat/completions",
-            name="create_chat_completion",
-            response_model=ChatCompletion,
-            responses=STREAMED,
-        )(self._chat)
+        add_chat_route(router, create=self._chat)
         router.post(
             "/completions", name="create_completion", response_model=TextCompletion, responses=STREAMED
         )(self._complete)

@@ -10,14 +10,10 @@ from agent_loop.completions.anthropic.errors import messages_error_event
 from agent_loop.completions.anthropic.events import EventWriter
 from agent_loop.completions.anthropic.messages import to_message, to_token_count
 from agent_loop.completions.anthropic.requests import CountTokensRequest, MessagesRequest
-from agent_loop.completions.anthropic.response_models import (
-    MessageResponse,
-    TokenCount,
-)
 from agent_loop.completions.anthropic.translation import to_chat_request
 from agent_loop.completions.chat import chat_completion, count_prompt_tokens, stream_chat_completion
-from agent_loop.serving.described_responses import MESSAGES_ERRORS, STREAMED
 from agent_loop.serving.pool_requests import PoolRequests, SessionHeader
+from agent_loop.serving.route_declarations import add_messages_routes
 from agent_loop.serving.streams import EventFormat, json_response
 
 
@@ -30,18 +26,7 @@ class MessagesRoutes:
 
     def add_to(self, router: APIRouter) -> None:
         """Add the routes to the router of requests that need the API key."""
-        router.post(
-            "/messages",
-            name="create_message",
-            response_model=MessageResponse,
-            responses={**STREAMED, **MESSAGES_ERRORS},
-        )(self._messages)
-        router.post(
-            "/messages/count_tokens",
-            name="count_message_tokens",
-            response_model=TokenCount,
-            responses=MESSAGES_ERRORS,
-        )(self._count_tokens)
+        add_messages_routes(router, create=self._messages, count_tokens=self._count_tokens)
 
     async def _messages(
         self, body: MessagesRequest, request: Request, session: SessionHeader = None

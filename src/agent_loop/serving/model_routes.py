@@ -6,14 +6,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Request, Response
 
-from agent_loop.completions.anthropic.response_models import (
-    ModelInfo,
-    ModelInfoList,
-)
-from agent_loop.completions.response_models import ModelCard, ModelList
-from agent_loop.serving.described_responses import MODEL_ERRORS
+from agent_loop.completions.response_models import ModelCard
 from agent_loop.serving.model_descriptions import VERSION_HEADER, model_list_response, model_response
 from agent_loop.serving.pool_requests import PoolRequests
+from agent_loop.serving.route_declarations import add_model_routes
 
 VersionHeader = Annotated[str | None, Header(alias=VERSION_HEADER)]
 
@@ -26,15 +22,7 @@ class ModelRoutes:
 
     def add_to(self, router: APIRouter) -> None:
         """Add the routes to the router of requests that need the API key."""
-        router.get(
-            "/models", name="list_models", response_model=ModelList | ModelInfoList, responses=MODEL_ERRORS
-        )(self._models)
-        router.get(
-            "/models/{name:path}",
-            name="describe_model",
-            response_model=ModelCard | ModelInfo,
-            responses=MODEL_ERRORS,
-        )(self._model)
+        add_model_routes(router, list_models=self._models, describe=self._model)
 
     async def _models(self, request: Request, anthropic_version: VersionHeader = None) -> Response:
         """List the model."""

@@ -9,16 +9,11 @@ from fastapi import APIRouter, Query, Request, Response
 
 from agent_loop.completions.chat import chat_completion, stream_chat_completion
 from agent_loop.completions.responses.requests import ResponsesRequest
-from agent_loop.completions.responses.response_models import (
-    DeletedResponse,
-    InputItemList,
-    ResponseObject,
-)
 from agent_loop.errors import RequestError
 from agent_loop.serving.background import BackgroundTasks
-from agent_loop.serving.described_responses import STREAMED
 from agent_loop.serving.pool_requests import PoolRequests, SessionHeader
 from agent_loop.serving.response_records import ResponseRecords
+from agent_loop.serving.route_declarations import add_responses_routes
 from agent_loop.serving.streams import EventFormat, json_response
 
 Limit = Annotated[int, Query(ge=1, le=100)]
@@ -40,15 +35,13 @@ class ResponsesRoutes:
 
     def add_to(self, router: APIRouter) -> None:
         """Add the routes to the router of requests that need the API key."""
-        router.post("/responses", name="create_response", response_model=ResponseObject, responses=STREAMED)(
-            self._create
-        )
-        one = "/responses/{response_id}"
-        router.get(one, name="retrieve_response", response_model=ResponseObject)(self._retrieve)
-        router.delete(one, name="delete_response", response_model=DeletedResponse)(self._delete)
-        router.post(f"{one}/cancel", name="cancel_response", response_model=ResponseObject)(self._cancel)
-        router.get(f"{one}/input_items", name="list_input_items", response_model=InputItemList)(
-            self._input_items
+        add_responses_routes(
+            router,
+            create=self._create,
+            retrieve=self._retrieve,
+            delete=self._delete,
+            cancel=self._cancel,
+            list_input_items=self._input_items,
         )
 
     async def _create(

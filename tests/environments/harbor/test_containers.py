@@ -46,12 +46,12 @@ def test_an_image_that_cannot_be_built_is_a_problem_of_its_task(tmp_path: Path) 
 
 def test_tests_and_solution_are_not_in_the_container_before_they_are_needed(tmp_path: Path) -> None:
     folder = write_task(tmp_path / "hidden")
-    (folder / "environment/Dockerfile").write_text("FROM localhost/agent-loop-busybox\nWORKDIR /work\n")
+    (folder / "environment/Dockerfile").write_text("FROM localhost/agent-loop-busybox\nWORKDIR /app\n")
     (folder / "solution/solve.sh").write_text("#!/bin/sh\nls / > listing\n")
     (folder / "tests/test.sh").write_text(
         "#!/bin/sh\n"
-        "if [ -e /work/listing ] && ! grep -q tests /work/listing; then reward=1; else reward=0; fi\n"
-        "if [ ! -e /work/listing ] && [ -e /solution ]; then reward=1; fi\n"
+        "if [ -e /app/listing ] && ! grep -q tests /app/listing; then reward=1; else reward=0; fi\n"
+        "if [ ! -e /app/listing ] && [ -e /solution ]; then reward=1; fi\n"
         "echo $reward > /logs/verifier/reward.txt\n"
     )
     (report,) = asyncio.run(check_tasks(folder, settings=SETTINGS))

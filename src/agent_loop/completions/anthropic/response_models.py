@@ -83,7 +83,7 @@ class ModelInfoList(ResponseModel):
 
 
 class ThreadRefusal(ResponseModel):
-    """Tells a client that conversations are not stored. The client then sends whole conversations."""
+    """Refusal of a `thread`, a stored conversation. Clients then send whole conversations."""
 
     error_code: Literal["thread_unsupported_request"] = "thread_unsupported_request"
     unsupported: tuple[str, ...] = ("thread",)

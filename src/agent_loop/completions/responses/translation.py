@@ -51,7 +51,7 @@ class PreparedResponse:
 
     @property
     def unmet(self) -> Sequence[str]:
-        """What the request asks for and does not get, for the record."""
+        """Ignored parts of the request, each described for an incident."""
         verbosity = None if self.request.text is None else self.request.text.verbosity
         hinted = (
             [] if verbosity in (None, "medium") else ["text.verbosity was ignored: no chat template knows it"]

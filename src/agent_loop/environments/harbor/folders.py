@@ -14,7 +14,7 @@ TEST_SCRIPT = "test.sh"
 SOLUTION = "solution"
 SOLUTION_SCRIPT = "solve.sh"
 _MARKS = (TASK_FILE, INSTRUCTION, ENVIRONMENT)
-"""Names of which a task's folder has at least two."""
+"""Files and folders of a task. A folder with at least two of them is taken for a task."""
 
 
 def find_tasks(path: Path) -> list[Path]:
