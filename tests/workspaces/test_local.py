@@ -198,6 +198,7 @@ def test_a_commit_that_is_newer_than_the_clone_is_fetched(repository: Path) -> N
     [
         ({"folder": "a", "git": {"url": "b"}}, "give one of folder and git"),
         ({"folders": "a"}, "did you mean 'folder'"),
+        ({"container": {"image": "a", "runtme": "docker"}}, "'container.runtme'; did you mean 'runtime'"),
         ({"container": {"image": "a", "dockerfile": "b"}}, "give one of image and dockerfile"),
         ({"container": {"image": "a", "memory": "much"}}, "memory"),
         ({"folder": "a", "options": {"a": 1}}, "name it in provider"),

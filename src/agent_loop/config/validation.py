@@ -108,8 +108,19 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
 def _section_at(section: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
     for part in path:
         info = section.model_fields.get(part)
-        inner = info.annotation if info is not None else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        inner = _section_of(info.annotation) if info is not None else None
+        if inner is None:
             return None
         section = inner
     return section
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section of a field that holds one, or may be None."""
+    types = (
+        {*get_args(annotation)} - {type(None)}
+        if get_origin(annotation) in (Union, UnionType)
+        else {annotation}
+    )
+    inner = types.pop() if len(types) == 1 else None
+    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
