@@ -32,6 +32,7 @@ from tests.engines.constrained import (
 )
 from tests.engines.sglang_case import started
 
+pytestmark = pytest.mark.timeout(600)
 Engine = tuple[SGLangServer, asyncio.Runner]
 
 
