@@ -89,6 +89,10 @@ class EnvironmentBug(AgentLoopError):
     """An environment's `reset` or `get_reward` raised, broke its contract or took too long. The episode fails."""
 
 
+class EnvironmentUnavailable(AgentLoopError):
+    """Something that an environment depends on cannot be reached, or ended. The episode fails without a reward."""
+
+
 class ContractError(AgentLoopError):
     """A conformance suite found a violation of a contract."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +23,17 @@ class ToolResponse(Struct, frozen=True):
     video: list[Any] | None = None
     ends_episode: bool = False
     """Whether the trajectory ends with this response. The response is recorded; the model gets no further turn."""
+
+
+class ArgumentChecking(StrEnum):
+    """How the arguments of a call are checked against the tool's schema."""
+
+    STRICT = "strict"
+    """Report arguments that do not match to the model, and do not execute the call."""
+    COERCE = "coerce"
+    """Convert arguments of another type where the value stays the same, such as `"3"` to `3`, then check strictly."""
+    OFF = "off"
+    """Execute the call with any arguments."""
 
 
 class BaseTool(ABC):

@@ -1,0 +1,75 @@
+"""Suites of tasks that others wrote, by name: rows, environments, and the solutions that check them."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from agent_loop.config import Section
+from agent_loop.environments.base import Environment
+from agent_loop.types import ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class SolutionTurn:
+    """Model turn of a solution: its calls, or its text."""
+
+    calls: tuple[ToolCall, ...] = ()
+    text: str = ""
+
+
+class TaskSuite(ABC):
+    """Suite of tasks. `data.train_files` names them as `suite:task?option=value&option=value`.
+
+    A suite imports the package that it adapts only when a method needs it, with `import_extra`.
+    """
+
+    name: ClassVar[str]
+    """Name before the colon."""
+    extra: ClassVar[str]
+    """Extra of this package that installs what the suite needs."""
+    summary: ClassVar[str]
+    """One line for `agent-loop tasks`."""
+    options: ClassVar[type[Section]] = Section
+    """Options after the question mark. `split` is common to all suites and not among them."""
+    reward_parts: ClassVar[Mapping[str, str]] = {}
+    """Meaning of each part of the reward, by name."""
+
+    @abstractmethod
+    def tasks(self) -> Sequence[str]:
+        """Return the names after the colon.
+
+        Raises:
+            ConfigError: The package is not installed.
+        """
+
+    @abstractmethod
+    def rows(self, task: str, options: Any) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a task, always in the same order.
+
+        Every row has `raw_prompt` and whatever `Environment.reset` needs to start it again. It holds plain values only.
+        `agent_name`, `environment` and `data_source` are added to it.
+
+        Args:
+            task: One of `tasks()`.
+            options: An instance of `options`.
+
+        Raises:
+            ConfigError: The package is not installed, or an option is wrong.
+            DataError: The task cannot be used, with the reason.
+        """
+
+    @abstractmethod
+    def environment(self) -> Environment:
+        """Return a new environment for one trajectory of this suite."""
+
+    def solution(self, row: Mapping[str, Any]) -> Sequence[SolutionTurn] | None:
+        """Return the model turns that solve a row, or None if no solution is known."""
+        return None
+
+    def identity(self, row: Mapping[str, Any]) -> str:
+        """Return text that two rows share only if they are the same task. Splits never separate such rows."""
+        return json.dumps(row, sort_keys=True, default=str)
