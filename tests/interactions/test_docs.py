@@ -11,9 +11,10 @@ import yaml
 
 from agent_loop.checks import check_interaction
 from agent_loop.config import load_config
+from agent_loop.environments.factory import load_environments
+from agent_loop.environments.trl import TrlEnvironment
 from agent_loop.interactions.gymnasium import GymnasiumSettings
 from agent_loop.interactions.simulated_user import SimulatedUserSettings
-from agent_loop.loops.environments import load_environments
 
 PAGE = Path("docs/interactions.md").read_text(encoding="utf-8")
 
@@ -49,4 +50,6 @@ def test_the_shop_of_the_page_loads_from_its_configuration(tmp_path: Path) -> No
     (tmp_path / "config.yaml").write_text(settings.replace("shop.py", f"{tmp_path}/shop.py"))
     multi_turn = load_config(tmp_path / "config.yaml").rollout.multi_turn
     assert multi_turn.has_tools
-    assert sorted(load_environments(multi_turn.environments)["shop"].schemas) == ["buy"]
+    shop = load_environments(multi_turn.environments)["shop"].make()
+    assert isinstance(shop, TrlEnvironment)
+    assert [tool.name for tool in shop.tools()] == ["buy"]

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from agent_loop.config import MultiTurnConfig
-from agent_loop.errors import ConfigError
-from agent_loop.loops.environments import EnvironmentFactory, load_environments, with_observation
+from agent_loop.environments.base import Environment, EnvironmentTool, Reply
+from agent_loop.environments.factory import EnvironmentFactory, load_environments
+from agent_loop.environments.trl import TrlClass, with_observation
+from agent_loop.errors import ConfigError, EnvironmentUnavailable, ToolError
 from agent_loop.trajectory import IncidentKind, Trajectory
-from agent_loop.types import StopReason
+from agent_loop.types import Message, StopReason
 from tests.helpers import roles, text_reply, tool_call_reply
 from tests.rollout.harness import Adder, WorkerHarness
 
@@ -82,7 +84,7 @@ def play(
     row: Any = None,
     **limits: Any,
 ) -> Trajectory:
-    environments = {"shop": EnvironmentFactory(make, where="shop")}
+    environments = {"shop": EnvironmentFactory.of(make, where="shop")}
     harness = WorkerHarness(
         answers, environments=environments, agent="environment_agent", tools=tools, **limits
     )
@@ -108,9 +110,9 @@ def test_an_environment_class_written_for_trl_works_unchanged() -> None:
 
 
 def test_the_models_tools_are_the_public_methods() -> None:
-    factory = EnvironmentFactory(Closing, where="shop")
-    assert sorted(factory.schemas) == ["buy", "look"]
-    buy = factory.schemas["buy"]["function"]
+    tools = {tool.name: tool for tool in TrlClass(Closing, Closing(), where="shop").tools}
+    assert sorted(tools) == ["buy", "look"]
+    buy = tools["buy"].schema["function"]
     assert buy["description"] == "Buy something."
     assert buy["parameters"]["required"] == ["price"]
     assert buy["parameters"]["properties"]["what"] == {
@@ -128,7 +130,7 @@ def test_an_exception_of_a_method_is_reported_to_the_model() -> None:
 
 
 def test_trajectories_do_not_share_an_environment() -> None:
-    environments = {"shop": EnvironmentFactory(Shop, where="shop")}
+    environments = {"shop": EnvironmentFactory.of(Shop, where="shop")}
     harness = WorkerHarness(
         lambda request: tool_call_reply("buy", price=1) if request.turn == 0 else text_reply("Done."),
         environments=environments,
@@ -192,9 +194,9 @@ def test_close_is_not_a_tool_and_is_called_at_the_end() -> None:
     [
         ({"reset": lambda self, **row: 3}, "EnvironmentBug: reset of shop returned 3 (int); return a str"),
         ({"reset": lambda self, **row: 1 / 0}, "EnvironmentBug: reset of shop raised ZeroDivisionError"),
-        ({"get_reward": lambda self: "good"}, "get_reward of shop returned 'good' (str)"),
-        ({"get_reward": lambda self: 1 / 0}, "get_reward of shop raised ZeroDivisionError"),
-        ({"get_reward": lambda self: float("nan")}, "get_reward of shop returned nan"),
+        ({"get_reward": lambda self: "good"}, "reward of shop returned 'good' (str)"),
+        ({"get_reward": lambda self: 1 / 0}, "reward of shop raised ZeroDivisionError"),
+        ({"get_reward": lambda self: float("nan")}, "reward of shop returned nan"),
     ],
 )
 def test_an_environment_that_raises_fails_its_trajectory(broken: dict[str, Any], message: str) -> None:
@@ -224,11 +226,11 @@ def test_a_method_that_hangs_times_out_and_blocks_nothing() -> None:
     release.set()
     assert output.messages[2]["content"] == "buy took longer than 0.2 s and was stopped"
     assert output.failure is not None
-    assert "get_reward of shop took longer than 0.2 s" in output.failure.error
+    assert "reward of shop took longer than 0.2 s" in output.failure.error
 
 
 def test_rows_select_one_of_several_environments() -> None:
-    environments = {name: EnvironmentFactory(Shop, where=name) for name in ("shop", "stall")}
+    environments = {name: EnvironmentFactory.of(Shop, where=name) for name in ("shop", "stall")}
     harness = WorkerHarness(
         lambda _: text_reply("Hello."), environments=environments, agent="environment_agent"
     )
@@ -245,7 +247,7 @@ def test_rows_select_one_of_several_environments() -> None:
 def test_a_tool_of_the_same_name_is_refused() -> None:
     failure = play(Shop, [text_reply("Hello.")], tools=[Adder(name="buy")]).output.failure
     assert failure is not None
-    assert "shop has a method 'buy', and there is a tool of that name" in failure.error
+    assert "shop has a tool 'buy', and another tool has that name" in failure.error
 
 
 def test_an_image_in_the_content_parts_of_a_method_is_kept() -> None:
@@ -293,3 +295,112 @@ def no_docstring() -> Any:
 def test_a_class_that_cannot_be_used_is_refused(reference: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_environments({"x": f"{__file__}:{reference}"})
+
+
+class Vault(Environment):
+    """Environment that uses every method of its base class."""
+
+    opened: list[Vault]
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        Vault.opened.append(self)
+
+    def reset(self, row: Any) -> list[Message]:
+        if row.get("fails") == "reset":
+            raise EnvironmentUnavailable("the vault's server is down")
+        self.row = row
+        return [{"role": "system", "content": "Open the vault."}, {"role": "user", "content": row["hint"]}]
+
+    def tools(self) -> list[EnvironmentTool]:
+        parameters = {"type": "object", "properties": {"digit": {"type": "integer"}}, "required": ["digit"]}
+        return [
+            EnvironmentTool(
+                {
+                    "type": "function",
+                    "function": {"name": name, "description": name, "parameters": parameters},
+                },
+                is_shown=name != "force",
+            )
+            for name in ("turn", "force")
+        ]
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        if arguments["digit"] > 9:
+            raise ToolError("there is no such digit")
+        if self.row.get("fails") == "call":
+            raise EnvironmentUnavailable("the vault's server is down")
+        self.calls.append(f"{name} {arguments['digit']}")
+        return "click"
+
+    def reply(self, messages: Any) -> Reply:
+        if self.row.get("fails") == "reply":
+            raise EnvironmentUnavailable("the vault's server is down")
+        return Reply("Go on.", score=0.25, is_over=len(self.calls) > 1)
+
+    def reward(self, messages: Any) -> dict[str, Any]:
+        if self.row.get("fails") == "reward":
+            raise EnvironmentUnavailable("the vault's server is down")
+        return {"reward": len(self.calls) / 2, "num_messages": len(messages)}
+
+    def close(self) -> None:
+        self.calls.append("closed")
+
+
+def play_vault(answers: Sequence[Any], **row: Any) -> Trajectory:
+    Vault.opened = []
+    environments = {"vault": EnvironmentFactory.of(Vault, where="vault")}
+    harness = WorkerHarness(answers, environments=environments, agent="environment_agent")
+    Vault.opened.clear()
+    return harness.run_one(hint="It is 42.", **row)
+
+
+VAULT_ANSWERS = [
+    tool_call_reply("turn", digit=4),
+    text_reply("Done?"),
+    tool_call_reply("force", digit=2),
+    text_reply("Done."),
+]
+
+
+def test_tools_replies_and_reward_share_one_environment() -> None:
+    trajectory = play_vault(VAULT_ANSWERS)
+    output = trajectory.output
+    assert roles(output.messages) == [
+        *("system", "user", "assistant", "tool", "assistant", "user"),
+        *("assistant", "tool", "assistant", "user"),
+    ]
+    assert output.stop_reason is StopReason.INTERACTION_FINISHED
+    assert (trajectory.reward, output.extra_fields["num_messages"]) == (1.0, 10)
+    assert list(output.turn_scores) == [0.25, 0.25]
+    [vault] = Vault.opened
+    assert vault.calls == ["turn 4", "force 2", "closed"]
+    assert [schema["function"]["name"] for schema in output.tool_schemas] == ["turn"]
+
+
+def test_a_tool_error_of_an_environment_reaches_the_model_unchanged() -> None:
+    output = play_vault([tool_call_reply("turn", digit=10), *VAULT_ANSWERS]).output
+    assert output.messages[3]["content"] == "there is no such digit"
+
+    class Strict(Shop):
+        def buy(self, price: int) -> str:
+            """Buy.
+
+            Args:
+                price: In coins.
+            """
+            raise ToolError("we are closed")
+
+    output = play(Strict, [tool_call_reply("buy", price=1), text_reply("Bye.")]).output
+    assert output.messages[2]["content"] == "we are closed"
+
+
+@pytest.mark.parametrize("method", ["reset", "call", "reply", "reward"])
+def test_an_environment_that_is_unavailable_fails_its_trajectory_without_a_reward(method: str) -> None:
+    trajectory = play_vault(VAULT_ANSWERS, fails=method)
+    assert trajectory.output.stop_reason is StopReason.FAILED
+    assert trajectory.output.failure is not None
+    assert trajectory.output.failure.error == "EnvironmentUnavailable: the vault's server is down"
+    assert trajectory.reward is None
+    [vault] = Vault.opened
+    assert vault.calls[-1] == "closed"

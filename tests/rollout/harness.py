@@ -8,11 +8,11 @@ from typing import Any
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import MultiTurnConfig
+from agent_loop.environments.factory import EnvironmentFactory
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.loops import ToolAgentLoop
 from agent_loop.loops.base import LoopContext
-from agent_loop.loops.environments import EnvironmentFactory
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.jobs import Job

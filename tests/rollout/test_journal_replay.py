@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.config import MultiTurnConfig
+from agent_loop.environments.factory import EnvironmentFactory
 from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.interactions.session import InteractionReply
 from agent_loop.loops.base import AgentLoopBase
-from agent_loop.loops.environments import EnvironmentFactory
 from agent_loop.loops.registry import register
 from agent_loop.recording.record import RecordKind
 from agent_loop.recording.serialization import deserialize_completion
@@ -245,7 +245,7 @@ def test_a_row_restarts_if_its_environment_was_used_because_the_reward_is_read_a
     tmp_path: Path,
 ) -> None:
     path, row = tmp_path / "j", {**ROWS[0], "environment": "sums", "agent_name": "environment_agent"}
-    sums = {"sums": EnvironmentFactory(Sums, where="sums")}
+    sums = {"sums": EnvironmentFactory.of(Sums, where="sums")}
     run_journaled(path, WorkerHarness(RandomScript(seed=1, per_turn=2), environments=sums), [row])
     path.write_bytes(cut_after(path.read_bytes(), RecordKind.CALL_ENDED, count=4))
     [trajectory] = run_journaled(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from agent_loop.errors import EpisodeError, InteractionBug, InteractionUnavailable
+from agent_loop.errors import EnvironmentUnavailable, EpisodeError, InteractionBug, InteractionUnavailable
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.runtime.describe import describe_error, describe_value
 from agent_loop.runtime.instances import OnReplay, TrajectoryInstance, close_instances
@@ -175,7 +175,7 @@ class InteractionSession:
             return await run_bounded(function, timeout_s=self._config.timeout_s, name=self._where)
         except DeadlineExpired as error:
             raise InteractionBug(f"{self._where} {error}; fix it, or raise interaction_timeout_s") from error
-        except (InteractionUnavailable, InteractionBug):
+        except (InteractionUnavailable, InteractionBug, EnvironmentUnavailable):
             raise
         except Exception as error:
             raise InteractionBug(f"{self._where} raised {describe_error(error)}; fix it") from error

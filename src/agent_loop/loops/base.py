@@ -12,13 +12,13 @@ from msgspec import Struct, field, structs
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config, MultiTurnConfig
+from agent_loop.environments.factory import EnvironmentFactory
 from agent_loop.episode import Episode
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.episode.turn_log import TurnLog
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.selection import read_interaction_name
 from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
-from agent_loop.loops.environments import EnvironmentFactory
 from agent_loop.servers.completion_memory import CompletionMemory, RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.base import BaseTool
@@ -143,7 +143,7 @@ class AgentLoopBase(ABC):
             server_manager=self.context.server_manager,
             limits=self.context.limits,
             tools=session,
-            tool_schemas=[tool.tool_schema for tool in tools.values()],
+            tool_schemas=[tool.tool_schema for tool in tools.values() if tool.is_shown],
             interaction=self._interaction_session(interaction_kwargs),
             log=None if self.context.new_log is None else self.context.new_log(),
             cancellation=self.context.cancellation,

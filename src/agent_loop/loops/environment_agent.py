@@ -1,4 +1,4 @@
-"""The loop of environments: the environment provides the tools, the first observation and the reward."""
+"""The loop of environments: the environment provides the tools, the replies and the reward."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any, TypeVar, cast
 
 from msgspec import structs
 
+from agent_loop.environments.base import Environment
+from agent_loop.environments.factory import find_environment
+from agent_loop.environments.live import LiveEnvironment
 from agent_loop.episode import EpisodeStopped
-from agent_loop.errors import DataError, EnvironmentBug, did_you_mean
-from agent_loop.loops.environments import Environment, EnvironmentFactory, with_observation
+from agent_loop.errors import DataError, EnvironmentBug, EnvironmentUnavailable
 from agent_loop.loops.registry import register
 from agent_loop.loops.tool_agent import ToolAgentLoop
 from agent_loop.runtime.concurrency import run_shielded
@@ -22,81 +24,87 @@ from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind
 from agent_loop.types import StopReason
 
 ResultT = TypeVar("ResultT")
+INTERACTION_NAME = "environment"
 
 
 @register("environment_agent")
 class EnvironmentAgentLoop(ToolAgentLoop):
-    """A tool loop whose tools are the methods of an environment. Every trajectory has its own environment.
+    """A tool loop in an environment. Every trajectory has its own environment, which is closed whatever happens.
 
-    The row's `environment` names one of `rollout.multi_turn.environments`; it is optional if there is only one. The
-    environment's reward becomes the trajectory's reward, also if a limit ended the trajectory.
+    The row's `environment` names one of `rollout.multi_turn.environments` or a suite of this package. The name is
+    optional if only one environment is configured. The environment's tools are the model's tools, and its replies
+    follow turns that call no tool. Its reward is the trajectory's reward, also if a limit ended the trajectory, and the
+    parts of the reward become columns.
     """
 
+    environment: Environment | None = None
+    """Environment of the trajectory, for handlers of subclasses. None before its reset."""
+
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        environment = self._factory(row.get("environment")).new()
+        live = LiveEnvironment(find_environment(row.get("environment"), known=self.context.environments))
         problems: list[str] = []
         try:
-            output = await self._play(environment, sampling_params, row)
+            output = await self._play(live, sampling_params, row)
         finally:
-            problems += await self._close(environment)
+            problems += await self._close(live)
         for problem in problems:
             output = output.noted(Incident(IncidentKind.CLOSE_FAILED, problem))
         return output
 
     async def _play(
-        self, environment: Environment, sampling_params: dict[str, Any], row: Mapping[str, Any]
+        self, live: LiveEnvironment, sampling_params: dict[str, Any], row: Mapping[str, Any]
     ) -> AgentLoopOutput:
         config = self.context.multi_turn
-        observation = await _bounded(
-            partial(environment.reset, row),
-            what=f"reset of {environment.where}",
+        start = partial(self._start, live, row)
+        row = await _bounded(
+            start,
+            what=f"reset of {live.where}",
             timeout_s=config.interaction_timeout_s,
             key="interaction_timeout_s",
         )
-        self._add_tools(environment)
-        prompt = with_observation(row["raw_prompt"], observation)
         try:
-            output = await super().run(sampling_params, **{**row, "raw_prompt": prompt})
+            output = await super().run(sampling_params, **row)
         except EpisodeStopped as stopped:
             output = cast(AgentLoopOutput, self.unfinished_output(stopped.reason))
         if output.stop_reason is StopReason.CANCELLED:
             return output
-        reward = await _bounded(
-            environment.reward,
-            what=f"get_reward of {environment.where}",
+        score = await _bounded(
+            partial(live.reward, list(output.messages)),
+            what=f"reward of {live.where}",
             timeout_s=config.close_timeout_s,
             key="close_timeout_s",
         )
-        return output if reward is None else replace(output, reward_score=reward)
+        if score is None:
+            return output
+        return replace(output, reward_score=score.reward).with_extra_fields(score.extra)
 
-    def _add_tools(self, environment: Environment) -> None:
-        tools = environment.tools
-        taken = sorted(tools.keys() & self.context.tools.keys())
+    async def _start(self, live: LiveEnvironment, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Reset the environment, add its tools and replies to the context, and return the row with its prompt."""
+        prompt = await live.reset(row)
+        self.environment = live.environment
+        tools, interactions, known = await live.tools(), {**self.context.interactions}, self.context.tools
+        taken = sorted(tools.keys() & known.keys())
         if taken:
             raise DataError(
-                f"{environment.where} has a method {taken[0]!r}, and there is a tool of that name; rename one of them"
+                f"{live.where} has a tool {taken[0]!r}, and another tool has that name; rename one of them"
             )
-        self.context = structs.replace(self.context, tools={**self.context.tools, **tools})
+        started = {**row, "raw_prompt": prompt}
+        if live.replies:
+            interactions[INTERACTION_NAME] = live.interaction(name=INTERACTION_NAME)
+            started["interaction_kwargs"] = {"name": INTERACTION_NAME}
+        self.context = structs.replace(self.context, tools={**known, **tools}, interactions=interactions)
+        return started
 
-    async def _close(self, environment: Environment) -> list[str]:
+    async def _close(self, live: LiveEnvironment) -> list[str]:
         """Close the environment, shielded from cancellation, and return what went wrong."""
         timeout_s = self.context.multi_turn.close_timeout_s
         try:
-            what = f"closing {environment.where}"
-            close = partial(run_bounded, environment.close, timeout_s=timeout_s, name=what)
+            what = f"closing {live.where}"
+            close = partial(run_bounded, live.close, timeout_s=timeout_s, name=what)
             await run_shielded(close, timeout_s=timeout_s + 2 * ABANDON_GRACE_S)
         except Exception as error:  # noqa: BLE001  (close boundary: named in the record)
-            return [f"closing {environment.where}: {describe_error(error)}"]
+            return [f"closing {live.where}: {describe_error(error)}"]
         return []
-
-    def _factory(self, name: Any) -> EnvironmentFactory:
-        known = self.context.environments
-        if name is None and len(known) == 1:
-            return next(iter(known.values()))
-        if name is None or str(name) not in known:
-            near = did_you_mean(str(name), known) or "; name one in rollout.multi_turn.environments"
-            raise DataError(f"environment is {name!r}: no such environment{near}")
-        return known[str(name)]
 
 
 async def _bounded(
@@ -104,7 +112,7 @@ async def _bounded(
 ) -> ResultT:
     try:
         return await run_bounded(function, timeout_s=timeout_s, name=what)
-    except EnvironmentBug:
+    except (EnvironmentBug, EnvironmentUnavailable, DataError):
         raise
     except DeadlineExpired as error:
         raise EnvironmentBug(f"{what} {error}; fix it, or raise rollout.multi_turn.{key}") from error

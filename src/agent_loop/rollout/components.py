@@ -7,11 +7,11 @@ from typing import Literal
 
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.config import Config, RolloutConfig
+from agent_loop.environments.factory import load_environments
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.errors import ConfigError
 from agent_loop.interactions.registry import load_interactions
 from agent_loop.loops.base import LoopContext
-from agent_loop.loops.environments import load_environments
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction, load_batch_reward, load_reward
 from agent_loop.rollout.gate import AdaptiveGate, AdmissionGate

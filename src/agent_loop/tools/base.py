@@ -71,6 +71,8 @@ class BaseTool(ABC):
     """Time limit of `calc_reward`, and of `release`, in seconds. None uses `multi_turn.close_timeout_s`."""
     is_always_judged: bool = False
     """Whether `calc_reward` is also called for a trajectory that made no call. `create` is called before it."""
+    is_shown: bool = True
+    """Whether the prompt lists the tool. A tool that is not shown can be called all the same."""
     row_columns: Sequence[str] = ()
     """Columns of the row that `create` gets as keyword arguments, if the row has them."""
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from agent_loop.errors import (
     DataError,
+    EnvironmentUnavailable,
     EpisodeError,
     ToolBug,
     ToolError,
@@ -117,6 +118,7 @@ class ToolSession:
         Raises:
             ToolBug: The tool raised any other exception, returned an invalid result, or was abandoned.
             WorkspaceError: The tool's workspace failed.
+            EnvironmentUnavailable: The tool's environment cannot be reached.
             EpisodeError: The session is closed.
         """
         if self._is_closed:
@@ -152,7 +154,7 @@ class ToolSession:
         except ToolError as error:
             detail = safe_str(error, max_length=MAX_TEXT) or f"{call.name} failed"
             return failed_result(IncidentKind.TOOL_ERROR, detail)
-        except (ToolBug, WorkspaceError):
+        except (ToolBug, WorkspaceError, EnvironmentUnavailable):
             raise
         except Exception as error:
             arguments = one_line(repr(call.arguments), max_length=200)

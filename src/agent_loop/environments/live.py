@@ -1,0 +1,172 @@
+"""The environment of one running trajectory, and its form as tools and as an interaction of the tool loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+from agent_loop.environments.base import Environment, EnvironmentTool, Reply
+from agent_loop.environments.factory import EnvironmentFactory
+from agent_loop.environments.method_calls import call_method
+from agent_loop.environments.trl import with_observation
+from agent_loop.errors import ConfigError, EnvironmentBug, InteractionBug, RewardError
+from agent_loop.interactions.base import BaseInteraction
+from agent_loop.rewards.function import Score, read_score
+from agent_loop.runtime.describe import describe_value
+from agent_loop.runtime.instances import OnReplay
+from agent_loop.runtime.threads import OneThread
+from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.tools.schema import check_tool_schema
+from agent_loop.types import Message
+
+
+class LiveEnvironment:
+    """Environment of one trajectory. Its methods run one after the other.
+
+    Args:
+        factory: Creates the environment when `reset` is called.
+    """
+
+    def __init__(self, factory: EnvironmentFactory) -> None:
+        self.where = factory.where
+        self._make = factory.make
+        self._environment: Environment | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def environment(self) -> Environment:
+        """The environment.
+
+        Raises:
+            EnvironmentBug: `reset` was not called.
+        """
+        if self._environment is None:
+            raise EnvironmentBug(f"{self.where} is used before its reset")
+        return self._environment
+
+    @property
+    def replies(self) -> bool:
+        """Whether the environment replies to turns that call no tool."""
+        return type(self.environment).reply is not Environment.reply
+
+    async def reset(self, row: Mapping[str, Any]) -> list[Message]:
+        """Create the environment, start the trajectory of a row, and return its prompt.
+
+        Raises:
+            EnvironmentBug: The environment did not return text, messages or None.
+            Exception: Any exception of the environment.
+        """
+        self._environment = await self._thread.run(self._make)
+        start = await self.call("reset", row)
+        if start is None or isinstance(start, str):
+            return with_observation(row["raw_prompt"], start)
+        if _are_messages(start):
+            return cast(list[Message], start)
+        raise EnvironmentBug(
+            f"reset of {self.where} returned {describe_value(start)}; return a str, a list of messages, or None"
+        )
+
+    async def tools(self) -> dict[str, BaseTool]:
+        """Return the environment's tools by name.
+
+        Raises:
+            EnvironmentBug: A tool has an invalid schema, or two have the same name.
+            Exception: Any exception of the environment.
+        """
+        tools: dict[str, BaseTool] = {}
+        for tool in cast(Sequence[EnvironmentTool], await self.call("tools")):
+            try:
+                check_tool_schema(tool.schema, where=self.where)
+            except ConfigError as error:
+                raise EnvironmentBug(str(error)) from error
+            if tool.name in tools:
+                raise EnvironmentBug(f"{self.where} has two tools named {tool.name!r}; rename one of them")
+            tools[tool.name] = _ToolOfEnvironment(self, tool)
+        return tools
+
+    def interaction(self, *, name: str) -> BaseInteraction:
+        """Return the environment's replies as an interaction."""
+        return _RepliesOfEnvironment(self, name=name)
+
+    async def reward(self, messages: Sequence[Message]) -> Score | None:
+        """Return the environment's reward, or None if it has none.
+
+        Raises:
+            EnvironmentBug: The reward is neither None, a finite number, nor a mapping with `reward`.
+            Exception: Any exception of the environment.
+        """
+        returned = await self.call("reward", messages)
+        try:
+            return None if returned is None else read_score(returned, source=f"reward of {self.where}")
+        except RewardError as error:
+            raise EnvironmentBug(str(error)) from error
+
+    async def close(self) -> None:
+        """Close the environment, if it was created, and end its thread."""
+        try:
+            if self._environment is not None:
+                await self.call("close")
+        finally:
+            self._thread.shutdown()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the environment and return its result."""
+        function: Callable[..., Any] = getattr(self.environment, method)
+        async with self._lock:
+            return await call_method(function, self._thread, *args)
+
+    @cached_property
+    def _thread(self) -> OneThread:
+        return OneThread("environment")
+
+
+class _ToolOfEnvironment(BaseTool):
+    """A tool of one trajectory's environment."""
+
+    def __init__(self, live: LiveEnvironment, tool: EnvironmentTool) -> None:
+        super().__init__({}, tool.schema)
+        self.on_replay = OnReplay(live.environment.on_replay)
+        self.is_shown = tool.is_shown
+        self.check_arguments = tool.check_arguments
+        self._live = live
+
+    @property
+    def is_read_later(self) -> bool:
+        """True: the environment's reward is read at the end."""
+        return True
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        response: Any = await self._live.call("call", self.name, parameters)
+        if not isinstance(response, ToolResponse):
+            response = ToolResponse(text=str(response))
+        return response, None, {}
+
+
+class _RepliesOfEnvironment(BaseInteraction):
+    """The replies of one trajectory's environment."""
+
+    def __init__(self, live: LiveEnvironment, *, name: str) -> None:
+        super().__init__({"name": name})
+        self.on_replay = OnReplay(live.environment.on_replay)
+        self._live = live
+
+    async def generate_response(
+        self, instance_id: str, messages: list[Message], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        reply: Any = await self._live.call("reply", messages)
+        if not isinstance(reply, Reply):
+            raise InteractionBug(
+                f"reply of {self._live.where} returned {describe_value(reply)}; return a Reply"
+            )
+        return reply.is_over, reply.content, reply.score, dict(reply.extra)
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and "role" in message and "content" in message
+        for message in cast(list[Any], value)
+    )

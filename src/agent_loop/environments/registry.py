@@ -1,0 +1,23 @@
+"""Registry of the suites of tasks in this package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from agent_loop.environments.suite import TaskSuite
+from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.registries import load_class
+
+SUITES: Mapping[str, str] = {}
+"""Suites by name. Each is imported when it is first used."""
+
+
+def load_suite(name: str) -> TaskSuite:
+    """Return the suite of a name.
+
+    Raises:
+        ConfigError: There is no such suite.
+    """
+    if name not in SUITES:
+        raise ConfigError(f"there is no suite of tasks named {name!r}{did_you_mean(name, SUITES)}")
+    return load_class(SUITES[name], base=TaskSuite, key=f"suite {name!r}")()
