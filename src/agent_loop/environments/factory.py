@@ -22,6 +22,8 @@ class EnvironmentFactory:
     """Returns a new environment."""
     where: str
     """Name of the environment in errors."""
+    tool_names: frozenset[str] | None = None
+    """Names of its tools. None if they are known only after its reset."""
 
     @classmethod
     def of(cls, make: Callable[[], Any], *, where: str) -> EnvironmentFactory:
@@ -43,7 +45,8 @@ class EnvironmentFactory:
             ) from error
         if isinstance(probe, Environment):
             return cls(make, where)
-        return cls(TrlClass(make, probe, where=where).environment, where)
+        trl_class = TrlClass(make, probe, where=where)
+        return cls(trl_class.environment, where, frozenset(tool.name for tool in trl_class.tools))
 
 
 def load_environments(references: Mapping[str, str]) -> dict[str, EnvironmentFactory]:
@@ -78,9 +81,9 @@ def find_environment(name: Any, *, known: Mapping[str, EnvironmentFactory]) -> E
     """
     if name is None and len(known) == 1:
         return next(iter(known.values()))
-    if name in known:
+    if isinstance(name, str) and name in known:
         return known[name]
-    if name in SUITES:
+    if isinstance(name, str) and name in SUITES:
         return EnvironmentFactory(load_suite(name).environment, where=f"environment {name!r}")
     near = did_you_mean(str(name), known) or "; name one in rollout.multi_turn.environments"
     raise DataError(f"environment is {name!r}: no such environment{near}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from agent_loop.environments.suite import TaskSuite
 from agent_loop.errors import ConfigError, did_you_mean
-from agent_loop.registries import load_class
+from agent_loop.registries import construct, load_class
 
 SUITES: Mapping[str, str] = {}
 """Suites by name. Each is imported when it is first used."""
@@ -20,4 +20,4 @@ def load_suite(name: str) -> TaskSuite:
     """
     if name not in SUITES:
         raise ConfigError(f"there is no suite of tasks named {name!r}{did_you_mean(name, SUITES)}")
-    return load_class(SUITES[name], base=TaskSuite, key=f"suite {name!r}")()
+    return construct(load_class(SUITES[name], base=TaskSuite, key="suite"), where=f"suite {name!r}")

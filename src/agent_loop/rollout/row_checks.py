@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from agent_loop.environments.factory import find_environment
 from agent_loop.errors import DataError, did_you_mean
 from agent_loop.interactions.selection import read_interaction_name
 from agent_loop.loops import ToolAgentLoop
-from agent_loop.loops.base import LoopContext
+from agent_loop.loops.base import AgentLoopBase, LoopContext
+from agent_loop.loops.environment_agent import EnvironmentAgentLoop
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.rows import refuse_bad_columns
 from agent_loop.tools.selection import read_selection
@@ -37,12 +39,10 @@ class RowChecks:
                 does not exist.
             ConfigError: A row's loop needs something that is not installed.
         """
-        methods = [name for factory in self._context.environments.values() for name in factory.schemas]
-        known_tools = {*self._context.tools, *methods}
         for number, row in enumerate(rows):
-            self._check_row(row, number=number, known_tools=known_tools)
+            self._check_row(row, number=number)
 
-    def _check_row(self, row: Row, *, number: int, known_tools: Collection[str]) -> None:
+    def _check_row(self, row: Row, *, number: int) -> None:
         if "raw_prompt" not in row:
             raise DataError(f"row {number} has no raw_prompt; its columns are {', '.join(sorted(row))}")
         refuse_bad_columns(row, where=f"row {number}")
@@ -51,12 +51,25 @@ class RowChecks:
         entry.loop_class.check_row(row, entry.kwargs, where=f"row {number}")
         if kwargs := row.get("tools_kwargs"):
             _refuse_unknown(kwargs, self._context.tools, f"row {number}: tools_kwargs")
-        if "tool_selection" in row:
+        known_tools = self._known_tools(row, entry.loop_class, where=f"row {number}")
+        if "tool_selection" in row and known_tools is not None:
             read_selection(row["tool_selection"], known=known_tools, where=f"row {number}: tool_selection")
         interaction_kwargs: Mapping[str, Any] = row.get("interaction_kwargs") or {}
         if issubclass(entry.loop_class, ToolAgentLoop) or interaction_kwargs.get("name") is not None:
             where = f"row {number}: interaction_kwargs"
             read_interaction_name(interaction_kwargs, known=self._context.interactions, where=where)
+
+    def _known_tools(
+        self, row: Row, loop_class: type[AgentLoopBase], *, where: str
+    ) -> Collection[str] | None:
+        """Return the names of a row's tools, or None if they are known only after the reset of its environment."""
+        if not issubclass(loop_class, EnvironmentAgentLoop):
+            return self._context.tools
+        try:
+            factory = find_environment(row.get("environment"), known=self._context.environments)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        return None if factory.tool_names is None else {*self._context.tools, *factory.tool_names}
 
 
 def _refuse_unknown(names: Iterable[str], known: Collection[str], where: str) -> None:
