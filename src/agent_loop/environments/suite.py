@@ -37,6 +37,10 @@ class TaskSuite(ABC):
     """Options after the question mark. `split` is common to all suites and not among them."""
     reward_parts: ClassVar[Mapping[str, str]] = {}
     """Meaning of each part of the reward, by name."""
+    agent_name: ClassVar[str] = "environment_agent"
+    """Loop that plays the rows. Another loop than this one does not call `environment`."""
+    lists_tasks: ClassVar[bool] = True
+    """Whether `tasks` returns all tasks. If not, `rows` also accepts other names or addresses."""
 
     @abstractmethod
     def tasks(self) -> Sequence[str]:
@@ -62,9 +66,9 @@ class TaskSuite(ABC):
             DataError: The task cannot be used, with the reason.
         """
 
-    @abstractmethod
     def environment(self) -> Environment:
-        """Return a new environment for one trajectory of this suite."""
+        """Return a new environment for one trajectory of this suite. Called for rows of `environment_agent`."""
+        raise NotImplementedError(f"rows of {self.name!r} are played by the loop {self.agent_name!r}")
 
     def solution(self, row: Mapping[str, Any]) -> Sequence[SolutionTurn] | None:
         """Return the model turns that solve a row, or None if no solution is known."""
