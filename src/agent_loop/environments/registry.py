@@ -8,7 +8,9 @@ from agent_loop.environments.suite import TaskSuite
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.registries import construct, load_class
 
-SUITES: Mapping[str, str] = {}
+SUITES: Mapping[str, str] = {
+    "verifiers": "agent_loop.environments.verifiers.suite:VerifiersSuite",
+}
 """Suites by name. Each is imported when it is first used."""
 
 

@@ -23,6 +23,7 @@ _REGISTERED_LATER = {
     "mini-swe-agent": "agent_loop.harnesses.mini_swe_agent:MiniSweAgentLoop",
     "opencode": "agent_loop.harnesses.opencode:OpenCodeLoop",
     "qwen-code": "agent_loop.harnesses.qwen_code:QwenCodeLoop",
+    "verifiers": "agent_loop.harnesses.verifiers:VerifiersLoop",
 }
 """Loops that need additional packages. They are loaded when a name is looked up."""
 

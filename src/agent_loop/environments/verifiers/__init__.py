@@ -1,0 +1,1 @@
+"""Environments of the verifiers package, which run in an interpreter of their own."""
