@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from agent_loop.environments.harbor.rows import harbor_rows
+from agent_loop.environments.named_rows import named_rows
 
 RowFormat = Callable[[str, Mapping[str, Any]], Iterator[tuple[str, Any]] | None]
 """Called with a source and the settings for the workspaces of its rows. Returns the rows with their locations, or None
 if the source is of another format."""
-ROW_FORMATS: tuple[RowFormat, ...] = (harbor_rows,)
+ROW_FORMATS: tuple[RowFormat, ...] = (harbor_rows, named_rows)
 
 
 def environment_rows(source: str, *, workspace: Mapping[str, Any]) -> Iterator[tuple[str, Any]] | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from agent_loop.config import Section
+from agent_loop.config import Positive, Section, Seed
 from agent_loop.environments.base import Environment
 from agent_loop.types import ToolCall
 
@@ -19,6 +19,15 @@ class SolutionTurn:
 
     calls: tuple[ToolCall, ...] = ()
     text: str = ""
+
+
+class SizedOptions(Section):
+    """Options of tasks whose rows are generated."""
+
+    size: Positive = 1000
+    """Number of rows, counted after the split."""
+    seed: Seed = 0
+    """Seed of the rows."""
 
 
 class TaskSuite(ABC):
@@ -56,6 +65,9 @@ class TaskSuite(ABC):
 
         Every row has `raw_prompt` and whatever `Environment.reset` needs to start it again. It holds plain values only.
         `agent_name`, `environment` and `data_source` are added to it.
+
+        If `options` has a field `size`, the rows are generated: yield them without end. The caller stops after `size`
+        rows of the split.
 
         Args:
             task: One of `tasks()`.
