@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 
 NEXT_ROLE_ENDS_THE_TURN = """\
 {%- for m in messages -%}

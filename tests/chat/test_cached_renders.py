@@ -16,11 +16,11 @@ from tokenizers import AddedToken
 from agent_loop.chat import cached_prompts
 from agent_loop.chat.cached_render import CachedRender
 from agent_loop.chat.encoding import ControlledEncoder, EncoderChoice
+from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.probes import PROBE_TOOLS
 from agent_loop.chat.rendering import SENTINEL, Renderer
 from agent_loop.chat.slot_check import SLOT, SlotCheck
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import Message, ToolCall
 from tests.chat.families import (

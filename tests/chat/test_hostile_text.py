@@ -12,8 +12,8 @@ import pytest
 from tokenizers import AddedToken
 
 from agent_loop.chat.bridge import BridgeBuilder
+from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.errors import ToolError
 from agent_loop.rollout.trajectory_jsonl import write_records
 from agent_loop.types import MalformedCall, ToolCall

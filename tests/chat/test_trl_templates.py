@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.probes import PROBE_TOOLS, Probe, plain_probes, tool_probes
 from agent_loop.chat.report import Cause, CauseKind, ProbeResult, TemplateReport, TemplateVerdict
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.chat.verify import verify_template
-from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.errors import ChatTemplateError
 
 ROOT = Path(__file__).parents[2]

@@ -5,10 +5,10 @@ import logging
 
 import pytest
 
+from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.report import Cause, CauseKind, TemplateVerdict
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.chat.verify import require_template, verify_template
-from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.errors import ChatTemplateError
 from tests.chat.families import (
     ARGUMENTS_ARE_TEXT,

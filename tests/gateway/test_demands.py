@@ -11,8 +11,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.servers.base import Ability
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.trajectory import IncidentKind

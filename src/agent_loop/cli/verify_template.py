@@ -93,8 +93,8 @@ def verify_template_command(
 
 
 def _load(template: str, chat_template: Path | None) -> ChatTemplate:
+    from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer  # late: keeps `--help` quick
     from agent_loop.chat.template import ChatTemplate, load_chat_template
-    from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer  # late: keeps `--help` quick
 
     path = Path(template)
     if path.is_file() and chat_template is None:

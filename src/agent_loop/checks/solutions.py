@@ -1,0 +1,138 @@
+"""Play known model turns, such as a solution, through the loop of environments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.config import MultiTurnConfig
+from agent_loop.environments.factory import EnvironmentFactory
+from agent_loop.environments.suite import SolutionTurn, TaskSuite
+from agent_loop.episode.limits import EpisodeLimits
+from agent_loop.errors import ConfigError
+from agent_loop.loops.base import LoopContext
+from agent_loop.loops.environment_agent import EnvironmentAgentLoop
+from agent_loop.loops.registry import LoopRegistry
+from agent_loop.rollout.jobs import Job
+from agent_loop.rollout.worker import AgentLoopWorker
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import ToolCall
+
+LOOP = "environment_agent"
+MAX_TOKENS = 2**24
+CALL_MARKS = ("<tool_call>", "</tool_call>")
+END_MARK = "<|im_end|>"
+CHAT_TEMPLATE = """\
+{%- set given = messages[0].content if messages[0].role == 'system' else '' %}
+{%- if given or tools %}
+    {{- '<|im_start|>system\\n' + given }}
+    {%- if tools %}
+        {{- '\\n\\nTools, one per line:\\n<tools>' }}
+        {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+        {{- '\\n</tools>' }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif message.role != 'system' or not loop.first %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""ChatML with tool calls in the form of Hermes."""
+
+
+async def play_turns(
+    suite: TaskSuite, row: Mapping[str, Any], turns: Sequence[SolutionTurn], *, calls_at_once: bool = True
+) -> Trajectory:
+    """Play model turns in the environment of a row, as a rollout plays completions, and return the trajectory.
+
+    The trajectory ends after the last turn, if the environment does not end it before. Its reward is the environment's.
+
+    Args:
+        suite: The row's suite, whose rows are played by `environment_agent`.
+        row: A row of the suite.
+        turns: The model's turns. Without turns, the model writes one empty turn.
+        calls_at_once: Whether all calls of a turn are in one completion. If not, each is in a completion of its own.
+
+    Raises:
+        ConfigError: Another loop plays the rows of the suite.
+    """
+    if suite.agent_name != LOOP:
+        raise ConfigError(f"rows of {suite.name!r} are played by {suite.agent_name!r}, which needs a model")
+    if not calls_at_once:
+        turns = [part for turn in turns for part in one_call_per_turn(turn)]
+    completions = [completion_of(turn) for turn in turns or [SolutionTurn()]]
+    worker = _worker(suite, completions)
+    played = {**row, "agent_name": LOOP, "environment": suite.name}
+    [trajectory] = await worker.run([Job(played, group=0, rollout=0, sampling_params={"temperature": 1.0})])
+    return trajectory
+
+
+def one_call_per_turn(turn: SolutionTurn) -> Sequence[SolutionTurn]:
+    """Return a turn as turns of at most one call each. The text stays with the first."""
+    return [
+        SolutionTurn(calls=turn.calls[:1], text=turn.text),
+        *(SolutionTurn(calls=(call,)) for call in turn.calls[1:]),
+    ]
+
+
+def completion_of(turn: SolutionTurn) -> list[int]:
+    """Return the tokens of a turn. Only the marks of its calls and of its end are control tokens."""
+    template = solution_template()
+    ids = template.encode(turn.text) if turn.text else []
+    for call in turn.calls:
+        ids += _call_ids(call, template=template)
+    return [*ids, *_control_ids(template, END_MARK)]
+
+
+@cache
+def solution_template() -> ChatTemplate:
+    """Return the template that solutions are played with."""
+    return ChatTemplate(placeholder_tokenizer(CHAT_TEMPLATE), tool_parser="hermes")
+
+
+def _call_ids(call: ToolCall, *, template: ChatTemplate) -> list[int]:
+    begin, end = (_control_ids(template, mark) for mark in CALL_MARKS)
+    text = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+    return [*begin, *template.encode(f"\n{text}\n"), *end]
+
+
+def _control_ids(template: ChatTemplate, mark: str) -> list[int]:
+    return [template.tokenizer.convert_tokens_to_ids(mark)]
+
+
+def _worker(suite: TaskSuite, completions: Sequence[list[int]]) -> AgentLoopWorker:
+    server = ScriptedServer([ScriptedReply(ids) for ids in completions])
+    limits = EpisodeLimits(
+        prompt_length=MAX_TOKENS, response_length=MAX_TOKENS, max_assistant_turns=len(completions)
+    )
+    context = LoopContext(
+        server_manager=AsyncLLMServerManager([server]),
+        template=solution_template(),
+        limits=limits,
+        multi_turn=MultiTurnConfig(max_tool_response_length=MAX_TOKENS),
+        environments={suite.name: EnvironmentFactory(suite.environment, where=f"environment {suite.name!r}")},
+    )
+    return AgentLoopWorker(context, loops=_loops(), default_agent_loop=LOOP)
+
+
+@cache
+def _loops() -> LoopRegistry:
+    assert EnvironmentAgentLoop  # its import registers the loop
+    return LoopRegistry()
