@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Tests of real processes are retried once, and the summary lists every retry.
 RETRY := --reruns 1 -rR
 
-.PHONY: help install install-ray install-integrations install-browser install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-containers check format bench bench-verl docs clean
+.PHONY: help install install-ray install-integrations install-browser install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-containers check format bench bench-verl docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -54,6 +54,9 @@ test-browser: install-browser  ## Run the tests of the viewer in a headless brow
 test-agents: $(VENV)-agents/.installed install-containers  ## Run agents that others wrote (Claude Code, Codex, ...) on the gateway, in an environment of their own (3 GB).
 	$(VENV)-agents/bin/python -m pytest -m agents $(RETRY) tests/agents
 
+test-environments: $(VENV)-environments/.installed  ## Play environments that others wrote, in an environment of their own (3 GB).
+	$(VENV)-environments/bin/python -m pytest -m environments $(RETRY) tests/environments
+
 test-containers: install-containers  ## Run the tests in containers of Podman; installs it with apt-get.
 	$(BIN)/python -m pytest -m containers $(RETRY)
 
@@ -62,6 +65,8 @@ $(INSTALLED)-ray $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb $(INSTA
 	@touch $@
 
 $(VENV)-agents/.installed: tests/agents/install_agents.sh pyproject.toml
+$(VENV)-environments/.installed: tests/environments/install_environments.sh pyproject.toml
+$(VENV)-agents/.installed $(VENV)-environments/.installed:
 	rm -rf $(@D)
 	PYTHON=$(PYTHON) bash $< $(@D)
 	@touch $@
