@@ -36,7 +36,8 @@ class TaskReport:
     """Result of checking one task."""
 
     name: str
-    folder: Path
+    folder: Path | None = None
+    """Folder of the task. None if it is a row of a suite."""
     nothing: float | None = None
     """Reward of doing nothing. None if it is unknown."""
     solution: float | None = None
@@ -44,7 +45,7 @@ class TaskReport:
     problems: tuple[str, ...] = ()
     """Why the task should not be used. Empty if it passed."""
     ignored: tuple[str, ...] = ()
-    """Keys of `task.toml` that have no effect, each with the reason."""
+    """What has no effect, each with the reason: keys of `task.toml`, or the solution if none is known."""
     seconds: float = 0.0
 
     @property

@@ -15,6 +15,7 @@ from agent_loop.cli.rollout import rollout_command
 from agent_loop.cli.serve import serve_command
 from agent_loop.cli.show import show_command
 from agent_loop.cli.simulate import simulate_command
+from agent_loop.cli.tasks import tasks_app
 from agent_loop.cli.traces import traces_command
 from agent_loop.cli.train import train_command
 from agent_loop.cli.verify_template import verify_template_command
@@ -41,6 +42,7 @@ app.command("replay")(replay_command)
 app.command("serve")(serve_command)
 app.command("verify-template")(verify_template_command)
 app.add_typer(check_app, name="check")
+app.add_typer(tasks_app, name="tasks")
 app.command("simulate")(simulate_command)
 app.command("view")(view_command)
 

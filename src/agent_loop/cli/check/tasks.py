@@ -1,4 +1,4 @@
-"""`agent-loop check tasks`: check the tasks of a folder."""
+"""`agent-loop check tasks`: check the tasks of a folder, or those of a name."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from agent_loop.cli.check.options import EXIT_FAILED, JsonOption
 from agent_loop.config import load_config
+from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import merge_mappings, parse_override
 from agent_loop.runtime.event_loop import run_to_end
 
@@ -23,9 +24,13 @@ if TYPE_CHECKING:
 
 
 def check_tasks_command(
-    path: Annotated[
-        Path,
-        typer.Argument(help="Folder of a task, or of several tasks, in Harbor's form.", show_default=False),
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH_OR_NAME",
+            help="Folder of a task, or of several tasks, in Harbor's form; or a name, suite:task?option=value.",
+            show_default=False,
+        ),
     ],
     settings: Annotated[
         list[str] | None,
@@ -45,12 +50,17 @@ def check_tasks_command(
     concurrency: Annotated[
         int, typer.Option("--concurrency", min=1, max=1000, help="Number of tasks that are checked at once.")
     ] = 1,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, help="Number of rows of a name to check.", show_default="all"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check that the solution of every task scores 1, and that doing nothing scores 0.
 
-    Each task's tests run in two new containers: in one at once, in the other after the solution. Exit code 1 if a task
-    fails.
+    Each task of a folder runs its tests in two new containers: in one at once, in the other after the solution. Each
+    row of a name is played twice, with one empty turn, which must score less than 1, and with the solution, if one is
+    known. Exit code 1 if a task fails.
 
     Examples:
 
@@ -59,25 +69,50 @@ def check_tasks_command(
         agent-loop check tasks examples/tasks container.runtime=docker
 
         agent-loop check tasks examples/tasks/write-script container.build_args.BASE_IMAGE=debian-with-python
-    """
-    from agent_loop.checks.tasks import check_tasks  # late: keeps `--help` quick
 
-    given: dict[str, Any] = {} if config is None else dict(load_config(config).data.workspace)
-    for setting in settings or []:
-        given = merge_mappings(given, parse_override(setting))
+        agent-loop check tasks 'reasoning_gym:basic_arithmetic?size=100' --limit 20
+    """
+    from agent_loop.environments.names import is_task_name  # late: keeps `--help` quick
+
     console = Console(stderr=as_json)
 
     def show(report: TaskReport) -> None:
         verdict = Text("passed  ", style="green") if report.is_passed else Text("failed  ", style="red")
         console.print(verdict, Text(f"{report.name} ({report.seconds:.1f} s)"), soft_wrap=True)
 
-    reports = run_to_end(check_tasks(path, settings=given, concurrency=concurrency, on_report=show))
+    if is_task_name(source):
+        if settings or config is not None:
+            raise ConfigError(f"{source!r} has no workspace; leave out --config and KEY=VALUE")
+        reports = _check_name(source, limit=limit, concurrency=concurrency, on_report=show)
+    elif limit is not None:
+        raise ConfigError("--limit is for rows of a name, such as suite:task; leave it out")
+    else:
+        reports = _check_folder(
+            Path(source), settings=settings, config=config, concurrency=concurrency, on_report=show
+        )
     _print_reports(reports, console)
     if as_json:
-        shown = [{**asdict(report), "folder": str(report.folder)} for report in reports]
+        shown = [{**asdict(report), "folder": report.folder and str(report.folder)} for report in reports]
         typer.echo(json.dumps(shown, indent=2))
     if not all(report.is_passed for report in reports):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _check_folder(
+    path: Path, *, settings: Sequence[str] | None, config: Path | None, **options: Any
+) -> Sequence[TaskReport]:
+    from agent_loop.checks.tasks import check_tasks  # late: keeps `--help` quick
+
+    given: dict[str, Any] = {} if config is None else dict(load_config(config).data.workspace)
+    for setting in settings or []:
+        given = merge_mappings(given, parse_override(setting))
+    return run_to_end(check_tasks(path, settings=given, **options))
+
+
+def _check_name(name: str, **options: Any) -> Sequence[TaskReport]:
+    from agent_loop.checks.suites import check_named_tasks  # late: loads transformers
+
+    return run_to_end(check_named_tasks(name, **options))
 
 
 def _print_reports(reports: Sequence[TaskReport], console: Console) -> None:
