@@ -73,6 +73,7 @@ def test_rollout_writes_complete_trajectories(command: Command) -> None:
         assert prompt["origin"] == "prompt"
         assert len(sampled["token_ids"]) == len(sampled["logprobs"]) <= 8
         assert record["reward"] == len(sampled["token_ids"]) % 2
+        assert record["row"]["raw_prompt"] == record["messages"][:1]
 
 
 def test_a_stopped_rollout_keeps_its_finished_trajectories(command: Command) -> None:

@@ -10,13 +10,15 @@ from typing import Any
 from msgspec import structs
 
 from agent_loop.chat.sources import without_pixels
-from agent_loop.storage.json_text import to_json
+from agent_loop.storage.json_text import described_row, to_json
 from agent_loop.storage.whole_file import whole_file
 from agent_loop.trajectory import Segment, Trajectory
 
 
 def to_record(trajectory: Trajectory) -> dict[str, Any]:
     """Return a trajectory as plain JSON values.
+
+    `row` holds the columns of the row, with descriptions in place of the prompt's images.
 
     `segments` holds the segments in order, each with `origin` and `token_ids`. Segments of the model also have
     `logprobs`, `weight_version` and, if the server returned any, `extras` (nested lists by name, one entry per token).
@@ -29,6 +31,7 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
         "group": trajectory.group,
         "rollout": trajectory.rollout,
         "branch": trajectory.branch,
+        "row": described_row(trajectory.row),
         "stop_reason": str(output.stop_reason),
         "reward": trajectory.reward,
         "reward_extra": dict(trajectory.reward_extra),

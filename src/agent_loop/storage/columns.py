@@ -9,10 +9,10 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from agent_loop.storage.json_text import described, to_json, to_text
+from agent_loop.storage.json_text import described, described_row, to_json, to_text
 from agent_loop.storage.times import times_of
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
-from agent_loop.types import FloatArray, Origin, Row
+from agent_loop.types import FloatArray, Origin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,16 +60,9 @@ def _who(trajectory: Trajectory, facts: StepFacts) -> dict[str, Any]:
         "rollout": trajectory.rollout,
         "branch": trajectory.branch,
         "agent_name": None if agent_name is None else str(agent_name),
-        "row": to_json(_without_images(trajectory.row)),
+        "row": to_json(described_row(trajectory.row)),
         "weight_version": facts.weight_version,
     }
-
-
-def _without_images(row: Row) -> dict[str, Any]:
-    columns = dict(row)
-    if isinstance(columns.get("raw_prompt"), list):
-        columns["raw_prompt"] = described(columns["raw_prompt"])
-    return columns
 
 
 def _result(trajectory: Trajectory, facts: StepFacts) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from agent_loop.chat.sources import describe_source, without_pixels
 from agent_loop.errors import DataError
 from agent_loop.runtime.describe import safe_str
 from agent_loop.runtime.user_values import plain_value
-from agent_loop.types import Message
+from agent_loop.types import Message, Row
 
 HALVES = re.compile("[\ud800-\udfff]")
 MAX_ARRAY = 4096
@@ -43,6 +43,14 @@ def to_text(text: str) -> str:
 def described(messages: Iterable[Message]) -> list[Message]:
     """Return the messages with descriptions in place of their images. Parts without an image stay the same."""
     return [_described(message) for message in messages]
+
+
+def described_row(row: Row) -> dict[str, Any]:
+    """Return the columns of a row with descriptions in place of the images of its prompt."""
+    columns = dict(row)
+    if isinstance(columns.get("raw_prompt"), list):
+        columns["raw_prompt"] = described(columns["raw_prompt"])
+    return columns
 
 
 def _described(message: Message) -> Message:
