@@ -48,7 +48,9 @@ def suite_rows(suite: TaskSuite, name: TaskName) -> Iterator[dict[str, Any]]:
     )
     try:
         for row in selected:
-            yield {**row, **added}
+            prompt = row["raw_prompt"]
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            yield {**row, "raw_prompt": messages, **added}
     except AgentLoopError:
         raise
     except Exception as error:

@@ -25,7 +25,6 @@ EXTRA = "reasoning-gym"
 ENTRIES_PER_SEED = 500
 """Entries that are taken from one seed. Some generators make all entries of a seed at once, so that an entry depends
 on their number."""
-NUM_SEEDS = 2**32
 NOT_LISTED = frozenset({"composite"})
 """Generators that make no entries of their own: name the generators to mix as sources of their own."""
 _lock = RLock()
@@ -61,7 +60,7 @@ class ReasoningGymSuite(TaskSuite):
         messages = [{"role": "system", "content": system.strip()}] if system else []
         for index in count():
             chunk, position = divmod(index, ENTRIES_PER_SEED)
-            seed = (options.seed + chunk * ENTRIES_PER_SEED) % NUM_SEEDS
+            seed = options.seed + chunk * ENTRIES_PER_SEED
             key = {"generator": task, "config": config, "seed": seed, "index": position}
             question = str(make_entry(key)["question"])
             yield {"raw_prompt": [*messages, {"role": "user", "content": question}], "task": key}
