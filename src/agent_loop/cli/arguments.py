@@ -59,8 +59,8 @@ DataOption = Annotated[
     list[str] | None,
     typer.Option(
         "--data",
-        help="Rows: files, folders or globs of them, a folder saved by `datasets` (folder:split), or file.py:function; "
-        "may be given more than once.",
+        help="Rows: files, folders or globs of them, a folder saved by `datasets` (folder:split), the name of a task "
+        "(suite:task?option=value), or file.py:function; may be given more than once.",
         show_default=False,
     ),
 ]

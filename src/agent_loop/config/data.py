@@ -12,7 +12,8 @@ class DataConfig(Section):
 
     train_files: list[str] = []
     """`.jsonl`, `.json`, `.csv`, `.parquet` or `.arrow` files; globs or folders of such files; folders saved by
-    `datasets` (`folder:split`); folders of tasks in Harbor's form; or `file.py:function` that returns rows."""
+    `datasets` (`folder:split`); folders of tasks in Harbor's form; names of tasks
+    (`suite:task?option=value`); or `file.py:function` that returns rows."""
     val_files: list[str] = []
     """Sources of the rows for evaluation, as in `train_files`."""
     prompt_key: str = "prompt"

@@ -69,7 +69,7 @@ def find_shards(source: str) -> list[Shard] | None:
         return None
     raise ConfigError(
         f"data source {source!r} is neither a folder nor a file of a known kind{_nearest(path)}; give a file "
-        f"({WANTED}), a folder or a glob of such files, a folder saved by `datasets`, or file.py:function"
+        f"({WANTED}), a folder or a glob of such files, a folder saved by `datasets`, suite:task, or file.py:function"
     )
 
 

@@ -33,11 +33,11 @@ _OTHERS = 1
 
 @dataclass(frozen=True, slots=True)
 class RowFile:
-    """A file of rows, a function or a folder of tasks, and its rows."""
+    """A file of rows, or another source, and its rows."""
 
     name: str
     num_bytes: int | None
-    """Size of the file. None for a function or a folder of tasks."""
+    """Size of the file. None for other sources."""
     rows: Sequence[dict[str, Any]]
     """The rows, each with `raw_prompt`, a list of messages."""
 
@@ -49,8 +49,8 @@ def load_rows(
 
     Args:
         sources: `.jsonl`, `.json` (a list of rows), `.csv`, `.parquet` or `.arrow` files; folders or globs of such
-            files; folders saved by `datasets`; folders of tasks in Harbor's form; or `file.py:function`, which returns
-            rows.
+            files; folders saved by `datasets`; folders of tasks in Harbor's form; names of tasks
+            (`suite:task?option=value`); or `file.py:function`, which returns rows.
         prompt_key: The column with the messages, or with the text of one user message. A row that has
             `raw_prompt` already needs no such column.
         workspace: Settings that are merged over the column `workspace` of every row.
