@@ -3,6 +3,8 @@ from pathlib import Path
 import pytest
 
 from agent_loop.errors import ConfigError
+from agent_loop.tools.base import check_declarations
+from agent_loop.tools.calculator import CalculatorTool
 from agent_loop.tools.registry import load_tools
 
 TOOLS = '''
@@ -142,3 +144,17 @@ def test_the_yaml_file_sets_the_limits_of_a_function(folder: Path) -> None:
     path = yaml_of(folder, "tools: [{class_name: 'FOLDER/tools.py:multiply', timeout_s: 3, retries: 1}]")
     tool = load_tools([], config_path=path)["multiply"]
     assert (tool.timeout_s, tool.retries) == (3.0, 1)
+
+
+def test_the_yaml_file_sets_how_arguments_are_checked(folder: Path) -> None:
+    path = yaml_of(folder, "tools: [{class_name: 'FOLDER/tools.py:multiply', check_arguments: coerce}]")
+    assert load_tools([], config_path=path)["multiply"].check_arguments == "coerce"
+
+
+def test_an_unknown_way_of_checking_arguments_is_refused() -> None:
+    tool = CalculatorTool({}, CalculatorTool.tool_schema)
+    tool.check_arguments = "lenient"
+    with pytest.raises(
+        ConfigError, match="check_arguments of tool 'calculator' is 'lenient'; give one of 'strict'"
+    ):
+        check_declarations(tool)

@@ -66,6 +66,8 @@ class BaseTool(ABC):
     limits begin when they start. None sets no limit."""
     retries: int = 0
     """How often a call that raised `ToolUnavailable` is retried."""
+    check_arguments: ArgumentChecking | str = ArgumentChecking.STRICT
+    """How the arguments of calls are checked against the schema."""
 
     close_timeout_s: float | None = None
     """Time limit of `calc_reward`, and of `release`, in seconds. None uses `multi_turn.close_timeout_s`."""
@@ -138,12 +140,18 @@ class BaseTool(ABC):
 
 
 def check_declarations(tool: BaseTool) -> OnReplay:
-    """Check `on_replay`, `timeout_s`, `max_concurrent` and `retries` of a tool, and return its `on_replay`.
+    """Check `on_replay`, `check_arguments` and the limits of a tool, and return its `on_replay`.
 
     Raises:
-        ConfigError: A limit is out of range, or `retries` is set for calls that may not be executed twice.
+        ConfigError: A limit is out of range, `check_arguments` is not a way of checking, or `retries` is set for calls
+            that may not be executed twice.
     """
     on_replay = OnReplay(tool.on_replay)
+    if tool.check_arguments not in tuple(ArgumentChecking):
+        raise ConfigError(
+            f"check_arguments of tool {tool.name!r} is {tool.check_arguments!r}; give one of "
+            + ", ".join(repr(str(way)) for way in ArgumentChecking)
+        )
     if tool.timeout_s is not None and not tool.timeout_s > 0:
         raise ConfigError(f"timeout_s of tool {tool.name!r} is {tool.timeout_s}; give seconds, or None")
     if tool.close_timeout_s is not None and not tool.close_timeout_s > 0:

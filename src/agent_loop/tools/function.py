@@ -14,7 +14,7 @@ from pydantic_core import to_jsonable_python
 from agent_loop.errors import ToolError
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.runtime.user_code import call_function
-from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.tools.base import ArgumentChecking, BaseTool, ToolResponse
 from agent_loop.tools.signature import arguments_model, function_schema
 
 P = ParamSpec("P")
@@ -29,6 +29,7 @@ def function_tool(
     name: str | None = None,
     description: str | None = None,
     on_replay: OnReplay | str = OnReplay.RECORDED,
+    check_arguments: ArgumentChecking | str = ArgumentChecking.STRICT,
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 def function_tool(
     function: Callable[..., Any] | None = None,
@@ -37,6 +38,7 @@ def function_tool(
     name: str | None = None,
     description: str | None = None,
     on_replay: OnReplay | str = OnReplay.RECORDED,
+    check_arguments: ArgumentChecking | str = ArgumentChecking.STRICT,
 ) -> Any:
     """Turn a function into a tool: `@function_tool`, or `@function_tool(name=..., description=...)`.
 
@@ -59,13 +61,21 @@ def function_tool(
         on_replay: What happens to recorded calls when a trajectory is resumed after a crash. By default the recorded
             response is reused, which is right for a function without state or effects. Use `"once"` for a function
             with effects.
+        check_arguments: How arguments are checked against the schema before the conversion: `"strict"`, `"coerce"`, or
+            `"off"`.
 
     Raises:
         ConfigError: The docstring is missing, or a parameter has no annotation or cannot be passed by name.
     """
 
     def decorate(function: Callable[P, R]) -> FunctionTool[P, R]:
-        return FunctionTool(function, name=name, description=description, on_replay=on_replay)
+        return FunctionTool(
+            function,
+            name=name,
+            description=description,
+            on_replay=on_replay,
+            check_arguments=check_arguments,
+        )
 
     return decorate if function is None else decorate(function)
 
@@ -80,9 +90,11 @@ class FunctionTool(BaseTool, Generic[P, R]):
         name: str | None = None,
         description: str | None = None,
         on_replay: OnReplay | str = OnReplay.RECORDED,
+        check_arguments: ArgumentChecking | str = ArgumentChecking.STRICT,
     ) -> None:
         super().__init__(config={}, tool_schema=function_schema(function, name=name, description=description))
         self.on_replay = OnReplay(on_replay)
+        self.check_arguments = check_arguments
         self.function = function
         is_async = inspect.iscoroutinefunction(function)
         self._call: Callable[..., Any] = function if is_async else functools.partial(call_function, function)

@@ -14,7 +14,7 @@ from agent_loop.loading import load_object
 from agent_loop.registries import construct, load_class, read_entries
 from agent_loop.runtime.describe import describe_value
 from agent_loop.runtime.instances import OnReplay
-from agent_loop.tools.base import BaseTool, check_declarations
+from agent_loop.tools.base import ArgumentChecking, BaseTool, check_declarations
 from agent_loop.tools.schema import check_tool_schema
 
 REFERENCES_KEY = "rollout.multi_turn.tools"
@@ -60,10 +60,11 @@ class ToolEntry(Section):
     mcp: dict[str, Any] = Field(default={})
     """More keys of the config of `mcp`, in verl's place."""
     on_replay: OnReplay | None = None
-    """Overrides the tool's own value, as do the next three."""
+    """Overrides the tool's own value, as do the next four."""
     timeout_s: PositiveSeconds | None = None
     max_concurrent: Positive | None = None
     retries: NotNegative | None = None
+    check_arguments: ArgumentChecking | None = None
 
 
 def load_tools(references: Iterable[str], *, config_path: str | Path | None = None) -> dict[str, BaseTool]:
@@ -138,7 +139,7 @@ def create_tools(entry: ToolEntry, *, where: str) -> Sequence[BaseTool]:
         tool_class = load_class(reference, base=BaseTool, key=f"{where}.class_name")
         tools = [_create(tool_class, config=config, tool_schema=entry.tool_schema, where=where)]
     for tool in tools:
-        for key in ("on_replay", "timeout_s", "max_concurrent", "retries"):
+        for key in ("on_replay", "timeout_s", "max_concurrent", "retries", "check_arguments"):
             if getattr(entry, key) is not None:
                 setattr(tool, key, getattr(entry, key))
     return tools

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+from msgspec import structs
+
 from agent_loop.errors import (
     DataError,
     EnvironmentUnavailable,
@@ -23,7 +25,8 @@ from agent_loop.runtime.instances import OnReplay, TrajectoryInstance, close_ins
 from agent_loop.runtime.isolated_task import Abandoned, DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.runtime.user_values import MAX_TEXT
-from agent_loop.tools.base import BaseTool, check_declarations
+from agent_loop.tools.base import ArgumentChecking, BaseTool, check_declarations
+from agent_loop.tools.coercion import coerce_arguments
 from agent_loop.tools.concurrency import limit_concurrency, with_retries
 from agent_loop.tools.results import ToolResult, failed_result, read_result, read_reward
 from agent_loop.trajectory import Incident, IncidentKind
@@ -127,7 +130,10 @@ class ToolSession:
         if tool is None:
             detail = f"there is no tool {call.name!r}{did_you_mean(call.name, self._tools)}"
             return failed_result(IncidentKind.UNKNOWN_TOOL, detail)
-        problem = tool.arguments_check.find_error(call.arguments)
+        if tool.check_arguments == ArgumentChecking.COERCE:
+            call = structs.replace(call, arguments=coerce_arguments(tool.tool_schema, call.arguments))
+        is_checked = tool.check_arguments != ArgumentChecking.OFF
+        problem = tool.arguments_check.find_error(call.arguments) if is_checked else None
         if problem is not None:
             return failed_result(IncidentKind.INVALID_ARGUMENTS, f"{call.name}: {problem}")
         run = partial(self._run, tool, call)
