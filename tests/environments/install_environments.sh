@@ -17,10 +17,11 @@ pip=("$dir/bin/python" -m pip install --quiet --disable-pip-version-check)
 # Both pin or need many packages that their tasks do not use; those that they do use follow.
 "${pip[@]}" --no-deps 'bfcl-eval==2026.3.*' 'agentdojo==0.1.*'
 "${pip[@]}" 'deepdiff>=8.6' 'docstring-parser>=0.15' 'mpmath>=1.3' 'pydantic[email]>=2.7,<3' 'pyyaml>=6' \
-    'rank-bm25>=0.2' 'tenacity>=8.5'
+    'rank-bm25>=0.2' 'tenacity>=8.5' 'cohere>=5.3.4' 'google-genai>=1.15'
 
 "$python" -m venv "$dir/verifiers"
-"$dir/verifiers/bin/python" -m pip install --quiet --disable-pip-version-check 'verifiers==0.4.*'
+"$dir/verifiers/bin/python" -m pip install --quiet --disable-pip-version-check 'verifiers==0.4.*' \
+    'reasoning-gym>=0.1.25,<0.2'
 
 "$dir/bin/python" -m pip list --disable-pip-version-check |
     grep -iE '^(agentdojo|bfcl|gymnasium|inspect|minigrid|openenv|reasoning|textarena)'

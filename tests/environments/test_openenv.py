@@ -17,8 +17,8 @@ import pytest
 
 from agent_loop.config import MultiTurnConfig
 from agent_loop.environments.openenv import session
-from agent_loop.environments.openenv.suite import OpenEnvSuite
 from agent_loop.errors import ConfigError
+from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
@@ -79,11 +79,9 @@ def count() -> Iterator[Server]:
 
 
 def rows_of(*servers: Server, **options: Any) -> list[dict[str, Any]]:
-    suite = OpenEnvSuite()
+    query = "&".join(f"{name}={value}" for name, value in {"size": 1, **options}.items())
     urls = ",".join(server.url for server in servers)
-    return [
-        {**row, "environment": "openenv"} for row in suite.rows(urls, suite.options(**{"size": 1, **options}))
-    ]
+    return load_rows([f"openenv:{urls}?{query}"], prompt_key="prompt")
 
 
 def play(rows: Sequence[dict[str, Any]], script: Script, **options: Any) -> list[Trajectory]:
@@ -233,16 +231,25 @@ def test_a_server_that_is_killed_in_a_batch_of_64_and_comes_back_makes_up_no_rew
             assert trajectory.output.extra_fields["is_done"] is True
 
 
+def test_the_split_of_a_row_depends_on_its_reset_alone() -> None:
+    def seeds(url: str, split: str) -> list[int]:
+        rows = load_rows([f"openenv:{url}?size=20&split={split}"], prompt_key="prompt")
+        return [row["task"]["reset"]["seed"] for row in rows]
+
+    assert not {*seeds("http://a:1", "train")} & {*seeds("http://b:2", "val")}
+    assert seeds("http://a:1", "val") == seeds("http://b:2", "val")
+
+
 @pytest.mark.parametrize(
-    ("task", "options", "message"),
+    ("source", "message"),
     [
-        ("localhost:8000", {}, "'localhost:8000' is no URL"),
-        ("http://a,b", {}, "'b' is no URL"),
-        ("http://a", {"reset": "[1]"}, "give a JSON object"),
-        ("http://a", {"reset": "{"}, "not valid JSON"),
+        ("openenv:localhost:8000", "'localhost:8000' is no URL"),
+        ("openenv:http://a,b", "'b' is no URL"),
+        ("openenv:http://a?reset=[1]", r"\[1\]'; give a JSON object"),
+        ("openenv:http://a?reset={", "not valid JSON"),
+        ("openenv:http://a?sized=3", "did you mean 'size'"),
     ],
 )
-def test_wrong_sources_are_refused(task: str, options: dict[str, Any], message: str) -> None:
-    suite = OpenEnvSuite()
-    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
-        list(suite.rows(task, suite.options(**options)))
+def test_wrong_sources_are_refused(source: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_rows([source], prompt_key="prompt")

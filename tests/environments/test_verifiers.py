@@ -14,6 +14,7 @@ from agent_loop.environments.verifiers.process import EnvironmentSpec, _processe
 from agent_loop.environments.verifiers.suite import VerifiersSuite
 from agent_loop.errors import ConfigError, EnvironmentUnavailable
 from agent_loop.rollout.jobs import Job
+from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
@@ -30,8 +31,8 @@ PYTHON = os.environ.get(
 
 @cache
 def rows_of(name: str, **options: Any) -> list[dict[str, Any]]:
-    suite = VerifiersSuite()
-    return list(suite.rows(str(FILES / f"{name}.py"), suite.options(python=PYTHON, **options)))
+    query = "&".join(f"{name}={value}" for name, value in {"python": PYTHON, **options}.items())
+    return load_rows([f"verifiers:{FILES / name}.py?{query}"], prompt_key="prompt")
 
 
 def play(
@@ -41,7 +42,7 @@ def play(
 
     async def run() -> tuple[list[Trajectory], ProgramHarness]:
         harness = ProgramHarness(script, **limits)
-        jobs = [Job({**row, "agent_name": "verifiers"}, group, 0, {}) for group, row in enumerate(rows)]
+        jobs = [Job(row, group, 0, {}) for group, row in enumerate(rows)]
         trajectories = await harness.worker.run(jobs)
         harness.assert_nothing_is_left()
         harness.assert_tokens_match_the_servers([trajectory.output for trajectory in trajectories])
@@ -72,6 +73,10 @@ def test_the_rows_of_an_environment_are_its_tasks() -> None:
     suite = VerifiersSuite()
     assert len({suite.identity(row) for row in rows}) == 2
     assert len(rows_of("sums", size=3, **{"taskset.size": "5"})) == 3
+    splits = [rows_of("sums", split=split, **{"taskset.size": "30"}) for split in ("train", "val")]
+    train, val = ({suite.identity(row) for row in rows} for rows in splits)
+    assert len(train) + len(val) == 30
+    assert not train & val
 
 
 def test_one_reply_is_scored_by_the_environments_reward_functions() -> None:
@@ -182,12 +187,11 @@ def test_a_task_that_has_changed_since_its_row_was_made_is_refused() -> None:
 def test_an_environment_that_cannot_be_loaded_is_refused_with_the_reason(
     name: str, python: str, message: str
 ) -> None:
-    suite = VerifiersSuite()
     with pytest.raises(ConfigError, match="does not start in") as refusal:
-        list(suite.rows(name, suite.options(python=python)))
+        load_rows([f"verifiers:{name}?python={python}"], prompt_key="prompt")
     assert message in str(refusal.value)
 
 
 def test_an_interpreter_without_verifiers_is_named_with_the_command_that_installs_it() -> None:
     with pytest.raises(ConfigError, match="pip install"):
-        list(VerifiersSuite().rows("guess", VerifiersSuite.options()))
+        load_rows(["verifiers:guess"], prompt_key="prompt")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -16,8 +15,8 @@ from agent_loop.gateway.session import MAX_BRANCHES, Session
 from agent_loop.gateway.wishes import wishes_of
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.rewards.function import REWARD_NAMES, Score, read_score
+from agent_loop.rollout.failures import failure_of
 from agent_loop.runtime.concurrency import run_while
-from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.trajectory import AgentLoopOutput, Failure
 from agent_loop.types import Row, StopReason
@@ -165,8 +164,7 @@ async def _call_program(call: Callable[[], Any]) -> _ProgramResult:
     except ProgramFailed as failed:
         return _ProgramResult(failure=failed.failure)
     except Exception as error:  # noqa: BLE001  (a failed program is data, with its traceback)
-        text = "".join(traceback.format_exception(error))
-        return _ProgramResult(failure=Failure(error=describe_error(error), traceback=text))
+        return _ProgramResult(failure=failure_of(error))
 
 
 def _is_scored(session: Session, result: _ProgramResult) -> bool:

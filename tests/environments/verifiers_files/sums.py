@@ -8,6 +8,8 @@ class SumsConfig(vf.TasksetConfig):
     dataset: str = "chain_sum"
     size: int = 4
     seed: int = 1
+    min_terms: int = 2
+    max_terms: int = 6
 
 
 class SumData(vf.TaskData):
@@ -28,7 +30,8 @@ class Sum(vf.Task[SumData, vf.State, vf.TaskConfig]):
 class Sums(vf.Taskset[Sum, SumsConfig]):
     def load(self):
         config = self.config
-        for entry in reasoning_gym.create_dataset(config.dataset, size=config.size, seed=config.seed):
+        options = config.model_dump(include={"size", "seed", "min_terms", "max_terms"})
+        for entry in reasoning_gym.create_dataset(config.dataset, **options):
             yield Sum(SumData(prompt=entry["question"], entry=entry), config.task)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
@@ -52,7 +53,7 @@ class OpenEnvSuite(TaskSuite):
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"openenv:{task}: {url!r} is no URL; give openenv:http://HOST:PORT")
         reset = _json_object(options.reset, where=f"openenv:{task}: reset")
-        for seed in range(options.seed, options.seed + options.size):
+        for seed in itertools.count(options.seed):
             yield {
                 "raw_prompt": [{"role": "user", "content": options.instruction}],
                 "task": {
@@ -65,6 +66,9 @@ class OpenEnvSuite(TaskSuite):
 
     def environment(self) -> Environment:
         return OpenEnvEnvironment()
+
+    def identity(self, row: Mapping[str, Any]) -> str:
+        return json.dumps(row["task"]["reset"], sort_keys=True)
 
 
 def _json_object(text: str, *, where: str) -> dict[str, Any]:

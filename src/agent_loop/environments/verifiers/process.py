@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,21 +47,32 @@ class EnvironmentSpec:
         return [self.python, str(RUNNER), mode, json.dumps(spec)]
 
 
-def read_rows(spec: EnvironmentSpec, *, size: int | None) -> list[dict[str, Any]]:
-    """Return the tasks of an environment: their `messages`, `index`, `key` and `name`.
+def read_rows(spec: EnvironmentSpec, *, size: int | None) -> Iterator[dict[str, Any]]:
+    """Yield the tasks of an environment as it makes them: their `messages`, `index`, `key` and `name`.
+
+    Args:
+        spec: The environment.
+        size: Number of rows that are wanted. An environment with endless tasks needs one.
 
     Raises:
         ConfigError: The interpreter does not exist, lacks verifiers, or the environment cannot be loaded.
     """
-    try:
-        result = subprocess.run(
-            spec.command("rows", size=size), env=_variables({}), capture_output=True, check=False, text=True
-        )
-    except OSError as error:
-        raise ConfigError(_not_started(spec, str(error))) from error
-    if result.returncode:
-        raise ConfigError(_not_started(spec, result.stderr))
-    return [json.loads(line) for line in result.stdout.split("\n") if line]
+    with tempfile.TemporaryFile() as log:
+        try:
+            process = subprocess.Popen(
+                spec.command("rows", size=size), env=_variables({}), stdout=subprocess.PIPE, stderr=log
+            )
+        except OSError as error:
+            raise ConfigError(_not_started(spec, str(error))) from error
+        with process:
+            assert process.stdout is not None
+            try:
+                yield from map(json.loads, process.stdout)
+                if process.wait():
+                    log.seek(0)
+                    raise ConfigError(_not_started(spec, log.read().decode(errors="replace")))
+            finally:
+                process.kill()  # as many rows as are wanted were read
 
 
 @asynccontextmanager

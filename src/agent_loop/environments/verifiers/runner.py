@@ -62,12 +62,10 @@ def print_rows(spec: dict[str, Any]) -> None:
     rows = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     environment = Environment(spec)
-    size = spec.get("size")
-    if size is None and not environment.taskset.bounded:
+    if spec["size"] is None and not environment.taskset.bounded:
         raise ValueError(f"{spec['env']} has endless tasks; give their number with size")
-    for task in itertools.islice(environment.taskset, size):
-        print(json.dumps(environment.row(task)), file=rows)
-    rows.flush()
+    for task in environment.taskset:
+        print(json.dumps(environment.row(task)), file=rows, flush=True)
 
 
 async def serve(spec: dict[str, Any], ready: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from pydantic import ConfigDict
@@ -12,7 +13,7 @@ from pydantic import ConfigDict
 from agent_loop.config import Positive, Section
 from agent_loop.environments.suite import TaskSuite
 from agent_loop.environments.verifiers.process import EnvironmentSpec, read_rows
-from agent_loop.errors import ConfigError, DataError
+from agent_loop.errors import ConfigError
 
 
 class VerifiersOptions(Section):
@@ -23,7 +24,7 @@ class VerifiersOptions(Section):
     python: str = ""
     """Path of the interpreter that has verifiers. "" is the running one."""
     size: Positive | None = None
-    """Number of tasks. None takes all."""
+    """Number of rows. None takes all tasks of the environment."""
 
 
 class VerifiersSuite(TaskSuite):
@@ -43,20 +44,17 @@ class VerifiersSuite(TaskSuite):
         return ()
 
     def rows(self, task: str, options: Any) -> Iterator[dict[str, Any]]:
-        if not task:
-            raise ConfigError("verifiers: names no environment; give verifiers:PACKAGE or verifiers:FILE.py")
-        python = options.python or sys.executable
-        settings = nested_settings(options.model_extra or {})
-        spec = EnvironmentSpec(task, json.dumps(settings, sort_keys=True), python)
-        rows = read_rows(spec, size=options.size)
-        if not rows:
-            raise DataError(f"the environment {task!r} of verifiers has no tasks")
-        for row in rows:
-            place = {"env": task, "settings": settings, "python": options.python}
-            yield {
-                "raw_prompt": row["messages"],
-                "task": {**place, "index": row["index"], "key": row["key"], "name": row["name"]},
-            }
+        place: dict[str, Any] = {
+            "env": str(Path(task).resolve()) if task.endswith(".py") else task,
+            "settings": nested_settings(options.model_extra or {}),
+            "python": options.python,
+        }
+        spec = EnvironmentSpec(
+            place["env"], json.dumps(place["settings"], sort_keys=True), options.python or sys.executable
+        )
+        for row in read_rows(spec, size=options.size):
+            messages = row.pop("messages")
+            yield {"raw_prompt": messages, "task": {**place, **row}}
 
     def identity(self, row: Mapping[str, Any]) -> str:
         return str(row["task"]["key"])
