@@ -68,7 +68,7 @@ def test_the_limit_of_the_page_ends_a_game_without_a_reward(
 
 def test_the_page_lists_every_suite_with_its_extra() -> None:
     listed = dict(re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|[^|]*\|$", PAGE, flags=re.MULTILINE))
-    assert sorted(listed) == sorted(SUITES)
+    assert not SUITES.keys() - listed.keys()
     for name in SUITES:
         suite = load_suite(name)
         assert (f"agent-loop[{suite.extra}]" in listed[name]) == bool(suite.extra), name

@@ -68,11 +68,7 @@ async def check_row(suite: TaskSuite, row: Mapping[str, Any], *, name: str) -> T
     if turns is not None:
         solution, faults = await _play(suite, row, turns, what="the solution")
         problems += faults
-        if solution is not None and solution < 1:
-            problems.append(f"the solution scores {solution:g} instead of 1")
-    best = 1.0 if solution is None else solution
-    if nothing is not None and nothing >= best:
-        problems.append(f"doing nothing scores {nothing:g}, no less than {best:g}")
+    problems += _wrong_rewards(suite.solved_reward, nothing=nothing, solution=solution)
     return TaskReport(
         name,
         nothing=nothing,
@@ -81,6 +77,18 @@ async def check_row(suite: TaskSuite, row: Mapping[str, Any], *, name: str) -> T
         ignored=() if turns is not None else (NO_SOLUTION,),
         seconds=clock() - started,
     )
+
+
+def _wrong_rewards(solved: float | None, *, nothing: float | None, solution: float | None) -> list[str]:
+    if solved is None:
+        return []
+    problems: list[str] = []
+    if solution is not None and solution < solved:
+        problems.append(f"the solution scores {solution:g} instead of {solved:g}")
+    best = solved if solution is None else solution
+    if nothing is not None and nothing >= best:
+        problems.append(f"doing nothing scores {nothing:g}, no less than {best:g}")
+    return problems
 
 
 async def _play(

@@ -50,6 +50,8 @@ class TaskSuite(ABC):
     """Loop that plays the rows. Another loop than this one does not call `environment`."""
     lists_tasks: ClassVar[bool] = True
     """Whether `tasks` returns all tasks. If not, `rows` also accepts other names or addresses."""
+    solved_reward: ClassVar[float | None] = 1.0
+    """Reward of a solved task, by which `agent-loop check tasks` judges solutions. None if it differs between tasks."""
 
     @abstractmethod
     def tasks(self) -> Sequence[str]:
