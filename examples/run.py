@@ -13,17 +13,18 @@ import importlib
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
 
 from agent_loop.config import Config, load_config
+from agent_loop.environments.registry import load_suite
 from agent_loop.errors import AgentLoopError
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
@@ -34,8 +35,8 @@ from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.run_folder import METRICS_FILE
 from agent_loop.trajectory import Trajectory
-from agent_loop.types import Row
-from examples.common.demonstrations import Habit, Task, TaskWithTools, demonstrations
+from agent_loop.types import Message, Row
+from examples.common.demonstrations import Habit, Task, TaskWithDemonstrations, TaskWithTools, demonstrations
 from examples.common.model import make_model
 from examples.common.report import ReportInput, TargetResult, print_comparison, write_report
 from examples.common.tokenizer import pad_id, train_tokenizer
@@ -54,7 +55,8 @@ class Recipe:
     """Warm start of a task, and the targets of its run."""
 
     warm_start_steps: int
-    habit: Habit
+    habit: Habit | None
+    """None if `task.py` has demonstrations of its own."""
     least_after: float
     """Least success on held-out prompts after training, sampled at temperature 1."""
     most_before: float = 0.35
@@ -71,6 +73,7 @@ RECIPES = {
     "two_hop_search": Recipe(warm_start_steps=900, habit=Habit(first_step_share=0.33), least_after=0.90),
     "shell_agent": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.33), least_after=0.90),
     "langgraph_math": Recipe(warm_start_steps=1800, habit=Habit(first_step_share=0.35), least_after=0.90),
+    "frozen_lake": Recipe(warm_start_steps=200, habit=None, least_after=0.35),
 }
 
 
@@ -120,16 +123,16 @@ async def run_example(
     torch.set_num_threads(1)
 
     # 1. The data: held-out rows for the evaluation, and demonstrations of training rows.
-    task = cast(Task, importlib.import_module(f"examples.{name}.task"))
+    task: Any = importlib.import_module(f"examples.{name}.task")
     config = _load_config(name, seed=seed, out=out, model_path=out / "model", settings=settings)
     data = config.data
     val_rows = load_rows(data.val_files, prompt_key=data.prompt_key, workspace=data.workspace)
     tools = tool_schemas(task, config)
-    conversations = demonstrations(task, rng=random.Random(seed), habit=recipe.habit)
+    conversations = conversations_of(task, recipe, rng=random.Random(seed))
     log(1, f"data: {len(val_rows)} held-out prompts, tools {[tool['function']['name'] for tool in tools]}")
 
     # 2. A tokenizer and a model with random weights.
-    tokenizer = train_tokenizer(islice(conversations, TOKENIZER_CONVERSATIONS), tools=tools)
+    tokenizer = train_tokenizer(tokenizer_texts(task, conversations), tools=tools)
     model = make_model(tokenizer, seed=seed)
     log(2, f"model: {model.num_parameters():,} parameters, vocabulary {len(tokenizer)}")
 
@@ -170,7 +173,7 @@ async def run_example(
         after=after,
         success_threshold=config.reward.success_threshold,
         metrics=list(read_metrics(result.run_dir / METRICS_FILE)),
-        right_answer=lambda row: str(task.solution(row)[-1]["content"]),
+        right_answer=lambda row: right_answer(task, row),
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids))),
     )
     print_comparison(report, console=console)
@@ -183,7 +186,37 @@ async def run_example(
     return 0 if verdict.is_passed else EXIT_NOT_PASSED
 
 
-def tool_schemas(task: Task, config: Config) -> list[dict[str, Any]]:
+def conversations_of(
+    task: Task | TaskWithDemonstrations, recipe: Recipe, *, rng: random.Random
+) -> Iterator[list[Message]]:
+    """Return the demonstrations of the warm start."""
+    if isinstance(task, TaskWithDemonstrations):
+        return task.demonstrations(rng)
+    assert recipe.habit is not None, "a task without demonstrations needs a habit"
+    return demonstrations(task, rng=rng, habit=recipe.habit)
+
+
+def tokenizer_texts(
+    task: Task | TaskWithDemonstrations, conversations: Iterator[list[Message]]
+) -> Iterator[list[Message]]:
+    """Yield the conversations that train the tokenizer.
+
+    The observations of a named environment are left out, so that they have one token per character.
+    """
+    for messages in islice(conversations, TOKENIZER_CONVERSATIONS):
+        leaves_out = isinstance(task, TaskWithDemonstrations)
+        yield [message for message in messages if not leaves_out or message["role"] != "user"]
+
+
+def right_answer(task: Task | TaskWithDemonstrations, row: Mapping[str, Any]) -> str:
+    """Return the last turn of a row's solution."""
+    if isinstance(task, TaskWithDemonstrations):
+        turns = load_suite(row["environment"]).solution(row)
+        return "?" if not turns else ", ".join(turn.text for turn in turns)
+    return str(task.solution(row)[-1]["content"])
+
+
+def tool_schemas(task: Task | TaskWithDemonstrations, config: Config) -> list[dict[str, Any]]:
     """Return the schemas of the task's own tools if it has any, or those of the configured tools."""
     if isinstance(task, TaskWithTools):
         return task.tool_schemas()

@@ -37,6 +37,15 @@ class TaskWithTools(Protocol):
         ...
 
 
+@runtime_checkable
+class TaskWithDemonstrations(Protocol):
+    """Interface of a `task.py` for an environment that is named in `config.yaml`, with demonstrations of its own."""
+
+    def demonstrations(self, rng: random.Random) -> Iterator[list[Message]]:
+        """Yield conversations without limit. They end with a turn of the assistant or of the environment."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Habit:
     """Probabilities of a correct step in a demonstration.

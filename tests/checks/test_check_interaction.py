@@ -10,17 +10,17 @@ import pytest
 
 from agent_loop.checks import check_interaction
 from agent_loop.checks.interaction.contract import INTERACTION_CHECKS
+from agent_loop.environments.gymnasium.interaction import GymnasiumInteraction
 from agent_loop.errors import ConfigError, ContractError
 from agent_loop.integrations.verl.gsm8k import Gsm8kInteraction
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.interactions.gymnasium import GymnasiumInteraction
 from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.interactions.simulated_user import SimulatedUser
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.types import Message
+from tests.environments.gymnasium.test_interaction import FROZEN_LAKE
 from tests.interactions.endpoint import endpoint
-from tests.interactions.test_gymnasium import FROZEN_LAKE
 
 ANSWERS = ("#### 41", "I give up.", "#### 42")
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from agent_loop.config import MOST, Config, ModelConfig, Section, all_keys, load_config, parse_section
+from agent_loop.environments.gymnasium.world import GymnasiumSettings
 from agent_loop.errors import ConfigError
 from agent_loop.integrations.verl.gsm8k import Gsm8kSettings
-from agent_loop.interactions.gymnasium import GymnasiumSettings
 from agent_loop.interactions.registry import InteractionEntry
 from agent_loop.interactions.simulated_user import SimulatedUserSettings
 from agent_loop.servers.base import ServerSpec

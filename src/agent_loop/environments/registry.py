@@ -9,6 +9,8 @@ from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.registries import construct, load_class
 
 SUITES: Mapping[str, str] = {
+    "agentdojo": "agent_loop.environments.agentdojo:AgentDojoSuite",
+    "gymnasium": "agent_loop.environments.gymnasium.suite:GymnasiumSuite",
     "reasoning_gym": "agent_loop.environments.reasoning_gym:ReasoningGymSuite",
     "openenv": "agent_loop.environments.openenv.suite:OpenEnvSuite",
     "verifiers": "agent_loop.environments.verifiers.suite:VerifiersSuite",

@@ -10,8 +10,8 @@ import gymnasium
 import pytest
 from gymnasium import spaces
 
+from agent_loop.environments.gymnasium.interaction import GymnasiumInteraction
 from agent_loop.errors import ConfigError
-from agent_loop.interactions.gymnasium import GymnasiumInteraction
 from agent_loop.testing import run_virtual
 from agent_loop.types import StopReason
 from tests.helpers import text_reply, user

@@ -1,0 +1,1 @@
+"""Gymnasium environments that are played through text: as an interaction, and as a suite of tasks."""

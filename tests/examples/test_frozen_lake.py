@@ -1,0 +1,62 @@
+"""Tests of the demonstrations of the frozen lake, whose environment is Gymnasium's."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+
+from agent_loop.config import load_config
+from agent_loop.rollout.rows import load_rows
+from examples.frozen_lake.task import demonstrations
+from examples.run import RECIPES, conversations_of, right_answer, tokenizer_texts
+from tests.examples.conftest import load_task
+
+NUM_WALKS = 1500
+CONFIG = load_config("examples/frozen_lake/config.yaml")
+
+
+def test_no_demonstration_reaches_the_goal() -> None:
+    walks = list(islice(demonstrations(random.Random(0)), NUM_WALKS))
+    assert not any("[G]" in str(message["content"]) for walk in walks for message in walk)
+
+
+def test_demonstrations_take_each_action_equally_often_whatever_the_map() -> None:
+    moves = [
+        message["content"]
+        for walk in islice(demonstrations(random.Random(0)), NUM_WALKS)
+        for message in walk
+        if message["role"] == "assistant"
+    ]
+    shares = {action: moves.count(action) / len(moves) for action in ("left", "down", "right", "up")}
+    assert all(0.2 < share < 0.3 for share in shares.values()), shares
+
+
+def test_no_demonstration_walks_on_a_held_out_map() -> None:
+    held_out = {row["raw_prompt"][-1]["content"] for row in rows(CONFIG.data.val_files)}
+    walks = islice(demonstrations(random.Random(0)), NUM_WALKS)
+    assert held_out.isdisjoint(walk[1]["content"] for walk in walks)
+
+
+def test_training_maps_and_held_out_maps_are_disjoint() -> None:
+    train, val = (
+        {row["raw_prompt"][-1]["content"] for row in rows(files)}
+        for files in (CONFIG.data.train_files, CONFIG.data.val_files)
+    )
+    assert train.isdisjoint(val)
+    assert len(val) > 60
+
+
+def test_every_field_of_a_map_is_a_token() -> None:
+    task = load_task("frozen_lake")
+    conversations = conversations_of(task, RECIPES["frozen_lake"], rng=random.Random(0))
+    texts = islice(tokenizer_texts(task, conversations), 50)
+    assert {message["role"] for messages in texts for message in messages} == {"system", "assistant"}
+
+
+def test_the_report_shows_the_way_to_the_goal() -> None:
+    row = rows(CONFIG.data.val_files)[0]
+    assert right_answer(load_task("frozen_lake"), row).endswith(("down", "right"))
+
+
+def rows(sources: list[str]) -> list[dict[str, object]]:
+    return [dict(row) for row in load_rows(sources, prompt_key=CONFIG.data.prompt_key)]
