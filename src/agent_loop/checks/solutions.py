@@ -62,7 +62,8 @@ async def play_turns(
 ) -> Trajectory:
     """Play model turns in the environment of a row, as a rollout plays completions, and return the trajectory.
 
-    The trajectory ends after the last turn, if the environment does not end it before. Its reward is the environment's.
+    The trajectory ends after the last turn, if the environment does not end it before. If the last turn has calls, an
+    empty turn follows their replies. The reward is the environment's.
 
     Args:
         suite: The row's suite, whose rows are played by `environment_agent`.
@@ -77,7 +78,12 @@ async def play_turns(
         raise ConfigError(f"rows of {suite.name!r} are played by {suite.agent_name!r}, which needs a model")
     if not calls_at_once:
         turns = [part for turn in turns for part in one_call_per_turn(turn)]
-    completions = [completion_of(turn) for turn in turns or [SolutionTurn()]]
+    if not turns or turns[-1].calls:
+        turns = [
+            *turns,
+            SolutionTurn(),
+        ]  # at its limit of turns, a trajectory ends without the calls of its last turn
+    completions = [completion_of(turn) for turn in turns]
     worker = _worker(suite, completions)
     played = {**row, "agent_name": LOOP, "environment": suite.name}
     [trajectory] = await worker.run([Job(played, group=0, rollout=0, sampling_params={"temperature": 1.0})])
