@@ -73,7 +73,7 @@ RECIPES = {
     "two_hop_search": Recipe(warm_start_steps=900, habit=Habit(first_step_share=0.33), least_after=0.90),
     "shell_agent": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.33), least_after=0.90),
     "langgraph_math": Recipe(warm_start_steps=1800, habit=Habit(first_step_share=0.35), least_after=0.90),
-    "frozen_lake": Recipe(warm_start_steps=200, habit=None, least_after=0.35),
+    "frozen_lake": Recipe(warm_start_steps=200, habit=None, least_after=0.40),
 }
 
 
