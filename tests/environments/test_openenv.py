@@ -84,11 +84,14 @@ def rows_of(*servers: Server, **options: Any) -> list[dict[str, Any]]:
     return load_rows([f"openenv:{urls}?{query}"], prompt_key="prompt")
 
 
-def play(rows: Sequence[dict[str, Any]], script: Script, **options: Any) -> list[Trajectory]:
+def play(
+    rows: Sequence[dict[str, Any]], script: Script, *, retries: int = 0, **options: Any
+) -> list[Trajectory]:
     """Play rows, and check that nothing is left open."""
 
     async def run() -> list[Trajectory]:
         harness = WorkerHarness(script, agent="environment_agent", **options)
+        harness.worker._retries = retries
         trajectories = await harness.worker.run(harness.jobs(rows))
         harness.assert_nothing_is_left()
         return trajectories
@@ -201,9 +204,10 @@ def test_several_servers_share_the_trajectories(count: Server) -> None:
         assert seen[count.url] == seen[other.url] == 8
 
 
-def test_a_server_that_is_killed_in_a_batch_of_64_and_comes_back_makes_up_no_reward_and_loses_no_row() -> (
-    None
-):
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_server_that_is_killed_in_a_batch_of_64_and_comes_back_makes_up_no_reward_and_loses_no_row(
+    retries: int,
+) -> None:
     with serving("count") as server:
         num_requests = 0
 
@@ -215,19 +219,20 @@ def test_a_server_that_is_killed_in_a_batch_of_64_and_comes_back_makes_up_no_rew
                 server.start()
             return text_reply("next", latency_s=0.01 * (num_requests % 7))
 
-        rows = rows_of(server, size=64)
-        trajectories = play(rows, script, max_concurrent=32)
-    failed = [t for t in trajectories if t.output.failure is not None]
+        trajectories = play(rows_of(server, size=64), script, max_concurrent=32, retries=retries)
     assert len(trajectories) == 64
-    assert failed
-    for trajectory in failed:
+    broken = [t for t in trajectories if t.output.failure is not None]
+    again = [t for t in trajectories if any(i.kind == "retried" for i in t.output.incidents)]
+    assert bool(broken) == (not retries)
+    assert bool(again) == bool(retries)
+    for trajectory in broken:
         assert trajectory.reward is None
-        assert trajectory.output.failure.error.startswith(
-            f"EnvironmentUnavailable: the OpenEnv server {server.url}"
-        )
+        error = trajectory.output.failure.error
+        assert error.startswith(f"EnvironmentUnavailable: the OpenEnv server {server.url}")
     for seed, trajectory in enumerate(trajectories):
         if trajectory.output.failure is None:
             assert trajectory.reward == num_steps(seed) * REWARD
+            assert trajectory.output.extra_fields["num_steps"] == num_steps(seed)
             assert trajectory.output.extra_fields["is_done"] is True
 
 
