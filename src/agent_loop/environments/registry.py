@@ -13,6 +13,7 @@ SUITES: Mapping[str, str] = {
     "gymnasium": "agent_loop.environments.gymnasium.suite:GymnasiumSuite",
     "reasoning_gym": "agent_loop.environments.reasoning_gym:ReasoningGymSuite",
     "openenv": "agent_loop.environments.openenv.suite:OpenEnvSuite",
+    "tau2": "agent_loop.environments.tau2.suite:Tau2Suite",
     "verifiers": "agent_loop.environments.verifiers.suite:VerifiersSuite",
 }
 """Suites by name. Each is imported when it is first used."""
