@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from agent_loop.environments.base import Environment
+from agent_loop.environments.game import Game
 from agent_loop.environments.registry import SUITES, load_suite
 from agent_loop.environments.trl import TrlClass
 from agent_loop.errors import ConfigError, DataError, did_you_mean
@@ -18,8 +19,8 @@ from agent_loop.runtime.describe import describe_error, describe_value
 class EnvironmentFactory:
     """Creates the environments of trajectories."""
 
-    make: Callable[[], Environment]
-    """Returns a new environment."""
+    make: Callable[[], Environment | Game]
+    """Returns a new environment or game."""
     where: str
     """Name of the environment in errors."""
     tool_names: frozenset[str] | None = None
@@ -30,8 +31,8 @@ class EnvironmentFactory:
         """Return the factory of a class.
 
         Args:
-            make: A subclass of `Environment` or a class in TRL's form, without required arguments, or a function that
-                returns an instance of one. It is called at once, to inspect an instance.
+            make: A subclass of `Environment` or `Game`, or a class in TRL's form, without required arguments, or a
+                function that returns an instance of one. It is called at once, to inspect an instance.
             where: Name of the environment in errors.
 
         Raises:
@@ -43,7 +44,7 @@ class EnvironmentFactory:
             raise ConfigError(
                 f"{where}: creating an instance raised {describe_error(error)}; fix it"
             ) from error
-        if isinstance(probe, Environment):
+        if isinstance(probe, Environment | Game):
             return cls(make, where)
         trl_class = TrlClass(make, probe, where=where)
         return cls(trl_class.environment, where, frozenset(tool.name for tool in trl_class.tools))

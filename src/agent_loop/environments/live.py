@@ -11,7 +11,7 @@ from agent_loop.environments.base import Environment, EnvironmentTool, Reply
 from agent_loop.environments.factory import EnvironmentFactory
 from agent_loop.environments.method_calls import call_method
 from agent_loop.environments.trl import with_observation
-from agent_loop.errors import ConfigError, EnvironmentBug, InteractionBug, RewardError
+from agent_loop.errors import ConfigError, DataError, EnvironmentBug, InteractionBug, RewardError
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.rewards.function import Score, read_score
 from agent_loop.runtime.describe import describe_value
@@ -55,10 +55,14 @@ class LiveEnvironment:
         """Create the environment, start the trajectory of a row, and return its prompt.
 
         Raises:
+            DataError: The row names a game.
             EnvironmentBug: The environment did not return text, messages or None.
             Exception: Any exception of the environment.
         """
-        self._environment = await self._thread.run(self._make)
+        environment = await self._thread.run(self._make)
+        if not isinstance(environment, Environment):
+            raise DataError(f"{self.where} is a game of players in turns; set agent_name to game_agent")
+        self._environment = environment
         start = await self.call("reset", row)
         if start is None or isinstance(start, str):
             return with_observation(row["raw_prompt"], start)

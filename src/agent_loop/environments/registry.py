@@ -14,6 +14,7 @@ SUITES: Mapping[str, str] = {
     "reasoning_gym": "agent_loop.environments.reasoning_gym:ReasoningGymSuite",
     "openenv": "agent_loop.environments.openenv.suite:OpenEnvSuite",
     "tau2": "agent_loop.environments.tau2.suite:Tau2Suite",
+    "textarena": "agent_loop.environments.textarena:TextArenaSuite",
     "verifiers": "agent_loop.environments.verifiers.suite:VerifiersSuite",
 }
 """Suites by name. Each is imported when it is first used."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from agent_loop.config import Positive, Section, Seed
 from agent_loop.environments.base import Environment
+from agent_loop.environments.game import Game
 from agent_loop.types import ToolCall
 
 
@@ -80,8 +81,11 @@ class TaskSuite(ABC):
             DataError: The task cannot be used, with the reason.
         """
 
-    def environment(self) -> Environment:
-        """Return a new environment for one trajectory of this suite. Called for rows of `environment_agent`."""
+    def environment(self) -> Environment | Game:
+        """Return a new environment for one trajectory, or a new game for one rollout, of this suite.
+
+        Called for rows of `environment_agent`, or of `game_agent`.
+        """
         raise NotImplementedError(f"rows of {self.name!r} are played by the loop {self.agent_name!r}")
 
     def solution(self, row: Mapping[str, Any]) -> Sequence[SolutionTurn] | None:

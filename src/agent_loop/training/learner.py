@@ -32,6 +32,7 @@ from agent_loop.training.losses import kl_penalty, masked_mean
 from agent_loop.training.micro_batches import trainable_rows
 from agent_loop.training.policy import compute_dtype, device_of, load_policy
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup, RankCommand
+from agent_loop.training.seats import has_seats
 from agent_loop.training.targets import PastLogProbs
 
 CRITIC_FOLDER = "critic"
@@ -216,6 +217,11 @@ class Learner:
             raise DataError(
                 f"algorithm.adv_estimator is {self._estimator.registered.name}, which compares with a greedy "
                 "trajectory of each prompt; give baseline_rewards"
+            )
+        if has_seats(batch):
+            raise DataError(
+                f"algorithm.adv_estimator is {self._estimator.registered.name}, which does not tell the seats of a "
+                "game apart; choose an estimator that compares in groups, such as grpo"
             )
         groups: list[int] = batch["group"].tolist()
         return torch.tensor([baseline_rewards.get(group, torch.nan) for group in groups])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,12 +28,15 @@ from agent_loop.trajectory import (
     group_branches,
     mean_reward,
 )
+from agent_loop.trajectory.branches import seat_of
 
 STEP = "step"
 """Number of completed steps; the key of a line."""
 
 REWARD_MEAN = "reward/mean"
 """Mean reward over scored rollouts. The reward of a rollout with several branches is the mean of their rewards."""
+SEAT_REWARD = "reward/seat_"
+"""Prefix: mean reward over scored rollouts of one seat of a game, as in `reward/seat_0/mean`."""
 REWARD_MIN = "reward/min"
 """Smallest reward of a branch."""
 REWARD_MAX = "reward/max"
@@ -234,7 +237,23 @@ def rollout_metrics(
         counts[f"{STOP_REASON}{output.stop_reason.value}"] += weight
         for incident in output.incidents:
             counts[f"{INCIDENT}{incident.kind.value}"] += weight
+    metrics |= _seat_rewards(trajectories)
     return metrics | {name: count / len(rollouts) for name, count in counts.items()}
+
+
+def _seat_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean reward of each seat of games."""
+    by_seat: defaultdict[Hashable, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        by_seat[seat_of(trajectory)].append(trajectory)
+    metrics: dict[str, float] = {}
+    for seat, played in by_seat.items():
+        means = [
+            reward for branches in group_branches(played) if (reward := mean_reward(branches)) is not None
+        ]
+        if seat is not None and means:
+            metrics[f"{SEAT_REWARD}{seat}/mean"] = float(np.mean(means))
+    return metrics
 
 
 def _call_metrics(outputs: Sequence[AgentLoopOutput], *, weights: Sequence[float]) -> dict[str, float]:

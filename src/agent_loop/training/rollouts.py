@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from agent_loop.runtime.concurrency import run_together
 from agent_loop.training.advantages import estimator_needs
 from agent_loop.training.progress import Progress
 from agent_loop.trajectory import Trajectory, group_branches
+from agent_loop.trajectory.branches import seat_of
 from agent_loop.types import Row
 
 
@@ -200,14 +201,19 @@ def max_staleness(config: Config) -> int:
 
 
 def _with_variance(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories of groups in which several rollouts are scored and not all rewards are equal."""
-    rewards: defaultdict[int, set[float]] = defaultdict(set)
-    num_scored: Counter[int] = Counter()
+    """Return the trajectories of groups in which several rollouts are scored and not all rewards are equal.
+
+    In games, this holds for a seat of the group.
+    """
+    rewards: defaultdict[tuple[int, Hashable], set[float]] = defaultdict(set)
+    num_scored: Counter[tuple[int, Hashable]] = Counter()
     for branches in group_branches(trajectories):
-        found = {t.reward for t in branches if t.reward is not None}
-        rewards[branches[0].group] |= found
-        num_scored[branches[0].group] += bool(found)
-    return [t for t in trajectories if num_scored[t.group] > 1 and len(rewards[t.group]) > 1]
+        scored = [(t.group, seat_of(t), t.reward) for t in branches if t.reward is not None]
+        for group, seat, reward in scored:
+            rewards[group, seat].add(reward)
+        num_scored.update({(group, seat) for group, seat, _ in scored})
+    groups = {key[0] for key, found in rewards.items() if num_scored[key] > 1 and len(found) > 1}
+    return [t for t in trajectories if t.group in groups]
 
 
 def _earned(branches: Sequence[Trajectory], *, turn_weight: float) -> float:

@@ -7,6 +7,9 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from agent_loop.trajectory.output import Trajectory
 
+SEAT = "seat"
+"""Key of `extra_fields` with the seat of a trajectory, in games of several players."""
+
 
 def group_branches(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
     """Return the branches of each rollout, in the order of their first ones.
@@ -17,6 +20,11 @@ def group_branches(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]
     for number, trajectory in enumerate(trajectories):
         rollouts.setdefault(_key(trajectory, number), []).append(trajectory)
     return list(rollouts.values())
+
+
+def without_lost(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return the trajectories that infrastructure did not fail. The others say nothing about the policy."""
+    return [t for t in trajectories if t.output.failure is None or not t.output.failure.is_infrastructure]
 
 
 def branch_weights(trajectories: Sequence[Trajectory]) -> list[float]:
@@ -30,6 +38,15 @@ def mean_reward(branches: Sequence[Trajectory]) -> float | None:
     """Return the reward of a rollout: the mean of those of its scored branches; None if nothing scored any."""
     rewards = [t.reward for t in branches if t.reward is not None]
     return sum(rewards) / len(rewards) if rewards else None
+
+
+def seat_of(trajectory: Trajectory) -> Hashable | None:
+    """Return the seat of a trajectory in its game. Rewards of different seats cannot be compared.
+
+    None if the trajectory is of no game.
+    """
+    seat = trajectory.output.extra_fields.get(SEAT)
+    return seat if isinstance(seat, int | str) else None
 
 
 def mean_over_rollouts(values: Iterable[tuple[Hashable | None, float | None]]) -> float | None:

@@ -11,6 +11,7 @@ from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training.advantages.groups import compared_turns, grpo_advantages
 from agent_loop.training.branches import rollouts_of_rows
+from agent_loop.training.seats import compared_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,13 @@ class Rewards:
     mask_BR: Tensor
     """1 for sampled tokens."""
     groups_B: Tensor
-    """Number of the group of each row."""
+    """Number of the group of each row. In games, the seats of a group are groups of their own."""
     turn_weight: float
     """Weight of the rewards of turns."""
     rollouts_B: Tensor | None = None
     """Number of the rollout of each row; None: each row is a rollout."""
+    prompts_B: Tensor | None = None
+    """Number of the prompt of each row, which the seats of a game share; None is `groups_B`."""
     shared_turns_B: Tensor | None = None
     """Sum of the rewards of turns that are trained in another branch of the rollout; None is 0."""
 
@@ -114,9 +117,10 @@ def collect_rewards(
         has_turn_BR=has_turn_BR,
         penalties_BR=penalties_BR,
         mask_BR=mask_BR,
-        groups_B=batch["group"],
+        groups_B=compared_groups(batch),
         turn_weight=config.turn_reward_weight,
         rollouts_B=rollouts_of_rows(batch),
+        prompts_B=batch["group"],
         shared_turns_B=torch.where(is_shared_BR, turns_BR, 0.0).double().sum(dim=1),
     )
 

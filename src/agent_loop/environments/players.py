@@ -1,0 +1,221 @@
+"""Players of seats that the policy does not play: scripted ones, and models on other servers."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from agent_loop.config import NotNegative, PositiveSeconds, Section, Temperature, Tokens
+from agent_loop.errors import ConfigError, DataError, EnvironmentBug, EnvironmentUnavailable, did_you_mean
+from agent_loop.loading import import_extra, load_object
+from agent_loop.runtime.describe import describe_error, describe_value
+from agent_loop.runtime.threads import run_in_thread
+from agent_loop.types import Message
+
+POLICY = "policy"
+SCRIPTED = "scripted:"
+BUILT_IN = ("random", "first")
+NO_KEY = "none"
+"""Placeholder for endpoints without authentication, because the client requires a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayerTurn:
+    """A turn of a scripted player."""
+
+    seat: int
+    observation: str
+    """What happened since the seat's last turn."""
+    rng: random.Random
+    """Random numbers of this seat, the same whenever the rollout is repeated."""
+
+
+class Player(Protocol):
+    """Player of a seat."""
+
+    async def move(self, observation: str) -> str | None:
+        """Return the seat's move, or None if it can move no more."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the player holds."""
+        ...
+
+
+class OpponentSettings(Section):
+    """Settings of an opponent: a model at an endpoint with OpenAI's chat completions."""
+
+    model: str
+    """Name of the model at the endpoint."""
+    base_url: str | None = None
+    """URL such as `http://host:8000/v1`. None uses the environment variable OPENAI_BASE_URL, or OpenAI's API."""
+    api_key_env: str | None = None
+    """Environment variable that holds the API key. None if the endpoint needs no key."""
+    system_prompt: str | None = None
+    temperature: Temperature | None = None
+    """Sampling temperature. None uses the endpoint's default."""
+    max_tokens: Tokens = 512
+    """Maximum number of tokens in one move."""
+    timeout_s: PositiveSeconds = 60.0
+    """Time limit for one attempt."""
+    max_retries: NotNegative = 3
+    """Number of retries after a connection error, a timeout, or a status such as 429 or 500."""
+
+
+class BuiltInPlayer:
+    """Plays a random legal move, or the first one."""
+
+    def __init__(
+        self, name: str, *, legal_moves: Callable[[], Awaitable[Sequence[str]]], rng: random.Random
+    ) -> None:
+        self._name = name
+        self._legal_moves = legal_moves
+        self._rng = rng
+
+    async def move(self, observation: str) -> str:
+        moves = await self._legal_moves()
+        return self._rng.choice(moves) if self._name == "random" else moves[0]
+
+    async def close(self) -> None:
+        pass
+
+
+class FunctionPlayer:
+    """Plays what a function of a `PlayerTurn` returns."""
+
+    def __init__(self, function: Callable[[PlayerTurn], Any], *, seat: int, rng: random.Random) -> None:
+        self._function = function
+        self._seat = seat
+        self._rng = rng
+
+    async def move(self, observation: str) -> str:
+        turn, where = PlayerTurn(self._seat, observation, self._rng), f"the player of seat {self._seat}"
+        try:
+            if inspect.iscoroutinefunction(self._function):
+                text: Any = await self._function(turn)
+            else:
+                text = await run_in_thread(self._function, turn)
+        except EnvironmentUnavailable:
+            raise
+        except Exception as error:
+            raise EnvironmentBug(f"{where} raised {describe_error(error)}; fix it") from error
+        if not isinstance(text, str):
+            raise EnvironmentBug(f"{where} returned {describe_value(text)}; return a str")
+        return text
+
+    async def close(self) -> None:
+        pass
+
+
+class ModelPlayer:
+    """Plays the replies of a model on another server, which sees the conversation of its seat.
+
+    Raises:
+        ConfigError: The client is not installed, or the API key is not set.
+    """
+
+    def __init__(self, name: str, settings: OpponentSettings) -> None:
+        self._name = name
+        self._settings = settings
+        self._openai = import_extra("openai", extra="simulated-user", by=f"the opponent {name!r}")
+        self._client: Any = self._openai.AsyncOpenAI(
+            api_key=_key(settings.api_key_env),
+            base_url=settings.base_url,
+            timeout=settings.timeout_s,
+            max_retries=settings.max_retries,
+        )
+        prompt = settings.system_prompt
+        self._messages: list[Message] = [] if prompt is None else [{"role": "system", "content": prompt}]
+
+    async def move(self, observation: str) -> str:
+        settings = self._settings
+        sampling = {} if settings.temperature is None else {"temperature": settings.temperature}
+        messages = [*self._messages, {"role": "user", "content": observation}]
+        try:
+            completion = await self._client.chat.completions.create(
+                model=settings.model, messages=messages, max_tokens=settings.max_tokens, **sampling
+            )
+            text: Any = completion.choices[0].message.content
+        except (self._openai.APIError, ValueError, AttributeError, IndexError, TypeError) as error:
+            raise EnvironmentUnavailable(
+                f"the opponent {self._name!r} (model {settings.model!r}) returned no move: {describe_error(error)}; "
+                "check that the endpoint serves this model"
+            ) from error
+        text = text if isinstance(text, str) else ""
+        self._messages = [*messages, {"role": "assistant", "content": text}]
+        return text
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+def read_players(
+    given: Any, *, num_seats: int | None, opponents: Mapping[str, OpponentSettings], where: str
+) -> list[str]:
+    """Return the player of each seat.
+
+    Args:
+        given: The name of a player for all seats, or a list with one name for each seat.
+        num_seats: Number of seats of the game. None if it is unknown yet.
+        opponents: The configured opponents by name.
+        where: Name of the value in errors.
+
+    Raises:
+        DataError: A player does not exist, no seat is the policy's, or the number of names is wrong.
+        ConfigError: A scripted player cannot be loaded.
+    """
+    names: list[Any] = [given] * (num_seats or 1) if isinstance(given, str) else given
+    if not isinstance(given, str | Sequence) or not names:
+        raise DataError(
+            f"{where} is {describe_value(given)}; give a player, or a list with one for each seat"
+        )
+    for name in names:
+        known = {POLICY, *BUILT_IN, *opponents}
+        if isinstance(name, str) and name.startswith(SCRIPTED):
+            if name.removeprefix(SCRIPTED) not in BUILT_IN:
+                _load_function(name)
+        elif name not in known:
+            raise DataError(f"{where}: there is no player {name!r}{did_you_mean(str(name), known)}")
+    if POLICY not in names:
+        raise DataError(f"{where} is {list(names)}: the policy has no seat; name {POLICY!r} at least once")
+    if num_seats is not None and len(names) != num_seats:
+        raise DataError(
+            f"{where} has {len(names)} players, and the game has {num_seats} seats; give one for each"
+        )
+    return [str(name) for name in names]
+
+
+def make_player(
+    name: str,
+    *,
+    seat: int,
+    opponents: Mapping[str, OpponentSettings],
+    legal_moves: Callable[[], Awaitable[Sequence[str]]],
+    rng: random.Random,
+) -> Player:
+    """Return a player that is not the policy."""
+    if name in opponents:
+        return ModelPlayer(name, opponents[name])
+    if name.removeprefix(SCRIPTED) in BUILT_IN:
+        return BuiltInPlayer(name.removeprefix(SCRIPTED), legal_moves=legal_moves, rng=rng)
+    return FunctionPlayer(_load_function(name), seat=seat, rng=rng)
+
+
+def _load_function(name: str) -> Callable[[PlayerTurn], Any]:
+    function: Any = load_object(name.removeprefix(SCRIPTED), key=f"players: {name}")
+    if not callable(function):
+        raise ConfigError(f"players: {name} is {describe_value(function)}; name a function")
+    return cast("Callable[[PlayerTurn], Any]", function)
+
+
+def _key(variable: str | None) -> str:
+    if variable is None:
+        return NO_KEY
+    key = os.environ.get(variable, "")
+    if not key:
+        raise ConfigError(f"api_key_env is {variable!r}, but that environment variable is not set; set it")
+    return key

@@ -1,0 +1,196 @@
+"""The loop of games: one trajectory for each seat that the policy plays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from agent_loop.config import parse_section
+from agent_loop.environments.factory import find_environment
+from agent_loop.environments.live_game import LiveGame
+from agent_loop.environments.players import (
+    POLICY,
+    OpponentSettings,
+    Player,
+    make_player,
+    read_players,
+)
+from agent_loop.errors import DataError, EnvironmentBug
+from agent_loop.loops.base import AgentLoopBase, LoopContext
+from agent_loop.loops.policy_seat import PolicySeat
+from agent_loop.loops.registry import register
+from agent_loop.runtime.concurrency import run_shielded, run_together
+from agent_loop.runtime.describe import describe_error
+from agent_loop.runtime.isolated_task import ABANDON_GRACE_S
+from agent_loop.runtime.user_code import run_bounded
+from agent_loop.seeds import trajectory_seed
+from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind
+from agent_loop.trajectory.branches import SEAT
+from agent_loop.types import Message, StopReason
+
+MAX_FORFEITED_TURNS = 1000
+"""Turns in a row that end with a forfeit or are scripted, before a game counts as endless."""
+
+
+@register("game_agent")
+class GameAgentLoop(AgentLoopBase):
+    """A game of one or several players. Each seat of the policy is a trajectory of its own, with its own reward.
+
+    The row's `environment` names a game: a suite of games, or one of `rollout.multi_turn.environments`. The row's
+    `players` is a player for all seats, or a list with one for each seat: `policy`, `random` or `first` (legal moves),
+    `scripted:file.py:function` or `scripted:module:function`, or one of `opponents`.
+
+    A seat's conversation has the system messages of `raw_prompt`, and then the game's observations as user messages.
+    The moves of other seats are part of the observations, and are not trained. A seat whose trajectory hits a limit
+    forfeits. Every trajectory has its seat in `extra_fields["seat"]`.
+
+    Args:
+        context: Context of the loop.
+        players: The players of rows without a column `players`.
+        opponents: Models on other servers, by the names that `players` uses for them; see `OpponentSettings`.
+    """
+
+    def __init__(
+        self,
+        context: LoopContext,
+        *,
+        players: str | Sequence[str] = POLICY,
+        opponents: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        super().__init__(context)
+        self._given = players
+        self._opponents = read_opponents(opponents)
+        self._seats: list[PolicySeat] = []
+
+    @classmethod
+    def check_row(cls, row: Mapping[str, Any], arguments: Mapping[str, Any], *, where: str) -> None:
+        given = row.get("players") or arguments.get("players", POLICY)
+        opponents = read_opponents(arguments.get("opponents"))
+        read_players(given, num_seats=None, opponents=opponents, where=f"{where}: players")
+
+    async def run(
+        self, sampling_params: dict[str, Any], **row: Any
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        factory = find_environment(row.get("environment"), known=self.context.environments)
+        game = LiveGame(factory, timeout_s=self.context.multi_turn.interaction_timeout_s)
+        players: dict[int, Player] = {}
+        problems: list[str] = []
+        try:
+            num_seats = await game.reset(row)
+            given = row.get("players") or self._given
+            names = read_players(given, num_seats=num_seats, opponents=self._opponents, where="players")
+            for seat, name in enumerate(names):
+                players[seat] = self._player(seat, name, game, row=row, sampling_params=sampling_params)
+            rewards = await self._play(game, players)
+        finally:
+            problems += await self._close(game, players)
+        outputs = self._outputs(rewards=rewards)
+        for problem in problems:
+            outputs[0] = outputs[0].noted(Incident(IncidentKind.CLOSE_FAILED, problem))
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def unfinished_output(
+        self, reason: StopReason, *, failure: Failure | None = None
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Return the records of all seats. None has a reward, because the game has no result."""
+        for seat in self._seats:
+            if seat.episode is not None:
+                seat.episode.stop(reason)
+        outputs = self._outputs(failure=failure)
+        if not outputs:
+            return AgentLoopOutput(segments=(), stop_reason=reason, failure=failure)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _outputs(
+        self, *, rewards: Mapping[int, float] | None = None, failure: Failure | None = None
+    ) -> list[AgentLoopOutput]:
+        return [
+            seat.episode.output(
+                reward_score=None if rewards is None else rewards[seat.seat],
+                extra_fields={SEAT: seat.seat},
+                failure=failure,
+            )
+            for seat in self._seats
+            if seat.episode is not None
+        ]
+
+    async def _play(self, game: LiveGame, players: Mapping[int, Player]) -> dict[int, float]:
+        """Play the game, with the episode of each seat of the policy in a task of its own."""
+        rewards: dict[int, float] = {}
+
+        async def deal() -> None:
+            rewards.update(await self._deal(game, players))
+
+        await run_together([deal(), *(seat.run() for seat in self._seats)])
+        return rewards
+
+    async def _deal(self, game: LiveGame, players: Mapping[int, Player]) -> dict[int, float]:
+        """Give each seat its turns until the game is over, and return the rewards."""
+        num_idle = 0
+        while (seat := await game.turn()) is not None:
+            move = await players[seat].move(await game.observe(seat))
+            if move is None:
+                await game.forfeit(seat)
+            else:
+                await game.act(seat, move)
+            is_played = move is not None and isinstance(players[seat], PolicySeat)
+            num_idle = 0 if is_played else num_idle + 1
+            if num_idle > MAX_FORFEITED_TURNS:
+                raise EnvironmentBug(
+                    f"{game.where} did not end in {MAX_FORFEITED_TURNS} turns without a move of the policy; end it in "
+                    "its method forfeit"
+                )
+        rewards = await game.rewards()
+        for policy_seat in self._seats:
+            policy_seat.end(await game.observe(policy_seat.seat))
+        return rewards
+
+    def _player(
+        self,
+        seat: int,
+        name: str,
+        game: LiveGame,
+        *,
+        row: Mapping[str, Any],
+        sampling_params: Mapping[str, Any],
+    ) -> Player:
+        if name != POLICY:
+            rng = random.Random(trajectory_seed("player", seat))
+            moves = partial(game.legal_moves, seat)
+            return make_player(name, seat=seat, opponents=self._opponents, legal_moves=moves, rng=rng)
+        prompt: Sequence[Message] = row["raw_prompt"]
+        head = [message for message in prompt if message["role"] == "system"]
+        player = PolicySeat(seat, open_episode=self.episode, head=head, sampling_params=sampling_params)
+        self._seats.append(player)
+        return player
+
+    async def _close(self, game: LiveGame, players: Mapping[int, Player]) -> list[str]:
+        """Close the game and its players, shielded from cancellation, and return what went wrong."""
+        timeout_s = self.context.multi_turn.close_timeout_s
+        problems: list[str] = []
+        closing = {f"closing {game.where}": game.close}
+        closing |= {f"closing the player of seat {seat}": player.close for seat, player in players.items()}
+        for what, close in closing.items():
+            bounded = partial(run_bounded, close, timeout_s=timeout_s, name=what)
+            try:
+                await run_shielded(bounded, timeout_s=timeout_s + 2 * ABANDON_GRACE_S)
+            except Exception as error:  # noqa: BLE001  (close boundary: named in the record)
+                problems.append(f"{what}: {describe_error(error)}")
+        return problems
+
+
+def read_opponents(given: Mapping[str, Mapping[str, Any]] | None) -> dict[str, OpponentSettings]:
+    """Return the opponents of a loop's entry.
+
+    Raises:
+        DataError: An opponent has the name of another player.
+        ConfigError: A setting is wrong.
+    """
+    opponents: dict[str, OpponentSettings] = {}
+    for name, settings in (given or {}).items():
+        if name in {POLICY, "random", "first"}:
+            raise DataError(f"opponents: {name!r} is the name of another player; choose another")
+        opponents[name] = parse_section(OpponentSettings, settings, where=f"opponents.{name}")
+    return opponents

@@ -1,0 +1,113 @@
+"""Games of several players: rewards are compared with those of the same seat only, and means count rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from agent_loop.config import AlgorithmConfig
+from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.training.advantages import collect_rewards, estimate_advantages
+from agent_loop.training.metrics import rollout_metrics
+from agent_loop.training.rollouts import _with_variance
+from agent_loop.training.seats import compared_groups
+from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
+from agent_loop.types import Origin, as_token_ids
+
+REWARDS = [[1.0, -1.0], [1.0, -1.0], [-1.0, 1.0], [1.0, -1.0]]
+"""Reward of each seat in each rollout of a zero-sum game."""
+
+
+def game(
+    rewards: Sequence[Sequence[float | None]], *, group: int = 0, tokens: tuple[int, int] = (1, 1)
+) -> list[Trajectory]:
+    return [
+        Trajectory(
+            output=AgentLoopOutput(
+                segments=[
+                    Segment(as_token_ids([1]), Origin.PROMPT),
+                    Segment(
+                        as_token_ids([2] * tokens[seat]),
+                        Origin.MODEL,
+                        np.full(tokens[seat], -0.5, np.float32),
+                        0,
+                    ),
+                ],
+                extra_fields={"seat": seat},
+            ),
+            row={},
+            group=group,
+            rollout=number,
+            reward=reward,
+            reward_extra={},
+            branch=seat,
+        )
+        for number, seats in enumerate(rewards)
+        for seat, reward in enumerate(seats)
+    ]
+
+
+def batch_of(trajectories: list[Trajectory]) -> RolloutBatch:
+    return assemble(trajectories, pad_token_id=0)
+
+
+def advantages(trajectories: list[Trajectory], estimator: str) -> torch.Tensor:
+    config = AlgorithmConfig(adv_estimator=estimator)
+    rewards = collect_rewards(batch_of(trajectories), config=config, response_length=8)
+    return estimate_advantages(rewards, config=config).advantages_BR[:, 0]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_each_seat_has_the_advantages_that_it_has_alone(estimator: str) -> None:
+    both = advantages(game(REWARDS), estimator)
+    for seat in (0, 1):
+        alone = [t for t in game(REWARDS) if t.output.extra_fields["seat"] == seat]
+        torch.testing.assert_close(both[seat::2], advantages(alone, estimator))
+    assert both[0] > 0 > both[1]
+
+
+def test_a_seat_that_always_wins_has_no_advantage_although_the_other_always_loses() -> None:
+    assert advantages(game([[1.0, -1.0]] * 4), "grpo").tolist() == [0.0] * 8
+
+
+def test_groups_of_rows_without_seats_are_unchanged() -> None:
+    plain = [
+        Trajectory(
+            output=AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1]),
+            row={},
+            group=number,
+            rollout=0,
+            reward=1.0,
+            reward_extra={},
+        )
+        for number in range(3)
+    ]
+    assert compared_groups(batch_of(plain)).tolist() == [0, 1, 2]
+    mixed = compared_groups(batch_of([*plain, *game([[1.0, -1.0]], group=3)])).tolist()
+    assert mixed[:3] == [0, 1, 2]
+    assert len(set(mixed)) == 5
+
+
+def test_whitened_advantages_count_a_rollout_once_with_any_number_of_seats() -> None:
+    alone = game([[1.0], [-1.0]], group=0)
+    pair = game([[1.0, 0.0]], group=1)
+    together = advantages([*alone, *pair], "reinforce_plus_plus")
+    # Rewards 1, -1, and 1 and 0 with half the weight each.
+    mean = (1 - 1 + 0.5) / 3
+    assert together[0] / together[1] == pytest.approx((1 - mean) / (-1 - mean), rel=1e-4)
+
+
+def test_a_zero_sum_group_varies_if_a_seat_wins_and_loses() -> None:
+    varied, fixed = game(REWARDS, group=0), game([[1.0, -1.0]] * 4, group=1)
+    assert _with_variance([*varied, *fixed]) == varied
+
+
+def test_metrics_have_the_mean_of_each_seat_and_leave_out_seats_without_reward() -> None:
+    trajectories = game([*REWARDS, [None, None]])
+    metrics = rollout_metrics(trajectories, success_threshold=1.0, weight_version=0)
+    assert metrics["reward/seat_0/mean"] == 0.5
+    assert metrics["reward/seat_1/mean"] == -0.5
+    assert metrics["reward/mean"] == 0.0
