@@ -101,6 +101,11 @@ class RewardError(AgentLoopError):
     """A reward function raised, took too long, or returned neither a number nor a mapping."""
 
 
+class RewardUnavailable(RewardError):
+    """Raised by a reward function if something that it needs, such as a judge, cannot be reached. The call is repeated
+    as `rollout.retries` says; after that the trajectory fails without a reward."""
+
+
 class ServerError(AgentLoopError):
     """An LLM server refused or failed a request. `__cause__` is the engine's exception, if there is one."""
 

@@ -355,7 +355,7 @@ def test_a_missing_summary_is_reported_as_missing(tmp_path: Path) -> None:
 
 def test_evaluations_of_other_rows_are_not_compared(tmp_path: Path) -> None:
     other = EvaluationSummary.of(
-        Evaluation(1, score(()), (result(0, num_correct=1, prompt="another"),), {}, {}),
+        Evaluation(1, score(()), (result(0, num_correct=1, prompt="another"),), {}, {}, {}),
         model="m",
         settings={},
         columns={},

@@ -16,6 +16,7 @@ from agent_loop.training.evaluation import (
     MeanEstimate,
     Scores,
 )
+from agent_loop.trajectory import FailureKind
 
 MAX_PROMPT_CHARACTERS = 60
 INTERVAL = "95% interval"
@@ -74,6 +75,9 @@ def _total_table(evaluation: Evaluation) -> Table:
         table.add_row(f"pass@{k}", *_cells(estimate, _share))
     for reason, count in evaluation.stop_reasons.items():
         table.add_row(f"ended with {reason}", str(count))
+    for kind, count in evaluation.failures.items():
+        left_out = "" if kind == FailureKind.CODE else ", in no score"
+        table.add_row(f"failed: {kind}{left_out}", str(count))
     for kind, count in evaluation.incidents.items():
         table.add_row(f"incidents: {kind}", str(count))
     return table

@@ -195,6 +195,9 @@ class RolloutConfig(Section):
     far; otherwise in order of arrival."""
     watchdog_s: PositiveSeconds | None = 120.0
     """Seconds without progress after which the log lists what each trajectory waits for; None logs nothing."""
+    retries: NotNegative = 2
+    """How often a trajectory runs again after a failure of infrastructure: an environment, workspace, simulated user or
+    judge that could not be reached. After that it fails without a reward and is in no statistic."""
     max_failed_share: Share = 0.5
     """Maximum share of failed trajectories in a batch. A larger share stops the run."""
     journal: bool = True

@@ -121,14 +121,8 @@ class TextArenaGame(Game):
         return None if self._is_over or state.done else state.current_player_id
 
     def observe(self, seat: int) -> str:
-        state = self._inner.state
-        unread, state.observations[seat] = state.observations.get(seat, []), []
-        own = _textarena().core.ObservationType.PLAYER_ACTION
-        texts = [
-            f"[{_sender(state, sender)}] {text}"
-            for sender, text, kind in unread
-            if not (sender == seat and kind is own)
-        ]
+        texts = self._unread(seat)
+        self._inner.state.observations[seat] = []
         self._seen.setdefault(seat, []).extend(texts)
         return "\n".join(texts)
 
@@ -156,7 +150,7 @@ class TextArenaGame(Game):
 
         Without such moves, return the first of some numbers and coordinates that it accepts.
         """
-        texts = "\n".join(self._seen.get(seat, []))
+        texts = "\n".join([*self._seen.get(seat, []), *self._unread(seat)])
         listed = dict.fromkeys(f"[{move}]" for move in BRACKETED.findall(texts))
         legal = [move for move in listed if self._accepts(seat, move)]
         if legal:
@@ -164,6 +158,14 @@ class TextArenaGame(Game):
         generic = random.Random(f"{len(texts)} {seat}").sample(GENERIC_MOVES, len(GENERIC_MOVES))
         legal = [move for move in generic if self._accepts(seat, move)]
         return legal or ["[pass]"]
+
+    def _unread(self, seat: int) -> list[str]:
+        state, own = self._inner.state, _textarena().core.ObservationType.PLAYER_ACTION
+        return [
+            f"[{_sender(state, sender)}] {text}"
+            for sender, text, kind in state.observations.get(seat, [])
+            if not (sender == seat and kind is own)
+        ]
 
     def _accepts(self, seat: int, move: str) -> bool:
         trial = copy.deepcopy(self._env)

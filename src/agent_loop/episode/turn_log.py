@@ -126,9 +126,13 @@ class TurnLog(Protocol):
 
 
 class NoTurnLog:
-    """Log that records nothing and runs every step."""
+    """Log that records nothing and runs every step. The episodes of a trajectory may share one."""
 
     is_kept = False
+
+    def __init__(self) -> None:
+        self.only_once: str | None = None
+        """Tool or interaction that was used and can be used only once. None if there is none."""
 
     def keep_verdicts(self, verdicts: Mapping[str, float | None]) -> None:
         pass
@@ -171,6 +175,8 @@ class NoTurnLog:
         execute: Callable[[], Awaitable[ToolResult]],
         prepare: Callable[[], Awaitable[object]],
     ) -> Awaitable[ToolResult]:
+        if on_replay is OnReplay.ONCE:
+            self.only_once = f"tool {call.name!r}"
         return execute()
 
     def interaction_reply(
@@ -181,6 +187,8 @@ class NoTurnLog:
         respond: Callable[[], Awaitable[InteractionReply]],
         prepare: Callable[[], Awaitable[object]],
     ) -> Awaitable[InteractionReply]:
+        if on_replay is OnReplay.ONCE:
+            self.only_once = "the interaction"
         return respond()
 
     def link_segments(self, segments: Sequence[Segment]) -> None:

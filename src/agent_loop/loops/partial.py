@@ -87,7 +87,7 @@ class AsyncPartialToolAgentLoop(ToolAgentLoop):
             raise ReplayMismatch(
                 f"{why}; the trajectory cannot start again, since {log.only_once} was used and may be used only once"
             )
-        log.restart()
+        log.restart(why=why)
         output = await self._run_part(sampling_params, row)
         return output.noted(Incident(IncidentKind.RESTARTED, f"started again after a cancellation: {why}"))
 

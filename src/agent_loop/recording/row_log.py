@@ -92,9 +92,13 @@ class RowLog:
         """Return the log of a new episode of the row."""
         return EpisodeLog(self)
 
-    def restart(self) -> None:
-        """Discard all records. The next attempt starts from the beginning."""
-        self._append({"is": RecordKind.RESTART, "why": self.mismatch})
+    def restart(self, *, why: str | None) -> None:
+        """Discard all records. The next attempt starts from the beginning.
+
+        Args:
+            why: Why the row starts again.
+        """
+        self._append({"is": RecordKind.RESTART, "why": why})
         self._answers = {}
         self._claimed.clear()
         self._held.clear()

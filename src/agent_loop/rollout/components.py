@@ -144,6 +144,7 @@ def make_worker(
         reward=reward if isinstance(reward, RewardFunction) else None,
         gate=gate,
         monitor=TrajectoryMonitor(gate=gate, pool=pool, silence_s=config.watchdog_s),
+        retries=config.retries,
     )
 
 

@@ -1,18 +1,48 @@
-"""The limit of failed trajectories in a run."""
+"""The failures of trajectories: their kinds, and the limit of their number in a run."""
 
 from __future__ import annotations
 
 import traceback
 from collections import Counter
 
-from agent_loop.errors import AgentLoopError, RolloutError
+from agent_loop.errors import (
+    AgentLoopError,
+    BadPrompt,
+    EnvironmentBug,
+    EnvironmentUnavailable,
+    InteractionUnavailable,
+    RewardError,
+    RewardUnavailable,
+    RolloutError,
+    SandboxError,
+    ServerError,
+    WorkspaceError,
+    WorkspaceFileMissing,
+)
 from agent_loop.runtime.describe import describe_error
-from agent_loop.trajectory import Failure, Trajectory
+from agent_loop.trajectory import Failure, FailureKind, Trajectory
 
 MAX_TRACEBACK = 100_000
 """Characters of a failure's traceback. The middle of a longer traceback is omitted."""
 MAX_TRACEBACK_LINES = 25
 """Lines of a traceback in an error message: about a screen."""
+UNAVAILABLE: tuple[tuple[type[AgentLoopError], FailureKind], ...] = (
+    (EnvironmentUnavailable, FailureKind.ENVIRONMENT),
+    (InteractionUnavailable, FailureKind.INTERACTION),
+    (WorkspaceError, FailureKind.WORKSPACE),
+    (SandboxError, FailureKind.WORKSPACE),
+    (ServerError, FailureKind.SERVER),
+    (RewardUnavailable, FailureKind.REWARD),
+)
+"""Errors that say that infrastructure failed."""
+NETWORKED: tuple[tuple[type[AgentLoopError], FailureKind], ...] = (
+    (EnvironmentBug, FailureKind.ENVIRONMENT),
+    (RewardError, FailureKind.REWARD),
+)
+"""Errors whose cause may be a connection that failed or a time limit that passed."""
+NOT_UNAVAILABLE = (BadPrompt, WorkspaceFileMissing)
+"""Errors of the same families that another attempt would repeat."""
+MAX_CAUSES = 10
 
 
 class FailureBudget:
@@ -52,10 +82,14 @@ class FailureBudget:
         lines = example.traceback.splitlines()
         shown = lines if len(lines) <= MAX_TRACEBACK_LINES else ["...", *lines[-MAX_TRACEBACK_LINES:]]
         return (
-            f"{len(self._failures)} of {self._num_trajectories} trajectories failed, more than "
+            f"{len(self._failures)} of {self._num_trajectories} trajectories failed ({self._kinds()}), more than "
             f"rollout.max_failed_share {self._max_share} allows; {count} of them with {error}\n\n"
             + "\n".join(shown)
         )
+
+    def _kinds(self) -> str:
+        counts = Counter(failure.kind for failure in self._failures).most_common()
+        return ", ".join(f"{count} {kind}" for kind, count in counts)
 
 
 def failure_of(error: Exception) -> Failure:
@@ -68,4 +102,33 @@ def failure_of(error: Exception) -> Failure:
         lines = describe_error(root)
     if len(lines) > MAX_TRACEBACK:
         lines = f"{lines[: MAX_TRACEBACK // 2]}\n...\n{lines[-MAX_TRACEBACK // 2 :]}"
-    return Failure(error=describe_error(error), traceback=lines)
+    return Failure(error=describe_error(error), traceback=lines, kind=kind_of_failure(error))
+
+
+def kind_of_failure(error: BaseException) -> FailureKind:
+    """Return which part failed.
+
+    An error of an environment or a reward function counts as `CODE`, unless a connection or a time limit caused it.
+    """
+    causes = _causes(error)
+    for cause in causes:
+        for known, kind in UNAVAILABLE:
+            if isinstance(cause, known) and not isinstance(cause, NOT_UNAVAILABLE):
+                return kind
+    if any(isinstance(cause, ConnectionError | TimeoutError) for cause in causes):
+        for known, kind in NETWORKED:
+            if isinstance(error, known):
+                return kind
+    return FailureKind.CODE
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return an error and the errors that caused it."""
+    causes = [error]
+    while len(causes) < MAX_CAUSES:
+        last = causes[-1]
+        cause = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if cause is None or cause in causes:
+            break
+        causes.append(cause)
+    return causes

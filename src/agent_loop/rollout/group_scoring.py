@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
+from itertools import count
 
 from msgspec import structs
 
@@ -14,10 +15,11 @@ from agent_loop.rewards.function import BatchRewardFunction, ScoreResult
 from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.journal.step import StepJournal
+from agent_loop.rollout.retries import retried, retry_delay_s
 from agent_loop.runtime.activity import WaitKind
-from agent_loop.runtime.incidents import IncidentCollector
+from agent_loop.runtime.incidents import IncidentCollector, record_incident
 from agent_loop.runtime.user_tasks import containing_tasks
-from agent_loop.trajectory import Span, Trajectory
+from agent_loop.trajectory import IncidentKind, Span, Trajectory
 from agent_loop.types import StopReason
 
 
@@ -29,6 +31,7 @@ async def scoring_groups(
     budget: FailureBudget,
     journal: StepJournal | None,
     on_trajectory: Callable[[Trajectory], None],
+    retries: int = 0,
 ) -> AsyncGenerator[GroupScoring | Unscored]:
     """Yield an object whose `add` accepts trajectories. Score each group if there is a batch reward function.
 
@@ -37,7 +40,9 @@ async def scoring_groups(
     if reward is None:
         yield Unscored(on_trajectory)
         return
-    scoring = GroupScoring(reward, jobs=jobs, budget=budget, journal=journal, on_trajectory=on_trajectory)
+    scoring = GroupScoring(
+        reward, jobs=jobs, budget=budget, journal=journal, on_trajectory=on_trajectory, retries=retries
+    )
     async with scoring.running():
         yield scoring
 
@@ -68,6 +73,7 @@ class GroupScoring:
         budget: Counts trajectories whose reward fails.
         journal: Records the rewards. None records nothing.
         on_trajectory: Called with each trajectory once its group is scored.
+        retries: How often the function is called again for a group because something was unavailable.
     """
 
     def __init__(
@@ -78,9 +84,11 @@ class GroupScoring:
         budget: FailureBudget,
         journal: StepJournal | None,
         on_trajectory: Callable[[Trajectory], None],
+        retries: int = 0,
     ) -> None:
         self.trajectories: list[Trajectory] = []
         """Trajectories of the groups that are scored."""
+        self._retries = retries
         self._reward = reward
         self._sizes = Counter(job.group for job in jobs)
         self._budget = budget
@@ -128,18 +136,26 @@ class GroupScoring:
             self._has_raised = True  # the task group starts no more tasks
             raise
 
+    async def _results(self, judged: list[Trajectory]) -> list[ScoreResult]:
+        """Call the reward function, again if it failed because something was unavailable."""
+        for number in count():
+            try:
+                return await self._reward([t.output for t in judged], [t.row for t in judged])
+            except RewardError as error:
+                failure = failure_of(error)
+                if not failure.is_retried or number == self._retries:
+                    return [ScoreResult(error=error) for _ in judged]
+                record_incident(IncidentKind.RETRIED, retried(failure, what="the reward function").detail)
+                await asyncio.sleep(retry_delay_s(number))
+        raise AssertionError
+
     async def _score(self, group: list[Trajectory]) -> None:
         """Replace the trajectories that lack a reward by scored or failed ones, and record these in the journal."""
         judged = [index for index, trajectory in enumerate(group) if _is_judged(trajectory)]
         clock = asyncio.get_running_loop().time
         started = clock()
         with IncidentCollector(f"group={group[0].group}") as collector:
-            try:
-                results = await self._reward(
-                    [group[index].output for index in judged], [group[index].row for index in judged]
-                )
-            except RewardError as error:
-                results = [ScoreResult(error=error) for _ in judged]
+            results = await self._results([group[index] for index in judged])
         seconds = clock() - started
         result_of = {
             index: result

@@ -97,6 +97,7 @@ class AgentLoopManager:
             telemetry=self.telemetry,
             batch_reward=reward if isinstance(reward, BatchRewardFunction) else None,
             max_failed_share=config.max_failed_share,
+            retries=config.retries,
         )
 
     @classmethod

@@ -39,6 +39,7 @@ class RunStages:
         telemetry: Counts the trajectories.
         batch_reward: Scores whole groups. None means that the workers score trajectories, if anything does.
         max_failed_share: Share of the trajectories that may fail.
+        retries: How often `batch_reward` is called again for a group because something was unavailable.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class RunStages:
         telemetry: Telemetry,
         batch_reward: BatchRewardFunction | None,
         max_failed_share: float,
+        retries: int,
     ) -> None:
         self._workers = workers
         self._servers = servers
         self._telemetry = telemetry
         self._batch_reward = batch_reward
         self._max_failed_share = max_failed_share
+        self._retries = retries
 
     async def run(
         self,
@@ -98,7 +101,12 @@ class RunStages:
         with self._telemetry.counting(len(remaining), then=on_trajectory) as count:
             report = _reporter(remaining, on_new=count, on_finished=on_trajectory)
             async with scoring_groups(
-                self._batch_reward, jobs=jobs, budget=budget, journal=journal, on_trajectory=report
+                self._batch_reward,
+                jobs=jobs,
+                budget=budget,
+                journal=journal,
+                on_trajectory=report,
+                retries=self._retries,
             ) as scoring:
                 _report(finished, scoring.add)
                 await self._run_remaining(remaining, budget=budget, on_trajectory=scoring.add)

@@ -44,7 +44,7 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
             {"kind": str(incident.kind), "detail": incident.detail, "assistant_turn": incident.assistant_turn}
             for incident in output.incidents
         ],
-        "failure": output.failure and {"error": output.failure.error, "traceback": output.failure.traceback},
+        "failure": output.failure and structs.asdict(output.failure),
         "metrics": structs.asdict(output.metrics),
         "segments": [_segment(segment) for segment in output.segments],
         "extra_fields": dict(output.extra_fields),

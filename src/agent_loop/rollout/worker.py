@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any
 
 from msgspec import structs
 
 from agent_loop.episode import EpisodeStopped
 from agent_loop.episode.cancellation import FINISH_GRACE_S
+from agent_loop.episode.turn_log import NoTurnLog, TurnLog
 from agent_loop.errors import ConfigError, JournalError
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
@@ -20,6 +22,13 @@ from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
+from agent_loop.rollout.retries import (
+    retried,
+    retry_delay_s,
+    retryable_failure,
+    with_incidents,
+    without_retry,
+)
 from agent_loop.rollout.row_workspaces import check_time_s
 from agent_loop.rollout.rows import TIMEOUT_COLUMN
 from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
@@ -56,6 +65,7 @@ class AgentLoopWorker:
         reward: Scores trajectories that have no reward of their own. None leaves those unscored.
         gate: Admits trajectories. None admits all at once.
         monitor: Observes trajectories while they run. None disables monitoring.
+        retries: How often a trajectory, or its reward alone, runs again after a failure of infrastructure.
     """
 
     def __init__(
@@ -67,8 +77,10 @@ class AgentLoopWorker:
         reward: RewardFunction | None = None,
         gate: AdmissionGate | None = None,
         monitor: TrajectoryMonitor | None = None,
+        retries: int = 0,
     ) -> None:
         self._context = context
+        self._retries = retries
         self._loops = loops
         self._default_agent_loop = default_agent_loop
         self._reward = reward
@@ -163,9 +175,7 @@ class AgentLoopWorker:
         self._running[trajectory_id] = task
         with IncidentCollector(trajectory_id) as notes, seeded_trajectory(job.seed):
             try:
-                outputs = await self._run_loop(job, context)
-                if job.log is not None and job.log.mismatch is not None:
-                    outputs = await self._restart(job, job.log, outputs, context=context)
+                outputs = await self._run_attempts(job, context)
             finally:
                 del self._running[trajectory_id]
                 self._cancelled.discard(trajectory_id)
@@ -182,6 +192,37 @@ class AgentLoopWorker:
                 await job.log.end(trajectories)
         return trajectories
 
+    async def _run_attempts(self, job: Job, context: LoopContext) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Run the loop, and run it again while infrastructure fails it, at most `retries` times."""
+        unkept = NoTurnLog()
+        incidents: list[Incident] = []
+        while True:
+            number = len(incidents)
+            outputs = await self._run_loop(job, context, unkept=unkept)
+            if job.log is not None and job.log.mismatch is not None:
+                outputs = await self._restart(job, job.log, outputs, context=context)
+            failure = retryable_failure(outputs)
+            if failure is None or number == self._retries or _is_cancelled(context):
+                return with_incidents(outputs, incidents)
+            only_once = unkept.only_once if job.log is None else job.log.only_once
+            if only_once is not None:
+                return with_incidents(without_retry(outputs, only_once=only_once), incidents)
+            if not await self._waited(retry_delay_s(number), job):
+                return with_incidents(outputs, incidents)
+            if job.log is not None:
+                job.log.restart(why=failure.error)
+            incidents.append(retried(failure))
+
+    async def _waited(self, seconds: float, job: Job) -> bool:
+        """Wait, and return False if the trajectory was cancelled alone in the meantime."""
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            if not self._was_cancelled_alone(job):
+                raise
+            return False
+        return True
+
     async def _restart(
         self,
         job: Job,
@@ -197,7 +238,7 @@ class AgentLoopWorker:
         why = log.mismatch or ""
         if log.only_once is not None:
             return _failed_replay(log, outputs)
-        log.restart()
+        log.restart(why=why)
         outputs = await self._run_loop(job, context)
         if log.mismatch is not None:
             return _failed_replay(log, outputs)
@@ -206,8 +247,16 @@ class AgentLoopWorker:
             return outputs.noted(incident)
         return [output.noted(incident) for output in outputs]
 
-    async def _run_loop(self, job: Job, context: LoopContext) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Run the loop and return its outputs. Its errors become data; a cancellation of the batch is raised."""
+    async def _run_loop(
+        self, job: Job, context: LoopContext, *, unkept: NoTurnLog | None = None
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Run the loop and return its outputs. Its errors become data; a cancellation of the batch is raised.
+
+        Args:
+            job: The trajectory to run.
+            context: Context of the loop.
+            unkept: Log of the episodes if no journal is kept.
+        """
         loop: AgentLoopBase | None = None
 
         async def run() -> AgentLoopOutput | list[AgentLoopOutput]:
@@ -219,7 +268,10 @@ class AgentLoopWorker:
         limits = context.limits.with_deadline(job.row.get(TIMEOUT_COLUMN))
         context = structs.replace(context, limits=limits)
         deadline_s = limits.deadline_s
-        new_log = None if job.log is None else job.log.new_episode
+        if job.log is not None:
+            new_log: Callable[[], TurnLog] | None = job.log.new_episode
+        else:
+            new_log = None if unkept is None else lambda: unkept
         completions = CompletionMemory()
         try:
             with context.server_manager.scope(seed=job.seed) as server_manager:
@@ -275,12 +327,22 @@ class AgentLoopWorker:
         return job.trajectory_id in self._cancelled and self._running[job.trajectory_id].uncancel() == 0
 
     async def _scored(self, output: AgentLoopOutput, job: Job, *, branch: int | None = None) -> Trajectory:
-        """Score an output. A reward function that raises fails the trajectory."""
+        """Score an output. A reward function that raises fails the trajectory.
+
+        The call is repeated if it failed because something was unavailable.
+        """
         score: Score | None = None
-        try:
-            score = await self._score(output, job)
-        except Exception as error:  # noqa: BLE001  (a broken reward is data too; many of them stop the run)
-            output = output.failed(failure_of(error))
+        for number in count():
+            try:
+                score = await self._score(output, job)
+            except Exception as error:  # noqa: BLE001  (a broken reward is data too; many of them stop the run)
+                failure = failure_of(error)
+                if failure.is_retried and number < self._retries:
+                    output = output.noted(retried(failure, what="the reward function"))
+                    await asyncio.sleep(retry_delay_s(number))
+                    continue
+                output = output.failed(failure)
+            break
         return Trajectory(
             output=output,
             row=job.row,
@@ -311,6 +373,10 @@ class AgentLoopWorker:
                 f"agent loop {name!r} does not take the arguments {sorted(entry.kwargs)}: {error}; correct its entry "
                 "in rollout.agent.agent_loop_config_path"
             ) from error
+
+
+def _is_cancelled(context: LoopContext) -> bool:
+    return context.cancellation is not None and context.cancellation.is_set()
 
 
 def loop_grace_s(context: LoopContext) -> float:

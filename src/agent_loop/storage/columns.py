@@ -75,6 +75,7 @@ def _result(trajectory: Trajectory, facts: StepFacts) -> dict[str, Any]:
         "stop_reason": str(output.stop_reason),
         "failure": output.failure and to_text(output.failure.error),
         "failure_traceback": output.failure and to_text(output.failure.traceback),
+        "failure_kind": output.failure and str(output.failure.kind),
         "num_turns": output.num_turns,
         "num_assistant_turns": output.num_assistant_turns,
         "num_tool_calls": output.metrics.num_tool_calls,

@@ -13,6 +13,7 @@ from agent_loop.trajectory import (
     AgentLoopMetrics,
     AgentLoopOutput,
     Failure,
+    FailureKind,
     Feedback,
     Incident,
     Segment,
@@ -45,7 +46,6 @@ def to_trajectory(row: Mapping[str, Any]) -> Trajectory:
 
 
 def _output(row: Mapping[str, Any]) -> AgentLoopOutput:
-    failure = row["failure"]
     return AgentLoopOutput(
         segments=_segments(row),
         stop_reason=StopReason(row["stop_reason"]),
@@ -55,10 +55,17 @@ def _output(row: Mapping[str, Any]) -> AgentLoopOutput:
         metrics=from_plain(json.loads(row["metrics"]), AgentLoopMetrics),
         feedback=from_plain(json.loads(row["feedback"]), list[Feedback]),
         incidents=from_plain(json.loads(row["incidents"]), list[Incident]),
-        failure=None if failure is None else Failure(failure, row["failure_traceback"] or ""),
+        failure=_failure(row),
         extra_fields=json.loads(row["extra_fields"]),
         num_turns=row["num_turns"],
     )
+
+
+def _failure(row: Mapping[str, Any]) -> Failure | None:
+    if row["failure"] is None:
+        return None
+    kind = FailureKind(row.get("failure_kind") or FailureKind.CODE)
+    return Failure(row["failure"], row["failure_traceback"] or "", kind)
 
 
 def _segments(row: Mapping[str, Any]) -> list[Segment]:

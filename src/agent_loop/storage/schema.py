@@ -72,6 +72,7 @@ RESULT = (
         "failure", TEXT, "Type and message of the error that ended the trajectory; null if there was none."
     ),
     Column("failure_traceback", TEXT, "Traceback of the error."),
+    Column("failure_kind", TEXT, "What failed: `code`, or the part of the infrastructure; a `FailureKind`."),
     Column("num_turns", INT32, "Prompt, assistant turns and replies, each counted once."),
     Column(
         "num_assistant_turns",

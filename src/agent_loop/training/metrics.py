@@ -27,6 +27,7 @@ from agent_loop.trajectory import (
     branch_weights,
     group_branches,
     mean_reward,
+    without_lost,
 )
 from agent_loop.trajectory.branches import seat_of
 
@@ -83,6 +84,10 @@ DROPPED_GROUPS = "rollout/dropped_groups"
 """Number of groups without variance that were replaced by other groups."""
 STOP_REASON = "rollout/stop_reason/"
 """Prefix: share of rollouts by stop reason. The branches of a rollout share its weight."""
+FAILURES = "rollout/failures/"
+"""Prefix: number of rollouts that failed, by what failed: `code`, or a part of the infrastructure."""
+RETRIES = "rollout/retries"
+"""Number of times that a trajectory or its reward ran again after a failure of infrastructure."""
 INCIDENT = "rollout/incidents/"
 """Prefix: mean number of incidents per rollout, by kind. The branches of a rollout share its weight."""
 
@@ -194,10 +199,15 @@ def rollout_metrics(
     """Return the metrics of a batch of trajectories; empty for an empty batch.
 
     Means and shares are over rollouts, whose branches share their weight. A rollout's reward is the mean of its
-    branches' rewards; it is a success if any branch is.
+    branches' rewards; it is a success if any branch is. Rollouts that infrastructure failed are in no mean and no share
+    except those of the stop reasons and incidents.
     """
     if not trajectories:
         return {}
+    counts = _counts(trajectories)
+    trajectories = without_lost(trajectories)
+    if not trajectories:
+        return counts
     outputs = [t.output for t in trajectories]
     weights, rollouts = branch_weights(trajectories), group_branches(trajectories)
     rewards = [t.reward for t in trajectories if t.reward is not None]
@@ -232,13 +242,7 @@ def rollout_metrics(
     metrics |= _call_metrics(outputs, weights=weights)
     if rewards:
         metrics |= {REWARD_MEAN: float(np.mean(means)), REWARD_MIN: min(rewards), REWARD_MAX: max(rewards)}
-    counts: defaultdict[str, float] = defaultdict(float)
-    for output, weight in zip(outputs, weights, strict=True):
-        counts[f"{STOP_REASON}{output.stop_reason.value}"] += weight
-        for incident in output.incidents:
-            counts[f"{INCIDENT}{incident.kind.value}"] += weight
-    metrics |= _seat_rewards(trajectories)
-    return metrics | {name: count / len(rollouts) for name, count in counts.items()}
+    return metrics | _seat_rewards(trajectories) | counts
 
 
 def _seat_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -254,6 +258,22 @@ def _seat_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         if seat is not None and means:
             metrics[f"{SEAT_REWARD}{seat}/mean"] = float(np.mean(means))
     return metrics
+
+
+def _counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the shares of stop reasons and incidents, and the numbers of failures and retries, of all rollouts."""
+    num_rollouts = len(group_branches(trajectories))
+    shares: defaultdict[str, float] = defaultdict(float)
+    numbers: defaultdict[str, float] = defaultdict(float)
+    for trajectory, weight in zip(trajectories, branch_weights(trajectories), strict=True):
+        output = trajectory.output
+        shares[f"{STOP_REASON}{output.stop_reason.value}"] += weight / num_rollouts
+        for incident in output.incidents:
+            shares[f"{INCIDENT}{incident.kind.value}"] += weight / num_rollouts
+            numbers[RETRIES] += incident.kind is IncidentKind.RETRIED
+        if output.failure is not None:
+            numbers[f"{FAILURES}{output.failure.kind.value}"] += weight
+    return {**shares, **{name: number for name, number in numbers.items() if number}}
 
 
 def _call_metrics(outputs: Sequence[AgentLoopOutput], *, weights: Sequence[float]) -> dict[str, float]:

@@ -5,8 +5,9 @@ from agent_loop.trajectory.branches import (
     group_branches,
     mean_over_rollouts,
     mean_reward,
+    without_lost,
 )
-from agent_loop.trajectory.incidents import Failure, Feedback, Incident, IncidentKind
+from agent_loop.trajectory.incidents import Failure, FailureKind, Feedback, Incident, IncidentKind
 from agent_loop.trajectory.output import AgentLoopMetrics, AgentLoopOutput, Trajectory, rewards_of
 from agent_loop.trajectory.segments import UNKNOWN_VERSION, Segment, count_turns, placed_attachments
 from agent_loop.trajectory.trace import Span, Trace
@@ -16,6 +17,7 @@ __all__ = [
     "AgentLoopMetrics",
     "AgentLoopOutput",
     "Failure",
+    "FailureKind",
     "Feedback",
     "Incident",
     "IncidentKind",
@@ -30,4 +32,5 @@ __all__ = [
     "mean_reward",
     "placed_attachments",
     "rewards_of",
+    "without_lost",
 ]

@@ -31,6 +31,8 @@ class IncidentKind(StrEnum):
     CLOSE_FAILED = "close_failed"
     INTERRUPTED_CALL = "interrupted_call"
     RESTARTED = "restarted"
+    RETRIED = "retried"
+    """A failure of infrastructure ended an attempt, and the trajectory ran again."""
     GENERATE_TIMEOUT = "generate_timeout"
     TURN_TIMEOUT = "turn_timeout"
     FAILED_REQUEST = "failed_request"
@@ -70,9 +72,37 @@ class Feedback(Struct, frozen=True):
     """Further values that the tool or the interaction returned."""
 
 
+class FailureKind(StrEnum):
+    """What failed a trajectory. All kinds but `CODE` are failures of infrastructure."""
+
+    CODE = "code"
+    """Code of the user or of this package, or a row that cannot be used."""
+    ENVIRONMENT = "environment"
+    """An environment could not be reached, ended, or exceeded its time limit."""
+    INTERACTION = "interaction"
+    """A service that an interaction needs could not be reached."""
+    WORKSPACE = "workspace"
+    """A workspace or sandbox could not be started, or ended."""
+    SERVER = "server"
+    """An LLM server failed, and no other server completed the request."""
+    REWARD = "reward"
+    """A judge could not be reached, or a reward function exceeded its time limit."""
+
+
 class Failure(Struct, frozen=True):
     """The exception that ended a trajectory with `StopReason.FAILED`."""
 
     error: str
     """Type and message on one line. Failures are counted by this text."""
     traceback: str
+    kind: FailureKind = FailureKind.CODE
+
+    @property
+    def is_infrastructure(self) -> bool:
+        """Whether the failure says nothing about the policy. The trajectory is left out of all statistics."""
+        return self.kind is not FailureKind.CODE
+
+    @property
+    def is_retried(self) -> bool:
+        """Whether another attempt may succeed. Requests to LLM servers were already sent again, to other servers."""
+        return self.kind not in (FailureKind.CODE, FailureKind.SERVER)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from agent_loop.recording.values import digest
 from agent_loop.training.evaluation.estimates import MeanEstimate, estimate_mean, estimate_share, pass_at_k
 from agent_loop.training.metrics import (
+    FAILURES,
     INCIDENT,
     REWARD_MEAN,
     STOP_REASON,
@@ -17,7 +18,7 @@ from agent_loop.training.metrics import (
     UNSCORED_SHARE,
     VALIDATION,
 )
-from agent_loop.trajectory import Trajectory
+from agent_loop.trajectory import Trajectory, without_lost
 from agent_loop.types import Row
 
 MAX_PROMPT_CHARACTERS = 200
@@ -66,6 +67,8 @@ class Evaluation:
     """Number of trajectories by stop reason."""
     incidents: Mapping[str, int]
     """Number of incidents by kind."""
+    failures: Mapping[str, int]
+    """Number of trajectories that failed, by what failed. Those that infrastructure failed are in no score."""
 
     @property
     def success_share(self) -> float:
@@ -78,10 +81,9 @@ class Evaluation:
             return {}
         scores = self.scores
         values = {
-            SUCCESS_SHARE: self.success_share,
-            UNSCORED_SHARE: 1 - scores.num_scored / scores.num_samples,
-            "pass@1/half_width": scores.pass_at_k[1].half_width or 0.0,
+            **self._shares(),
             **{f"pass@{k}": estimate.value for k, estimate in scores.pass_at_k.items()},
+            **{f"{FAILURES}{name}": float(n) for name, n in self.failures.items()},
             **{f"{STOP_REASON}{name}": n / self.num_trajectories for name, n in self.stop_reasons.items()},
             **{f"{INCIDENT}{name}": n / self.num_trajectories for name, n in self.incidents.items()},
         }
@@ -89,11 +91,24 @@ class Evaluation:
             values[REWARD_MEAN] = scores.mean_reward.value
         return {f"{VALIDATION}{name}": value for name, value in values.items()}
 
+    def _shares(self) -> dict[str, float]:
+        scores = self.scores
+        if not scores.num_samples:
+            return {}
+        return {
+            SUCCESS_SHARE: self.success_share,
+            UNSCORED_SHARE: 1 - scores.num_scored / scores.num_samples,
+            "pass@1/half_width": scores.pass_at_k[1].half_width or 0.0,
+        }
+
 
 def summarise(trajectories: Sequence[Trajectory], *, success_threshold: float) -> Evaluation:
-    """Evaluate trajectories. Samples with a reward of at least `success_threshold` are successes."""
+    """Evaluate trajectories. Samples with a reward of at least `success_threshold` are successes.
+
+    Trajectories that infrastructure failed are left out of all scores.
+    """
     groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
+    for trajectory in without_lost(trajectories):
         groups[trajectory.group].append(trajectory)
     rows = tuple(
         _row_result(group, samples, success_threshold=success_threshold)
@@ -105,6 +120,7 @@ def summarise(trajectories: Sequence[Trajectory], *, success_threshold: float) -
         rows=rows,
         stop_reasons=_counts(t.output.stop_reason.value for t in trajectories),
         incidents=_counts(i.kind.value for t in trajectories for i in t.output.incidents),
+        failures=_counts(t.output.failure.kind.value for t in trajectories if t.output.failure is not None),
     )
 
 
