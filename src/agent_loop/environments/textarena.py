@@ -138,7 +138,7 @@ class TextArenaGame(Game):
             self.act(seat, "")
 
     def rewards(self) -> dict[int, float]:
-        rewards: Mapping[int, float] | None = self._inner.state.rewards
+        rewards: Mapping[int, Any] | None = self._inner.state.rewards
         if rewards is None:
             raise EnvironmentBug(f"textarena:{self._env.env_id} is over and has no rewards")
         if not all(isinstance(reward, int | float) for reward in rewards.values()):
