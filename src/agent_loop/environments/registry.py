@@ -10,6 +10,7 @@ from agent_loop.registries import construct, load_class
 
 SUITES: Mapping[str, str] = {
     "agentdojo": "agent_loop.environments.agentdojo:AgentDojoSuite",
+    "bfcl": "agent_loop.environments.bfcl.suite:BfclSuite",
     "gymnasium": "agent_loop.environments.gymnasium.suite:GymnasiumSuite",
     "reasoning_gym": "agent_loop.environments.reasoning_gym:ReasoningGymSuite",
     "openenv": "agent_loop.environments.openenv.suite:OpenEnvSuite",
