@@ -13,6 +13,7 @@ from agent_loop.errors import ToolError
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.loops.tool_agent import MAX_MALFORMED_REPLIES
 from agent_loop.servers.scripted import ScriptedReply
+from agent_loop.tools.base import trajectory_of
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import Message, Origin, StopReason
 from tests.helpers import call_text, encoded, hermes_template, roles, text_reply, tool_call_reply
@@ -311,6 +312,31 @@ def test_an_interaction_replies_to_turns_without_a_call() -> None:
     assert [s.origin for s in output.response_segments].count(Origin.INTERACTION) == 1
     assert patient.open == set()
     assert_record_matches_requests(trajectory, harness)
+
+
+def test_the_tools_and_the_interaction_of_a_trajectory_have_the_same_id_and_no_other_trajectory_has_it() -> (
+    None
+):
+    ids: list[list[str]] = []
+
+    class Shared(Adder):
+        async def create(self, instance_id: str, **kwargs: Any) -> None:
+            ids.append([instance_id])
+            await super().create(instance_id, **kwargs)
+
+    class Sharing(Patient):
+        async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
+            ids[-1].append(instance_id)
+            await super().start_interaction(instance_id, **kwargs)
+
+    for _ in range(2):
+        patient = Sharing({"name": "patient", "truth": "3"})
+        harness = WorkerHarness([ADD, ANSWER], tools=[Shared()], interactions={"patient": patient})
+        harness.run_one(interaction_kwargs={"name": "patient"})
+    trajectories = [{trajectory_of(instance_id) for instance_id in both} for both in ids]
+    assert [len(both) for both in ids] == [2, 2]
+    assert [len(trajectory) for trajectory in trajectories] == [1, 1]
+    assert trajectories[0] != trajectories[1]
 
 
 def test_an_unknown_interaction_fails_the_row_with_its_name() -> None:

@@ -14,6 +14,7 @@ from agent_loop.errors import EpisodeError, ToolBug, WorkspaceError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.concurrency import CallAborted, run_together
+from agent_loop.runtime.identifiers import new_id
 from agent_loop.tools.results import ToolResult
 from agent_loop.tools.session import ToolSession
 from agent_loop.trajectory import Feedback, Incident
@@ -51,9 +52,10 @@ class TrajectoryEnvironment:
     def new_instance(self, log: TurnLog, *, num_feedback: int) -> TrajectoryEnvironment:
         """Return an environment with new tool and interaction instances and the first `num_feedback` entries of
         `feedback`."""
+        trajectory = new_id()
         environment = TrajectoryEnvironment(
-            tools=None if self._tools is None else self._tools.fresh(),
-            interaction=None if self._interaction is None else self._interaction.fresh(),
+            tools=None if self._tools is None else self._tools.fresh(trajectory=trajectory),
+            interaction=None if self._interaction is None else self._interaction.fresh(trajectory=trajectory),
             log=log,
             cancellation=self._cancellation,
         )

@@ -13,7 +13,8 @@ from agent_loop.types import Message
 class BaseInteraction(ABC):
     """Base class of interactions, which reply to model turns that call no tool.
 
-    One object serves all trajectories of a worker. Keep the state of a trajectory under its `instance_id`.
+    One object serves all trajectories of a worker. Keep the state of a trajectory under its `instance_id`. State that
+    its tools share belongs under `trajectory_of(instance_id)`, which is the same for them.
 
     Args:
         config: The interaction's own settings from the YAML registry, including `name`.

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from agent_loop.errors import EnvironmentUnavailable, EpisodeError, InteractionBug, InteractionUnavailable
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.runtime.describe import describe_error, describe_value
+from agent_loop.runtime.identifiers import new_id
 from agent_loop.runtime.instances import OnReplay, TrajectoryInstance, close_instances
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.numeric import REWARD_LIMIT, as_reward
@@ -53,6 +54,7 @@ class InteractionSession:
         config: The time limits.
         interaction_kwargs: Arguments from the row. All but `name` are passed to `start_interaction` and
             `generate_response`.
+        trajectory: Part that the instance id has in common with those of the trajectory's tools; a new id if None.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class InteractionSession:
         *,
         config: InteractionSessionConfig,
         interaction_kwargs: Mapping[str, Any] | None = None,
+        trajectory: str | None = None,
     ) -> None:
         self._interaction = interaction
         self._config = config
@@ -68,6 +71,7 @@ class InteractionSession:
         self._where = f"interaction {interaction.name!r}"
         self._instance = TrajectoryInstance(
             self._where,
+            trajectory=trajectory or new_id(),
             open_as=self._start,
             close_as=interaction.finalize_interaction,
         )
@@ -75,9 +79,14 @@ class InteractionSession:
         self._incidents: list[Incident] = []
         self._is_closed = False
 
-    def fresh(self) -> InteractionSession:
+    def fresh(self, *, trajectory: str | None = None) -> InteractionSession:
         """Return a new session, not started, with the same interaction and arguments."""
-        return InteractionSession(self._interaction, config=self._config, interaction_kwargs=self._kwargs)
+        return InteractionSession(
+            self._interaction,
+            config=self._config,
+            interaction_kwargs=self._kwargs,
+            trajectory=trajectory,
+        )
 
     @property
     def num_open(self) -> int:

@@ -19,6 +19,7 @@ from agent_loop.episode.turn_log import TurnLog
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.selection import read_interaction_name
 from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
+from agent_loop.runtime.identifiers import new_id
 from agent_loop.servers.completion_memory import CompletionMemory, RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.base import BaseTool
@@ -129,14 +130,14 @@ class AgentLoopBase(ABC):
         Raises:
             DataError: The tool or interaction does not exist.
         """
-        tools = tools or {}
+        tools, trajectory = tools or {}, new_id()
         session = None
         if tools or tools_kwargs:
             config = ToolSessionConfig(
                 timeout_s=self.context.multi_turn.tool_timeout_s,
                 close_timeout_s=self.context.multi_turn.close_timeout_s,
             )
-            session = ToolSession(tools, config=config, tools_kwargs=tools_kwargs)
+            session = ToolSession(tools, config=config, tools_kwargs=tools_kwargs, trajectory=trajectory)
         self.last_episode = Episode(
             messages,
             template=self.template,
@@ -144,7 +145,7 @@ class AgentLoopBase(ABC):
             limits=self.context.limits,
             tools=session,
             tool_schemas=[tool.tool_schema for tool in tools.values() if tool.is_shown],
-            interaction=self._interaction_session(interaction_kwargs),
+            interaction=self._interaction_session(interaction_kwargs, trajectory=trajectory),
             log=None if self.context.new_log is None else self.context.new_log(),
             cancellation=self.context.cancellation,
         )
@@ -170,7 +171,9 @@ class AgentLoopBase(ABC):
         """Return the token ids of a first prompt without images, for loops that work on token ids."""
         return self.template.open(messages, tools=tools).tolist()
 
-    def _interaction_session(self, interaction_kwargs: Mapping[str, Any] | None) -> InteractionSession | None:
+    def _interaction_session(
+        self, interaction_kwargs: Mapping[str, Any] | None, *, trajectory: str
+    ) -> InteractionSession | None:
         name = read_interaction_name(
             interaction_kwargs, known=self.context.interactions, where="interaction_kwargs"
         )
@@ -181,5 +184,8 @@ class AgentLoopBase(ABC):
             close_timeout_s=self.context.multi_turn.close_timeout_s,
         )
         return InteractionSession(
-            self.context.interactions[name], config=config, interaction_kwargs=interaction_kwargs
+            self.context.interactions[name],
+            config=config,
+            interaction_kwargs=interaction_kwargs,
+            trajectory=trajectory,
         )

@@ -41,7 +41,7 @@ class BaseTool(ABC):
 
     All trajectories of a worker share one object. Keep the state of a trajectory under its `instance_id`. An
     `instance_id` belongs to one trajectory and is never reused; `trajectory_of` returns the part that the ids of
-    all tools of one trajectory have in common.
+    all tools of one trajectory, and of its interaction, have in common.
 
     The methods are called per trajectory: `create` once before the first call, `execute` for each call, `calc_reward`
     once at the end, and `release` last, also after a failure.
@@ -177,5 +177,5 @@ def _is_own(method: Callable[..., Any], default: Callable[..., Any]) -> bool:
 
 
 def trajectory_of(instance_id: str) -> str:
-    """Return the part of an instance id that the ids of all tools of one trajectory have in common."""
+    """Return the part that the instance ids of one trajectory's tools and of its interaction have in common."""
     return instance_id.partition("-")[0]

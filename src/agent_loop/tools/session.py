@@ -57,6 +57,7 @@ class ToolSession:
         config: The time limits.
         tools_kwargs: The row's `{tool: {create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs}}`. None at
             any level counts as absent, since a table has a value of every column in every row.
+        trajectory: Part that all instance ids have in common; a new id if None.
 
     Raises:
         DataError: `tools_kwargs` names an unknown tool or key.
@@ -69,19 +70,20 @@ class ToolSession:
         *,
         config: ToolSessionConfig,
         tools_kwargs: Mapping[str, Any] | None = None,
+        trajectory: str | None = None,
     ) -> None:
         self._tools = tools
         self._replay = {name: check_declarations(tool) for name, tool in tools.items()}
         self._config = config
         self._kwargs = _read_tools_kwargs(tools_kwargs or {}, tools=tools)
-        self._trajectory = new_id()
+        self._trajectory = trajectory or new_id()
         self._instances: dict[str, TrajectoryInstance] = {}
         self._incidents: list[Incident] = []
         self._is_closed = False
 
-    def fresh(self) -> ToolSession:
+    def fresh(self, *, trajectory: str | None = None) -> ToolSession:
         """Return another session on the same tools, with its own instances."""
-        return ToolSession(self._tools, config=self._config, tools_kwargs=self._kwargs)
+        return ToolSession(self._tools, config=self._config, tools_kwargs=self._kwargs, trajectory=trajectory)
 
     @property
     def num_open(self) -> int:
