@@ -250,7 +250,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> CountedRenders:
     return CountedRenders(monkeypatch)
 
 
-def test_a_template_runs_once_for_all_questions_after_one_system_prompt(counted: CountedRenders) -> None:
+def test_a_template_runs_once_for_all_questions_and_system_prompts(counted: CountedRenders) -> None:
     template = template_of("hermes")
     system: Message = {"role": "system", "content": "Use the tools."}
 
@@ -260,7 +260,7 @@ def test_a_template_runs_once_for_all_questions_after_one_system_prompt(counted:
     ask("first")
     assert counted.during(lambda: [ask(str(number)) for number in range(10)]) == 0
     system = {"role": "system", "content": "Use no tools."}
-    assert counted.during(lambda: [ask(str(number)) for number in range(10)]) == 1
+    assert counted.during(lambda: [ask(str(number)) for number in range(10)]) == 0
 
 
 def test_a_template_that_does_not_render_ids_runs_once_for_calls_with_new_ids(
@@ -312,17 +312,120 @@ def test_a_prompt_has_the_time_of_its_render(monkeypatch: pytest.MonkeyPatch) ->
     assert template.decode(template.open(user("x"))).startswith("03:07")
 
 
+SYSTEM_IN_FRONT = """\
+{%- if messages[0].role == 'system' and messages[0].content.strip() %}<|im_start|>system
+{{ messages[0].content }}
+Tools:
+{% for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif -%}
+{%- for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}
+{{ m.content | trim }}<|im_end|>
+{% endif %}{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}
+"""
+LOOKS_AT_SYSTEM = (
+    "{%- if messages[0].content.startswith('<ask>') and messages[0].content.endswith('</ask>') %}Ask.{% endif -%}"
+    + SYSTEM_IN_FRONT
+)
+SYSTEM_IN_TURN = """\
+{%- set head = namespace(text='') %}
+{%- for m in messages %}
+{%- if m.role == 'system' %}{% set head.text = m.content | trim %}{% else %}<|im_start|>{{ m.role }}
+{{ head.text }}
+{% for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}Next: {{ m.content }}<|im_end|>
+{% set head.text = '' %}{% endif %}{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}
+"""
+"""No anchor stands between the system prompt, the tools and the question."""
+SYSTEM_BEHIND = SYSTEM_IN_TURN.replace("{{ head.text }}", "{{ m.content }}").replace(
+    "Next: {{ m.content }}", "Next: {{ head.text }}"
+)
+WITH_SYSTEM = {
+    "system in front": SYSTEM_IN_FRONT,
+    "looks at system": LOOKS_AT_SYSTEM,
+    "system in turn": SYSTEM_IN_TURN,
+    "system behind": SYSTEM_BEHIND,
+    **{name: SMALL[name] for name in ("hermes", "looks at texts")},
+    **{name: TEMPLATES[name] for name in OF_FAMILIES},
+}
+descriptions = st.lists(st.sampled_from([*MARKS, "\n", "\nThen ", " ", "é", "/"]), max_size=5).map("".join)
+
+
+@cache
+def pair_of(name: str, choice: EncoderChoice) -> tuple[ChatTemplate, ChatTemplate]:
+    """Return a template, and one of the same source that encodes with `tokenizers`."""
+    tokenizer = placeholder_tokenizer(WITH_SYSTEM[name])
+    return ChatTemplate(tokenizer, encoder=choice), ChatTemplate(tokenizer, encoder="tokenizers")
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", WITH_SYSTEM)
+@settings(max_examples=25, deadline=None)
+@given(
+    systems=st.lists(texts, min_size=2, max_size=3),
+    question=texts,
+    described=descriptions,
+    num_tools=st.integers(0, 3),
+)
+def test_prompts_with_any_system_prompt_and_tools_equal_full_renders(
+    name: str, choice: EncoderChoice, systems: list[str], question: str, described: str, num_tools: int
+) -> None:
+    template, reference = pair_of(name, choice)
+    tools = [
+        {"type": "function", "function": {"name": f"tool_{n}", "description": described, "parameters": {}}}
+        for n in range(num_tools)
+    ]
+    for system in systems:
+        messages = [{"role": "system", "content": system}, *user(question)]
+        try:
+            expected = rendered_prompt(reference, messages, tools)
+        except ChatTemplateError:
+            continue
+        assert template.open(messages, tools=tools).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["hermes", "qwen3_5_think", "llama3_1", "gptoss", "glm4moe", "system in front", "system in turn"]
+)
+def test_a_template_runs_once_for_a_list_of_tools(name: str, counted: CountedRenders) -> None:
+    template, _ = pair_of(name, "auto")
+
+    def ask(number: int) -> None:
+        template.open([{"role": "system", "content": f"You are {number}."}, *user("x")], tools=PROBE_TOOLS)
+
+    ask(0)
+    assert counted.during(lambda: [ask(number) for number in range(1, 10)]) == 0
+
+
+def test_the_check_of_a_template_renders_one_of_many_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = template_of_source(HERMES_TEMPLATE)
+    rendered: list[int] = []
+    render = Renderer.text
+
+    def noted(renderer: Renderer, *args: Any, tools: Sequence[Any] = (), **options: Any) -> str:
+        rendered.append(len(tools))
+        return render(renderer, *args, tools=tools, **options)
+
+    monkeypatch.setattr(Renderer, "text", noted)
+    template.open([{"role": "system", "content": "s"}, *user("x")], tools=list(PROBE_TOOLS) * 20)
+    assert sum(number > 1 for number in rendered) == 1
+
+
 def template_of_source(source: str) -> ChatTemplate:
     return ChatTemplate(placeholder_tokenizer(source))
 
 
 def test_the_number_of_cached_system_prompts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached_prompts, "MAX_RENDERS", 3)
+    monkeypatch.setattr(cached_prompts, "MAX_PROMPTS", 3)
     template = template_of_source(HERMES_TEMPLATE)
     for number in range(10):
         system: Message = {"role": "system", "content": f"You are number {number}."}
         assert f"number {number}." in template.decode(template.open([system, *user("x")]))
-    assert len(template._prompts._renders) == 3  # pyright: ignore[reportPrivateUsage]
+    assert len(template._prompts._prompts) == 3  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,25 @@ class ControlledEncoder:
         ids = self.encode(f"{before}{rendered}{after}")
         return ids[bool(before) : len(ids) - bool(after)]
 
+    @property
+    def cuts_lines(self) -> bool:
+        """Whether the texts before and after the start of a line are encoded separately. See `line_cuts`."""
+        return self._quick is not None and self._quick.cuts_lines
+
+    def encode_cut(self, rendered: str, *, next_character: str) -> list[int] | None:
+        """Return the token ids of a text that begins and ends at an anchor or at the start of a line.
+
+        Args:
+            rendered: The text.
+            next_character: The character that follows if the text ends at the start of a line; otherwise empty.
+
+        Returns:
+            The ids, or None if the text has to be encoded together with the text beside it.
+        """
+        read = self.unmask if MASK_OPEN in rendered else str
+        ids = self._quick.encode(rendered + next_character, read=read) if self._quick else None
+        return ids if ids is None or not next_character else ids[:-1]  # the character is one token
+
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of untrusted text. None of them is a control token."""
         text = _encodable(text)

@@ -18,10 +18,13 @@ RenderTexts: TypeAlias = Callable[[Sequence[str]], str]
 CopyRule: TypeAlias = Literal["verbatim", "stripped"]
 """How a template copies the text of messages: unchanged, or without the white space around it."""
 
+_RULES: tuple[CopyRule, ...] = ("verbatim", "stripped")
+
 SLOT = "@text.of.a.message@"
 """Marks the place of a text in a rendered template."""
 
 _SAMPLES = ("", " x\n", "\n\nx", "\"x\" 'x' \\x\\n <x> &amp; {{ x }} {% x %} ¿x? 你好", "x" * 3000)
+_PLAIN = "x"
 _LITERAL = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"")
 _PREFIX, _SUFFIX = (
     re.compile(rf"{method}\(\s*(?:{_LITERAL.pattern})") for method in ("startswith", "endswith")
@@ -45,13 +48,50 @@ class SlotCheck:
 
     def find_rule(self, render: RenderTexts, *, num_slots: int) -> CopyRule | None:
         """Return the rule that holds for all samples, or None if neither rule does or the template raises an error."""
-        rules: tuple[CopyRule, ...] = ("verbatim", "stripped")
-        return next((rule for rule in rules if self._holds(rule, render, num_slots=num_slots)), None)
+        return next((rule for rule in _RULES if self._holds(rule, render, num_slots=num_slots)), None)
+
+    def find_rules(self, render: RenderTexts, *, may_be_blank: Sequence[bool]) -> tuple[CopyRule, ...] | None:
+        """Return one rule per slot that hold for all samples, in one slot and in all slots at once. Return None if no
+        rules do or the template raises an error.
+
+        Args:
+            render: Runs the template.
+            may_be_blank: Whether the text of each slot may be empty or white space, which templates treat otherwise.
+        """
+        try:
+            parts = split_at_slots(render, num_slots=len(may_be_blank))
+            if parts is None:
+                return None
+            samples = [(texts, render(texts)) for texts in self._combined(may_be_blank)]
+        except ChatTemplateError:
+            return None
+        choices = product(_RULES, repeat=len(may_be_blank))
+        return next((rules for rules in choices if self._hold(rules, parts, samples)), None)
 
     def copied(self, text: str, *, rule: CopyRule) -> str:
         """Return a text as the template would write it, still masked."""
         text = self._mask(text)
         return text.strip() if rule == "stripped" else text
+
+    def _combined(self, may_be_blank: Sequence[bool]) -> Iterator[list[str]]:
+        """Yield a text for each slot: each sample in all slots, and in one slot beside a plain text in the others."""
+        slots = range(len(may_be_blank))
+        for sample in self._samples:
+            fits = [is_free or bool(sample.strip()) for is_free in may_be_blank]
+            yield [sample if fits[slot] else _PLAIN for slot in slots]
+            yield from ([sample if slot == one else _PLAIN for slot in slots] for one in slots if fits[one])
+
+    def _hold(
+        self, rules: Sequence[CopyRule], parts: Sequence[str], samples: Sequence[tuple[Sequence[str], str]]
+    ) -> bool:
+        for texts, rendered in samples:
+            copies = [self.copied(text, rule=rule) for text, rule in zip(texts, rules, strict=True)]
+            if (
+                "".join([text for pair in zip(parts, [*copies, ""], strict=True) for text in pair])
+                != rendered
+            ):
+                return False
+        return True
 
     def _holds(self, rule: CopyRule, render: RenderTexts, *, num_slots: int) -> bool:
         try:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from agent_loop.chat.byte_level import ByteLevelBpe, OtherTokenizer, read_byte_level
 from agent_loop.chat.encoder_probes import encoder_probes
+from agent_loop.chat.line_cuts import cuts_lines
 from agent_loop.chat.split_check import SplitCheck
 
 MAX_KEPT = 8
@@ -62,6 +63,8 @@ class TiktokenEncoder:
         self._control_ids = parts.control_ids
         self.token_bytes = parts.token_bytes
         """Bytes of the tokens by id; empty for ids without a token."""
+        self.cuts_lines = cuts_lines(parts.pattern) and "\n" not in "".join(parts.control_ids)
+        """Whether texts before and after the start of a line are encoded separately; see `line_cuts`."""
         self._normalizer: Any = tokenizer.normalizer if parts.is_composed else None
         longest_first = sorted(map(re.escape, parts.control_ids), key=len, reverse=True)
         self._controls = re.compile(f"({'|'.join(longest_first)})")
