@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -24,7 +27,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import StopReason
-from tests.helpers import encoded, small_tokenizer, text_reply, tool_call_reply, user
+from tests.helpers import encoded, hermes_template, small_tokenizer, text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
 
 
@@ -184,6 +187,63 @@ def test_code_that_blocks_the_event_loop_is_logged_with_its_line_while_it_blocks
         asyncio.run(main())
     assert "by group=4/rollout=2 (tool slow), at" in seen[0]
     assert "time.sleep(0.6)" in seen[0]
+
+
+STOPPED = """
+import asyncio, sys
+from agent_loop.rollout.event_loop_lag import LagMonitor
+from agent_loop.runtime.activity import ActivityMonitor
+
+async def main():
+    with LagMonitor(ActivityMonitor(), warn_s=0.2).measuring():
+        await asyncio.sleep(0.1)
+        print("ready", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+        await asyncio.sleep(0.3)
+
+asyncio.run(main())
+"""
+
+
+def test_time_in_which_the_process_was_stopped_causes_no_warning() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2)  # the length of the stop is what the monitor must not count
+    process.send_signal(signal.SIGCONT)
+    _, errors = process.communicate("\n")
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_block_by_the_encoding_of_messages_is_not_blamed_on_tools(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = hermes_template()
+
+    def slow_encode(text: str) -> list[int]:
+        time.sleep(0.6)
+        return []
+
+    async def main() -> None:
+        with LagMonitor(ActivityMonitor(), warn_s=0.1).measuring():
+            await asyncio.sleep(0.05)
+            monkeypatch.setattr(template.encoder, "encode_plain", slow_encode)
+            template.encode("text")
+            await asyncio.sleep(0.1)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    warning = caplog.records[0].getMessage()
+    assert "the event loop was blocked" in warning
+    assert "no tool, reward or loop is the cause" in warning
+    assert "blocking code in an async tool" not in warning
 
 
 def test_overlapping_measurements_count_once() -> None:
