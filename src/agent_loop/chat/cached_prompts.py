@@ -12,6 +12,7 @@ from typing import Any
 from agent_loop.chat.cached_render import CachedRender
 from agent_loop.chat.encoding import ControlledEncoder
 from agent_loop.chat.lru_cache import LruCache
+from agent_loop.chat.probes import PROBE_TOOLS
 from agent_loop.chat.rendering import Renderer
 from agent_loop.chat.slot_check import CopyRule, RenderTexts, SlotCheck, split_at_slots
 from agent_loop.types import IntArray, Message
@@ -114,7 +115,7 @@ class CachedPrompts:
     def _head(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Head | None:
         has_tools = bool(tools)
         if has_tools not in self._head_rules:
-            render = self._render_with(messages, tools[:1], num_slots=2)
+            render = self._render_with(messages, _sample_of(tools), num_slots=2)
             self._head_rules[has_tools] = self._check.find_rules(render, may_be_blank=(False, True))
         rules = self._head_rules[has_tools]
         parts = rules and split_at_slots(self._render_with(messages, tools, num_slots=2), num_slots=2)
@@ -123,7 +124,9 @@ class CachedPrompts:
     def _rule(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> CopyRule | None:
         shape = (len(messages) > 1, bool(tools))
         if shape not in self._rules:
-            self._rules[shape] = self._check.find_rule(self._render_with(messages, tools[:1]), num_slots=1)
+            self._rules[shape] = self._check.find_rule(
+                self._render_with(messages, _sample_of(tools)), num_slots=1
+            )
         return self._rules[shape]
 
     def _render_with(
@@ -137,6 +140,11 @@ class CachedPrompts:
             return self._renderer.text([*kept, *changed], tools=tools)
 
         return render
+
+
+def _sample_of(tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return tools for the check: rules depend on whether there are tools, not on which."""
+    return PROBE_TOOLS[:1] if tools else ()
 
 
 def _is_plain(message: Message) -> bool:

@@ -16,9 +16,9 @@ from agent_loop.types import IntArray, as_token_ids
 class CachedRender:
     """Token ids of a rendered text with slots, for any texts in the slots.
 
-    The text is cut at anchors, control tokens that are found whatever stands beside them, and at the starts of lines, if
-    the tokenizer allows it. A tokenizer encodes the text on the two sides of a cut separately, so that the ids are those
-    of the whole text.
+    The text is cut at anchors, control tokens that are found whatever stands beside them, and at the starts of lines,
+    if the tokenizer allows it. A tokenizer encodes the text on the two sides of a cut separately, so that the ids are
+    those of the whole text.
 
     Args:
         parts: The rendered text before, between and after the slots.
