@@ -61,6 +61,8 @@ class Recipe:
     """Least success on held-out prompts after training, sampled at temperature 1."""
     most_before: float = 0.35
     """Largest success after the warm start, so that GRPO has something to learn."""
+    merges_observations: bool = False
+    """Whether phrases of the observations become tokens, in a task with demonstrations of its own."""
 
 
 RECIPES = {
@@ -74,6 +76,9 @@ RECIPES = {
     "shell_agent": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.33), least_after=0.90),
     "langgraph_math": Recipe(warm_start_steps=1800, habit=Habit(first_step_share=0.35), least_after=0.90),
     "frozen_lake": Recipe(warm_start_steps=200, habit=None, least_after=0.40),
+    "kuhn_poker": Recipe(
+        warm_start_steps=300, habit=None, least_after=0.60, most_before=0.55, merges_observations=True
+    ),
 }
 
 
@@ -132,7 +137,8 @@ async def run_example(
     log(1, f"data: {len(val_rows)} held-out prompts, tools {[tool['function']['name'] for tool in tools]}")
 
     # 2. A tokenizer and a model with random weights.
-    tokenizer = train_tokenizer(tokenizer_texts(task, conversations), tools=tools)
+    texts = tokenizer_texts(task, conversations, merges_observations=recipe.merges_observations)
+    tokenizer = train_tokenizer(texts, tools=tools)
     model = make_model(tokenizer, seed=seed)
     log(2, f"model: {model.num_parameters():,} parameters, vocabulary {len(tokenizer)}")
 
@@ -197,14 +203,18 @@ def conversations_of(
 
 
 def tokenizer_texts(
-    task: Task | TaskWithDemonstrations, conversations: Iterator[list[Message]]
+    task: Task | TaskWithDemonstrations,
+    conversations: Iterator[list[Message]],
+    *,
+    merges_observations: bool = False,
 ) -> Iterator[list[Message]]:
     """Yield the conversations that train the tokenizer.
 
-    The observations of a named environment are left out, so that they have one token per character.
+    The observations of a named environment are left out, so that they have one token per character, unless
+    `merges_observations` is set.
     """
     for messages in islice(conversations, TOKENIZER_CONVERSATIONS):
-        leaves_out = isinstance(task, TaskWithDemonstrations)
+        leaves_out = isinstance(task, TaskWithDemonstrations) and not merges_observations
         yield [message for message in messages if not leaves_out or message["role"] != "user"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -72,8 +72,11 @@ def watched() -> Watched:
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    text = f"textarena:{name}"
-    return list(islice(suite_rows(SUITE, parse_task_name(text, suite=SUITE)), 8))
+    return list(islice(all_rows_of(name), 8))
+
+
+def all_rows_of(name: str) -> Iterator[dict[str, Any]]:
+    return suite_rows(SUITE, parse_task_name(f"textarena:{name}", suite=SUITE))
 
 
 def play(row: Mapping[str, Any], move: Callable[[ScriptedRequest], str]) -> list[Trajectory]:
@@ -154,6 +157,14 @@ def test_a_row_deals_the_same_cards_again_while_other_games_run() -> None:
             game.act(seat, game.legal_moves(seat)[0])
     assert deals[0] == deals[1]
     assert row["raw_prompt"][0]["content"] == deals[0][0]
+
+
+def test_a_deal_is_in_one_split_whoever_plays_it() -> None:
+    splits = ("KuhnPoker-v0?split=train&size=200", "KuhnPoker-v0?split=val&opponent=random&size=20")
+    train, val = ({row["task"]["seed"] for row in all_rows_of(name)} for name in splits)
+    assert train
+    assert val
+    assert train.isdisjoint(val)
 
 
 def test_the_seed_of_a_game_leaves_the_generator_of_the_process_alone() -> None:

@@ -95,6 +95,10 @@ class TextArenaSuite(TaskSuite):
     def environment(self) -> Game:
         return TextArenaGame()
 
+    def identity(self, row: Mapping[str, Any]) -> str:
+        """Return the game and its seed: the same deal belongs to one split, whoever plays it."""
+        return "{game} {players} {seed}".format(**row["task"])
+
 
 class TextArenaGame(Game):
     """One game. Its observations are those of TextArena, without the seat's own moves."""
