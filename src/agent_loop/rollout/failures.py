@@ -20,6 +20,7 @@ from agent_loop.errors import (
     WorkspaceFileMissing,
 )
 from agent_loop.runtime.describe import describe_error
+from agent_loop.runtime.isolated_task import Abandoned
 from agent_loop.trajectory import Failure, FailureKind, Trajectory
 
 MAX_TRACEBACK = 100_000
@@ -115,6 +116,8 @@ def kind_of_failure(error: BaseException) -> FailureKind:
         for known, kind in UNAVAILABLE:
             if isinstance(cause, known) and not isinstance(cause, NOT_UNAVAILABLE):
                 return kind
+    if any(isinstance(cause, Abandoned) for cause in causes):
+        return FailureKind.CODE  # it ignores its cancellation and still runs
     if any(isinstance(cause, ConnectionError | TimeoutError) for cause in causes):
         for known, kind in NETWORKED:
             if isinstance(error, known):
