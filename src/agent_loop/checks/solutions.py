@@ -78,11 +78,8 @@ async def play_turns(
         raise ConfigError(f"rows of {suite.name!r} are played by {suite.agent_name!r}, which needs a model")
     if not calls_at_once:
         turns = [part for turn in turns for part in one_call_per_turn(turn)]
-    if not turns or turns[-1].calls:
-        turns = [
-            *turns,
-            SolutionTurn(),
-        ]  # at its limit of turns, a trajectory ends without the calls of its last turn
+    if not turns or turns[-1].calls:  # the calls of the last turn that the limits allow would not run
+        turns = [*turns, SolutionTurn()]
     completions = [completion_of(turn) for turn in turns]
     worker = _worker(suite, completions)
     played = {**row, "agent_name": LOOP, "environment": suite.name}

@@ -1,8 +1,8 @@
 """Tasks of AgentDojo: office, chat, travel and bank tools whose replies may hold injected instructions.
 
 The package `agentdojo` is used, and not its port in inspect-evals. The port has one attack and one version of the
-tasks, its tools need a running evaluation of Inspect, and one of its suites starts Docker containers. The price are the
-client libraries of four model providers, which `agentdojo` imports.
+tasks, its tools need a running evaluation of Inspect, and one of its suites starts Docker containers. In return,
+`agentdojo` imports the client libraries of four model providers.
 """
 
 from __future__ import annotations
@@ -103,7 +103,13 @@ class AgentDojoEnvironment(Environment):
     def tools(self) -> Sequence[EnvironmentTool]:
         # AgentDojo checks the arguments itself, and its error is the reply that its own agents get.
         return [
-            EnvironmentTool(_schema(tool), check_arguments=ArgumentChecking.OFF) for tool in self._suite.tools
+            EnvironmentTool.of(
+                tool.name,
+                tool.description,
+                tool.parameters.model_json_schema(),
+                check_arguments=ArgumentChecking.OFF,
+            )
+            for tool in self._suite.tools
         ]
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -222,12 +228,6 @@ def _start(task: Mapping[str, Any]) -> Any:
 @lru_cache(maxsize=MAX_ENVIRONMENTS)
 def _initial_state(suite: str, version: str, injections: tuple[tuple[str, str], ...]) -> Any:
     return _suite(suite, version).load_and_inject_default_environment(dict(injections))
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    parameters = tool.parameters.model_json_schema()
-    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
-    return {"type": "function", "function": function}
 
 
 _import_lock = Lock()

@@ -29,6 +29,14 @@ class EnvironmentTool:
     check_arguments: ArgumentChecking = ArgumentChecking.STRICT
     """How the arguments of calls are checked against the schema."""
 
+    @classmethod
+    def of(
+        cls, name: str, description: str, parameters: Mapping[str, Any], **settings: Any
+    ) -> EnvironmentTool:
+        """Return a tool from the parts of its schema. `settings` are the other fields."""
+        function = {"name": name, "description": description, "parameters": parameters}
+        return cls({"type": "function", "function": function}, **settings)
+
     @property
     def name(self) -> str:
         return str(self.schema["function"]["name"])

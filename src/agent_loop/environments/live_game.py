@@ -8,13 +8,11 @@ from typing import Any, cast
 
 from agent_loop.environments.factory import EnvironmentFactory
 from agent_loop.environments.game import Game
-from agent_loop.environments.method_calls import call_method
-from agent_loop.errors import DataError, EnvironmentBug, EnvironmentUnavailable
-from agent_loop.runtime.describe import describe_error, describe_value
-from agent_loop.runtime.isolated_task import DeadlineExpired
+from agent_loop.environments.method_calls import call_method, run_method
+from agent_loop.errors import DataError, EnvironmentBug
+from agent_loop.runtime.describe import describe_value
 from agent_loop.runtime.numeric import as_reward
 from agent_loop.runtime.threads import OneThread
-from agent_loop.runtime.user_code import run_bounded
 
 
 class LiveGame:
@@ -40,7 +38,7 @@ class LiveGame:
         game: Any = await self._thread.run(self._make)
         if not isinstance(game, Game):
             raise DataError(
-                f"{self.where} is no game of players in turns; set agent_name to environment_agent, or name a game"
+                f"{self.where} is not a game; set agent_name to environment_agent, or name a game"
             )
         self._game = game
         num_seats = await self._call("reset", row)
@@ -102,15 +100,7 @@ class LiveGame:
     async def _call(self, method: str, *args: Any) -> Any:
         what = f"{method} of {self.where}"
         call = partial(call_method, getattr(self._game, method), self._thread, *args)
-        try:
-            return await run_bounded(call, timeout_s=self._timeout_s, name=what)
-        except (EnvironmentBug, EnvironmentUnavailable, DataError):
-            raise
-        except DeadlineExpired as error:
-            key = "rollout.multi_turn.interaction_timeout_s"
-            raise EnvironmentBug(f"{what} {error}; fix it, or raise {key}") from error
-        except Exception as error:
-            raise EnvironmentBug(f"{what} raised {describe_error(error)}; fix it") from error
+        return await run_method(call, what=what, timeout_s=self._timeout_s, key="interaction_timeout_s")
 
     def _wrong(self, method: str, value: Any, expected: str) -> EnvironmentBug:
         return EnvironmentBug(f"{method} of {self.where} returned {describe_value(value)}; return {expected}")

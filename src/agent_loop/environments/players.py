@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import os
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +9,15 @@ from typing import Any, Protocol, cast
 
 from agent_loop.config import NotNegative, PositiveSeconds, Section, Temperature, Tokens
 from agent_loop.errors import ConfigError, DataError, EnvironmentBug, EnvironmentUnavailable, did_you_mean
+from agent_loop.interactions.api_key import read_api_key
 from agent_loop.loading import import_extra, load_object
 from agent_loop.runtime.describe import describe_error, describe_value
-from agent_loop.runtime.threads import run_in_thread
+from agent_loop.runtime.user_code import call_function
 from agent_loop.types import Message
 
 POLICY = "policy"
 SCRIPTED = "scripted:"
 BUILT_IN = ("random", "first")
-NO_KEY = "none"
-"""Placeholder for endpoints without authentication, because the client requires a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +92,7 @@ class FunctionPlayer:
     async def move(self, observation: str) -> str:
         turn, where = PlayerTurn(self._seat, observation, self._rng), f"the player of seat {self._seat}"
         try:
-            if inspect.iscoroutinefunction(self._function):
-                text: Any = await self._function(turn)
-            else:
-                text = await run_in_thread(self._function, turn)
+            text: Any = await call_function(self._function, turn)
         except EnvironmentUnavailable:
             raise
         except Exception as error:
@@ -123,7 +117,7 @@ class ModelPlayer:
         self._settings = settings
         self._openai = import_extra("openai", extra="simulated-user", by=f"the opponent {name!r}")
         self._client: Any = self._openai.AsyncOpenAI(
-            api_key=_key(settings.api_key_env),
+            api_key=read_api_key(settings.api_key_env),
             base_url=settings.base_url,
             timeout=settings.timeout_s,
             max_retries=settings.max_retries,
@@ -210,12 +204,3 @@ def _load_function(name: str) -> Callable[[PlayerTurn], Any]:
     if not callable(function):
         raise ConfigError(f"players: {name} is {describe_value(function)}; name a function")
     return cast("Callable[[PlayerTurn], Any]", function)
-
-
-def _key(variable: str | None) -> str:
-    if variable is None:
-        return NO_KEY
-    key = os.environ.get(variable, "")
-    if not key:
-        raise ConfigError(f"api_key_env is {variable!r}, but that environment variable is not set; set it")
-    return key

@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 
 from agent_loop.config import Section
 from agent_loop.environments.base import Environment
-from agent_loop.environments.suite import SizedOptions, SolutionTurn, TaskSuite
+from agent_loop.environments.suite import SizedOptions, SolutionTurn, TaskSuite, option_value
 from agent_loop.errors import ConfigError, DataError, did_you_mean
 from agent_loop.interactions.swapped_roles import text_of
 from agent_loop.loading import import_extra
@@ -143,14 +143,7 @@ def _read_config(generator: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known:
             near = did_you_mean(name, {*known, *ReasoningGymOptions.model_fields, "split"})
             raise ConfigError(f"reasoning_gym:{generator} has no option {name!r}{near}")
-    return {name: _json_value(value) for name, value in options.items()}
-
-
-def _json_value(value: Any) -> Any:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+    return {name: option_value(value) for name, value in options.items()}
 
 
 def _module(name: str) -> Any:

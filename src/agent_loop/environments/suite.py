@@ -22,6 +22,14 @@ class SolutionTurn:
     text: str = ""
 
 
+def option_value(text: Any) -> Any:
+    """Return the value of an option that a suite passes on: JSON if the text is JSON, else the text itself."""
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        return text
+
+
 class SizedOptions(Section):
     """Options of tasks whose rows are generated."""
 

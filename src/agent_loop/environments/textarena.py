@@ -146,7 +146,9 @@ class TextArenaGame(Game):
         if rewards is None:
             raise EnvironmentBug(f"textarena:{self._env.env_id} is over and has no rewards")
         if not all(isinstance(reward, int | float) for reward in rewards.values()):
-            raise EnvironmentBug(f"textarena:{self._env.env_id} ended with {rewards}, which are no rewards")
+            raise EnvironmentBug(
+                f"textarena:{self._env.env_id} ended with the rewards {rewards}, which are not all numbers"
+            )
         return {seat: float(reward) for seat, reward in rewards.items()}
 
     def legal_moves(self, seat: int) -> list[str]:

@@ -49,8 +49,8 @@ class VerifiersLoop(ProgramLoop):
         Args:
             context: Context of the loop.
             python: Interpreter that has verifiers, for rows that name none. "" is the running one.
-            env: Environment variables of the environment's process, in addition to those of this process. `$NAME` in a
-                value is replaced by that variable of this process.
+            env: Environment variables of the environment's process, in addition to those that programs inherit. `$NAME`
+                in a value is replaced by that variable of this process.
             max_branches: Maximum number of conversations of a rollout.
             accept_as_wish: Names of request parameters that the environment may send although they cannot be honoured.
         """

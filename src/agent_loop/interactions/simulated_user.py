@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
 
 from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section, Temperature, Tokens
-from agent_loop.errors import ConfigError, DataError, InteractionUnavailable
+from agent_loop.errors import DataError, InteractionUnavailable
+from agent_loop.interactions.api_key import read_api_key
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.settings import read_settings
 from agent_loop.interactions.swapped_roles import num_replies, with_roles_swapped
@@ -21,9 +21,6 @@ from agent_loop.types import Message
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from openai.types.chat import ChatCompletion
-
-NO_KEY = "none"
-"""Placeholder for endpoints without authentication, because the client requires a key."""
 
 
 class SimulatedUserSettings(Section):
@@ -75,7 +72,7 @@ class SimulatedUser(BaseInteraction):
         self._settings = read_settings(SimulatedUserSettings, self.config)
         self.opens_conversation = self._settings.opens
         self._openai = import_extra("openai", extra="simulated-user", by=__name__)
-        self._key = _key(self._settings.api_key_env)
+        self._key = read_api_key(self._settings.api_key_env)
         self._personas: dict[str, str] = {}
         self._client: AsyncOpenAI | None = None
         """Client shared by all open trajectories. None if no trajectory is open."""
@@ -179,15 +176,6 @@ def _text_in(completion: Any) -> str | None:
     except (AttributeError, IndexError, TypeError):
         return None
     return text.strip() if isinstance(text, str) else None
-
-
-def _key(variable: str | None) -> str:
-    if variable is None:
-        return NO_KEY
-    key = os.environ.get(variable, "")
-    if not key:
-        raise ConfigError(f"api_key_env is {variable!r}, but that environment variable is not set; set it")
-    return key
 
 
 def _filled(persona: str, fields: Mapping[str, Any]) -> str:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from msgspec import structs
 
 from agent_loop.environments.base import Environment
 from agent_loop.environments.factory import find_environment
 from agent_loop.environments.live import LiveEnvironment
+from agent_loop.environments.method_calls import run_close, run_method
 from agent_loop.episode import EpisodeStopped
-from agent_loop.errors import DataError, EnvironmentBug, EnvironmentUnavailable
+from agent_loop.errors import DataError
 from agent_loop.loops.registry import register
 from agent_loop.loops.tool_agent import ToolAgentLoop
-from agent_loop.runtime.concurrency import run_shielded
-from agent_loop.runtime.describe import describe_error
-from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, DeadlineExpired
-from agent_loop.runtime.user_code import run_bounded
 from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind
 from agent_loop.types import StopReason
 
-ResultT = TypeVar("ResultT")
 INTERACTION_NAME = "environment"
 
 
@@ -46,7 +42,8 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         try:
             output = await self._play(live, sampling_params, row)
         finally:
-            problems += await self._close(live)
+            timeout_s = self.context.multi_turn.close_timeout_s
+            problems += await run_close(live.close, what=live.where, timeout_s=timeout_s)
         for problem in problems:
             output = output.noted(Incident(IncidentKind.CLOSE_FAILED, problem))
         return output
@@ -55,9 +52,8 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         self, live: LiveEnvironment, sampling_params: dict[str, Any], row: Mapping[str, Any]
     ) -> AgentLoopOutput:
         config = self.context.multi_turn
-        start = partial(self._start, live, row)
-        row = await _bounded(
-            start,
+        row = await run_method(
+            partial(self._start, live, row),
             what=f"reset of {live.where}",
             timeout_s=config.interaction_timeout_s,
             key="interaction_timeout_s",
@@ -68,7 +64,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
             output = cast(AgentLoopOutput, self.unfinished_output(stopped.reason))
         if output.stop_reason is StopReason.CANCELLED:
             return output
-        score = await _bounded(
+        score = await run_method(
             partial(live.reward, list(output.messages)),
             what=f"reward of {live.where}",
             timeout_s=config.close_timeout_s,
@@ -94,27 +90,3 @@ class EnvironmentAgentLoop(ToolAgentLoop):
             started["interaction_kwargs"] = {"name": INTERACTION_NAME}
         self.context = structs.replace(self.context, tools={**known, **tools}, interactions=interactions)
         return started
-
-    async def _close(self, live: LiveEnvironment) -> list[str]:
-        """Close the environment, shielded from cancellation, and return what went wrong."""
-        timeout_s = self.context.multi_turn.close_timeout_s
-        try:
-            what = f"closing {live.where}"
-            close = partial(run_bounded, live.close, timeout_s=timeout_s, name=what)
-            await run_shielded(close, timeout_s=timeout_s + 2 * ABANDON_GRACE_S)
-        except Exception as error:  # noqa: BLE001  (close boundary: named in the record)
-            return [f"closing {live.where}: {describe_error(error)}"]
-        return []
-
-
-async def _bounded(
-    function: Callable[[], Awaitable[ResultT]], *, what: str, timeout_s: float, key: str
-) -> ResultT:
-    try:
-        return await run_bounded(function, timeout_s=timeout_s, name=what)
-    except (EnvironmentBug, EnvironmentUnavailable, DataError):
-        raise
-    except DeadlineExpired as error:
-        raise EnvironmentBug(f"{what} {error}; fix it, or raise rollout.multi_turn.{key}") from error
-    except Exception as error:
-        raise EnvironmentBug(f"{what} raised {describe_error(error)}; fix it") from error

@@ -10,6 +10,7 @@ from typing import Any
 from agent_loop.config import parse_section
 from agent_loop.environments.factory import find_environment
 from agent_loop.environments.live_game import LiveGame
+from agent_loop.environments.method_calls import run_close
 from agent_loop.environments.players import (
     POLICY,
     OpponentSettings,
@@ -21,10 +22,7 @@ from agent_loop.errors import DataError, EnvironmentBug
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.policy_seat import PolicySeat
 from agent_loop.loops.registry import register
-from agent_loop.runtime.concurrency import run_shielded, run_together
-from agent_loop.runtime.describe import describe_error
-from agent_loop.runtime.isolated_task import ABANDON_GRACE_S
-from agent_loop.runtime.user_code import run_bounded
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.seeds import trajectory_seed
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind
 from agent_loop.trajectory.branches import SEAT
@@ -169,15 +167,10 @@ class GameAgentLoop(AgentLoopBase):
     async def _close(self, game: LiveGame, players: Mapping[int, Player]) -> list[str]:
         """Close the game and its players, shielded from cancellation, and return what went wrong."""
         timeout_s = self.context.multi_turn.close_timeout_s
-        problems: list[str] = []
-        closing = {f"closing {game.where}": game.close}
-        closing |= {f"closing the player of seat {seat}": player.close for seat, player in players.items()}
-        for what, close in closing.items():
-            bounded = partial(run_bounded, close, timeout_s=timeout_s, name=what)
-            try:
-                await run_shielded(bounded, timeout_s=timeout_s + 2 * ABANDON_GRACE_S)
-            except Exception as error:  # noqa: BLE001  (close boundary: named in the record)
-                problems.append(f"{what}: {describe_error(error)}")
+        problems = await run_close(game.close, what=game.where, timeout_s=timeout_s)
+        for seat, player in players.items():
+            what = f"the player of seat {seat}"
+            problems += await run_close(player.close, what=what, timeout_s=timeout_s)
         return problems
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
-from itertools import count
+from functools import partial
 
 from msgspec import structs
 
@@ -15,11 +15,11 @@ from agent_loop.rewards.function import BatchRewardFunction, ScoreResult
 from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.journal.step import StepJournal
-from agent_loop.rollout.retries import retried, retry_delay_s
+from agent_loop.rollout.retries import repeated_reward
 from agent_loop.runtime.activity import WaitKind
-from agent_loop.runtime.incidents import IncidentCollector, record_incident
+from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.runtime.user_tasks import containing_tasks
-from agent_loop.trajectory import IncidentKind, Span, Trajectory
+from agent_loop.trajectory import Incident, Span, Trajectory
 from agent_loop.types import StopReason
 
 
@@ -136,18 +136,15 @@ class GroupScoring:
             self._has_raised = True  # the task group starts no more tasks
             raise
 
-    async def _results(self, judged: list[Trajectory]) -> list[ScoreResult]:
-        """Call the reward function, again if it failed because something was unavailable."""
-        for number in count():
-            try:
-                return await self._reward([t.output for t in judged], [t.row for t in judged])
-            except RewardError as error:
-                failure = failure_of(error)
-                if not failure.is_retried or number == self._retries:
-                    return [ScoreResult(error=error) for _ in judged]
-                record_incident(IncidentKind.RETRIED, retried(failure, what="the reward function").detail)
-                await asyncio.sleep(retry_delay_s(number))
-        raise AssertionError
+    async def _results(
+        self, judged: list[Trajectory], *, on_retry: Callable[[Incident], None]
+    ) -> list[ScoreResult]:
+        """Call the reward function, again if something that it needs was unavailable."""
+        call = partial(self._reward, [t.output for t in judged], [t.row for t in judged])
+        try:
+            return await repeated_reward(call, retries=self._retries, on_retry=on_retry)
+        except RewardError as error:
+            return [ScoreResult(error=error) for _ in judged]
 
     async def _score(self, group: list[Trajectory]) -> None:
         """Replace the trajectories that lack a reward by scored or failed ones, and record these in the journal."""
@@ -155,7 +152,9 @@ class GroupScoring:
         clock = asyncio.get_running_loop().time
         started = clock()
         with IncidentCollector(f"group={group[0].group}") as collector:
-            results = await self._results([group[index] for index in judged])
+            results = await self._results(
+                [group[index] for index in judged], on_retry=collector.incidents.append
+            )
         seconds = clock() - started
         result_of = {
             index: result

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from msgspec import structs
 
+from agent_loop.rollout.failures import failure_of
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind
+
+ResultT = TypeVar("ResultT")
 
 FIRST_DELAY_S = 1.0
 """Seconds before the first repetition. Each further one waits twice as long as the one before."""
@@ -25,20 +30,45 @@ def retryable_failure(outputs: AgentLoopOutput | Sequence[AgentLoopOutput]) -> F
     return next((failure for failure in failures if failure.is_retried), None)
 
 
-def with_incidents(
+def noted_first(
     outputs: AgentLoopOutput | list[AgentLoopOutput], incidents: Sequence[Incident]
 ) -> AgentLoopOutput | list[AgentLoopOutput]:
     """Return the outputs of a rollout with incidents. Of several outputs, the first one gets them."""
-    if not incidents or not outputs:
-        return outputs
-    if isinstance(outputs, AgentLoopOutput):
-        for incident in incidents:
-            outputs = outputs.noted(incident)
-        return outputs
-    first = outputs[0]
+    if isinstance(outputs, list):
+        return [*(with_incidents(output, incidents) for output in outputs[:1]), *outputs[1:]]
+    return with_incidents(outputs, incidents)
+
+
+def with_incidents(output: AgentLoopOutput, incidents: Sequence[Incident]) -> AgentLoopOutput:
+    """Return an output with incidents."""
     for incident in incidents:
-        first = first.noted(incident)
-    return [first, *outputs[1:]]
+        output = output.noted(incident)
+    return output
+
+
+async def repeated_reward(
+    call: Callable[[], Awaitable[ResultT]], *, retries: int, on_retry: Callable[[Incident], None]
+) -> ResultT:
+    """Call a reward function, and call it again at most `retries` times if something that it needs was unavailable.
+
+    Args:
+        call: Calls the reward function.
+        retries: Maximum number of repetitions.
+        on_retry: Called with the incident of each repetition.
+
+    Raises:
+        Exception: The error of the last call.
+    """
+    for number in range(retries):
+        try:
+            return await call()
+        except Exception as error:
+            failure = failure_of(error)
+            if not failure.is_retried:
+                raise
+            on_retry(retried(failure, what="the reward function"))
+            await asyncio.sleep(retry_delay_s(number))
+    return await call()
 
 
 def retried(failure: Failure, *, what: str = "the trajectory") -> Incident:

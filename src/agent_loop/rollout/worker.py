@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count
 from typing import Any
 
 from msgspec import structs
@@ -17,20 +16,21 @@ from agent_loop.errors import ConfigError, JournalError
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.recording.row_log import RowLog
-from agent_loop.rewards.function import RewardFunction, Score
+from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
 from agent_loop.rollout.retries import (
+    noted_first,
     retried,
     retry_delay_s,
     retryable_failure,
-    with_incidents,
     without_retry,
 )
 from agent_loop.rollout.row_workspaces import check_time_s
 from agent_loop.rollout.rows import TIMEOUT_COLUMN
+from agent_loop.rollout.scoring import Scoring
 from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
 from agent_loop.runtime.activity import Activity, WaitKind, waiting_for
 from agent_loop.runtime.concurrency import run_together
@@ -83,7 +83,7 @@ class AgentLoopWorker:
         self._retries = retries
         self._loops = loops
         self._default_agent_loop = default_agent_loop
-        self._reward = reward
+        self._scoring = Scoring(reward, retries=retries)
         self.gate = gate or AdmissionGate()
         self._monitor = monitor
         self._running: dict[str, asyncio.Task[Any]] = {}
@@ -180,10 +180,10 @@ class AgentLoopWorker:
                 del self._running[trajectory_id]
                 self._cancelled.discard(trajectory_id)
             if isinstance(outputs, AgentLoopOutput):
-                trajectories = [await self._scored(outputs, job)]
+                trajectories = [await self._scoring.scored(outputs, job)]
             else:
                 trajectories = await run_together(
-                    self._scored(output, job, branch=n) for n, output in enumerate(outputs)
+                    self._scoring.scored(output, job, branch=n) for n, output in enumerate(outputs)
                 )
         for incident in notes.incidents:
             trajectories[0] = trajectories[0].noted(incident)
@@ -203,12 +203,12 @@ class AgentLoopWorker:
                 outputs = await self._restart(job, job.log, outputs, context=context)
             failure = retryable_failure(outputs)
             if failure is None or number == self._retries or _is_cancelled(context):
-                return with_incidents(outputs, incidents)
+                return noted_first(outputs, incidents)
             only_once = unkept.only_once if job.log is None else job.log.only_once
             if only_once is not None:
-                return with_incidents(without_retry(outputs, only_once=only_once), incidents)
+                return noted_first(without_retry(outputs, only_once=only_once), incidents)
             if not await self._waited(retry_delay_s(number), job):
-                return with_incidents(outputs, incidents)
+                return noted_first(outputs, incidents)
             if job.log is not None:
                 job.log.restart(why=failure.error)
             incidents.append(retried(failure))
@@ -325,43 +325,6 @@ class AgentLoopWorker:
     def _was_cancelled_alone(self, job: Job) -> bool:
         """Return whether only `cancel` cancelled the trajectory."""
         return job.trajectory_id in self._cancelled and self._running[job.trajectory_id].uncancel() == 0
-
-    async def _scored(self, output: AgentLoopOutput, job: Job, *, branch: int | None = None) -> Trajectory:
-        """Score an output. A reward function that raises fails the trajectory.
-
-        The call is repeated if it failed because something was unavailable.
-        """
-        score: Score | None = None
-        for number in count():
-            try:
-                score = await self._score(output, job)
-            except Exception as error:  # noqa: BLE001  (a broken reward is data too; many of them stop the run)
-                failure = failure_of(error)
-                if failure.is_retried and number < self._retries:
-                    output = output.noted(retried(failure, what="the reward function"))
-                    await asyncio.sleep(retry_delay_s(number))
-                    continue
-                output = output.failed(failure)
-            break
-        return Trajectory(
-            output=output,
-            row=job.row,
-            group=job.group,
-            rollout=job.rollout,
-            reward=None if score is None else score.reward,
-            reward_extra={} if score is None else score.extra,
-            branch=branch,
-        )
-
-    async def _score(self, output: AgentLoopOutput, job: Job) -> Score | None:
-        if output.stop_reason in (StopReason.FAILED, StopReason.CANCELLED):
-            return None
-        if output.reward_score is not None:
-            return Score(output.reward_score)
-        if self._reward is None:
-            return None
-        with waiting_for(WaitKind.REWARD):
-            return await self._reward(output, job.row)
 
     def _make_loop(self, job: Job, context: LoopContext) -> AgentLoopBase:
         name = str(job.row.get("agent_name") or self._default_agent_loop)

@@ -14,7 +14,7 @@ from agent_loop.environments.base import Environment, Reply
 from agent_loop.environments.gymnasium.known_worlds import MINIGRID, KnownWorld, known_world
 from agent_loop.environments.gymnasium.solutions import best_actions
 from agent_loop.environments.gymnasium.world import EXTRA, GymnasiumSettings, TextForm, World
-from agent_loop.environments.suite import SizedOptions, SolutionTurn, TaskSuite
+from agent_loop.environments.suite import SizedOptions, SolutionTurn, TaskSuite, option_value
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.interactions.swapped_roles import text_of
 from agent_loop.loading import import_extra
@@ -61,7 +61,7 @@ class GymnasiumSuite(TaskSuite):
             raise ConfigError(f"{where} has no option map_size; only FrozenLake-v1 has random maps")
         observation = options.observation or known.observation
         given: Mapping[str, Any] = options.model_extra or {}
-        env_kwargs = {name: _json_value(value) for name, value in given.items()}
+        env_kwargs = {name: option_value(value) for name, value in given.items()}
         if observation == "render":
             env_kwargs.setdefault("render_mode", "ansi")
         actions = {name: number for number, name in enumerate(known.actions)}
@@ -171,13 +171,6 @@ def _random_map(size: int, seed: int, *, where: str) -> list[str]:
         raise ConfigError(f"{where}: map_size is {size}; give 2 or more")
     lake = import_extra("gymnasium.envs.toy_text.frozen_lake", extra=EXTRA, by="the suite gymnasium")
     return [str(line) for line in lake.generate_random_map(size=size, seed=seed)]
-
-
-def _json_value(value: Any) -> Any:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _gymnasium() -> Any:

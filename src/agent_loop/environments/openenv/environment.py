@@ -121,7 +121,10 @@ class OpenEnvEnvironment(Environment):
         self._tools = []
         if self._schema.get("title") in MCP_ACTIONS:
             listed = await session.request("step", {"type": "list_tools"})
-            self._tools = [EnvironmentTool(_tool_schema(tool)) for tool in listed["observation"]["tools"]]
+            self._tools = [
+                EnvironmentTool.of(tool["name"], tool["description"], tool["input_schema"])
+                for tool in listed["observation"]["tools"]
+            ]
         return await session.request("reset", arguments)
 
     async def _step(self, action: Mapping[str, Any]) -> Any:
@@ -157,12 +160,7 @@ class OpenEnvEnvironment(Environment):
             return cast(dict[str, Any], value)
         if len(required) == 1:
             return {required[0]: value}
-        raise InvalidAction("the reply is no JSON object")
-
-
-def _tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
-    return {"type": "function", "function": function}
+        raise InvalidAction("the reply is not a JSON object")
 
 
 def _text_of(value: Any) -> str:

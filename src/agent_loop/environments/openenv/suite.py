@@ -7,20 +7,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
-from agent_loop.config import Positive, PositiveSeconds, Section, Seed
+from agent_loop.config import PositiveSeconds, Section
 from agent_loop.environments.base import Environment
 from agent_loop.environments.openenv.environment import OpenEnvEnvironment
-from agent_loop.environments.suite import TaskSuite
+from agent_loop.environments.suite import SizedOptions, TaskSuite
 from agent_loop.errors import ConfigError
 
 
-class OpenEnvOptions(Section):
+class OpenEnvOptions(SizedOptions):
     """Options of a server. Row `k` resets the environment with the seed `seed + k`."""
 
-    size: Positive = 1000
-    """Number of rows."""
-    seed: Seed = 0
-    """Seed of the first row."""
     instruction: str = ""
     """Text before the first observation."""
     reset: str = "{}"
@@ -51,7 +47,7 @@ class OpenEnvSuite(TaskSuite):
         urls = [url.strip().rstrip("/") for url in task.split(",")]
         for url in urls:
             if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"openenv:{task}: {url!r} is no URL; give openenv:http://HOST:PORT")
+                raise ConfigError(f"openenv:{task}: {url!r} is not a URL; give openenv:http://HOST:PORT")
         reset = _json_object(options.reset, where=f"openenv:{task}: reset")
         for seed in itertools.count(options.seed):
             yield {

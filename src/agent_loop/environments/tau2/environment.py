@@ -35,7 +35,12 @@ class Tau2Environment(Environment):
     def tools(self) -> Sequence[EnvironmentTool]:
         # Inspect checks the arguments itself, and its error is the reply that the benchmark's own agents get.
         return [
-            EnvironmentTool(_schema(tool), check_arguments=ArgumentChecking.OFF)
+            EnvironmentTool.of(
+                tool.name,
+                tool.description,
+                tool.parameters.model_dump(exclude_none=True),
+                check_arguments=ArgumentChecking.OFF,
+            )
             for tool in self._domain.tools
         ]
 
@@ -83,9 +88,3 @@ class Tau2Environment(Environment):
             rules = self._domain.sample(self._task_id).input[0].text
             begin = tau2("common.dataset").USER_MESSAGE.text
             self._user = ModelUser(ServedUser(**served), rules=rules, begin=begin)
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    parameters = tool.parameters.model_dump(exclude_none=True)
-    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
-    return {"type": "function", "function": function}

@@ -53,7 +53,7 @@ class User(Protocol):
 class ScriptedUser:
     """User that tells all it knows, then agrees to everything, until the task is solved.
 
-    It is deterministic and needs no model, but it is no person: use it for checks.
+    It is deterministic and needs no model. Use it for checks; it does not behave like a person.
     """
 
     def __init__(self, instructions: Any) -> None:

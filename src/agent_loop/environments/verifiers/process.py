@@ -17,6 +17,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from agent_loop.errors import ConfigError, EnvironmentUnavailable
+from agent_loop.runtime.child_process import inherited_environment
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.runtime.describe import one_line
 from agent_loop.runtime.owner import OWNER_VARIABLE, this_process
@@ -83,7 +84,7 @@ async def environment_process(
 
     Args:
         spec: The environment.
-        env: Environment variables of the process, in addition to those of this process.
+        env: Environment variables of the process, in addition to those that programs inherit.
 
     Raises:
         ConfigError: The interpreter does not exist, lacks verifiers, or the environment cannot be loaded.
@@ -190,7 +191,7 @@ class EnvironmentProcess:
 
 
 def _variables(more: Mapping[str, str]) -> dict[str, str]:
-    return {**os.environ, OWNER_VARIABLE: this_process().token, **more}
+    return {**inherited_environment(), OWNER_VARIABLE: this_process().token, **more}
 
 
 def _not_started(spec: EnvironmentSpec, output: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 from pydantic import ConfigDict
 
 from agent_loop.config import Positive, Section
-from agent_loop.environments.suite import TaskSuite
+from agent_loop.environments.suite import TaskSuite, option_value
 from agent_loop.environments.verifiers.process import EnvironmentSpec, read_rows
 from agent_loop.errors import ConfigError
 
@@ -77,12 +77,5 @@ def nested_settings(options: Mapping[str, Any]) -> dict[str, Any]:
                     f"options of verifiers: {part} is {inner!r}, so {name} cannot be set; remove one"
                 )
             group = cast(dict[str, Any], inner)
-        group[last] = _json_value(value)
+        group[last] = option_value(value)
     return settings
-
-
-def _json_value(value: Any) -> Any:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
