@@ -90,7 +90,8 @@ async def check_tasks(
     folders = find_tasks(path)
     if not folders:
         raise DataError(
-            f"{str(path)!r} is neither a task nor a folder of tasks; give a folder with a task.toml"
+            f"{str(path)!r} is neither a task nor a folder of tasks; give a folder with a task.toml, or a name "
+            "such as suite:task"
         )
     slots = asyncio.Semaphore(concurrency)
 

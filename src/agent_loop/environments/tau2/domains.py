@@ -75,6 +75,15 @@ def load_domain(name: str) -> Domain:
         )
 
 
+def check_installed() -> None:
+    """Check that the benchmark is installed.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    _module("inspect_evals")
+
+
 def tau2(module: str) -> Any:
     """Import a module of the benchmark."""
     return _module(f"inspect_evals.tau2.{module}")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from agent_loop.config import NotNegative, PositiveSeconds, Section, Temperature, Tokens
 from agent_loop.environments.base import Environment
 from agent_loop.environments.suite import SolutionTurn, TaskSuite
-from agent_loop.environments.tau2.domains import DOMAINS, EXTRA, load_domain
+from agent_loop.environments.tau2.domains import DOMAINS, EXTRA, check_installed, load_domain
 from agent_loop.environments.tau2.environment import Tau2Environment
 from agent_loop.environments.tau2.scoring import REWARD_PARTS
 from agent_loop.environments.tau2.users import ServedUser
@@ -54,6 +54,7 @@ class Tau2Suite(TaskSuite):
     reward_parts: ClassVar[Mapping[str, str]] = REWARD_PARTS
 
     def tasks(self) -> Sequence[str]:
+        check_installed()
         return DOMAINS
 
     def rows(self, task: str, options: Any) -> Iterator[dict[str, Any]]:
