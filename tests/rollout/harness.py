@@ -103,6 +103,7 @@ class WorkerHarness:
         server: ScriptedServer | None = None,
         request_timeout_s: float | None = None,
         vocab_size: int | None = None,
+        retries: int = 0,
         **limits: Any,
     ) -> None:
         multi_turn = multi_turn or MultiTurnConfig()
@@ -136,6 +137,7 @@ class WorkerHarness:
             monitor=None
             if silence_s is None
             else TrajectoryMonitor(gate=gate, pool=self.server_manager.pool, silence_s=silence_s),
+            retries=retries,
         )
 
     def run_one(self, **row: Any) -> Trajectory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from msgspec import structs
@@ -21,6 +22,16 @@ MAX_DELAY_S = 30.0
 def retry_delay_s(number: int) -> float:
     """Return the seconds to wait before a repetition. The first has number 0."""
     return min(FIRST_DELAY_S * 2**number, MAX_DELAY_S)
+
+
+async def wait_for_retry(number: int, *, cancellation: asyncio.Event | None) -> None:
+    """Wait before a repetition. The wait ends early once `cancellation` is set."""
+    if cancellation is None:
+        await asyncio.sleep(retry_delay_s(number))
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(retry_delay_s(number)):
+            await cancellation.wait()
 
 
 def retryable_failure(outputs: AgentLoopOutput | Sequence[AgentLoopOutput]) -> Failure | None:

@@ -24,8 +24,8 @@ from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
 from agent_loop.rollout.retries import (
     noted_first,
     retried,
-    retry_delay_s,
     retryable_failure,
+    wait_for_retry,
     without_retry,
 )
 from agent_loop.rollout.row_workspaces import check_time_s
@@ -207,16 +207,19 @@ class AgentLoopWorker:
             only_once = unkept.only_once if job.log is None else job.log.only_once
             if only_once is not None:
                 return noted_first(without_retry(outputs, only_once=only_once), incidents)
-            if not await self._waited(retry_delay_s(number), job):
+            if not await self._waited(number, job, context):
                 return noted_first(outputs, incidents)
             if job.log is not None:
                 job.log.restart(why=failure.error)
             incidents.append(retried(failure))
 
-    async def _waited(self, seconds: float, job: Job) -> bool:
-        """Wait, and return False if the trajectory was cancelled alone in the meantime."""
+    async def _waited(self, number: int, job: Job, context: LoopContext) -> bool:
+        """Wait before a repetition, and return False if the trajectory was cancelled alone in the meantime.
+
+        If all trajectories are cancelled, the repetition starts at once, and ends with `cancelled`.
+        """
         try:
-            await asyncio.sleep(seconds)
+            await wait_for_retry(number, cancellation=context.cancellation)
         except asyncio.CancelledError:
             if not self._was_cancelled_alone(job):
                 raise
