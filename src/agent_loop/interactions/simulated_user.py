@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import Field
 
 from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section, Temperature, Tokens
+from agent_loop.config.api_key import read_api_key
 from agent_loop.errors import DataError, InteractionUnavailable
-from agent_loop.interactions.api_key import read_api_key
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.settings import read_settings
 from agent_loop.interactions.swapped_roles import num_replies, with_roles_swapped
