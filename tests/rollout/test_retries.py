@@ -377,3 +377,24 @@ def test_a_group_whose_judge_was_away_is_judged_again_as_a_whole_without_a_new_r
     metrics = metrics_of(*trajectories)
     assert metrics[RETRIES] == 2
     assert metrics.get(f"{FAILURES}reward", 0) == (3 if reward is None else 0)
+
+
+def test_the_judge_of_a_group_is_not_asked_about_its_lost_trajectories() -> None:
+    TwoOutputs.num_runs, TwoOutputs.num_failures, sizes = 0, 1, list[int]()
+
+    def judge(outputs: list[AgentLoopOutput], rows: list[Row]) -> list[float]:
+        sizes.append(len(outputs))
+        return [1.0 / len(outputs)] * len(outputs)
+
+    manager = AgentLoopManager(
+        RolloutConfig(
+            n=3, retries=0, max_failed_share=1.0, agent=AgentConfig(default_agent_loop="two_outputs")
+        ),
+        servers=[ScriptedServer(answers)],
+        template=hermes_template(),
+        reward=BatchRewardFunction(judge, timeout_s=60),
+    )
+    trajectories = run_virtual(manager.run([{"raw_prompt": user("?")}]))
+    assert sizes == [4]
+    assert [t.reward for t in trajectories if t.output.failure is None] == [0.25] * 4
+    assert [t.reward for t in trajectories if t.output.failure is not None] == [None]

@@ -1,0 +1,183 @@
+"""Trajectories that infrastructure failed change no statistic: everything is as if they had not been started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from agent_loop.config import AlgorithmConfig, Config
+from agent_loop.rollout.batch import assemble
+from agent_loop.training import metrics as names
+from agent_loop.training.advantages import collect_rewards, estimate_advantages
+from agent_loop.training.evaluation import summarise
+from agent_loop.training.learner import load_learner
+from agent_loop.training.metrics import rollout_metrics
+from agent_loop.training.rollouts import _earned, _with_variance
+from agent_loop.trajectory import Failure, FailureKind, Trajectory
+from tests.training.fakes import PAD, sample_trajectories, tiny_policy
+from tests.training.test_branches import ESTIMATORS, WEIGHT, Group, groups, trajectories_of
+
+INFRASTRUCTURE = [kind for kind in FailureKind if kind is not FailureKind.CODE]
+COUNTED = (names.STOP_REASON, names.INCIDENT, names.FAILURES, names.RETRIES)
+"""Prefixes of the metrics that count lost trajectories."""
+Name: TypeAlias = tuple[int, int, int | None]
+
+
+def failed(trajectory: Trajectory, kind: FailureKind) -> Trajectory:
+    output = trajectory.output.failed(Failure(error="Gone", traceback="", kind=kind))
+    return structs.replace(trajectory, output=output, reward=None)
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Return trajectories of which some are lost, and the others of them alone."""
+    found: Sequence[Group] = draw(groups)
+    trajectories = trajectories_of(found)
+    kinds = draw(
+        st.lists(
+            st.none() | st.sampled_from(INFRASTRUCTURE),
+            min_size=len(trajectories),
+            max_size=len(trajectories),
+        )
+    )
+    assume(any(kind is None for kind in kinds))
+    both = list(zip(trajectories, kinds, strict=True))
+    return [t if kind is None else failed(t, kind) for t, kind in both], [t for t, kind in both if not kind]
+
+
+def name_of(trajectory: Trajectory) -> Name:
+    return trajectory.group, trajectory.rollout, trajectory.branch
+
+
+def trained(trajectories: Sequence[Trajectory], estimator: Any) -> dict[Name, list[float]]:
+    """Return the advantages of the tokens of the trajectories that are trained."""
+    batch = assemble(trajectories, pad_token_id=PAD)
+    config = AlgorithmConfig(
+        adv_estimator=estimator, turn_reward_weight=WEIGHT, drop_zero_variance_groups=False
+    )
+    found = estimate_advantages(
+        collect_rewards(batch, config=config, response_length=99),
+        config=config,
+        values_BR=torch.zeros(batch["responses"].shape),
+        baselines_B=0.25 * batch["group"].float(),
+    )
+    return {
+        name_of(trajectory): found.advantages_BR[row][batch["response_mask"][row].bool()].tolist()
+        for row, trajectory in enumerate(trajectories)
+        if found.keep_B[row]
+    }
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@settings(max_examples=30, deadline=None)
+@given(both=losses())
+def test_lost_trajectories_are_in_no_baseline_and_get_no_advantage(
+    estimator: str, both: tuple[list[Trajectory], list[Trajectory]]
+) -> None:
+    everything, kept = both
+    found, expected = trained(everything, estimator), trained(kept, estimator)
+    assert found.keys() == expected.keys()
+    for name, advantages in expected.items():
+        assert found[name] == pytest.approx(advantages, abs=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(both=losses())
+def test_lost_trajectories_are_in_no_mean_and_no_share_of_the_metrics(
+    both: tuple[list[Trajectory], list[Trajectory]],
+) -> None:
+    everything, kept = both
+    found, expected = [
+        rollout_metrics(trajectories, success_threshold=0.5, weight_version=3)
+        for trajectories in (everything, kept)
+    ]
+    assert {name: value for name, value in found.items() if not name.startswith(COUNTED)} == pytest.approx(
+        {name: value for name, value in expected.items() if not name.startswith(COUNTED)}
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(both=losses())
+def test_lost_trajectories_are_in_no_score_of_an_evaluation(
+    both: tuple[list[Trajectory], list[Trajectory]],
+) -> None:
+    everything, kept = both
+    found, expected = [summarise(trajectories, success_threshold=0.5) for trajectories in (everything, kept)]
+    assert (found.scores, found.rows) == (expected.scores, expected.rows)
+    assert found.num_trajectories == len(everything)
+    assert sum(found.failures.values()) == len(everything) - len(kept)
+
+
+def sampled_group(*rewards: float) -> list[Trajectory]:
+    sampled = sample_trajectories(tiny_policy(), num_groups=1, n=len(rewards))
+    return [structs.replace(t, reward=reward) for t, reward in zip(sampled, rewards, strict=True)]
+
+
+def test_a_bug_counts_as_not_correct_and_an_outage_counts_as_nothing() -> None:
+    right, wrong, lost = sampled_group(1.0, 0.0, 0.0)
+    for kind in FailureKind:
+        evaluation = summarise([right, wrong, failed(lost, kind)], success_threshold=1.0)
+        is_counted = kind is FailureKind.CODE
+        assert evaluation.scores.num_samples == (3 if is_counted else 2)
+        assert evaluation.scores.pass_at_k[1].value == pytest.approx(1 / 3 if is_counted else 1 / 2)
+        assert evaluation.scores.pass_at_k[2].value == pytest.approx(2 / 3 if is_counted else 1)
+        assert evaluation.scores.mean_reward is not None
+        assert evaluation.scores.mean_reward.value == 0.5
+        assert evaluation.failures == {kind: 1}
+
+
+def test_the_metrics_name_the_kind_of_every_lost_rollout() -> None:
+    trajectories = sampled_group(*[1.0] * len(FailureKind))
+    lost = [failed(t, kind) for t, kind in zip(trajectories, FailureKind, strict=True)]
+    metrics = rollout_metrics([*lost[:3], *trajectories[3:]], success_threshold=1.0, weight_version=0)
+    counted = {name: n for name, n in metrics.items() if name.startswith(names.FAILURES)}
+    assert counted == {f"{names.FAILURES}{kind}": 1 for kind in list(FailureKind)[:3]}
+    none_is_left = rollout_metrics(lost[1:], success_threshold=1.0, weight_version=0)
+    assert not [name for name in none_is_left if not name.startswith(COUNTED)]
+
+
+def test_a_group_with_one_rollout_left_has_no_variance() -> None:
+    right, wrong = sampled_group(1.0, 0.0)
+    assert _with_variance([right, wrong]) == [right, wrong]
+    assert _with_variance([right, failed(wrong, FailureKind.ENVIRONMENT)]) == []
+
+
+def test_a_lost_greedy_rollout_is_no_baseline() -> None:
+    [greedy] = sampled_group(1.0)
+    assert math.isnan(_earned([failed(greedy, FailureKind.ENVIRONMENT)], turn_weight=WEIGHT))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
+def test_the_weights_after_an_update_do_not_depend_on_lost_trajectories(
+    tmp_path: Path, estimator: str
+) -> None:
+    tiny_policy().save_pretrained(tmp_path)
+    config = Config.model_validate(
+        {
+            "model": {"path": str(tmp_path), "device": "cpu"},
+            "actor": {"lr": 1e-2},
+            "algorithm": {"adv_estimator": estimator},
+        }
+    )
+    sampled = sample_trajectories(tiny_policy(), num_groups=3, n=8)
+    is_lost = [t.rollout == 1 or t.group == 2 for t in sampled]
+    kept = [t for t, lost in zip(sampled, is_lost, strict=True) if not lost]
+    both = [
+        failed(t, FailureKind.ENVIRONMENT) if lost else t for t, lost in zip(sampled, is_lost, strict=True)
+    ]
+    updated: list[dict[str, torch.Tensor]] = []
+    for trajectories in (both, kept):
+        learner = load_learner(config)
+        metrics = learner.learn(assemble(trajectories, pad_token_id=PAD))
+        assert metrics[names.ROWS_TRAINED] > 0
+        updated.append(dict(learner.weights()))
+    for name, value in updated[1].items():
+        torch.testing.assert_close(updated[0][name], value, rtol=0, atol=1e-6)
