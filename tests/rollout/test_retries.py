@@ -218,9 +218,10 @@ class TwoOutputs(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         TwoOutputs.num_runs += 1
+        is_killed = TwoOutputs.num_runs <= TwoOutputs.num_failures
         async with self.episode(row["raw_prompt"], tools={}) as episode:
             await episode.generate(sampling_params)
-            if TwoOutputs.num_runs <= TwoOutputs.num_failures:
+            if is_killed:
                 raise WorkspaceError("the container was killed")
             await episode.finish()
             return [episode.output(), episode.output()]
