@@ -112,10 +112,11 @@ def test_a_later_step_without_a_signal_is_reported_and_skipped(config: Config) -
     )
 
     assert result.step == 4
+    assert output.getvalue().count("has nothing to learn from") == 1
     assert (
-        "step 3: no update, because no trajectory differs from what it is compared with" in output.getvalue()
+        "step 3 has nothing to learn from: none of the 16 trajectories with sampled tokens, of 16, was scored"
+        in output.getvalue()
     )
-    assert "step 2: no update" not in output.getvalue()
 
 
 def test_the_first_step_after_a_resume_is_checked_too(config: Config) -> None:

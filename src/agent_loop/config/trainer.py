@@ -68,6 +68,9 @@ class TrainerConfig(Section):
     keep_trajectories: NotNegative | None = None
     """Number of the newest steps whose trajectories stay in `run_dir/trajectories`, one Parquet file per step; 0 keeps
     none, None keeps all."""
+    max_dead_steps: Positive | None = 10
+    """Consecutive steps without a usable signal, such as all rewards equal, after which the run is saved and stops with
+    the reason; None never stops it. A first step without any scored trajectory always stops it."""
     num_threads: Replicas = 1
     """Threads for training on a CPU. A single process computes this many micro-batches concurrently. With several
     processes, torch uses this many threads in each."""

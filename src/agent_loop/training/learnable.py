@@ -52,13 +52,16 @@ def refuse_without_lesson(trajectories: Sequence[Trajectory], *, step: int) -> N
     Raises:
         TrainingError: No trajectory is; the message explains why.
     """
+    reason = why_unlearnable(trajectories)
+    if reason is not None:
+        raise TrainingError(f"step {step} has nothing to learn from: {reason}")
+
+
+def why_unlearnable(trajectories: Sequence[Trajectory]) -> str | None:
+    """Return why no trajectory is both scored and has a token to train on; None if one is."""
     sampled = [t for t in trajectories if t.output.response_mask.any()]
     if any(t.reward is not None for t in sampled):
-        return
-    raise TrainingError(f"step {step} has nothing to learn from: {_explain(trajectories, sampled)}")
-
-
-def _explain(trajectories: Sequence[Trajectory], sampled: Sequence[Trajectory]) -> str:
+        return None
     num, reasons = len(trajectories), Counter(t.output.stop_reason for t in trajectories)
     failures = Counter(t.output.failure.error for t in trajectories if t.output.failure is not None)
     if not trajectories:

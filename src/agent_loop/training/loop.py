@@ -20,6 +20,7 @@ from agent_loop.training import metrics as names
 from agent_loop.training.ahead import RolloutsAhead
 from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
 from agent_loop.training.data_manifest import DataManifest
+from agent_loop.training.dead_steps import DeadSteps
 from agent_loop.training.evaluation import Evaluation, summarise
 from agent_loop.training.feedback import feedback_metrics
 from agent_loop.training.interrupt import Interrupt
@@ -91,6 +92,7 @@ class TrainingLoop:
         self._journals = journals
         self._keeper = keeper or TrajectoryKeeper(self._run_dir, num_steps=0)
         self._time: TimeShares | None = None
+        self._dead_steps = DeadSteps(limit=config.trainer.max_dead_steps, report=progress.say)
         self._completed = 0
         self._is_first_step = True
         self._saved: tuple[int, Path] | None = None
@@ -176,13 +178,14 @@ class TrainingLoop:
             trajectories, step=step, split="train", weight_version=self._completed, learned=learned
         )
         self._completed, self._is_first_step = step, False
+        metrics[names.DEAD_STEPS] = float(self._dead_steps.add(trajectories, metrics, step=step))
         self._report_skipped_updates(step, metrics)
 
         # 4. Publish the weights, so that later completions are sampled from this policy.
         if not self._interrupt.is_requested:
             await self._publish()
 
-        # 5. Evaluate, report, save.
+        # 5. Evaluate, report, save. A run that has learned nothing for many steps stops.
         if self._is_due(self._config.trainer.val_every):
             metrics |= await self._validate()
         metrics[names.DROPPED_GROUPS] = float(rollout.num_dropped_groups)
@@ -194,6 +197,7 @@ class TrainingLoop:
         self._progress.end_step(step, metrics, time_spent=str(time))
         if self._is_due(self._config.trainer.save_every):
             await self._save()
+        await self._refuse_dead_steps(step)
         return metrics
 
     def _refuse_without_lesson(self, trajectories: Sequence[Trajectory], *, step: int) -> None:
@@ -204,11 +208,15 @@ class TrainingLoop:
             self._keeper.keep(trajectories, step=step, split="train", weight_version=self._completed)
             raise
 
+    async def _refuse_dead_steps(self, step: int) -> None:
+        """Raise an error if too many consecutive steps had nothing to learn from, after saving the run."""
+        try:
+            self._dead_steps.check(step=step)
+        except TrainingError:
+            await self._save()
+            raise
+
     def _report_skipped_updates(self, step: int, metrics: Mapping[str, float]) -> None:
-        if metrics.get(names.SKIPPED_UPDATE):
-            self._progress.say(
-                f"step {step}: no update, because no trajectory differs from what it is compared with"
-            )
         for model, name in (("policy", names.NONFINITE_UPDATES), ("critic", names.CRITIC_NONFINITE_UPDATES)):
             if metrics.get(name):
                 self._progress.say(
