@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from agent_loop.errors import ConfigError, RewardError
 from agent_loop.loading import load_object
+from agent_loop.rewards.judged import is_judged_file, load_ranking, load_rubric
 from agent_loop.runtime.describe import describe_error, describe_value
 from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.runtime.isolated_task import DeadlineExpired
@@ -53,12 +54,16 @@ class RewardFunction:
 
     Args:
         function: Called with the trajectory's output and its row, by position.
-        timeout_s: Time limit for one trajectory.
+        timeout_s: Time limit for one trajectory. None is for functions that limit themselves.
         name: Name of the function in errors.
     """
 
     def __init__(
-        self, function: Callable[[AgentLoopOutput, Row], Any], *, timeout_s: float, name: str | None = None
+        self,
+        function: Callable[[AgentLoopOutput, Row], Any],
+        *,
+        timeout_s: float | None,
+        name: str | None = None,
     ) -> None:
         self.function = function
         self.timeout_s = timeout_s
@@ -86,7 +91,7 @@ class BatchRewardFunction:
 
     Args:
         function: Called with the outputs of a group and their rows, two lists of the same length, by position.
-        timeout_s: Time limit for one group.
+        timeout_s: Time limit for one group. None is for functions that limit themselves.
         name: Name of the function in errors.
     """
 
@@ -94,7 +99,7 @@ class BatchRewardFunction:
         self,
         function: Callable[[list[AgentLoopOutput], list[Row]], Any],
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         name: str | None = None,
     ) -> None:
         self.function = function
@@ -124,12 +129,14 @@ def load_reward(reference: str, *, timeout_s: float) -> RewardFunction:
     """Load a reward function that is called for each trajectory.
 
     Args:
-        reference: `file.py:name` or `module:name`.
-        timeout_s: Time limit for one trajectory.
+        reference: `file.py:name` or `module:name`, or a YAML file with the criteria of judges.
+        timeout_s: Time limit for one trajectory. Judges have limits of their own instead.
 
     Raises:
-        ConfigError: The function does not exist, or does not take `(output, row)`.
+        ConfigError: The function does not exist, or does not take `(output, row)`. Or the file is wrong.
     """
+    if is_judged_file(reference):
+        return RewardFunction(load_rubric(reference).score, timeout_s=None, name=reference)
     function = _load(reference, form=_SINGLE)
     return RewardFunction(function, timeout_s=timeout_s, name=reference)
 
@@ -138,12 +145,14 @@ def load_batch_reward(reference: str, *, timeout_s: float) -> BatchRewardFunctio
     """Load a reward function that is called once for each group.
 
     Args:
-        reference: `file.py:name` or `module:name`.
-        timeout_s: Time limit for one group.
+        reference: `file.py:name` or `module:name`, or a YAML file with a ranking by judges.
+        timeout_s: Time limit for one group. Judges have limits of their own instead.
 
     Raises:
-        ConfigError: The function does not exist, or does not take `(outputs, rows)`.
+        ConfigError: The function does not exist, or does not take `(outputs, rows)`. Or the file is wrong.
     """
+    if is_judged_file(reference):
+        return BatchRewardFunction(load_ranking(reference).score, timeout_s=None, name=reference)
     function = _load(reference, form=_BATCH)
     return BatchRewardFunction(function, timeout_s=timeout_s, name=reference)
 
@@ -182,7 +191,9 @@ def _name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-async def _run_function(score: Callable[[], Awaitable[ResultT]], *, source: str, timeout_s: float) -> ResultT:
+async def _run_function(
+    score: Callable[[], Awaitable[ResultT]], *, source: str, timeout_s: float | None
+) -> ResultT:
     try:
         return await run_bounded(score, timeout_s=timeout_s, name=source)
     except DeadlineExpired as error:

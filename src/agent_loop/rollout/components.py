@@ -13,6 +13,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.interactions.registry import load_interactions
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
+from agent_loop.rewards.combined import load_rewards
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction, load_batch_reward, load_reward
 from agent_loop.rollout.gate import AdaptiveGate, AdmissionGate
 from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
@@ -41,12 +42,14 @@ def load_template(config: Config) -> ChatTemplate:
 
 
 def load_reward_function(config: Config) -> RewardFunction | BatchRewardFunction | None:
-    """Load the reward function, if the configuration names one.
+    """Load the reward function, or the sum of several ones, if the configuration names any.
 
     Raises:
-        ConfigError: The function does not exist, or its parameters do not fit `reward.batch`.
+        ConfigError: A function does not exist, or its parameters do not fit `reward.batch`.
     """
     reward = config.reward
+    if reward.functions:
+        return load_rewards(reward)
     if reward.function is None:
         if reward.batch:
             raise ConfigError(

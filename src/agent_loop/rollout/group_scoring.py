@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
-from functools import partial
 
 from msgspec import structs
 
@@ -139,12 +138,21 @@ class GroupScoring:
     async def _results(
         self, judged: list[Trajectory], *, on_retry: Callable[[Incident], None]
     ) -> list[ScoreResult]:
-        """Call the reward function, again if something that it needs was unavailable."""
-        call = partial(self._reward, [t.output for t in judged], [t.row for t in judged])
+        """Call the reward function, again if something that it needs was unavailable for any of the trajectories."""
+        results: list[ScoreResult] = []
+
+        async def call() -> None:
+            results.clear()
+            results.extend(await self._reward([t.output for t in judged], [t.row for t in judged]))
+            for result in results:
+                if result.error is not None and failure_of(result.error).is_retried:
+                    raise result.error
+
         try:
-            return await repeated_reward(call, retries=self._retries, on_retry=on_retry)
+            await repeated_reward(call, retries=self._retries, on_retry=on_retry)
         except RewardError as error:
-            return [ScoreResult(error=error) for _ in judged]
+            return results or [ScoreResult(error=error) for _ in judged]
+        return results
 
     async def _score(self, group: list[Trajectory]) -> None:
         """Replace the trajectories that lack a reward by scored or failed ones, and record these in the journal."""
