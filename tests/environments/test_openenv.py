@@ -248,8 +248,8 @@ def test_the_split_of_a_row_depends_on_its_reset_alone() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("openenv:localhost:8000", "'localhost:8000' is no URL"),
-        ("openenv:http://a,b", "'b' is no URL"),
+        ("openenv:localhost:8000", "'localhost:8000' is not a URL"),
+        ("openenv:http://a,b", "'b' is not a URL"),
         ("openenv:http://a?reset=[1]", r"\[1\]'; give a JSON object"),
         ("openenv:http://a?reset={", "not valid JSON"),
         ("openenv:http://a?sized=3", "did you mean 'size'"),
