@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agent_loop.chat.assistant_turns import completion_ids
 from agent_loop.chat.differences import RenderComparison, find_differences, left_out
 from agent_loop.chat.encoding import num_shared
 from agent_loop.chat.probes import MessagePart, Probe, ProbeTurn, landmarks, schema_landmarks
@@ -158,23 +159,7 @@ class _ProbeTurnTrial:
                     before, ended = before[before.rindex(mark.text) :], ended[ended.rindex(mark.text) :]
                     break
         shared = before if ended.startswith(before) else template.encoder.shared(ended, before)
-        ids = template.encoder.encode(ended[len(shared) :])
-        if (stop := self._stop(ids)) is not None:
-            return ids[: stop + 1]
-        bridge = self._bridge([])
-        # The template does not close the turn: the model stops at the opening of the next role.
-        return [*ids, bridge[0]] if bridge[0] in template.end_ids else ids
-
-    def _stop(self, ids: Sequence[int]) -> int | None:
-        """Return the position of the first of the end tokens that close the turn, or None if there are none."""
-        template = self.renders.template
-        stop = None
-        for position in range(len(ids) - 1, -1, -1):
-            if ids[position] in template.end_ids:
-                stop = position
-            elif template.decode([ids[position]]).strip():
-                break
-        return stop
+        return completion_ids(template, ended[len(shared) :], next_id=self._bridge([])[0])
 
     def _bridge(self, completion: Sequence[int]) -> list[int]:
         last = completion[-1] if completion else None
