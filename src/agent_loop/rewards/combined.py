@@ -54,11 +54,16 @@ class CombinedReward(RewardFunction):
         Raises:
             RewardError: A part raised, took too long, or did not return a reward. The message names the part.
         """
-        scores = await run_together(
-            _of_part(name, part.reward(output, row))
+        found = await run_together(
+            _caught(name, part.reward(output, row))
             for name, part in self._parts.items()
             if isinstance(part.reward, RewardFunction)
         )
+        scores: list[Score] = []
+        for score in found:
+            if isinstance(score, RewardError):
+                raise score
+            scores.append(score)
         return _combine(self._parts, scores)
 
 
@@ -123,18 +128,16 @@ async def _results(
     async def score(output: AgentLoopOutput, row: Row) -> ScoreResult:
         assert isinstance(reward, RewardFunction)
         with IncidentCollector(name) as collector:
-            try:
-                found = await _of_part(name, reward(output, row))
-            except RewardError as error:
-                return ScoreResult(error=error, incidents=collector.incidents)
-            return ScoreResult(found, incidents=collector.incidents)
+            found = await _caught(name, reward(output, row))
+        if isinstance(found, RewardError):
+            return ScoreResult(error=found, incidents=collector.incidents)
+        return ScoreResult(found, incidents=collector.incidents)
 
     if isinstance(reward, RewardFunction):
         return await run_together(score(output, row) for output, row in zip(outputs, rows, strict=True))
-    try:
-        results = await _of_part(name, reward(outputs, rows))
-    except RewardError as error:
-        return [ScoreResult(error=error) for _ in outputs]
+    results = await _caught(name, reward(outputs, rows))
+    if isinstance(results, RewardError):
+        return [ScoreResult(error=results) for _ in outputs]
     return [
         result
         if result.error is None
@@ -143,12 +146,12 @@ async def _results(
     ]
 
 
-async def _of_part(name: str, call: Awaitable[ResultT]) -> ResultT:
-    """Await a part's call. Its error gets the name of the part."""
+async def _caught(name: str, call: Awaitable[ResultT]) -> ResultT | RewardError:
+    """Return the result of a part's call, or its error with the name of the part."""
     try:
         return await call
     except RewardError as error:
-        raise _named(name, error) from error
+        return _named(name, error)
 
 
 def _named(name: str, error: RewardError) -> RewardError:

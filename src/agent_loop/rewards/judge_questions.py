@@ -82,7 +82,7 @@ def ranking_question(text: str, *, attempts: Sequence[Sequence[Message]], explai
 
     Args:
         text: What makes an attempt better.
-        attempts: What the judge sees of each trajectory. Messages that all of them begin with are shown once.
+        attempts: What the judge sees of each trajectory. The messages of the task are shown once.
         explains: Ask for a reason before the scores.
     """
     num_common = _num_common(attempts)
@@ -173,10 +173,10 @@ def _grade(value: Any, *, answer: YesNo | Scale) -> float:
 
 
 def _num_common(attempts: Sequence[Sequence[Message]]) -> int:
-    """Return the number of messages that all attempts begin with."""
+    """Return the number of messages of the task: those that all attempts begin with, before the first completion."""
     number = 0
     for together in zip(*attempts, strict=False):
-        if any(message != together[0] for message in together):
+        if together[0].get("role") == "assistant" or any(message != together[0] for message in together):
             break
         number += 1
     return number
