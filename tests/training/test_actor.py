@@ -95,11 +95,18 @@ LOSSES: dict[str, dict[str, Any]] = {
     },
     "dr-grpo": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_length": 20, "entropy_coeff": 0.01},
     "gspo": {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_low": 0.01},
+    "cispo": {"policy_loss": "cispo", "kl_loss_coef": 0.1},
+    "dppo": {"policy_loss": "dppo", "dppo_threshold": 0.01, "clip_ratio_c": 1.1},
+    "sapo": {"policy_loss": "sapo", "loss_agg_mode": "seq-mean-token-mean", "tau_neg": 2.0},
     "dual-clip": {"clip_ratio_c": 1.1, "kl_loss_coef": 0.1, "kl_loss_type": "k1"},
     "truncate": {"old_log_probs": "recompute", "correction": {"kind": "truncate", "max_ratio": 1.1}},
     "mask": {
         "old_log_probs": "recompute",
         "correction": {"kind": "mask", "level": "sequence", "min_ratio": 0.8, "max_ratio": 1.5},
+    },
+    "geometric-mask": {
+        "old_log_probs": "recompute",
+        "correction": {"kind": "mask", "level": "geometric", "min_ratio": 0.9, "max_ratio": 1.1},
     },
 }
 

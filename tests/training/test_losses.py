@@ -522,7 +522,7 @@ def test_the_kl_of_an_impossible_token_is_finite_and_has_no_gradient(
 
 
 @pytest.mark.parametrize("where", IMPOSSIBLE)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 def test_the_importance_weight_of_an_impossible_token_is_finite(where: str, level: str, kind: str) -> None:
     trainer_BT, rollout_BT, mask_BT = impossible_token(where)
@@ -532,9 +532,11 @@ def test_the_importance_weight_of_an_impossible_token_is_finite(where: str, leve
 
     result = correct(trainer_BT, rollout_logprobs_BT=rollout_BT, mask_BT=mask_BT, config=config)
 
-    log_ratio = LOG_RATIOS[where] + (0.2 if level == "sequence" else 0.0)
-    expected = min(math.exp(min(log_ratio, 20.0)), 2.0)
-    if kind == "mask" and where != "both":
+    log_ratio = LOG_RATIOS[where] + (0.0 if level == "token" else 0.2)
+    log_ratio = log_ratio / 3 if level == "geometric" else log_ratio
+    ratio = math.exp(min(log_ratio, 20.0))
+    expected = min(ratio, 2.0)
+    if kind == "mask" and not 0.01 <= ratio <= 2:
         expected = 0.0
     assert float(result.weights_BT[0, 1]) == pytest.approx(expected)
     assert result.weights_BT.isfinite().all()

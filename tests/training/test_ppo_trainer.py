@@ -63,6 +63,22 @@ def test_a_run_raises_its_reward(config: Config) -> None:
     assert result.checkpoint is None
 
 
+@pytest.mark.parametrize("name", ["cispo", "dppo", "gspo", "ppo", "sapo"])
+def test_one_step_with_any_built_in_policy_loss_changes_the_weights(config: Config, name: str) -> None:
+    config = changed(config, "trainer", total_steps=1, save_every=1)
+
+    result = train(changed(config, "actor", policy_loss=name))
+
+    before = tiny_policy().state_dict()
+    after = policy_of(result)
+    [line] = read_metrics(result.run_dir / "metrics.jsonl")
+    assert line["step"] == 1
+    assert line[names.GRAD_NORM] > 0
+    assert line[names.NONFINITE_UPDATES] == 0
+    assert all(value.isfinite().all() for value in after.values())
+    assert any(not torch.equal(value, before[key]) for key, value in after.items())
+
+
 def test_each_step_publishes_its_weights_and_writes_one_line(config: Config) -> None:
     rollouts = FakeRollouts(tiny_policy())
     config = changed(config, "trainer", val_every=3, val_before_train=True)

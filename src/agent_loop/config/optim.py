@@ -10,9 +10,9 @@ from agent_loop.config.values import (
     AggregationMode,
     Beta,
     Coefficient,
+    Divergence,
     KLEstimator,
     LearningRate,
-    Level,
     Name,
     NotNegative,
     Positive,
@@ -64,8 +64,9 @@ class CorrectionConfig(Section):
     kind: Literal["none", "truncate", "mask"] = "none"
     """Multiply a token's loss by the ratio of both probabilities. `truncate` cuts the ratio at `max_ratio` (TIS).
     `mask` drops tokens beyond either bound (MIS)."""
-    level: Level = "token"
-    """Ratio of the token, or product of the ratios of its trajectory."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """`token`: the ratio of the token. `sequence`: the product of the ratios of its trajectory. `geometric`: their
+    geometric mean, which does not grow with the length; use `kind=mask` with bounds near 1, such as 0.999 and 1.001."""
     min_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Lower bound of `mask`."""
     max_ratio: Annotated[float, Field(gt=1, le=1e6)] = 2.0
@@ -75,13 +76,26 @@ class ActorConfig(OptimConfig):
     """Policy loss, optimiser and micro-batches of the policy."""
 
     policy_loss: Name = "ppo"
-    """Ratio that is clipped. `ppo`: the ratio of each token. `gspo`: the geometric mean over the trajectory; use bounds
-    around 0.0003 and `loss_agg_mode=seq-mean-token-mean`. Or a name registered with `@policy_loss`, `file.py:name` or
-    `module:name`."""
+    """`ppo` clips the ratio of each token. `gspo` clips their geometric mean over the trajectory; use bounds around
+    0.0003 and `loss_agg_mode=seq-mean-token-mean`. `cispo` clips the weight of each token and keeps its gradient.
+    `dppo` drops tokens beyond `dppo_threshold`. `sapo` has a smooth gate in place of the clip. Or a name registered
+    with `@policy_loss`, `file.py:name` or `module:name`."""
     clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Clip ratios below 1 minus this, in `ppo` and `gspo`."""
     clip_ratio_high: Annotated[float, Field(gt=0, le=1e6)] = 0.28
+    """Clip ratios above 1 plus this, in `ppo`, `gspo` and `cispo`."""
     clip_ratio_c: Annotated[float, Field(gt=1, le=1e6)] | None = None
-    """Bound of the dual clip: with a negative advantage, a larger ratio has no gradient; None is no bound."""
+    """Bound of the dual clip in `ppo` and `gspo`: with a negative advantage, a larger ratio has no gradient. In `dppo`,
+    the largest weight of a token. None is no bound."""
+    dppo_divergence: Divergence = "tv"
+    """Divergence of the probabilities of the sampled token that `dppo` bounds: total variation or KL."""
+    dppo_threshold: Annotated[float, Field(gt=0, le=100)] | None = None
+    """Largest divergence in `dppo`; None is 0.15 for `tv` and 0.05 for `kl`."""
+    tau_pos: Annotated[float, Field(gt=0, le=1e3)] = 1.0
+    """Temperature of the gate in `sapo` for positive advantages. A larger value reduces the gradient more as the ratio
+    departs from 1."""
+    tau_neg: Annotated[float, Field(gt=0, le=1e3)] = 1.05
+    """Temperature of the gate in `sapo` for negative advantages."""
     old_log_probs: Literal["rollout", "recompute"] = "rollout"
     """Old log-probs of the ratio: those of the servers, or those that the trainer computes before its first optimiser
     step. The trainer computes them in any case if the servers return none."""

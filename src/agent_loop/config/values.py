@@ -50,6 +50,8 @@ KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 
 Level: TypeAlias = Literal["token", "sequence"]
 
+Divergence: TypeAlias = Literal["tv", "kl"]
+
 TraceBackend: TypeAlias = Literal["file", "mlflow", "otel", "weave"]
 
 Logger: TypeAlias = Literal["console", "mlflow", "tensorboard", "wandb"]

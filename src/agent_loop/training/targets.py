@@ -11,6 +11,7 @@ from agent_loop.config import CorrectionConfig
 from agent_loop.errors import DataError
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
+from agent_loop.training.branches import rollouts_of_rows
 from agent_loop.training.losses import correct
 
 
@@ -53,7 +54,13 @@ def importance(
         )
     is_trained_B = torch.zeros(len(batch), dtype=torch.bool).index_fill(0, rows, True)
     mask_BR = batch["response_mask"] * is_trained_B[:, None]
-    correction = correct(past.old_BR, rollout_logprobs_BT=past.rollout_BR, mask_BT=mask_BR, config=config)
+    correction = correct(
+        past.old_BR,
+        rollout_logprobs_BT=past.rollout_BR,
+        mask_BT=mask_BR,
+        config=config,
+        rollouts_B=rollouts_of_rows(batch),
+    )
     return correction.weights_BT, {
         names.TRUNCATED_SHARE: correction.truncated_share,
         names.MASKED_SHARE: correction.masked_share,

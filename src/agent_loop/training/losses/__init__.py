@@ -12,9 +12,12 @@ from agent_loop.training.losses.aggregation import (
     masked_mean,
     rollout_lengths,
 )
+from agent_loop.training.losses.cispo import cispo
 from agent_loop.training.losses.correction import Correction, correct
+from agent_loop.training.losses.dppo import binary_divergence, dppo
 from agent_loop.training.losses.kl import kl_penalty
 from agent_loop.training.losses.policy import TokenLoss, clipped_loss, load_policy_loss, token_loss
+from agent_loop.training.losses.sapo import sapo
 from agent_loop.training.losses.tokens import entropy, token_logprobs
 from agent_loop.training.losses.value import ValueLoss, value_loss
 
@@ -25,8 +28,11 @@ __all__ = [
     "TokenLoss",
     "ValueLoss",
     "aggregate",
+    "binary_divergence",
+    "cispo",
     "clipped_loss",
     "correct",
+    "dppo",
     "entropy",
     "kl_penalty",
     "load_policy_loss",
@@ -34,6 +40,7 @@ __all__ = [
     "masked_difference",
     "masked_mean",
     "rollout_lengths",
+    "sapo",
     "token_logprobs",
     "token_loss",
     "value_loss",

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from agent_loop.config import CorrectionConfig
-from agent_loop.training.losses.aggregation import MAX_LOG_RATIO, masked_difference
+from agent_loop.training.branches import per_rollout
+from agent_loop.training.losses.aggregation import MAX_LOG_RATIO, masked_difference, rollout_lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +25,35 @@ class Correction:
 
 
 def correct(
-    logprobs_BT: Tensor, *, rollout_logprobs_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig
+    logprobs_BT: Tensor,
+    *,
+    rollout_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    config: CorrectionConfig,
+    rollouts_B: Tensor | None = None,
 ) -> Correction:
     """Return bounded importance weights `exp(logprobs - rollout_logprobs)`, for `kind` `truncate` or `mask`.
 
     Truncated: `min(ratio, max_ratio)` (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
     training", 2025). Masked: the ratio where it is between `min_ratio` and `max_ratio`, else 0 (Liu et al., "When speed
-    kills stability", 2025). At level `sequence` the ratio is the product over the row's tokens.
+    kills stability", 2025). At level `sequence` the ratio is the product over the tokens of the rollout, in all its
+    rows. At level `geometric` it is their geometric mean, as in GSPO (arXiv 2507.18071, equation 7).
 
     Args:
         logprobs_BT: Log-probs of the trainer, under the weights that sampled.
         rollout_logprobs_BT: Log-probs of the servers.
         mask_BT: 1 for tokens to train on.
         config: Kind, level and bounds.
+        rollouts_B: Number of the rollout of each row; None: each row is a rollout.
     """
     log_ratio_BT = masked_difference(logprobs_BT.detach(), rollout_logprobs_BT, mask_BT=mask_BT)
-    if config.level == "sequence":
-        sum_B1 = log_ratio_BT.sum(dim=-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        log_ratio_BT = sum_B1.expand_as(log_ratio_BT)
+    if config.level != "token":
+        rollouts_B = torch.arange(len(mask_BT)) if rollouts_B is None else rollouts_B
+        rollout_B = per_rollout(log_ratio_BT.sum(dim=-1), rollouts_B=rollouts_B)
+        if config.level == "geometric":
+            rollout_B = rollout_B / rollout_lengths(mask_BT, rollouts_B=rollouts_B).clamp(min=1)
+        rollout_B = rollout_B.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_ratio_BT = rollout_B[:, None].expand_as(log_ratio_BT)
     ratio_BT, is_counted_BT = log_ratio_BT.exp(), mask_BT.bool()
     is_above_BT, is_below_BT = ratio_BT > config.max_ratio, ratio_BT < config.min_ratio
     nothing_BT = torch.zeros_like(is_counted_BT)

@@ -1,4 +1,4 @@
-"""Losses of the policy."""
+"""PPO's and GSPO's losses of the policy, and calls of any policy loss."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def gspo(
     mask_BT: Tensor,
     config: ActorConfig,
 ) -> TokenLoss:
-    """Return the clipped loss with one ratio per row (GSPO-token, arXiv 2507.18071)."""
+    """Return the clipped loss with one ratio per row and an advantage per token (GSPO-token, arXiv 2507.18071).
+
+    If the advantages of a row are equal, this is GSPO.
+    """
     return clipped_loss(
         logprobs_BT,
         old_logprobs_BT=old_logprobs_BT,

@@ -1,0 +1,189 @@
+"""Each policy loss and its gradient equal a reference that is written token by token in NumPy, float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from agent_loop.config import ActorConfig, AggregationMode, Divergence
+from agent_loop.training.losses import (
+    Aggregation,
+    TokenLoss,
+    binary_divergence,
+    load_policy_loss,
+    token_loss,
+)
+from agent_loop.training.registry import POLICY_LOSSES
+from tests.training.loss_references import CASES, REFERENCES, Array, Case, case, reference, token_weights
+
+MODES: list[AggregationMode] = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LOSSES: dict[str, dict[str, Any]] = {
+    "ppo": {"policy_loss": "ppo"},
+    "ppo with a dual clip": {"policy_loss": "ppo", "clip_ratio_c": 1.5},
+    "gspo": {"policy_loss": "gspo"},
+    "cispo": {"policy_loss": "cispo"},
+    "cispo with a wide bound": {"policy_loss": "cispo", "clip_ratio_high": 5.0},
+    "dppo with total variation": {"policy_loss": "dppo"},
+    "dppo with KL": {"policy_loss": "dppo", "dppo_divergence": "kl"},
+    "dppo with a threshold": {"policy_loss": "dppo", "dppo_threshold": 0.02, "clip_ratio_c": 2.0},
+    "sapo": {"policy_loss": "sapo"},
+    "sapo with temperatures": {"policy_loss": "sapo", "tau_pos": 0.5, "tau_neg": 3.0},
+}
+
+
+def compute(data: Case, config: ActorConfig, *, garbage: float | None = None) -> tuple[TokenLoss, Tensor]:
+    """Return the loss of each token, and the log-probs that it has a gradient by."""
+    filled = {
+        name: values if garbage is None else np.where(data.mask, values, garbage)
+        for name, values in {"new": data.new, "old": data.old, "advantages": data.advantages}.items()
+    }
+    logprobs_BT = torch.tensor(filled["new"]).requires_grad_()
+    result = token_loss(
+        load_policy_loss(config.policy_loss),
+        logprobs_BT,
+        old_logprobs_BT=torch.tensor(filled["old"]),
+        advantages_BT=torch.tensor(filled["advantages"]),
+        mask_BT=torch.tensor(data.mask).long(),
+        config=config,
+    )
+    return result, logprobs_BT
+
+
+def aggregated(data: Case, result: TokenLoss, mode: AggregationMode) -> Tensor:
+    mask_BT = torch.tensor(data.mask).long()
+    reduce = Aggregation.of_rows(
+        mask_BT, rows=torch.arange(len(mask_BT)), rollouts_B=torch.tensor(data.rollouts), mode=mode
+    )
+    return reduce(result.loss_BT, mask_BT=mask_BT)
+
+
+def gradient_of(loss: Tensor, logprobs_BT: Tensor) -> Array:
+    [gradient_BT] = torch.autograd.grad(loss, logprobs_BT)
+    return gradient_BT.numpy()
+
+
+def test_every_built_in_loss_has_a_reference() -> None:
+    functions = POLICY_LOSSES._functions  # pyright: ignore[reportPrivateUsage]
+    built_in = {name for name, function in functions.items() if function.__module__.startswith("agent_loop.")}
+
+    assert built_in == set(REFERENCES)
+    assert {settings["policy_loss"] for settings in LOSSES.values()} == built_in
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("data", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("settings", LOSSES.values(), ids=LOSSES.keys())
+def test_a_loss_and_its_gradient_equal_the_formula_of_the_paper(
+    settings: dict[str, Any], data: Case, mode: AggregationMode
+) -> None:
+    config = ActorConfig(**settings)
+    expected, expected_gradient = reference(data, config)
+    weights = token_weights(data, mode)
+
+    result, logprobs_BT = compute(data, config)
+    loss = aggregated(data, result, mode)
+
+    np.testing.assert_allclose(
+        result.loss_BT.detach().numpy()[data.mask], expected[data.mask], rtol=1e-9, atol=1e-9
+    )
+    assert float(loss.detach()) == pytest.approx((weights * expected).sum(), rel=1e-9, abs=1e-9)
+    np.testing.assert_allclose(
+        gradient_of(loss, logprobs_BT), weights * expected_gradient, rtol=1e-9, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("settings", LOSSES.values(), ids=LOSSES.keys())
+def test_masked_tokens_change_no_loss_and_get_a_gradient_of_exactly_zero(
+    settings: dict[str, Any], garbage: float
+) -> None:
+    config, data = ActorConfig(**settings), case(1)
+
+    (clean, clean_BT), (dirty, dirty_BT) = compute(data, config), compute(data, config, garbage=garbage)
+    losses = [aggregated(data, result, "seq-mean-token-mean") for result in (clean, dirty)]
+    gradients = [gradient_of(loss, leaf) for loss, leaf in zip(losses, (clean_BT, dirty_BT), strict=True)]
+
+    assert float(losses[0].detach()) == float(losses[1].detach())
+    assert np.array_equal(gradients[0], gradients[1])
+    assert not gradients[1][~data.mask].any()
+    assert gradients[1][data.mask].any()
+
+
+@pytest.mark.parametrize("name", sorted(REFERENCES))
+def test_every_loss_has_the_gradient_of_the_policy_gradient_at_a_ratio_of_one(name: str) -> None:
+    data = CASES["equal log-probs"]
+
+    result, logprobs_BT = compute(data, ActorConfig(policy_loss=name))
+
+    gradient = gradient_of(result.loss_BT[torch.tensor(data.mask)].sum(), logprobs_BT)
+    np.testing.assert_allclose(gradient, np.where(data.mask, -data.advantages, 0.0), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(REFERENCES))
+def test_rows_in_single_precision_give_the_loss_of_double_precision(name: str) -> None:
+    data, config = case(3), ActorConfig(policy_loss=name)
+    expected, _ = reference(data, config)
+
+    result = token_loss(
+        load_policy_loss(name),
+        torch.tensor(data.new, dtype=torch.float32).requires_grad_(),
+        old_logprobs_BT=torch.tensor(data.old, dtype=torch.float32),
+        advantages_BT=torch.tensor(data.advantages, dtype=torch.float32),
+        mask_BT=torch.tensor(data.mask).long(),
+        config=config,
+    )
+
+    assert result.loss_BT.dtype == torch.float32
+    np.testing.assert_allclose(
+        result.loss_BT.detach().numpy()[data.mask], expected[data.mask], rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_a_binary_divergence_is_at_most_that_of_the_vocabulary(kind: Divergence) -> None:
+    generator = torch.Generator().manual_seed(0)
+    new_V, old_V = torch.randn(2, 9, generator=generator, dtype=torch.float64).log_softmax(-1)
+    whole = (
+        float((new_V.exp() - old_V.exp()).abs().sum() / 2)
+        if kind == "tv"
+        else float((old_V.exp() * (old_V - new_V)).sum())
+    )
+
+    binary_1V = binary_divergence(
+        new_V[None], old_logprobs_BT=old_V[None], mask_BT=torch.ones(1, 9), kind=kind
+    )
+
+    assert binary_1V.shape == (1, 9)
+    assert (binary_1V > 0).all()
+    assert float(binary_1V.max()) <= whole
+
+
+def metric(name: str, new: list[float], old: list[float], **settings: Any) -> list[float]:
+    """Return `clip_fraction` of tokens with the given probabilities and an advantage of 1, then of -1."""
+    probabilities = torch.tensor([new, new], dtype=torch.float64)
+    old_probabilities = torch.tensor([old, old], dtype=torch.float64)
+    result = token_loss(
+        load_policy_loss(name),
+        probabilities.log().requires_grad_(),
+        old_logprobs_BT=old_probabilities.log(),
+        advantages_BT=torch.tensor([[1.0], [-1.0]], dtype=torch.float64).expand(2, len(new)),
+        mask_BT=torch.ones(2, len(new)),
+        config=ActorConfig(policy_loss=name, **settings),
+    )
+    return result.metrics["clip_fraction"].flatten().tolist()
+
+
+def test_dppo_keeps_rare_tokens_and_tokens_that_move_back() -> None:
+    new, old = [0.02, 0.9, 0.4], [0.001, 0.5, 0.8]
+
+    assert metric("dppo", new, old) == [0, 1, 0, 0, 0, 1]
+    assert metric("ppo", new, old) == [1, 1, 0, 0, 0, 1]
+
+
+def test_cispo_counts_the_weights_that_it_clipped() -> None:
+    assert metric("cispo", [0.5, 0.2, 0.3], [0.3, 0.4, 0.25]) == [1, 0, 0, 1, 0, 0]
