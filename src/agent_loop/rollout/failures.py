@@ -43,6 +43,19 @@ NETWORKED: tuple[tuple[type[AgentLoopError], FailureKind], ...] = (
 """Errors whose cause may be a connection that failed or a time limit that passed."""
 NOT_UNAVAILABLE = (BadPrompt, WorkspaceFileMissing)
 """Errors of the same families that another attempt would repeat."""
+LOST_CONNECTIONS = frozenset(
+    {
+        *("aiohttp.client_exceptions.ClientConnectionError", "aiohttp.client_exceptions.ClientPayloadError"),
+        *("anthropic.APIConnectionError", "openai.APIConnectionError"),
+        "http.client.IncompleteRead",
+        *("httpx.NetworkError", "httpx.RemoteProtocolError", "httpx.TimeoutException"),
+        *("requests.exceptions.ChunkedEncodingError", "requests.exceptions.ConnectionError"),
+        "requests.exceptions.Timeout",
+        "websockets.exceptions.ConnectionClosed",
+    }
+)
+"""Errors by which clients say that a connection failed or a time limit passed. Most of them are neither a
+`ConnectionError` nor a `TimeoutError`, and not all of them name one as their cause."""
 MAX_CAUSES = 10
 
 
@@ -118,11 +131,18 @@ def kind_of_failure(error: BaseException) -> FailureKind:
                 return kind
     if any(isinstance(cause, Abandoned) for cause in causes):
         return FailureKind.CODE  # it ignores its cancellation and still runs
-    if any(isinstance(cause, ConnectionError | TimeoutError) for cause in causes):
+    if any(map(_is_lost_connection, causes)):
         for known, kind in NETWORKED:
             if isinstance(error, known):
                 return kind
     return FailureKind.CODE
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Return whether a connection failed or a time limit passed. Clients are known by name, and are not imported."""
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    return any(f"{kind.__module__}.{kind.__qualname__}" in LOST_CONNECTIONS for kind in type(error).__mro__)
 
 
 def _causes(error: BaseException) -> list[BaseException]:
