@@ -14,11 +14,14 @@ from agent_loop.config.validation import parse_section
 from agent_loop.errors import ConfigError, RewardError, RewardUnavailable
 from agent_loop.rewards.combined import CombinedBatchReward, CombinedReward, Part, load_rewards
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction, Score
+from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.components import load_reward_function
 from agent_loop.rollout.failures import failure_of
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
+from agent_loop.training.learnable import refuse_without_reward
+from agent_loop.training.metrics import rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, FailureKind, IncidentKind, Trajectory
 from agent_loop.types import Row
 from tests.helpers import hermes_template, text_reply, user
@@ -265,3 +268,24 @@ def test_the_error_of_a_function_that_cannot_be_loaded_names_its_part(task: Path
     config = Config(reward=config_of(task, correct="right", format="no_such"))
     with pytest.raises(ConfigError, match=r"reward\.functions\.format: reward\.function is .*no_such"):
         load_reward_function(config)
+
+
+def test_each_part_is_a_metric_and_a_column_of_the_batch(task: Path) -> None:
+    config = config_of(task, batch=True, order={"function": "rank", "batch": True}, correct="right")
+    trajectories = grouped(load_rewards(config))
+
+    metrics = rollout_metrics(trajectories, success_threshold=1.0, weight_version=0)
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/part/")} == {
+        "reward/part/correct/mean": 0.25,
+        "reward/part/order/mean": 0.375,
+    }
+    batch = assemble(trajectories, pad_token_id=0)
+    assert list(batch["correct"]) == [0.0, 0.0, 0.0, 1.0]
+    assert list(batch["correct.said"]) == ["1", "2", "3", "4"]
+
+
+def test_a_run_whose_only_reward_is_a_sum_can_learn(task: Path) -> None:
+    rows = [{"raw_prompt": user("count")}]
+    with pytest.raises(ConfigError, match="nothing gives a reward"):
+        refuse_without_reward(Config(), rows)
+    refuse_without_reward(Config(reward=config_of(task, correct="right")), rows)

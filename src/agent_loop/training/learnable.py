@@ -30,7 +30,7 @@ def refuse_without_reward(config: Config, rows: Iterable[Row]) -> None:
     """
     multi_turn, agent = config.rollout.multi_turn, config.rollout.agent
     scores = (
-        config.reward.function,
+        config.reward.function or config.reward.functions,
         multi_turn.tools,
         multi_turn.tool_config_path,
         multi_turn.interaction_config_path,

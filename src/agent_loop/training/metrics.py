@@ -15,6 +15,7 @@ import numpy as np
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import OutputError
 from agent_loop.runtime.describe import describe_error
+from agent_loop.runtime.numeric import as_finite_number
 from agent_loop.storage.metrics_file import read_metrics
 from agent_loop.storage.whole_file import whole_file
 from agent_loop.tracing.background_writer import BackgroundWriter
@@ -42,6 +43,9 @@ REWARD_MIN = "reward/min"
 """Smallest reward of a branch."""
 REWARD_MAX = "reward/max"
 """Largest reward of a branch."""
+REWARD_PART = "reward/part/"
+"""Prefix: mean over rollouts of each number that the reward function returned beside the reward, such as a part of
+`reward.functions` or a criterion of a judge, as in `reward/part/format/mean`."""
 SUCCESS_SHARE = "reward/success_share"
 """Share of rollouts in which the reward of a branch is at least `reward.success_threshold`."""
 SIGNAL_SHARE = "reward/signal_share"
@@ -157,6 +161,17 @@ RETURN_MEAN = "critic/return_mean"
 EXPLAINED_VARIANCE = "critic/explained_variance"
 """1 - var(return - value) / var(return): 1 for exact predictions, 0 for a constant. Absent if all returns are equal."""
 
+SFT_LOSS = "sft/loss"
+"""Mean cross-entropy of the trained tokens of a supervised step, in nats."""
+SFT_TOKENS = "sft/tokens"
+"""Number of tokens that a supervised step trained."""
+SFT_GRAD_NORM = "sft/grad_norm"
+"""Norm of the gradient of a supervised step before it is clipped."""
+SFT_LEARNING_RATE = "sft/lr"
+"""Learning rate of a supervised step."""
+SFT_VALIDATION_LOSS = "sft/val_loss"
+"""Mean cross-entropy of the tokens of the validation examples, in nats."""
+
 SECONDS = "timing_s/"
 """Prefix: seconds of each phase."""
 STEP_SECONDS = "timing_s/step"
@@ -244,7 +259,7 @@ def rollout_metrics(
     metrics |= _call_metrics(outputs, weights=weights)
     if rewards:
         metrics |= {REWARD_MEAN: float(np.mean(means)), REWARD_MIN: min(rewards), REWARD_MAX: max(rewards)}
-    return metrics | _seat_rewards(trajectories) | counts
+    return metrics | _seat_rewards(trajectories) | _part_means(rollouts) | counts
 
 
 def _seat_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -260,6 +275,21 @@ def _seat_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         if seat is not None and means:
             metrics[f"{SEAT_REWARD}{seat}/mean"] = float(np.mean(means))
     return metrics
+
+
+def _part_means(rollouts: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    """Return the mean of each number in `reward_extra`. A rollout's number is the mean of those of its branches."""
+    means: defaultdict[str, list[float]] = defaultdict(list)
+    for branches in rollouts:
+        numbers: defaultdict[str, list[float]] = defaultdict(list)
+        for trajectory in branches:
+            for name, value in trajectory.reward_extra.items():
+                number = as_finite_number(value)
+                if number is not None:
+                    numbers[name].append(number)
+        for name, found in numbers.items():
+            means[name].append(float(np.mean(found)))
+    return {f"{REWARD_PART}{name}/mean": float(np.mean(found)) for name, found in sorted(means.items())}
 
 
 def _counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
