@@ -271,8 +271,10 @@ def test_an_answer_is_asked_for_once_for_equal_content(tmp_path: Path) -> None:
         async with judging(by_criterion(agree="yes", clear=5)) as judge:
             values = {**settings_of(judge), "criteria": CRITERIA}
             reward = load_reward(write_file(tmp_path, values), timeout_s=60)
-            for text in ("4", "4", "5"):
-                await reward(output_saying(text), ROW)
+            async with asyncio.TaskGroup() as group:
+                for text in ("4", "4", "5"):
+                    group.create_task(reward(output_saying(text), ROW))
+            await reward(output_saying("4"), ROW)
             return len(judge.requests)
 
     assert asyncio.run(main()) == 4

@@ -7,6 +7,7 @@ import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 from pydantic import Field
 
@@ -81,6 +82,8 @@ class Judge:
         self._client: Any = None
         """None if no call is running."""
         self._slots = asyncio.Semaphore()
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
+        """Locks of the questions that are being asked."""
 
     async def ask(self, question: Question) -> Verdict:
         """Return the judge's verdict. A reply that cannot be read is asked for once more.
@@ -93,8 +96,13 @@ class Judge:
         verdict = self._cached(key, question)
         if verdict is not None:
             return verdict
-        async with self._calling(), self._slots:
-            return self._cached(key, question) or await self._ask(key, question)
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with self._calling(), lock:  # an equal question waits for the reply
+            verdict = self._cached(key, question)
+            if verdict is not None:
+                return verdict
+            async with self._slots:
+                return await self._ask(key, question)
 
     def _cached(self, key: str, question: Question) -> Verdict | None:
         reply = self._cache.get(key)
