@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from agent_loop.config.validation import parse_section
 from agent_loop.config.values import (
     Coefficient,
     KLEstimator,
@@ -15,7 +16,29 @@ from agent_loop.config.values import (
     Share,
     Tokens,
 )
+from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.types import StopReason
+
+OUTCOME = "reward"
+"""Name in `reward_parts` for the trajectory's reward."""
+
+SOURCE_SETTINGS = (
+    "adv_estimator",
+    "norm_adv_by_std_in_grpo",
+    "drop_zero_variance_groups",
+    "turn_reward_weight",
+    "reward_parts",
+    "gamma",
+    "lam",
+    "step_advantage_weight",
+    "anchor_state",
+    "whiten_advantages",
+    "overlong_buffer",
+    "overlong_penalty",
+)
+"""Settings that `by_data_source` can change."""
+
+Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
 class AlgorithmConfig(Section):
@@ -23,8 +46,10 @@ class AlgorithmConfig(Section):
 
     adv_estimator: Name = "grpo"
     """Baseline of the advantages. `grpo` and `rloo`: the other trajectories of the group. `remax`: a greedy trajectory.
-    `reinforce_plus_plus`: the whole batch. `reinforce_plus_plus_baseline`: the group, then the batch. `gae`: a
-    critic. Or a name registered with `@advantage_estimator`, `file.py:name` or `module:name`."""
+    `reinforce_plus_plus`: the whole batch. `reinforce_plus_plus_baseline`: the group, then the batch. `gdpo`: the
+    group for each of `reward_parts`, then the batch. `turn_grpo`: the same turn of the group's other trajectories.
+    `gigpo`: the group, and turns of the group in the same state. `gae`: a critic. Or a name registered with
+    `@advantage_estimator`, `file.py:name` or `module:name`."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide advantages of `grpo` by the group's standard deviation. False together with
     `actor.loss_agg_mode=seq-mean-token-sum-norm` is Dr. GRPO."""
@@ -36,11 +61,20 @@ class AlgorithmConfig(Section):
     turn_reward_weight: Coefficient = 0.0
     """Weight of turn rewards (of a tool's `execute` or an interaction's score); 0 ignores them. `grpo` adds their
     weighted process advantage (DeepSeekMath, section 4.1.3) at each token. `rloo` and `remax` add their weighted sum to
-    the trajectory's reward. The other estimators treat them as rewards of their tokens."""
+    the trajectory's reward. The other estimators treat them as rewards of their tokens or turns."""
+    reward_parts: dict[str, Weight] = {}
+    """Weights of the parts of a reward that `gdpo` normalizes one by one, such as `{correct: 1, format: 0.2}`. The
+    reward function returns each part under its name beside `reward`, or the loop sets it in `extra_fields`. The name
+    `reward` is the trajectory's reward, with the rewards of turns and the penalties."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount per sampled token (`reinforce_plus_plus`, `gae`)."""
+    """Discount per sampled token (`reinforce_plus_plus`, `gae`) or per turn (`turn_grpo`, `gigpo`)."""
     lam: Share = 1.0
     """Lambda of `gae`: 1 uses rewards alone, 0 the critic's next value."""
+    step_advantage_weight: Coefficient = 1.0
+    """Weight in `gigpo` of the comparison of turns in the same state; the comparison of trajectories has weight 1."""
+    anchor_state: Name | None = None
+    """Key under which the feedback of tools or of the interaction (`Feedback.extra`) holds the state after a turn, for
+    `gigpo`. Turns with equal states are compared. None, and turns without the key, compare the observation."""
     whiten_advantages: bool = True
     """Whiten the advantages of `gae` over all trained tokens, as `reinforce_plus_plus` always does."""
     kl_reward_coef: Coefficient = 0.0
@@ -55,3 +89,49 @@ class AlgorithmConfig(Section):
     untrained_stop_reasons: list[StopReason] = []
     """Stop reasons of trajectories that are not trained. Their rewards still count in their groups.
     `[response_length]` is DAPO's overlong filtering."""
+    by_data_source: dict[str, dict[str, Any]] = {}
+    """Other settings of this section for rows whose column `data_source` has a value, such as
+    `{gsm8k: {adv_estimator: rloo}}`. The rows of each named source are estimated, compared and whitened apart from all
+    other rows. What is left out, and rows of other sources, use the settings of the run. Settings that concern the
+    whole run, such as `kl_reward_coef`, cannot differ, and neither can the need of a critic or of greedy rollouts."""
+
+    def of_source(self, source: str | None) -> AlgorithmConfig:
+        """Return the settings for the rows of a data source; None is a row without one.
+
+        Raises:
+            ConfigError: A setting of the source is unknown, wrong, or the same for the whole run.
+        """
+        changes = self.by_data_source.get(source, {}) if source is not None else {}
+        where = f"algorithm.by_data_source.{source}"
+        for name in changes:
+            if name not in SOURCE_SETTINGS:
+                raise ConfigError(
+                    f"{where} has the setting {name!r}, which a source cannot change"
+                    f"{did_you_mean(name, SOURCE_SETTINGS)}"
+                )
+        run = self.model_dump(exclude={"by_data_source"})
+        return parse_section(AlgorithmConfig, {**run, **changes}, where=where) if changes else self
+
+    @model_validator(mode="after")
+    def _has_parts_for_gdpo(self) -> AlgorithmConfig:
+        if self.adv_estimator != "gdpo":
+            return self
+        if not self.reward_parts:
+            raise ConfigError(
+                "algorithm.adv_estimator is gdpo, which compares the parts of a reward, and algorithm.reward_parts is "
+                "empty; name the parts with their weights, such as {correct: 1, format: 0.2}"
+            )
+        if OUTCOME not in self.reward_parts and (
+            self.kl_reward_coef or self.turn_reward_weight or self.overlong_buffer is not None
+        ):
+            raise ConfigError(
+                "algorithm.adv_estimator is gdpo, and kl_reward_coef, turn_reward_weight and overlong_buffer change "
+                f"the trajectory's reward, which is not among algorithm.reward_parts; add {OUTCOME!r} to it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_valid_sources(self) -> AlgorithmConfig:
+        for source in self.by_data_source:
+            self.of_source(source)
+        return self

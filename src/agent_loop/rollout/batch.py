@@ -68,12 +68,12 @@ def assemble(
         token has one. Rewards of turns, of tools and of the interaction: float32 `turn_rewards` [B, R], their sum at
         the last token of the turn that earned them and 0 elsewhere, and bool `has_turn_reward` [B, R], which tells a
         reward of 0 from none; a branch has those of the turns it shares too. bool: `is_scored` [B]. Objects:
-        `stop_reason`, `trajectory_id`, `feedback` where any trajectory has some (a tuple of `Feedback`), and one column
-        for each name that any trajectory has in `reward_extra` or `extra_fields`, None where it lacks it. A name that
-        is taken already gets the prefix `reward_extra.` or `extra_fields.`. `attachments`, where any trajectory has
-        some: for each row a tuple of them, counted from its first token. One tensor [B, R, ...] for each array that
-        every sampled token has in `Segment.extras`, under its name and of its type, 0 in segments that are not trained
-        on; `extras.{name}` if the name is taken.
+        `stop_reason`, `trajectory_id`, `feedback` where any trajectory has some (a tuple of `Feedback`), `data_source`
+        where any row has one, and one column for each name that any trajectory has in `reward_extra` or `extra_fields`,
+        None where it lacks it. A name that is taken already gets the prefix `reward_extra.` or `extra_fields.`.
+        `attachments`, where any trajectory has some: for each row a tuple of them, counted from its first token. One
+        tensor [B, R, ...] for each array that every sampled token has in `Segment.extras`, under its name and of its
+        type, 0 in segments that are not trained on; `extras.{name}` if the name is taken.
 
     Raises:
         DataError: A prompt or a response is longer than the width given.

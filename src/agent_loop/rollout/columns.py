@@ -51,6 +51,8 @@ def _object_columns(trajectories: Sequence[Trajectory], *, taken: Collection[str
         columns["attachments"] = [t.output.attachments for t in trajectories]
     if any(t.output.feedback for t in trajectories):
         columns["feedback"] = [t.output.feedback for t in trajectories]
+    if any("data_source" in t.row for t in trajectories):
+        columns["data_source"] = [t.row.get("data_source") for t in trajectories]
     sources: dict[str, list[Mapping[str, Any]]] = {
         "reward_extra": [t.reward_extra for t in trajectories],
         "extra_fields": [t.output.extra_fields for t in trajectories],

@@ -13,13 +13,16 @@ if TYPE_CHECKING:
     from agent_loop.training.advantages import (
         Advantages,
         Rewards,
+        Turns,
         discounted_returns,
         gae,
         grpo_advantages,
         has_signal,
         rloo_advantages,
         share_weights,
+        step_advantages,
         turn_advantages,
+        turn_returns,
         whiten,
     )
     from agent_loop.training.losses import TokenLoss, clipped_loss, kl_penalty, masked_difference
@@ -29,6 +32,7 @@ __all__ = [
     "Advantages",
     "Rewards",
     "TokenLoss",
+    "Turns",
     "advantage_estimator",
     "clipped_loss",
     "discounted_returns",
@@ -40,7 +44,9 @@ __all__ = [
     "policy_loss",
     "rloo_advantages",
     "share_weights",
+    "step_advantages",
     "turn_advantages",
+    "turn_returns",
     "whiten",
 ]
 

@@ -19,12 +19,12 @@ from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages import (
     BatchAdvantages,
-    Rewards,
-    collect_rewards,
-    estimate_advantages,
+    estimate_batch,
     estimator_needs,
-    load_estimator,
+    load_estimators,
+    part_columns,
 )
+from agent_loop.training.advantages.sources import SOURCE
 from agent_loop.training.branches import branch_weights, rollouts_of_rows
 from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint, load_state, save_state
 from agent_loop.training.critic import Critic, load_critic
@@ -32,13 +32,14 @@ from agent_loop.training.losses import kl_penalty, masked_mean
 from agent_loop.training.micro_batches import trainable_rows
 from agent_loop.training.policy import compute_dtype, device_of, load_policy
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup, RankCommand
+from agent_loop.training.seats import COLUMNS as SEAT_COLUMNS
 from agent_loop.training.seats import has_seats
 from agent_loop.training.targets import PastLogProbs
 
 CRITIC_FOLDER = "critic"
 """Subfolder of a checkpoint with the critic, in the format of `transformers`."""
-LEARNED_COLUMNS = (*TENSOR_COLUMNS, "stop_reason", "trajectory_id")
-"""Of a batch: what the other ranks need."""
+LEARNED_COLUMNS = (*TENSOR_COLUMNS, "stop_reason", "trajectory_id", SOURCE, *SEAT_COLUMNS)
+"""Columns of a batch that the other ranks need, besides those that settings name."""
 OptimConfigT = TypeVar("OptimConfigT", bound=OptimConfig)
 
 
@@ -64,10 +65,17 @@ class Learner:
             critic: Needed for `gae` and other estimators that need a critic.
             process_group: Process group over which both are sharded.
         """
-        self._estimator = load_estimator(config.algorithm.adv_estimator)
+        self._estimators = load_estimators(config.algorithm)
+        self._estimator = self._estimators.of_run
         if self._estimator.needs.critic and critic is None:
             name = config.algorithm.adv_estimator
             raise ValueError(f"algorithm.adv_estimator is {name}, which needs a critic; give one")
+        for source, estimator in self._estimators.of_source.items():
+            if estimator.needs.groups and config.rollout.n < 2:
+                raise ConfigError(
+                    f"rollout.n is {config.rollout.n}, but the estimator {estimator.registered.name} of "
+                    f"algorithm.by_data_source.{source} compares the trajectories of one prompt; give at least 2"
+                )
         self._config = config
         self._actor = actor
         self._critic = critic
@@ -98,9 +106,24 @@ class Learner:
             raise ConfigError(
                 "the batch has images or videos, which one process alone can train on; set trainer.num_processes=1"
             )
-        needed = batch.select(*LEARNED_COLUMNS, strict=False)
+        needed = batch.select(*LEARNED_COLUMNS, *self._named_columns(batch), strict=False)
         with self._process_group.on_all_ranks("learn", batch=needed, baseline_rewards=baseline_rewards):
             return self._learn(batch, baseline_rewards)
+
+    def supervise(self, batch: RolloutBatch, *, advances_schedule: bool = True) -> dict[str, float]:
+        """Take one optimiser step on the cross-entropy of the sampled tokens; see `Actor.supervise`."""
+        needed = batch.select(*LEARNED_COLUMNS, strict=False)
+        options = {"advances_schedule": advances_schedule}
+        with self._process_group.on_all_ranks("supervise", batch=needed, **options):
+            self._set_threads()
+            return self._actor.supervise(batch, **options)
+
+    def logprobs(self, batch: RolloutBatch) -> Tensor:
+        """Return the log-probs of the sampled tokens under the current weights; see `Actor.logprobs`."""
+        needed = batch.select(*LEARNED_COLUMNS, strict=False)
+        with self._process_group.on_all_ranks("logprobs", batch=needed):
+            self._set_threads()
+            return self._actor.logprobs(batch)
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return the policy's weights for servers; see `Actor.weights`. They may share the trainer's memory."""
@@ -148,20 +171,20 @@ class Learner:
             pass
 
     def _learn(self, batch: RolloutBatch, baseline_rewards: Mapping[int, float] | None) -> dict[str, float]:
-        is_alone = self._process_group.size == 1  # then each thread computes a micro-batch of its own
-        torch.set_num_threads(1 if is_alone else self._config.trainer.num_threads)
+        self._set_threads()
 
-        # 1. Rewards of trajectories and tokens.
-        rewards, past, metrics = self._rewards(batch)
+        # 1. Penalties of tokens.
+        kl_BR, past, metrics = self._kl_penalty(batch)
 
-        # 2. Advantages of tokens.
+        # 2. Rewards and advantages of tokens.
         values_BR = None
         if self._critic is not None:
             values_BR = self._critic.values(batch, rows=trainable_rows(batch, batch["is_scored"]))
-        estimate = estimate_advantages(
-            rewards,
-            config=self._config.algorithm,
-            estimator=self._estimator,
+        estimate = estimate_batch(
+            batch,
+            estimators=self._estimators,
+            response_length=self._config.rollout.response_length,
+            kl_BR=kl_BR,
             is_allowed_B=self._is_allowed(batch),
             values_BR=values_BR,
             baselines_B=self._baselines(batch, baseline_rewards),
@@ -181,30 +204,37 @@ class Learner:
             batch, advantages_BR=estimate.advantages_BR, keep_B=estimate.keep_B, past=past
         )
 
+    def _set_threads(self) -> None:
+        is_alone = self._process_group.size == 1  # then each thread computes a micro-batch of its own
+        torch.set_num_threads(1 if is_alone else self._config.trainer.num_threads)
+
     def _state_dict(self) -> dict[str, Any]:
         state = {"actor": self._actor.state_dict()}
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
 
-    def _rewards(self, batch: RolloutBatch) -> tuple[Rewards, PastLogProbs | None, dict[str, float]]:
-        """Return the rewards, the log-probs that the KL penalty needed, and metrics."""
+    def _named_columns(self, batch: RolloutBatch) -> list[str]:
+        """Return the columns that settings of the estimators name."""
         algorithm = self._config.algorithm
-        past, kl_BR, metrics = None, None, dict[str, float]()
-        if algorithm.kl_reward_coef:
-            past = self._actor.past_logprobs(batch, rows=trainable_rows(batch, batch["is_scored"]))
-            if past.reference_BR is None:
-                raise ValueError("algorithm.kl_reward_coef needs a reference model; give the actor one")
-            is_scored_BR = batch["response_mask"] * batch["is_scored"][:, None]
-            kl_BR = kl_penalty(
-                past.old_BR,
-                reference_logprobs_BT=past.reference_BR,
-                mask_BT=is_scored_BR,
-                estimator=algorithm.kl_reward_type,
-            )
-            metrics[names.KL_TO_REFERENCE] = float(masked_mean(kl_BR, mask_BT=is_scored_BR))
-        rewards = collect_rewards(
-            batch, config=algorithm, response_length=self._config.rollout.response_length, kl_BR=kl_BR
+        settings = [algorithm, *(algorithm.of_source(source) for source in algorithm.by_data_source)]
+        columns = [column for each in settings for column in part_columns(batch, each.reward_parts).values()]
+        return [*columns, "feedback"] if any(each.anchor_state for each in settings) else columns
+
+    def _kl_penalty(self, batch: RolloutBatch) -> tuple[Tensor | None, PastLogProbs | None, dict[str, float]]:
+        """Return the KL penalty in the reward, the log-probs that it needed, and metrics."""
+        algorithm = self._config.algorithm
+        if not algorithm.kl_reward_coef:
+            return None, None, {}
+        past = self._actor.past_logprobs(batch, rows=trainable_rows(batch, batch["is_scored"]))
+        if past.reference_BR is None:
+            raise ValueError("algorithm.kl_reward_coef needs a reference model; give the actor one")
+        is_scored_BR = batch["response_mask"] * batch["is_scored"][:, None]
+        kl_BR = kl_penalty(
+            past.old_BR,
+            reference_logprobs_BT=past.reference_BR,
+            mask_BT=is_scored_BR,
+            estimator=algorithm.kl_reward_type,
         )
-        return rewards, past, metrics
+        return kl_BR, past, {names.KL_TO_REFERENCE: float(masked_mean(kl_BR, mask_BT=is_scored_BR))}
 
     def _is_allowed(self, batch: RolloutBatch) -> Tensor:
         untrained = {reason.value for reason in self._config.algorithm.untrained_stop_reasons}

@@ -24,6 +24,7 @@ class EstimatorNeeds:
     groups: bool = False
     critic: bool = False
     greedy_rollouts: bool = False
+    turns: bool = False
 
 
 def advantage_estimator(
@@ -32,6 +33,7 @@ def advantage_estimator(
     compares_in_group: bool = False,
     needs_critic: bool = False,
     needs_greedy_rollouts: bool = False,
+    needs_turns: bool = False,
 ) -> Callable[[FunctionT], FunctionT]:
     """Register an advantage estimator for `algorithm.adv_estimator`.
 
@@ -66,11 +68,15 @@ def advantage_estimator(
             returns `Advantages` with `returns_BR`.
         needs_greedy_rollouts: Run one greedy rollout per prompt. The estimator gets `baselines_B`, the reward of the
             greedy rollout of each row's prompt, NaN if it has none.
+        needs_turns: The estimator gets `turns`, the turns of each row with their rewards and states (`Turns`).
     """
 
     def decorate(function: FunctionT) -> FunctionT:
         needs = EstimatorNeeds(
-            groups=compares_in_group, critic=needs_critic, greedy_rollouts=needs_greedy_rollouts
+            groups=compares_in_group,
+            critic=needs_critic,
+            greedy_rollouts=needs_greedy_rollouts,
+            turns=needs_turns,
         )
         ESTIMATORS.add(name, function, options=needs)
         return function

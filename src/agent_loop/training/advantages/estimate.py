@@ -16,6 +16,7 @@ from agent_loop.training.advantages.estimators import Advantages
 from agent_loop.training.advantages.groups import has_signal, share_weights
 from agent_loop.training.advantages.rewards import Rewards
 from agent_loop.training.advantages.tokens import whiten
+from agent_loop.training.advantages.turns import Turns
 from agent_loop.training.registry import ESTIMATORS, EstimatorNeeds, call
 
 
@@ -60,6 +61,7 @@ def load_estimator(reference: str) -> Estimator:
     example = "rewards, *, config"
     example += ", values_BR" if needs.critic else ""
     example += ", baselines_B" if needs.greedy_rollouts else ""
+    example += ", turns" if needs.turns else ""
     return Estimator(ESTIMATORS.load(reference, example=example), needs)
 
 
@@ -71,6 +73,7 @@ def estimate_advantages(
     is_allowed_B: Tensor | None = None,
     values_BR: Tensor | None = None,
     baselines_B: Tensor | None = None,
+    turns: Turns | None = None,
 ) -> BatchAdvantages:
     """Return the advantages of a batch.
 
@@ -81,13 +84,16 @@ def estimate_advantages(
         is_allowed_B: Bool: rows that may be trained; None is all. The others still count in their groups.
         values_BR: Values that the critic predicts before each token; `gae` needs them.
         baselines_B: Reward of a greedy rollout of the same prompt, NaN if it was not scored; `remax` needs it.
+        turns: Turns of the rows; `turn_grpo` and `gigpo` need them.
 
     Raises:
-        ValueError: The estimator needs values or baselines, and they are None.
+        ValueError: The estimator needs values, baselines or turns, and they are None.
         AlgorithmError: The estimator raised, or did not return advantages.
     """
     estimator = estimator or load_estimator(config.adv_estimator)
-    result = _call(estimator, rewards, config=config, values_BR=values_BR, baselines_B=baselines_B)
+    result = _call(
+        estimator, rewards, config=config, values_BR=values_BR, baselines_B=baselines_B, turns=turns
+    )
     signal_B = result.has_signal_B
     if signal_B is None:
         signal_B = _default_signal(rewards, compares_in_group=estimator.needs.groups)
@@ -123,6 +129,7 @@ def _call(
     config: AlgorithmConfig,
     values_BR: Tensor | None,
     baselines_B: Tensor | None,
+    turns: Turns | None,
 ) -> Advantages:
     """Call the estimator and check the shapes of its result."""
     name, inputs = estimator.registered.name, dict[str, Any](config=config)
@@ -136,6 +143,10 @@ def _call(
                 f"adv_estimator is {name}, which needs baselines_B; give the rewards of greedy rollouts"
             )
         inputs["baselines_B"] = baselines_B
+    if estimator.needs.turns:
+        if turns is None:
+            raise ValueError(f"adv_estimator is {name}, which needs turns; give those of the batch")
+        inputs["turns"] = turns
     returned = call(estimator.registered, rewards, key=ESTIMATORS.key, **inputs)
     result = returned if isinstance(returned, Advantages) else Advantages(returned)
     num_rows, num_tokens = rewards.mask_BR.shape

@@ -8,14 +8,19 @@ import torch
 from torch import Tensor
 
 from agent_loop.config import AlgorithmConfig
+from agent_loop.config.algorithm import OUTCOME
 from agent_loop.training.advantages.groups import (
+    compared_rewards,
     grpo_advantages,
     has_signal,
     rloo_advantages,
+    share_weights,
+    step_advantages,
     turn_advantages,
 )
 from agent_loop.training.advantages.rewards import Rewards
-from agent_loop.training.advantages.tokens import discounted_returns, gae
+from agent_loop.training.advantages.tokens import discounted_returns, gae, whiten
+from agent_loop.training.advantages.turns import Turns, turn_returns
 from agent_loop.training.registry import advantage_estimator
 
 
@@ -88,6 +93,60 @@ def reinforce_plus_plus_baseline(rewards: Rewards, *, config: AlgorithmConfig) -
     return Advantages(_returns(centred, gamma=config.gamma), signal_B, whiten=True)
 
 
+@advantage_estimator("gdpo", compares_in_group=True)
+def gdpo(rewards: Rewards, *, config: AlgorithmConfig) -> Advantages:
+    """Normalize each part of the reward in its group, and the weighted sum over the batch (GDPO, arXiv 2601.05242).
+
+    The formula of each part is that of `grpo_advantages`. The mean and the standard deviation of the batch are over its
+    scored rollouts, without groups that are dropped because no part has a signal. A row without a number for a part
+    counts in no statistic of the part, and gets 0 for it.
+    """
+    groups_B, rollouts_B = rewards.groups_B, rewards.rollouts_B
+    sum_B = torch.zeros(len(groups_B), dtype=torch.float64)
+    signal_B = torch.zeros(len(groups_B), dtype=torch.bool)
+    for name, weight in config.reward_parts.items():
+        part_B = rewards.per_row() if name == OUTCOME else rewards.parts[name]
+        sum_B += weight * compared_rewards(part_B, groups_B=groups_B, rollouts_B=rollouts_B)
+        if weight:
+            signal_B |= has_signal(part_B, groups_B=groups_B, rollouts_B=rollouts_B)
+    counts_B = rewards.is_scored_B & (signal_B | (not config.drop_zero_variance_groups))
+    prompts_B = groups_B if rewards.prompts_B is None else rewards.prompts_B
+    weights_B = share_weights(counts_B, groups_B=prompts_B, rollouts_B=rollouts_B)
+    advantages_B1 = whiten(sum_B[:, None], mask_BR=counts_B[:, None], weights_B=weights_B)
+    return Advantages(advantages_B1[:, 0], signal_B)
+
+
+@advantage_estimator("turn_grpo", compares_in_group=True, needs_turns=True)
+def turn_grpo(rewards: Rewards, *, config: AlgorithmConfig, turns: Turns) -> Advantages:
+    """Compare the discounted return of each turn with those of the same turn of the group's other rollouts.
+
+    Turns of equal number are compared, as in MT-GRPO (arXiv 2505.11821), by their discounted returns, as in GTPO (arXiv
+    2511.14846). A turn that no other rollout reached gets 0.
+    """
+    numbers_BT = torch.arange(turns.states_BT.shape[1]).expand(turns.states_BT.shape)
+    advantages_BR = _compare_turns(rewards, turns, anchors_BT=numbers_BT, config=config)
+    return Advantages(advantages_BR, (advantages_BR != 0).any(dim=1))
+
+
+@advantage_estimator("gigpo", compares_in_group=True, needs_turns=True)
+def gigpo(rewards: Rewards, *, config: AlgorithmConfig, turns: Turns) -> Advantages:
+    """Add the advantage of a turn among turns in the same state to that of its trajectory (GiGPO, arXiv 2505.10978).
+
+    Trajectories are compared by their total rewards. Turns of one group with equal states are compared by their
+    discounted returns. `collect_turns` says which states are equal: those with equal
+    observations, or with equal values under `config.anchor_state`. A turn in a state of its own gets 0 for it.
+    """
+    groups_B, rollouts_B = rewards.groups_B, rewards.rollouts_B
+    total_B = rewards.per_row()
+    advantages_B = grpo_advantages(
+        total_B, groups_B=groups_B, rollouts_B=rollouts_B, norm_by_std=config.norm_adv_by_std_in_grpo
+    )
+    steps_BR = _compare_turns(rewards, turns, anchors_BT=turns.states_BT, config=config)
+    steps_BR = config.step_advantage_weight * steps_BR
+    signal_B = has_signal(total_B, groups_B=groups_B, rollouts_B=rollouts_B)
+    return Advantages(advantages_B[:, None] + steps_BR, signal_B | (steps_BR != 0).any(dim=1))
+
+
 @advantage_estimator("gae", needs_critic=True)
 def gae_with_critic(rewards: Rewards, *, config: AlgorithmConfig, values_BR: Tensor) -> Advantages:
     """Return generalised advantage estimates (arXiv 1506.02438) against the values of a critic."""
@@ -100,6 +159,19 @@ def gae_with_critic(rewards: Rewards, *, config: AlgorithmConfig, values_BR: Ten
     )
     returns_BR = (advantages_BR + values_BR).float()
     return Advantages(advantages_BR, returns_BR=returns_BR, whiten=config.whiten_advantages)
+
+
+def _compare_turns(rewards: Rewards, turns: Turns, *, anchors_BT: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Return the advantage of each trained token's turn among the turns of its group with the same anchor, [B, R]."""
+    advantages_BT = step_advantages(
+        turn_returns(rewards, turns, gamma=config.gamma),
+        anchors_BT=anchors_BT,
+        is_turn_BT=turns.is_turn_BT & rewards.is_scored_B[:, None],
+        groups_B=rewards.groups_B,
+        rollouts_B=rewards.rollouts_B,
+        norm_by_std=config.norm_adv_by_std_in_grpo,
+    )
+    return torch.where(rewards.mask_BR.bool(), turns.per_token(advantages_BT), 0.0)
 
 
 def _returns(rewards: Rewards, *, gamma: float) -> Tensor:

@@ -35,10 +35,24 @@ def grpo_advantages(
 
     A group with fewer than two rollouts, or without two different rewards, gets exactly 0.
     """
+    return compared_rewards(
+        rewards_B, groups_B=groups_B, rollouts_B=rollouts_B, norm_by_std=norm_by_std, eps=eps
+    ).float()
+
+
+def compared_rewards(
+    rewards_B: Tensor,
+    *,
+    groups_B: Tensor,
+    rollouts_B: Tensor | None = None,
+    norm_by_std: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Return the result of `grpo_advantages` in float64, for sums of several."""
     weights_B = share_weights(~rewards_B.isnan(), groups_B=groups_B, rollouts_B=rollouts_B)
     group = _Groups(rewards_B, groups_B, weights_B)
     compared_B = group.compared_B(norm_by_std=norm_by_std, eps=eps)
-    return torch.where(group.has_rivals_B & group.differs_B, compared_B, 0.0).float()
+    return torch.where(group.has_rivals_B & group.differs_B, compared_B, 0.0)
 
 
 def rloo_advantages(rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | None = None) -> Tensor:
@@ -59,7 +73,7 @@ def rloo_advantages(rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor |
     group = _Groups(rewards_B, groups_B, weights_B)
     rollout_means_B = group.rewards_B
     if rollouts_B is not None:
-        numbers_B = rollout_numbers(groups_B, rollouts_B)
+        numbers_B = pair_numbers(groups_B, rollouts_B)
         rollout_means_B = _Groups(rewards_B, numbers_B, weights_B).mean_B
     over_others_B = (rollout_means_B - group.mean_B) * group.count_B / (group.count_B - 1).clamp(min=1)
     advantages_B = over_others_B + (group.rewards_B - rollout_means_B)
@@ -125,6 +139,46 @@ def compared_turns(
     return scores_BR
 
 
+def step_advantages(
+    returns_BT: Tensor,
+    *,
+    anchors_BT: Tensor,
+    is_turn_BT: Tensor,
+    groups_B: Tensor,
+    rollouts_B: Tensor | None = None,
+    norm_by_std: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Return the advantage of each turn over the turns of its group with the same anchor, [B, T] float32.
+
+    The formula is that of `grpo_advantages`, over the turns of all rollouts of the group. A turn of a rollout counts as
+    one divided by the number of the rollout's branches that have a turn with this anchor.
+
+    Args:
+        returns_BT: Return of each turn.
+        anchors_BT: Number that comparable turns share.
+        is_turn_BT: Bool: turns that count. The others get 0.
+        groups_B: Number of the group of each row.
+        rollouts_B: Number, within the group, of the rollout of each row. None: each row is a rollout.
+        norm_by_std: Divide by the standard deviation.
+        eps: Keeps the division finite.
+
+    A turn that is compared with no other turn, or with equal returns only, gets exactly 0.
+    """
+    rows_N, turns_N = is_turn_BT.nonzero(as_tuple=True)
+    anchors_N = pair_numbers(groups_B[rows_N], anchors_BT[rows_N, turns_N])
+    weights_N = torch.ones(len(rows_N), dtype=torch.float64)
+    if rollouts_B is not None:
+        weights_N /= _count_rows(rows_N, keys_N=pair_numbers(rollouts_B[rows_N], anchors_N))
+    group = _Groups(returns_BT[rows_N, turns_N], anchors_N, weights_N)
+    compared_N = group.compared_B(norm_by_std=norm_by_std, eps=eps)
+    advantages_BT = torch.zeros(returns_BT.shape, dtype=torch.float32)
+    advantages_BT[rows_N, turns_N] = torch.where(
+        group.has_rivals_B & group.differs_B, compared_N, 0.0
+    ).float()
+    return advantages_BT
+
+
 def has_signal(rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | None = None) -> Tensor:
     """Return for each row whether a comparison with its group has a signal; bool [B].
 
@@ -136,9 +190,9 @@ def has_signal(rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | None
     return group.has_rivals_B & group.differs_B
 
 
-def rollout_numbers(groups_B: Tensor, rollouts_B: Tensor) -> Tensor:
-    """Return for each row the number of its rollout among all rollouts of the batch; int64 [B]."""
-    pairs_B2 = torch.stack([groups_B, rollouts_B], dim=1)
+def pair_numbers(first_B: Tensor, second_B: Tensor) -> Tensor:
+    """Return for each pair of numbers a number that only equal pairs share; int64 [B]."""
+    pairs_B2 = torch.stack([first_B, second_B], dim=1)
     return cast(Any, torch).unique(pairs_B2, dim=0, return_inverse=True)[1]
 
 
@@ -153,9 +207,15 @@ def share_weights(counts_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | No
     counts_B = counts_B.double()
     if rollouts_B is None:
         return counts_B
-    numbers_B = rollout_numbers(groups_B, rollouts_B)
+    numbers_B = pair_numbers(groups_B, rollouts_B)
     num_rows = torch.zeros_like(counts_B).index_add_(0, numbers_B, counts_B)[numbers_B]
     return counts_B / num_rows.clamp(min=1)
+
+
+def _count_rows(rows_N: Tensor, *, keys_N: Tensor) -> Tensor:
+    """Return for each key the number of different rows that have it; int64 [N]."""
+    different_2M: Tensor = cast(Any, torch).unique(torch.stack([keys_N, rows_N]), dim=1)
+    return torch.bincount(different_2M[0])[keys_N]
 
 
 class _Groups:
@@ -173,7 +233,7 @@ class _Groups:
     @property
     def has_rivals_B(self) -> Tensor:
         """Bool: rows that count, in groups in which another rollout counts too."""
-        return self._counts_B & (self.count_B > 1.5)
+        return self._counts_B & (self.count_B > 1 + 1e-6)  # a sum of shares of 1 may be a bit larger than 1
 
     @property
     def differs_B(self) -> Tensor:

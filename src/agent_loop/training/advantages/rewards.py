@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training.advantages.groups import compared_turns, grpo_advantages
+from agent_loop.training.advantages.parts import collect_parts
 from agent_loop.training.branches import rollouts_of_rows
 from agent_loop.training.seats import compared_groups
 
@@ -38,6 +40,9 @@ class Rewards:
     """Number of the prompt of each row, which the seats of a game share; None is `groups_B`."""
     shared_turns_B: Tensor | None = None
     """Sum of the rewards of turns that are trained in another branch of the rollout; None is 0."""
+    parts: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Parts of the reward that `algorithm.reward_parts` names, float64 [B] each; NaN if a row was not scored or has no
+    number. The name `reward`, which stands for `per_row()`, is not among them."""
 
     @property
     def is_scored_B(self) -> Tensor:
@@ -63,7 +68,7 @@ class Rewards:
         places = torch.arange(self.mask_BR.shape[1])
         last_B = torch.where(self.mask_BR.bool(), places, -1).amax(dim=1, keepdim=True) if len(places) else 0
         outcome_BR = torch.where(places == last_B, self.outcome_B[:, None].double(), 0.0)
-        rewards_BR = outcome_BR + self.turn_weight * self.turns_BR - self.penalties_BR
+        rewards_BR = outcome_BR + self.turn_weight * self.turns_BR.double() - self.penalties_BR
         return torch.where(self.mask_BR.bool() & self.is_scored_B[:, None], rewards_BR, 0.0)
 
     def centred(self) -> Rewards:
@@ -96,9 +101,12 @@ def collect_rewards(
 
     Args:
         batch: Batch that `assemble` returned.
-        config: Penalties, and the weight of turns.
+        config: Penalties, the weight of turns, and the names of the parts.
         response_length: Limit in tokens before which `config.overlong_buffer` lies.
         kl_BR: Estimate of each token's KL divergence from the reference; None is no penalty.
+
+    Raises:
+        DataError: The batch has none of the parts that `config.reward_parts` names.
     """
     mask_BR, outcome_B = batch["response_mask"], batch["reward"]
     if config.overlong_buffer is not None:
@@ -107,6 +115,7 @@ def collect_rewards(
             lengths_B, limit=response_length, buffer=config.overlong_buffer
         )
     outcome_B = torch.where(outcome_B.isfinite(), outcome_B, torch.nan)
+    parts = collect_parts(batch, config.reward_parts)
     turns_BR, is_scored_B1 = batch["turn_rewards"], outcome_B.isfinite()[:, None]
     has_turn_BR = batch["has_turn_reward"] & turns_BR.isfinite() & mask_BR.bool() & is_scored_B1
     is_shared_BR = (batch["weight_versions"] >= 0) & ~mask_BR.bool() & turns_BR.isfinite()
@@ -122,6 +131,7 @@ def collect_rewards(
         rollouts_B=rollouts_of_rows(batch),
         prompts_B=batch["group"],
         shared_turns_B=torch.where(is_shared_BR, turns_BR, 0.0).double().sum(dim=1),
+        parts={name: torch.where(outcome_B.isfinite(), part_B, torch.nan) for name, part_B in parts.items()},
     )
 
 

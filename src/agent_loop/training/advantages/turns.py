@@ -1,0 +1,128 @@
+"""Turns of the model as steps: their rewards, returns and states. B rows, R response tokens, T turns at most.
+
+A turn is a run of sampled tokens. Segments that branches share are turns of each of these branches, although one branch
+alone trains them, and tokens that a grammar forced belong to their turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from agent_loop.rollout.batch import RolloutBatch
+from agent_loop.training.advantages.rewards import Rewards
+from agent_loop.trajectory import Feedback
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Turns of the rows of a batch."""
+
+    numbers_BR: Tensor
+    """Number of the turn of each sampled token, from 0; int64, -1 at other tokens."""
+    rewards_BT: Tensor
+    """Sum of the rewards of each turn, float64; 0 where there is none."""
+    states_BT: Tensor
+    """Number that turns with equal states share, int64; -1 where the row has no such turn."""
+
+    @property
+    def is_turn_BT(self) -> Tensor:
+        """Bool: turns that exist."""
+        return self.states_BT >= 0
+
+    def per_token(self, values_BT: Tensor) -> Tensor:
+        """Return the value of each token's turn, [B, R]; 0 at tokens that were not sampled."""
+        if not values_BT.shape[1]:
+            return torch.zeros(self.numbers_BR.shape, dtype=values_BT.dtype)
+        values_BR = values_BT.gather(1, self.numbers_BR.clamp(min=0))
+        return torch.where(self.numbers_BR >= 0, values_BR, 0.0)
+
+
+def collect_turns(batch: RolloutBatch, *, state_key: str | None = None) -> Turns:
+    """Return the turns of a batch.
+
+    The state of a turn is what the model saw last: the tokens between the turn before and this turn, with the images
+    among them, or for the first turn the prompt. Equal tokens are equal states, whatever came before them.
+
+    Args:
+        batch: Batch that `assemble` returned.
+        state_key: Key of `Feedback.extra`. Where the feedback on a turn has a value under it, this value is the state
+            of the next turn.
+    """
+    is_sampled_BR = (batch["weight_versions"] >= 0) | batch["response_mask"].bool()
+    starts_BR = is_sampled_BR.clone()
+    starts_BR[:, 1:] &= ~is_sampled_BR[:, :-1]
+    numbers_BR = torch.where(is_sampled_BR, starts_BR.long().cumsum(1) - 1, -1)
+    num_turns = int(numbers_BR.max()) + 1 if numbers_BR.numel() else 0
+    turn_rewards_BR = batch["turn_rewards"].double()
+    turn_rewards_BR = torch.where(is_sampled_BR & turn_rewards_BR.isfinite(), turn_rewards_BR, 0.0)
+    states_BT = torch.full((len(numbers_BR), num_turns), -1, dtype=torch.int64)
+    seen: dict[Hashable, int] = {}
+    for row, states in enumerate(_states(batch, starts_BR, numbers_BR, state_key=state_key)):
+        found = [seen.setdefault(state, len(seen)) for state in states]
+        states_BT[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
+    return Turns(numbers_BR, sum_per_turn(turn_rewards_BR, numbers_BR, num_turns=num_turns), states_BT)
+
+
+def turn_returns(rewards: Rewards, turns: Turns, *, gamma: float) -> Tensor:
+    """Return the discounted return `G_t = r_t + gamma * G_(t+1)` of each turn, [B, T] float64; 0 in unscored rows.
+
+    `r_t` is the weighted reward of the turn minus the penalties of its tokens. The last turn also gets the outcome.
+
+    Args:
+        rewards: Rewards of the batch.
+        turns: Turns of the batch.
+        gamma: Discount per turn.
+    """
+    num_turns = turns.rewards_BT.shape[1]
+    penalties_BR = torch.where(rewards.mask_BR.bool(), rewards.penalties_BR.double(), 0.0)
+    penalties_BT = sum_per_turn(penalties_BR, turns.numbers_BR, num_turns=num_turns)
+    is_last_BT = torch.arange(num_turns) == turns.is_turn_BT.sum(dim=1, keepdim=True) - 1
+    outcome_BT = torch.where(is_last_BT, rewards.outcome_B[:, None].double(), 0.0)
+    rewards_BT = rewards.turn_weight * turns.rewards_BT - penalties_BT + outcome_BT
+    rewards_BT = torch.where(rewards.is_scored_B[:, None], rewards_BT, 0.0)
+    returns_BT = torch.zeros_like(rewards_BT)
+    next_B = rewards_BT.new_zeros(len(rewards_BT))
+    for turn in reversed(range(num_turns)):
+        next_B = returns_BT[:, turn] = rewards_BT[:, turn] + gamma * next_B
+    return returns_BT
+
+
+def sum_per_turn(values_BR: Tensor, numbers_BR: Tensor, *, num_turns: int) -> Tensor:
+    """Return the sum of the values of each turn's tokens, [B, T]."""
+    sums_BT = values_BR.new_zeros(len(values_BR), num_turns + 1)
+    sums_BT.scatter_add_(1, torch.where(numbers_BR < 0, num_turns, numbers_BR), values_BR)
+    return sums_BT[:, :num_turns]
+
+
+def _states(
+    batch: RolloutBatch, starts_BR: Tensor, numbers_BR: Tensor, *, state_key: str | None
+) -> Iterator[list[Hashable]]:
+    """Yield for each row the states of its turns."""
+    columns = set[str](cast(Any, batch).keys())
+    width = batch["prompts"].shape[1]
+    lengths: list[int] = batch["attention_mask"][:, :width].sum(dim=1).tolist()
+    feedback_B: list[Any] = list(batch["feedback"]) if "feedback" in columns else [()] * len(lengths)
+    attachments_B: list[Any] = list(batch["attachments"]) if "attachments" in columns else [()] * len(lengths)
+    for row, length in enumerate(lengths):
+        tokens, is_sampled = batch["input_ids"][row, width - length :], numbers_BR[row] >= 0
+        starts: list[int] = cast(Any, starts_BR[row].nonzero().flatten()).tolist()
+        # An observation follows the last token of the turn before.
+        ends = [int(is_sampled[:start].nonzero()[-1]) + 1 for start in starts[1:]]
+        firsts = [0, *(length + end for end in ends)]
+        states: list[Hashable] = []
+        for first, start in zip(firsts, starts, strict=False):
+            end = length + start
+            images = [(a.start - first, a.digest) for a in attachments_B[row] or () if first <= a.start < end]
+            states.append((tokens[first:end].numpy().tobytes(), *images))
+        for each in cast("tuple[Feedback, ...]", feedback_B[row] or ()):
+            if state_key is not None and state_key in each.extra and each.place is not None:
+                turn = int(numbers_BR[row, each.place]) + 1
+                if 0 < turn < len(states):
+                    states[turn] = json.dumps(each.extra[state_key], sort_keys=True, default=repr)
+        yield states
