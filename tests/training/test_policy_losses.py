@@ -185,5 +185,31 @@ def test_dppo_keeps_rare_tokens_and_tokens_that_move_back() -> None:
     assert metric("ppo", new, old) == [1, 1, 0, 0, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("settings", "kept", "dropped"),
+    [
+        ({"dppo_divergence": "tv"}, 0.649, 0.651),
+        ({"dppo_divergence": "kl"}, 0.653, 0.655),
+        ({"dppo_divergence": "tv", "dppo_threshold": 0.3}, 0.799, 0.801),
+        ({"dppo_divergence": "kl", "dppo_threshold": 0.02}, 0.597, 0.600),
+    ],
+)
+def test_dppo_drops_tokens_beyond_its_threshold(
+    settings: dict[str, Any], kept: float, dropped: float
+) -> None:
+    assert metric("dppo", [kept, dropped], [0.5, 0.5], **settings) == [0, 1, 0, 0]
+
+
+def test_the_binary_kl_is_exact_near_a_probability_of_one() -> None:
+    old, new = -1e-3, -1e-9
+    expected = math.exp(old) * (old - new) + -math.expm1(old) * math.log(math.expm1(old) / math.expm1(new))
+
+    found_BT = binary_divergence(
+        torch.tensor([[new]]), old_logprobs_BT=torch.tensor([[old]]), mask_BT=torch.ones(1, 1), kind="kl"
+    )
+
+    assert float(found_BT) == pytest.approx(expected, rel=1e-4)
+
+
 def test_cispo_counts_the_weights_that_it_clipped() -> None:
     assert metric("cispo", [0.5, 0.2, 0.3], [0.3, 0.4, 0.25]) == [1, 0, 0, 1, 0, 0]

@@ -20,7 +20,7 @@ def cispo(
     mask_BT: Tensor,
     config: ActorConfig,
 ) -> TokenLoss:
-    """Return CISPO's loss `-min(ratio, 1 + high) * A * logprobs` (MiniMax-M1, arXiv 2506.13585, equation 4).
+    """Return CISPO's loss `-min(ratio, 1 + high) * A * logprobs` (MiniMax-M1, arXiv 2506.13585).
 
     The weight `min(ratio, 1 + high)` has no gradient, so every token has one. There is no lower bound, as in the runs
     of the paper.

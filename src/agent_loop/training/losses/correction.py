@@ -37,7 +37,7 @@ def correct(
     Truncated: `min(ratio, max_ratio)` (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
     training", 2025). Masked: the ratio where it is between `min_ratio` and `max_ratio`, else 0 (Liu et al., "When speed
     kills stability", 2025). At level `sequence` the ratio is the product over the tokens of the rollout, in all its
-    rows. At level `geometric` it is their geometric mean, as in GSPO (arXiv 2507.18071, equation 7).
+    rows. At level `geometric` it is their geometric mean, as in GSPO (arXiv 2507.18071).
 
     Args:
         logprobs_BT: Log-probs of the trainer, under the weights that sampled.
@@ -48,7 +48,7 @@ def correct(
     """
     log_ratio_BT = masked_difference(logprobs_BT.detach(), rollout_logprobs_BT, mask_BT=mask_BT)
     if config.level != "token":
-        rollouts_B = torch.arange(len(mask_BT)) if rollouts_B is None else rollouts_B
+        rollouts_B = torch.arange(len(mask_BT), device=mask_BT.device) if rollouts_B is None else rollouts_B
         rollout_B = per_rollout(log_ratio_BT.sum(dim=-1), rollouts_B=rollouts_B)
         if config.level == "geometric":
             rollout_B = rollout_B / rollout_lengths(mask_BT, rollouts_B=rollouts_B).clamp(min=1)
