@@ -22,7 +22,17 @@ from agent_loop.training.learner import Learner, load_learner
 from agent_loop.types import StopReason
 from tests.training.fakes import PAD, REWARDED, sample_trajectories, tiny_policy
 
-ESTIMATORS = ["grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
+ESTIMATORS = [
+    "grpo",
+    "rloo",
+    "remax",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "gdpo",
+    "turn_grpo",
+    "gigpo",
+    "gae",
+]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +71,13 @@ def test_every_estimator_raises_the_probability_of_rewarded_tokens(
     folder: Path, batch: RolloutBatch, estimator: str
 ) -> None:
     config = settings(
-        folder, algorithm={"adv_estimator": estimator, "kl_reward_coef": 1e-3, "turn_reward_weight": 0.5}
+        folder,
+        algorithm={
+            "adv_estimator": estimator,
+            "kl_reward_coef": 1e-3,
+            "turn_reward_weight": 0.5,
+            "reward_parts": {"reward": 1},
+        },
     )
     learner = load_learner(config)
     baselines = dict.fromkeys(range(4), 0.1) if estimator == "remax" else None

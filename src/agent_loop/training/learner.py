@@ -70,12 +70,6 @@ class Learner:
         if self._estimator.needs.critic and critic is None:
             name = config.algorithm.adv_estimator
             raise ValueError(f"algorithm.adv_estimator is {name}, which needs a critic; give one")
-        for source, estimator in self._estimators.of_source.items():
-            if estimator.needs.groups and config.rollout.n < 2:
-                raise ConfigError(
-                    f"rollout.n is {config.rollout.n}, but the estimator {estimator.registered.name} of "
-                    f"algorithm.by_data_source.{source} compares the trajectories of one prompt; give at least 2"
-                )
         self._config = config
         self._actor = actor
         self._critic = critic
@@ -266,6 +260,7 @@ def load_learner(
         ConfigError: A model cannot be loaded, or cannot be trained as configured.
         CheckpointError: The checkpoint is damaged.
     """
+    _check_sources(config)
     with process_group.on_all_ranks("load", checkpoint=checkpoint):
         if config.rollout.deterministic:
             use_deterministic_kernels(device_of(config.model))
@@ -273,6 +268,16 @@ def load_learner(
         if checkpoint is not None:
             learner.load(checkpoint)
     return learner
+
+
+def _check_sources(config: Config) -> None:
+    """Raise a ConfigError if the estimator of a data source does not exist, or cannot be used in this run."""
+    for source, estimator in load_estimators(config.algorithm).of_source.items():
+        if estimator.needs.groups and config.rollout.n < 2:
+            raise ConfigError(
+                f"rollout.n is {config.rollout.n}, but algorithm.by_data_source.{source}.adv_estimator="
+                f"{estimator.registered.name} compares the trajectories of one prompt; give at least 2"
+            )
 
 
 def _load_models(config: Config, checkpoint: Checkpoint | None, process_group: ProcessGroup) -> Learner:
