@@ -3,6 +3,7 @@
 A value at a masked token changes no result and gets a gradient of exactly 0, even if it is infinite or NaN.
 """
 
+from agent_loop.training.losses import cispo, dppo, sapo
 from agent_loop.training.losses.aggregation import (
     MAX_LOG_RATIO,
     Aggregation,
@@ -12,12 +13,10 @@ from agent_loop.training.losses.aggregation import (
     masked_mean,
     rollout_lengths,
 )
-from agent_loop.training.losses.cispo import cispo
 from agent_loop.training.losses.correction import Correction, correct
-from agent_loop.training.losses.dppo import binary_divergence, dppo
+from agent_loop.training.losses.dppo import binary_divergence
 from agent_loop.training.losses.kl import kl_penalty
 from agent_loop.training.losses.policy import TokenLoss, clipped_loss, load_policy_loss, token_loss
-from agent_loop.training.losses.sapo import sapo
 from agent_loop.training.losses.tokens import entropy, token_logprobs
 from agent_loop.training.losses.value import ValueLoss, value_loss
 
