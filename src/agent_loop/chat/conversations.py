@@ -11,9 +11,6 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import IntArray, Message, Origin, ToolCall, as_token_ids
 
-USER_REPLY: Sequence[Message] = ({"role": "user", "content": "-"},)
-"""Reply after the last turn, which shows how the template closes a turn."""
-
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
@@ -50,17 +47,32 @@ def encode_conversation(
         raise ChatTemplateError("the conversation has no assistant message; add one")
     if turns[0] == 0:
         raise ChatTemplateError("the conversation begins with an assistant message; add the prompt before it")
-    messages = [template.bridges.adapted(message) for message in messages]
+    bridges = template.bridges
+    history = [bridges.adapted(message) for message in messages[: turns[0]]]
     runs = [TokenRun(template.open(messages[: turns[0]], tools=tools), Origin.PROMPT)]
     for number, turn in enumerate(turns):
-        replies = messages[turns[number - 1] + 1 : turn] if number else ()
         if number:
-            runs.append(_bridge(template, runs[-1], replies, calls=_calls(messages[turns[number - 1]])))
-        rendered = _rendered_turn(template, messages[: turn + 1], tools=tools)
-        next_id = int(template.bridge(USER_REPLY)[0])
-        ids = completion_ids(template, rendered, next_id=next_id)
+            before = turns[number - 1]
+            replies, calls = messages[before + 1 : turn], _calls(messages[before])
+            runs.append(_bridge(template, runs[-1], replies, calls=calls))
+            history += bridges.filled(replies, calls=calls)
+        history.append(bridges.adapted(messages[turn]))
+        rendered = _rendered_turn(template, history, tools=tools)
+        ids = completion_ids(template, rendered, next_id=_next_id(template, messages[turn : turn + 2]))
         runs.append(TokenRun(as_token_ids(ids), Origin.MODEL, turn))
     return runs
+
+
+def _next_id(template: ChatTemplate, turn: Sequence[Message]) -> int:
+    """Return the first token that the reply to a turn adds after its text.
+
+    Args:
+        template: The chat template.
+        turn: The message of the turn, and the message after it if there is one.
+    """
+    has_calls = bool(turn[0].get("tool_calls"))
+    reply = turn[1] if len(turn) > 1 else {"role": "tool" if has_calls else "user", "content": "-"}
+    return int(template.bridge([reply], calls=_calls(turn[0])[:1])[0])
 
 
 def _bridge(
