@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from rich.console import Console
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from agent_loop.training.learner import load_learner
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.ranks import start_process_group
+from agent_loop.trajectory import AgentLoopOutput, Feedback, Trajectory
+from agent_loop.types import Origin
 from agent_loop.weights import AdaptedWeights
 from tests.training.fakes import PAD, FakeRollouts, sample_trajectories, tiny_policy, tiny_tokenizer
 
@@ -36,6 +39,16 @@ CASES: dict[str, dict[str, Any]] = {
         "critic": {"use_packing": True},
     },
     "one-row": {"actor": {"ppo_mini_batches": 24, "entropy_coeff": 0.01}},
+    "sources": {
+        "algorithm": {
+            "turn_reward_weight": 0.5,
+            "by_data_source": {
+                "a": {"adv_estimator": "gdpo", "reward_parts": {"reward": 1, "part": 0.5}},
+                "b": {"adv_estimator": "gigpo", "anchor_state": "state"},
+            },
+        },
+        "rollout": {"n": 6},
+    },
     "lora": {"model": {"lora_rank": 4}},
     "bfloat16": {"model": {"dtype": "bfloat16"}, "actor": {"gradient_checkpointing": True, "lr": 1e-4}},
 }
@@ -51,6 +64,7 @@ def settings(folder: Path, case: str, *, num_processes: int) -> Config:
             "model": {"path": str(folder / "policy"), "device": "cpu", **sections.get("model", {})},
             "actor": {"lr": 1e-3, "warmup_steps": 3, **sections.get("actor", {})},
             "critic": {"lr": 1e-3, **sections.get("critic", {})},
+            "rollout": sections.get("rollout", {}),
             "trainer": {"num_processes": num_processes},
         }
     )
@@ -69,7 +83,25 @@ class Outcome:
 
 @cache
 def batch_of(update: int) -> RolloutBatch:
-    return assemble(sample_trajectories(tiny_policy(), seed=update), pad_token_id=PAD)
+    return assemble(
+        [with_fields(t) for t in sample_trajectories(tiny_policy(), seed=update)], pad_token_id=PAD
+    )
+
+
+def with_fields(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory of a game, with a data source, a part of the reward, and feedback on its first turn."""
+    output, rollout = trajectory.output, trajectory.rollout
+    feedback = Feedback(
+        Origin.TOOL, place=len(output.segments[1]) - 1, reward=rollout / 5, extra={"state": rollout % 2}
+    )
+    return structs.replace(
+        trajectory,
+        output=AgentLoopOutput(
+            segments=output.segments, feedback=[feedback], extra_fields={"seat": rollout % 2}
+        ),
+        row={**trajectory.row, "data_source": ["a", "b", None][trajectory.group % 3]},
+        reward_extra={"part": rollout % 3},
+    )
 
 
 async def train(config: Config, run_dir: Path, *, resume_from: Path | None = None) -> Outcome:
