@@ -143,15 +143,14 @@ def test_a_part_that_no_row_has_is_an_error_that_names_it() -> None:
         estimated(with_parts({"correct": 1}, {"correct": 0}), {"corect": 1.0})
 
 
-def test_a_part_may_have_the_name_of_a_column_or_come_from_the_loop() -> None:
-    returned = with_parts({"num_turns": 1}, {"num_turns": 0})
+@pytest.mark.parametrize("name", ["correct", "style.clear", "num_turns"])
+def test_a_part_may_have_the_name_of_a_column_or_come_from_the_loop(name: str) -> None:
+    returned = with_parts({name: 1}, {name: 0})
     of_loop = [
-        structs.replace(
-            t, output=t.output.with_extra_fields({"num_turns": t.reward_extra["num_turns"]}), reward_extra={}
-        )
+        structs.replace(t, output=t.output.with_extra_fields(dict(t.reward_extra)), reward_extra={})
         for t in returned
     ]
-    first, second = (estimated(each, {"num_turns": 1.0}).advantages_BR for each in (returned, of_loop))
+    first, second = (estimated(each, {name: 1.0}).advantages_BR for each in (returned, of_loop))
     assert first[0, 0] > 0 > first[1, 0]
     assert torch.equal(first, second)
 

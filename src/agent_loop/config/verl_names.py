@@ -49,6 +49,9 @@ VERL_VALUES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Keys of verl with other values than here: the key here, and the value here for each of verl's values."""
 
+FREE_KEYS = ("engine_kwargs", "runtime_env", "algorithm.reward_parts", "algorithm.by_data_source")
+"""Ends of the names of mappings whose keys are the user's. Such a key may contain dots."""
+
 
 def replace_verl_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values with verl's keys replaced by those of this package. Both kinds may be mixed.
@@ -82,7 +85,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and not name.endswith(("engine_kwargs", "runtime_env")):
+        if isinstance(value, Mapping) and value and not name.endswith(FREE_KEYS):
             flat += _flatten(cast(Mapping[str, Any], value), prefix=f"{name}.")
         else:
             flat.append((name, cast(Any, value)))
