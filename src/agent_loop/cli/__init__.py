@@ -13,6 +13,7 @@ from agent_loop.cli.replay import replay_command
 from agent_loop.cli.rescore import rescore_command
 from agent_loop.cli.rollout import rollout_command
 from agent_loop.cli.serve import serve_command
+from agent_loop.cli.sft import sft_command
 from agent_loop.cli.show import show_command
 from agent_loop.cli.simulate import simulate_command
 from agent_loop.cli.tasks import tasks_app
@@ -32,6 +33,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.command("train")(train_command)
+app.command("sft")(sft_command)
 app.command("rollout")(rollout_command)
 app.command("eval")(eval_command)
 app.command("export")(export_command)

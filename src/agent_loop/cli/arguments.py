@@ -49,6 +49,24 @@ OverridesArgument = Annotated[
         metavar="[KEY=VALUE]...", help="Settings that replace those of the file.", show_default=False
     ),
 ]
+ResumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Resume the run in `trainer.run_dir`, even after a crash. Starts a new run if there is none.",
+    ),
+]
+ResumeFromOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume-from",
+        help="Resume from this checkpoint, or from the last checkpoint of this run.",
+        show_default=False,
+    ),
+]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Remove the files of an earlier run in `trainer.run_dir`.")
+]
 ModelOption = Annotated[
     str | None,
     typer.Option(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from agent_loop.cli.arguments import ConfigArgument, OverridesArgument, read_config
+from agent_loop.cli.arguments import (
+    ConfigArgument,
+    OverridesArgument,
+    OverwriteOption,
+    ResumeFromOption,
+    ResumeOption,
+    read_config,
+)
 from agent_loop.runtime.event_loop import run_to_end
 
 EXIT_INTERRUPTED = 130
@@ -18,24 +23,9 @@ def train_command(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     *,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Resume the run in `trainer.run_dir`, even after a crash. Starts a new run if there is none.",
-        ),
-    ] = False,
-    resume_from: Annotated[
-        Path | None,
-        typer.Option(
-            "--resume-from",
-            help="Resume from this checkpoint, or from the last checkpoint of this run.",
-            show_default=False,
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove the files of an earlier run in `trainer.run_dir`.")
-    ] = False,
+    resume: ResumeOption = False,
+    resume_from: ResumeFromOption = None,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Train a model with reinforcement learning on rollouts of agent loops.
 

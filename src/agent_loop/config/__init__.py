@@ -17,6 +17,7 @@ from agent_loop.config.rollout import (
     TraceConfig,
     ValSamplingConfig,
 )
+from agent_loop.config.sft import SftConfig
 from agent_loop.config.trainer import RayConfig, TrainerConfig
 from agent_loop.config.validation import all_keys, parse_options, parse_section
 from agent_loop.config.values import (
@@ -89,6 +90,7 @@ __all__ = [
     "Samples",
     "Section",
     "Seed",
+    "SftConfig",
     "Share",
     "Temperature",
     "Tokens",

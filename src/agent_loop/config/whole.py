@@ -10,6 +10,7 @@ from agent_loop.config.model import ModelConfig
 from agent_loop.config.optim import ActorConfig, CriticConfig
 from agent_loop.config.reward import RewardConfig
 from agent_loop.config.rollout import RolloutConfig
+from agent_loop.config.sft import SftConfig
 from agent_loop.config.trainer import TrainerConfig
 from agent_loop.config.values import Section
 from agent_loop.errors import ConfigError
@@ -25,6 +26,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
+    sft: SftConfig = SftConfig()
     trainer: TrainerConfig = TrainerConfig()
 
     @model_validator(mode="after")

@@ -180,6 +180,47 @@ class Actor:
             names.LEARNING_RATE: lr,
         }
 
+    def supervise(self, batch: RolloutBatch, *, advances_schedule: bool = True) -> dict[str, float]:
+        """Take one optimiser step on the mean cross-entropy of the sampled tokens, at temperature 1.
+
+        Args:
+            batch: Batch that `assemble` returned. If no row has a sampled token, the weights do not change.
+            advances_schedule: Count the step in the warm-up and the decay of the learning rate.
+
+        Returns:
+            Metrics, by the names in `agent_loop.training.metrics`.
+
+        Raises:
+            DataError: A row has no prompt.
+        """
+        rows = trainable_rows(batch)
+        if not len(rows):
+            return {names.SFT_TOKENS: 0.0}
+        mask_BR = batch["response_mask"]
+        rollouts_B = rollouts_of_rows(batch)
+        mean = Aggregation.of_rows(mask_BR, rows=rows, rollouts_B=rollouts_B, mode="token-mean")
+
+        def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, float]:
+            logprobs_BR, _ = response_logprobs(
+                self.model, micro_batch, temperature=1.0, entropy_has_gradient=False
+            )
+            loss = mean(-logprobs_BR, mask_BT=micro_batch.mask_BR)
+            return loss, float(loss.detach())
+
+        lr = self._optimizer.start_update()
+        parts = add_gradients(
+            loss_of, self._cut(batch, rows), into=self._weights, num_threads=self._num_threads
+        )
+        sums = self._process_group.sum_metrics({names.SFT_LOSS: sum(part for _, part in parts)})
+        grad_norm = self._optimizer.step(loss=sums[names.SFT_LOSS])
+        if advances_schedule:
+            self._optimizer.end_update()
+        return sums | {
+            names.SFT_TOKENS: float(mask_BR[rows].sum()),
+            names.SFT_GRAD_NORM: grad_norm,
+            names.SFT_LEARNING_RATE: lr,
+        }
+
     @property
     def trains_factors_alone(self) -> bool:
         """Whether only low-rank adapters are trained."""

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from rich.console import Console
-from transformers.utils import logging as transformers_logging
 
 from agent_loop.config import Config
 from agent_loop.distributed import create_manager
@@ -28,7 +27,7 @@ from agent_loop.training.loggers import make_loggers
 from agent_loop.training.loop import TrainingLoop, TrainResult
 from agent_loop.training.losses import load_policy_loss
 from agent_loop.training.metrics import MetricsWriter
-from agent_loop.training.progress import Progress
+from agent_loop.training.progress import Progress, without_progress_of_transformers
 from agent_loop.training.ranks import start_process_group
 from agent_loop.training.rollouts import Rollouts
 from agent_loop.training.run_folder import (
@@ -116,7 +115,7 @@ class PPOTrainer:
             learner = await run_in_thread(
                 load_learner, config, checkpoint=checkpoint, process_group=process_group
             )
-            _hide_progress_of_transformers(stack)
+            stack.enter_context(without_progress_of_transformers())
             prepare_run_folder(run_dir, config=config, checkpoint=checkpoint)
             if checkpoint is None and not from_journals:
                 journals.drop_after(0)
@@ -204,13 +203,6 @@ def _check_algorithm(config: Config) -> None:
 def _keeps_journals(config: Config) -> bool:
     """Return whether the run has journals. Without checkpoints, they would never be dropped."""
     return config.rollout.journal and config.trainer.save_every is not None
-
-
-def _hide_progress_of_transformers(stack: AsyncExitStack) -> None:
-    """Disable the progress bars of `transformers`, which would break the live view."""
-    if transformers_logging.is_progress_bar_enabled():
-        transformers_logging.disable_progress_bar()
-        stack.callback(transformers_logging.enable_progress_bar)
 
 
 def _report_changes(progress: Progress, checkpoint: Checkpoint, config: Config) -> None:

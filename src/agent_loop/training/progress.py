@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from transformers.utils import logging as transformers_logging
 
 from agent_loop.training import metrics as names
 from agent_loop.training.timing import StepClock
@@ -27,6 +28,8 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "success": (names.SUCCESS_SHARE, ".1%"),
     "turns": (names.NUM_TURNS_MEAN, ".1f"),
     "response": (names.RESPONSE_LENGTH_MEAN, ".0f"),
+    "loss": (names.SFT_LOSS, ".4f"),
+    "val loss": (names.SFT_VALIDATION_LOSS, ".4f"),
     "tokens/s": (names.TOKENS_PER_SECOND, ".0f"),
     "val success": (f"{names.VALIDATION}{names.SUCCESS_SHARE}", ".1%"),
 }
@@ -143,3 +146,15 @@ class Progress:
             table,
             Text(f"trajectories {num_done}/{num_trajectories}   {time_spent}", style="dim"),
         )
+
+
+@contextmanager
+def without_progress_of_transformers() -> Generator[None]:
+    """Disable the progress bars of `transformers` in the body, because they would break the live view."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()

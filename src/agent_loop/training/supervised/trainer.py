@@ -1,0 +1,271 @@
+"""The supervised trainer: trains a model on complete conversations and on stored trajectories."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.config import AlgorithmConfig, Config
+from agent_loop.errors import ConfigError
+from agent_loop.rollout.components import load_template
+from agent_loop.runtime.threads import run_in_thread
+from agent_loop.storage.exclusive import exclusive_folder
+from agent_loop.training import metrics as names
+from agent_loop.training.checkpoint import Checkpoint, list_checkpoints, save_checkpoint
+from agent_loop.training.interrupt import Interrupt
+from agent_loop.training.learner import Learner, load_learner
+from agent_loop.training.loggers import make_loggers
+from agent_loop.training.loop import TrainResult
+from agent_loop.training.metrics import MetricsWriter
+from agent_loop.training.progress import Progress, without_progress_of_transformers
+from agent_loop.training.ranks import start_process_group
+from agent_loop.training.run_folder import (
+    METRICS_FILE,
+    check_rows_unchanged,
+    check_run_folder,
+    config_values,
+    find_checkpoint,
+    prepare_run_folder,
+)
+from agent_loop.training.supervised.examples import Examples, ExampleSampler, batches, load_examples
+from agent_loop.training.timing import StepClock
+
+
+class SupervisedTrainer:
+    """Supervised trainer of one run. Single use.
+
+    Args:
+        config: All settings. Those of rollouts, rewards and advantages have no effect.
+        resume: False, True, `auto` or a path, as in `PPOTrainer`.
+        overwrite: Allow a new run to remove the files of an earlier run in `trainer.run_dir`.
+        console: Console that shows the progress; None is standard output.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume: bool | str = False,
+        overwrite: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        if resume and overwrite:
+            raise ConfigError("resume and overwrite are both set; give one of them")
+        self._config = supervised_config(config)
+        self._resume = resume
+        self._overwrite = overwrite
+        self._console = console
+
+    async def fit(self) -> TrainResult:
+        """Train until the last step, or until Ctrl-C, which finishes the step and writes a checkpoint.
+
+        Raises:
+            ConfigError: A setting does not fit, or the run folder belongs to another run.
+            ChatTemplateError: The tokenizer has no chat template that can be used.
+            CheckpointError: There is nothing to resume from, it is damaged, or the examples have changed.
+            DataError: A conversation is not valid, or no example is left.
+            OutputError: The run folder cannot be written, or another process trains in it.
+            ProcessGroupError: One of several processes ended.
+        """
+        config, run_dir = self._config, Path(self._config.trainer.run_dir)
+        async with AsyncExitStack() as stack:
+            stack.enter_context(without_progress_of_transformers())
+            stack.enter_context(exclusive_folder(run_dir, name="trainer.run_dir"))
+            is_new = self._resume == "auto" and not list_checkpoints(run_dir)
+            checkpoint = None if is_new else find_checkpoint(run_dir, resume=self._resume)
+            check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite or is_new)
+            template = await run_in_thread(load_template, config)
+            splits = await run_in_thread(_load_splits, config, template)
+            manifests = {split: examples.manifest for split, examples in splits.items()}
+            if checkpoint is not None:
+                check_rows_unchanged(checkpoint, manifests, allow_changed=config.data.allow_changed_rows)
+            loggers = make_loggers(config)
+            process_group = await stack.enter_async_context(start_process_group(config))
+            learner = await run_in_thread(
+                load_learner, config, checkpoint=checkpoint, process_group=process_group
+            )
+            prepare_run_folder(run_dir, config=config, checkpoint=checkpoint)
+            interrupt = Interrupt()
+            sampler = _sampler(splits["train"], config=config, template=template)
+            epochs = config.sft.epochs
+            clock = StepClock()
+            loop = _Loop(
+                config,
+                total_steps=config.trainer.total_steps if epochs is None else sampler.num_steps(epochs),
+                learner=learner,
+                splits=splits,
+                sampler=sampler,
+                template=template,
+                writer=stack.enter_context(MetricsWriter(run_dir / METRICS_FILE, loggers=loggers)),
+                clock=clock,
+                console=self._console,
+            )
+            stack.enter_context(interrupt.listening())
+            return await loop.run(checkpoint, interrupt=interrupt)
+
+
+def supervised_config(config: Config) -> Config:
+    """Return the settings of a supervised run: without critic and reference model, at temperature 1."""
+    if not config.sft.files:
+        raise ConfigError(
+            "sft.files is empty; give at least one file of conversations, or the folder of a run"
+        )
+    if config.trainer.val_every is not None and not config.sft.val_files:
+        raise ConfigError(
+            "validation is switched on but sft.val_files is empty; give it conversations, or unset trainer.val_every"
+        )
+    return config.model_copy(
+        update={
+            "algorithm": AlgorithmConfig(),
+            "actor": config.actor.model_copy(update={"kl_loss_coef": 0.0}),
+            "rollout": config.rollout.model_copy(
+                update={"temperature": 1.0, "prompt_length": 1, "response_length": config.sft.max_tokens}
+            ),
+        }
+    )
+
+
+class _Loop:
+    """Loop over the steps of a supervised run."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        total_steps: int,
+        learner: Learner,
+        splits: dict[str, Examples],
+        sampler: ExampleSampler,
+        template: ChatTemplate,
+        writer: MetricsWriter,
+        clock: StepClock,
+        console: Console | None,
+    ) -> None:
+        self._config = config
+        self._run_dir = Path(config.trainer.run_dir)
+        self._total_steps = total_steps
+        self._learner = learner
+        self._splits = splits
+        self._sampler = sampler
+        self._template = template
+        self._writer = writer
+        self._clock = clock
+        self._progress = Progress(total_steps=total_steps, clock=clock, console=console)
+        self._saved: tuple[int, Path] | None = None
+
+    async def run(self, checkpoint: Checkpoint | None, *, interrupt: Interrupt) -> TrainResult:
+        """Train from a checkpoint that the learner has loaded, or from the start."""
+        completed = 0
+        metrics: dict[str, float] = {}
+        with self._progress as progress:
+            self._describe(self._splits)
+            if checkpoint is not None:
+                completed, self._saved = checkpoint.step, (checkpoint.step, checkpoint.path)
+                progress.say(f"resuming after step {completed} from {checkpoint.path}")
+            elif self._config.trainer.val_before_train:
+                self._writer.write(0, await self._validate())
+            progress.start(completed_steps=completed)
+            while completed < self._total_steps and not interrupt.is_requested:
+                metrics = await self._step(completed + 1)
+                completed += 1
+            if completed < self._total_steps:
+                await self._save(completed)
+                progress.say(
+                    f"stopped after step {completed}; resume to continue from {self._saved and self._saved[1]}"
+                )
+        return TrainResult(
+            step=completed,
+            is_interrupted=completed < self._total_steps,
+            run_dir=self._run_dir,
+            checkpoint=None if self._saved is None else self._saved[1],
+            metrics=metrics,
+            evaluation=None,
+        )
+
+    async def _step(self, step: int) -> dict[str, float]:
+        self._clock.start_step()
+        with self._clock.phase("update"):
+            metrics = await run_in_thread(self._learner.supervise, self._sampler.batch(step))
+        if self._is_due(step, self._config.trainer.val_every):
+            metrics |= await self._validate()
+        seconds = self._clock.seconds()
+        metrics[names.TOKENS_PER_SECOND] = metrics[names.SFT_TOKENS] / max(seconds["update"], 1e-9)
+        metrics |= {f"{names.SECONDS}{phase}": value for phase, value in seconds.items()}
+        self._writer.write(step, metrics)
+        self._progress.end_step(step, metrics)
+        if self._is_due(step, self._config.trainer.save_every):
+            await self._save(step)
+        return metrics
+
+    async def _validate(self) -> dict[str, float]:
+        """Return the loss on the validation examples; empty without any."""
+        if "val" not in self._splits:
+            return {}
+        with self._clock.phase("validate"):
+            return {names.SFT_VALIDATION_LOSS: await run_in_thread(self._validation_loss)}
+
+    def _validation_loss(self) -> float:
+        total, num_tokens = 0.0, 0
+        for batch in batches(
+            self._splits["val"].trajectories,
+            batch_size=self._config.sft.batch_size,
+            pad_token_id=self._template.pad_token_id,
+        ):
+            mask_BR = batch["response_mask"].bool()
+            total -= float(self._learner.logprobs(batch)[mask_BR].double().sum())
+            num_tokens += int(mask_BR.sum())
+        return total / max(num_tokens, 1)
+
+    async def _save(self, step: int) -> None:
+        """Save a checkpoint of the last completed step, unless it is already saved."""
+        if self._saved is not None and self._saved[0] == step:
+            return
+        with self._clock.phase("save"):
+            path = await run_in_thread(
+                save_checkpoint,
+                self._run_dir,
+                step=step,
+                weight_version=step,
+                learner=self._learner,
+                tokenizer=self._template.tokenizer,
+                config=config_values(self._config),
+                rows={split: examples.manifest for split, examples in self._splits.items()},
+                keep=self._config.trainer.keep_checkpoints,
+            )
+        self._saved = (step, path)
+
+    def _is_due(self, step: int, every: int | None) -> bool:
+        return every is not None and (step == self._total_steps or step % every == 0)
+
+    def _describe(self, splits: dict[str, Examples]) -> None:
+        for split, examples in splits.items():
+            left_out = (
+                f"; {examples.num_overlong} longer than sft.max_tokens={self._config.sft.max_tokens} are left out"
+                if examples.num_overlong
+                else ""
+            )
+            self._progress.say(
+                f"{split}: {len(examples.trajectories)} examples with {examples.num_trained_tokens} trained "
+                f"tokens{left_out}"
+            )
+
+
+def _load_splits(config: Config, template: ChatTemplate) -> dict[str, Examples]:
+    sources = {"train": config.sft.files, "val": config.sft.val_files}
+    return {
+        split: load_examples(files, config=config.sft, template=template)
+        for split, files in sources.items()
+        if files
+    }
+
+
+def _sampler(examples: Examples, *, config: Config, template: ChatTemplate) -> ExampleSampler:
+    return ExampleSampler(
+        examples.trajectories,
+        batch_size=config.sft.batch_size,
+        seed=config.data.seed,
+        pad_token_id=template.pad_token_id,
+    )
