@@ -12,7 +12,9 @@ import pytest
 from tensordict import TensorDict
 
 from agent_loop.config import AgentConfig, RolloutConfig
-from agent_loop.errors import DataError, RolloutError
+from agent_loop.errors import DataError, EnvironmentUnavailable, RolloutError
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.rollout.batching import LARGE_BATCH
@@ -225,6 +227,37 @@ def test_over_sampling_keeps_the_groups_that_end_first() -> None:
     trajectories = run_virtual(scenario())
     assert [(t.group, t.rollout) for t in trajectories] == [(5, 0), (5, 1), (6, 0), (6, 1), (7, 0), (7, 1)]
     assert len(told) == 6
+
+
+@pytest.mark.parametrize(
+    ("failing", "kept"),
+    [
+        ({"0.0", "0.1", "1.0", "1.1"}, [2, 3]),
+        ({"0.0", "1.0", "1.1"}, [0, 2]),
+        ({"0.0", "0.1", "1.0", "1.1", "3.0", "3.1"}, [0, 2]),
+        ({f"{group}.{rollout}" for group in range(4) for rollout in range(2)}, [0, 1]),
+    ],
+)
+def test_over_sampling_prefers_groups_with_a_trajectory_that_did_not_fail(
+    failing: set[str], kept: list[int]
+) -> None:
+    """Failed trajectories end at once, and group 2 before group 3."""
+
+    @register("fails_at_once")
+    class FailsAtOnce(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+            started[row["worth"]] += 1
+            if f"{row['worth']}.{started[row['worth']] - 1}" in failing:
+                raise EnvironmentUnavailable("down")
+            await asyncio.sleep(1 + row["worth"])
+            return AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
+
+    started: Counter[int] = Counter()
+    manager = make_manager(
+        hello, retries=0, max_failed_share=1.0, agent=AgentConfig(default_agent_loop="fails_at_once")
+    )
+    trajectories = run_virtual(manager.run(rows(4), n=2, num_groups=2))
+    assert [t.group for t in trajectories] == [group for group in kept for _ in range(2)]
 
 
 @pytest.mark.parametrize(

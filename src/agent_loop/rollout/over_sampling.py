@@ -21,6 +21,8 @@ async def run_first_groups(
 ) -> list[Trajectory]:
     """Run jobs until enough groups are complete, cancel the rest, and return the trajectories of these groups.
 
+    A group whose trajectories all failed is returned only if too few other groups are left. Failures often end first.
+
     Args:
         run: Runs the jobs, and calls its argument with each trajectory that ends.
         jobs: All jobs of the run, with the same number for each group.
@@ -52,11 +54,12 @@ class FirstGroups:
 
     def __init__(self, count: int, *, size: int) -> None:
         self.are_complete = asyncio.Event()
-        """Set when enough groups are complete."""
+        """Set when enough groups are complete that have a trajectory that did not fail."""
         self._count = count
         self._size = size
         self._groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
         self._complete: list[int] = []
+        """Complete groups with a trajectory that did not fail, in the order in which they ended."""
 
     def add(self, trajectory: Trajectory) -> bool:
         """Add a trajectory that has ended. Return whether its group may still be among those that are kept."""
@@ -64,7 +67,12 @@ class FirstGroups:
             return False
         group = self._groups[trajectory.group]
         group.append(trajectory)
-        if trajectory.group not in self._complete and len({t.rollout for t in group}) == self._size:
+        has_ended = self._has_ended(trajectory.group)
+        if (
+            has_ended
+            and trajectory.group not in self._complete
+            and any(t.output.failure is None for t in group)
+        ):
             self._complete.append(trajectory.group)
             if len(self._complete) == self._count:
                 # Later, since the branches of one rollout come one right after the other.
@@ -73,6 +81,13 @@ class FirstGroups:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Trajectories of the complete groups, ordered by group, then rollout."""
-        kept = [t for group in self._complete for t in self._groups[group]]
+        """Trajectories of the kept groups, ordered by group, then rollout.
+
+        If too few groups are complete when all have ended, groups whose trajectories all failed are kept too.
+        """
+        failed = [group for group in self._groups if group not in self._complete and self._has_ended(group)]
+        kept = [t for group in [*self._complete, *failed][: self._count] for t in self._groups[group]]
         return sorted(kept, key=lambda t: (t.group, t.rollout, t.branch or 0))
+
+    def _has_ended(self, group: int) -> bool:
+        return len({t.rollout for t in self._groups[group]}) == self._size
