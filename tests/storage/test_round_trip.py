@@ -8,11 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from agent_loop.errors import DataError
 from agent_loop.storage import SCHEMA, Learned, StoredRun, to_trajectory, write_trajectories
 from agent_loop.storage.schema import SCALARS
-from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from agent_loop.training.metrics import FAILURES, RETRIES, rollout_metrics
+from agent_loop.trajectory import (
+    AgentLoopOutput,
+    Failure,
+    FailureKind,
+    Incident,
+    IncidentKind,
+    Trajectory,
+)
 from tests.storage.samples import failed, solved, without_logprobs
 
 
@@ -49,6 +58,22 @@ def test_a_trajectory_is_read_back_unchanged(trajectory: Trajectory, tmp_path: P
     assert (read.reward, read.reward_extra) == (trajectory.reward, trajectory.reward_extra)
     assert read.trace is None or read.trace.spans == trajectory.trace.spans
     assert (read.trace is None) == (trajectory.trace is None)
+
+
+@pytest.mark.parametrize("kind", list(FailureKind))
+def test_what_failed_a_trajectory_and_its_retries_are_stored(kind: FailureKind, tmp_path: Path) -> None:
+    again = Incident(IncidentKind.RETRIED, "the trajectory ran again after Gone")
+    failure = Failure("Gone", "Traceback ...", kind)
+    lost = structs.replace(solved(), output=solved().output.noted(again).failed(failure), reward=None)
+    written(tmp_path, lost)
+    row = StoredRun(tmp_path).trajectory("train", 12, lost.trajectory_id)
+    read = to_trajectory(row)
+    assert row["failure_kind"] == str(kind)
+    assert read.reward is None
+    assert read.output.failure == failure
+    assert read.output.incidents[-1] == again
+    metrics = rollout_metrics([read], success_threshold=1.0, weight_version=0)
+    assert (metrics[RETRIES], metrics[f"{FAILURES}{kind}"]) == (1, 1)
 
 
 def test_an_unpaired_surrogate_becomes_a_replacement_character(tmp_path: Path) -> None:
