@@ -7,15 +7,17 @@ from collections.abc import Iterable, Sequence
 
 from agent_loop.runtime.numeric import as_finite_number
 from agent_loop.training.metrics import TOOLS
-from agent_loop.trajectory import Feedback, IncidentKind, Trajectory, branch_weights
+from agent_loop.trajectory import Feedback, IncidentKind, Trajectory, branch_weights, without_lost
 from agent_loop.types import Origin
 
 
 def feedback_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return for each tool its `calls` per rollout, their `failed_share`, and the means of their rewards and numbers.
 
-    The numbers are those in the dict that `execute` returned. Branches share the weight of their rollout.
+    The numbers are those in the dict that `execute` returned. Branches share the weight of their rollout. Rollouts that
+    infrastructure failed do not count.
     """
+    trajectories = without_lost(trajectories)
     weights = branch_weights(trajectories)
     calls: defaultdict[str, list[tuple[Feedback, float]]] = defaultdict(list)
     for trajectory, weight in zip(trajectories, weights, strict=True):
