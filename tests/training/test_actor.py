@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec import structs
@@ -17,6 +18,7 @@ from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages import grpo_advantages
+from agent_loop.training.losses import effective_share, weight_sums
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 from tests.training.fakes import PAD, REWARDED, sample_trajectories, tiny_policy
@@ -380,3 +382,46 @@ def test_the_dual_clip_is_counted() -> None:
 
     assert 0 < metrics[names.DUAL_CLIP_FRACTION] < 1
     assert names.DUAL_CLIP_FRACTION not in make_actor().update(batch, advantages_BR=advantages_BR)
+
+
+def test_the_effective_sample_size_of_the_correction_is_a_share_of_the_trained_tokens() -> None:
+    batch, advantages_BR = off_policy_batch()
+    mask_BR = batch["response_mask"].bool()
+    ratios = (make_actor().logprobs(batch) - batch["rollout_log_probs"]).exp()[mask_BR].double().numpy()
+    weights = np.where((ratios > 1.2) | (ratios < 0.9), 0.0, ratios)
+
+    masked = make_actor(
+        old_log_probs="recompute", correction={"kind": "mask", "min_ratio": 0.9, "max_ratio": 1.2}
+    ).update(batch, advantages_BR=advantages_BR)
+
+    expected = weights.sum() ** 2 / (len(weights) * (weights**2).sum())
+    assert 0.3 < expected < 0.9
+    assert masked[names.CORRECTION_ESS] == pytest.approx(expected, rel=1e-4)
+    assert names.CORRECTION_ESS not in make_actor().update(batch, advantages_BR=advantages_BR)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 10_000])
+def test_the_effective_sample_size_of_the_ratios_is_a_mean_over_the_optimiser_steps(max_tokens: int) -> None:
+    batch, advantages_BR = off_policy_batch()
+    mask_BR = batch["response_mask"].bool()
+    actor = make_actor(lr=1e-12, ppo_mini_batches=3, max_tokens_per_micro_batch=max_tokens)
+    log_ratios_BR = (actor.logprobs(batch) - batch["rollout_log_probs"]).double().numpy()
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
+    expected: list[float] = []
+    for rows in order.tensor_split(3):
+        weights = np.exp(np.concatenate([log_ratios_BR[row][mask_BR[row].numpy()] for row in rows.tolist()]))
+        expected.append(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
+
+    metrics = actor.update(batch, advantages_BR=advantages_BR)
+
+    assert np.std(expected) > 1e-3
+    assert metrics[names.RATIO_ESS] == pytest.approx(np.mean(expected), rel=1e-4)
+
+
+def test_weights_that_are_all_zero_have_an_effective_sample_size_of_zero() -> None:
+    mask_BT = torch.tensor([[1, 1, 0]])
+    lone_BT = torch.tensor([[0.0, 3.0, 9.0]])
+
+    assert effective_share(weight_sums(torch.zeros(1, 3), mask_BT=mask_BT)) == 0
+    assert effective_share(weight_sums(lone_BT, mask_BT=mask_BT)) == 0.5
+    assert effective_share(weight_sums(torch.full((1, 3), 0.2), mask_BT=mask_BT)) == pytest.approx(1)

@@ -23,11 +23,14 @@ from agent_loop.training.batching_proof import prove_batching
 from agent_loop.training.branches import rollouts_of_rows
 from agent_loop.training.learned import TRAIN_LOG_PROBS
 from agent_loop.training.losses import (
+    WEIGHT_SUMS,
     Aggregation,
+    effective_share,
     kl_penalty,
     load_policy_loss,
     masked_difference,
     token_loss,
+    weight_sums,
 )
 from agent_loop.training.master_weights import save_model, take_weights
 from agent_loop.training.micro_batches import MicroBatch, trainable_rows
@@ -304,6 +307,7 @@ class Actor:
             for name, value in metrics.items():
                 sums[name] += float(value)
         totals = self._process_group.sum_metrics(sums)
+        totals[names.RATIO_ESS] = effective_share({name: totals.pop(name) for name in WEIGHT_SUMS})
         stats.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.LOSS]))
 
     def _loss(
@@ -336,6 +340,7 @@ class Actor:
             for name, values_BR in policy.metrics.items()
         }
         metrics[names.PPO_KL] = reduce(-log_ratio_BR, mask_BT=mask_BR)
+        metrics |= weight_sums(log_ratio_BR.exp(), mask_BT=mask_BR)
         metrics[names.ENTROPY] = entropy.detach()
         if past.reference_BR is not None and config.kl_loss_coef:
             kl_BR = kl_penalty(

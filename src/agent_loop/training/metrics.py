@@ -141,6 +141,12 @@ MASKED_SHARE = "actor/correction_masked_share"
 """Share of tokens that `actor.correction` dropped."""
 CORRECTION_WEIGHT_MEAN = "actor/correction_weight_mean"
 """Mean importance weight of trained tokens."""
+CORRECTION_ESS = "actor/correction_ess"
+"""Effective sample size of the importance weights of `actor.correction`, as a share of the trained tokens: 1 if all
+weights are equal."""
+RATIO_ESS = "actor/ratio_ess"
+"""Effective sample size of the ratios of new to old probabilities, as a share of the tokens of an optimiser step; mean
+over the optimiser steps."""
 
 CRITIC_LOSS = "critic/loss"
 """Mean loss over the critic's optimiser steps."""

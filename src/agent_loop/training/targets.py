@@ -12,7 +12,7 @@ from agent_loop.errors import DataError
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.branches import rollouts_of_rows
-from agent_loop.training.losses import correct
+from agent_loop.training.losses import correct, effective_share, weight_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +65,5 @@ def importance(
         names.TRUNCATED_SHARE: correction.truncated_share,
         names.MASKED_SHARE: correction.masked_share,
         names.CORRECTION_WEIGHT_MEAN: float(correction.weights_BT.sum() / mask_BR.sum()),
+        names.CORRECTION_ESS: effective_share(weight_sums(correction.weights_BT.double(), mask_BT=mask_BR)),
     }

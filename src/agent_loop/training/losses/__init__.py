@@ -17,11 +17,13 @@ from agent_loop.training.losses.correction import Correction, correct
 from agent_loop.training.losses.dppo import binary_divergence
 from agent_loop.training.losses.kl import kl_penalty
 from agent_loop.training.losses.policy import TokenLoss, clipped_loss, load_policy_loss, token_loss
+from agent_loop.training.losses.sample_size import WEIGHT_SUMS, effective_share, weight_sums
 from agent_loop.training.losses.tokens import entropy, token_logprobs
 from agent_loop.training.losses.value import ValueLoss, value_loss
 
 __all__ = [
     "MAX_LOG_RATIO",
+    "WEIGHT_SUMS",
     "Aggregation",
     "Correction",
     "TokenLoss",
@@ -32,6 +34,7 @@ __all__ = [
     "clipped_loss",
     "correct",
     "dppo",
+    "effective_share",
     "entropy",
     "kl_penalty",
     "load_policy_loss",
@@ -43,4 +46,5 @@ __all__ = [
     "token_logprobs",
     "token_loss",
     "value_loss",
+    "weight_sums",
 ]
