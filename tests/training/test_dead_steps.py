@@ -38,8 +38,8 @@ ALIVE = {
 class RewardedRollouts(FakeRollouts):
     """Rollouts whose rewards are equal in the steps `dead`, which gives their reward by the number of the step.
 
-    A pair of values gives the first to the first group and the second to the other groups. In the other steps, every second
-    trajectory of a group is rewarded.
+    A pair of values gives the first to the first group and the second to the other groups. In the other steps, every
+    second trajectory of a group is rewarded.
     """
 
     def __init__(self, dead: dict[int, float | tuple[float, float] | None]) -> None:

@@ -18,6 +18,7 @@ from agent_loop.rollout.batch import assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.advantages import collect_rewards, estimate_advantages
 from agent_loop.training.evaluation import summarise
+from agent_loop.training.feedback import feedback_metrics
 from agent_loop.training.learner import load_learner
 from agent_loop.training.metrics import rollout_metrics
 from agent_loop.training.rollouts import _earned, _with_variance
@@ -181,3 +182,19 @@ def test_the_weights_after_an_update_do_not_depend_on_lost_trajectories(
         updated.append(dict(learner.weights()))
     for name, value in updated[1].items():
         torch.testing.assert_close(updated[0][name], value, rtol=0, atol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(losses())
+def test_lost_trajectories_are_not_in_the_metrics_of_tools(
+    both: tuple[list[Trajectory], list[Trajectory]],
+) -> None:
+    with_lost, without = both
+
+    assert feedback_metrics(with_lost) == feedback_metrics(without)
+
+
+def test_a_batch_of_lost_trajectories_has_no_metrics_of_tools() -> None:
+    lost = [failed(t, FailureKind.ENVIRONMENT) for t in sample_trajectories(tiny_policy(), num_groups=1)]
+
+    assert feedback_metrics(lost) == {}
