@@ -21,6 +21,7 @@ from agent_loop.training.ahead import RolloutsAhead
 from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
 from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.dead_steps import DeadSteps
+from agent_loop.training.early_warnings import EarlyWarnings
 from agent_loop.training.evaluation import Evaluation, summarise
 from agent_loop.training.feedback import feedback_metrics
 from agent_loop.training.interrupt import Interrupt
@@ -93,6 +94,7 @@ class TrainingLoop:
         self._keeper = keeper or TrajectoryKeeper(self._run_dir, num_steps=0)
         self._time: TimeShares | None = None
         self._dead_steps = DeadSteps(limit=config.trainer.max_dead_steps, report=progress.say)
+        self._early_warnings = EarlyWarnings(report=progress.say)
         self._completed = 0
         self._is_first_step = True
         self._saved: tuple[int, Path] | None = None
@@ -179,7 +181,7 @@ class TrainingLoop:
         )
         self._completed, self._is_first_step = step, False
         metrics[names.DEAD_STEPS] = float(self._dead_steps.add(trajectories, metrics, step=step))
-        self._report_skipped_updates(step, metrics)
+        self._early_warnings.add(metrics, step=step)
 
         # 4. Publish the weights, so that later completions are sampled from this policy.
         if not self._interrupt.is_requested:
@@ -215,14 +217,6 @@ class TrainingLoop:
         except TrainingError:
             await self._save()
             raise
-
-    def _report_skipped_updates(self, step: int, metrics: Mapping[str, float]) -> None:
-        for model, name in (("policy", names.NONFINITE_UPDATES), ("critic", names.CRITIC_NONFINITE_UPDATES)):
-            if metrics.get(name):
-                self._progress.say(
-                    f"step {step}: {metrics[name]:.0f} optimiser steps of the {model} were skipped, because their "
-                    "gradients were not finite"
-                )
 
     async def _take(self, step: int, ahead: RolloutsAhead[StepRollout]) -> StepRollout | None:
         rollout: StepRollout | None = None
