@@ -7,6 +7,7 @@ from rich.console import Console
 
 from agent_loop import __version__
 from agent_loop.cli.check import check_app
+from agent_loop.cli.compare import compare_command
 from agent_loop.cli.eval import eval_command
 from agent_loop.cli.export import export_command
 from agent_loop.cli.replay import replay_command
@@ -36,6 +37,7 @@ app.command("train")(train_command)
 app.command("sft")(sft_command)
 app.command("rollout")(rollout_command)
 app.command("eval")(eval_command)
+app.command("compare")(compare_command)
 app.command("export")(export_command)
 app.command("show")(show_command)
 app.command("traces")(traces_command)

@@ -58,8 +58,8 @@ def _category_table(column: str, categories: Mapping[str, Scores]) -> Table:
         table.add_column(measure)
     for name, scores in categories.items():
         counts = str(scores.num_rows), str(scores.num_samples)
-        shares = (_in_one(scores.pass_at_k.get(k), _share) for k in ks)
-        table.add_row(Text(_cut(name)), *counts, *shares, _in_one(scores.mean_reward, _number))
+        shares = (in_one(scores.pass_at_k.get(k), _share) for k in ks)
+        table.add_row(Text(_cut(name)), *counts, *shares, in_one(scores.mean_reward, _number))
     return table
 
 
@@ -92,8 +92,8 @@ def _comparison_table(comparison: Comparison) -> Table:
     for column, categories in comparison.categories.items():
         named += [(f"{column} = {name}", difference) for name, difference in categories.items()]
     for name, difference in named:
-        share = Text(_in_one(difference.pass_at_1, _points), style=_colour(difference.pass_at_1))
-        reward = Text(_in_one(difference.mean_reward, _signed), style=_colour(difference.mean_reward))
+        share = Text(in_one(difference.pass_at_1, _points), style=colour_of(difference.pass_at_1))
+        reward = Text(in_one(difference.mean_reward, _signed), style=colour_of(difference.mean_reward))
         table.add_row(Text(_cut(name)), str(difference.num_rows), share, reward)
     return table
 
@@ -107,12 +107,14 @@ def _cells(estimate: MeanEstimate | None, text: Callable[[float], str]) -> tuple
     return text(estimate.value), f"{text(estimate.low)} .. {text(estimate.high)}"
 
 
-def _in_one(estimate: MeanEstimate | None, text: Callable[[float], str]) -> str:
+def in_one(estimate: MeanEstimate | None, text: Callable[[float], str]) -> str:
+    """Return the value and its interval as one text, such as `0.5 (0.4 .. 0.6)`."""
     value, interval = _cells(estimate, text)
     return f"{value} ({interval.replace('%', '')})" if interval else value
 
 
-def _colour(estimate: MeanEstimate | None) -> str:
+def colour_of(estimate: MeanEstimate | None) -> str:
+    """Return the style of a difference: green if the whole interval is above 0, red if it is below 0."""
     if estimate is None or estimate.low is None or estimate.high is None:
         return ""
     return "green" if estimate.low > 0 else "red" if estimate.high < 0 else ""

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CONFIDENCE = 0.95
-NORMAL_QUANTILE = 1.959963984540054
-"""Quantile of 0.975: a standard normal variable is within this of 0 with the probability `CONFIDENCE`."""
+from agent_loop.training.evaluation.student import NORMAL_QUANTILE, student_quantile
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,26 @@ def estimate_mean(values: Sequence[float]) -> MeanEstimate:
     mean = float(np.mean(values))
     if min(values) == max(values):
         return MeanEstimate(mean, None, None)
-    half = _student(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    half = student_quantile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return MeanEstimate(mean, mean - half, mean + half)
+
+
+def estimate_welch(values: Sequence[float], *, others: Sequence[float]) -> MeanEstimate:
+    """Return the mean of `values` minus that of `others`, with Welch's interval for independent samples.
+
+    The interval is Student's with the degrees of freedom of Welch and Satterthwaite (Welch 1947, "The generalization of
+    Student's problem when several different population variances are involved"). There is no interval if a side
+    has a single value, or if neither side has a spread.
+    """
+    difference = float(np.mean(values)) - float(np.mean(others))
+    if min(len(values), len(others)) < 2 or all(min(side) == max(side) for side in (values, others)):
+        return MeanEstimate(difference, None, None)
+    sides = (values, others)
+    squares = [float(np.var(side, ddof=1)) / len(side) for side in sides]
+    shares = [square / sum(squares) for square in squares]
+    df = 1 / sum(share**2 / (len(side) - 1) for share, side in zip(shares, sides, strict=True))
+    half = student_quantile(max(1.0, df)) * math.sqrt(sum(squares))
+    return MeanEstimate(difference, difference - half, difference + half)
 
 
 def estimate_share(values: Sequence[float], *, num_draws: float) -> MeanEstimate:
@@ -78,7 +94,7 @@ def estimate_share(values: Sequence[float], *, num_draws: float) -> MeanEstimate
     return _wilson(
         mean,
         num_draws=max(num_rows, min(effective, num_draws)),
-        quantile=_student(num_rows - 1) if is_clustered else NORMAL_QUANTILE,
+        quantile=student_quantile(num_rows - 1) if is_clustered else NORMAL_QUANTILE,
     )
 
 
@@ -96,7 +112,7 @@ def estimate_difference(values: Sequence[float], *, num_samples: float) -> MeanE
     num_rows = len(values) + 2
     mean = float(np.sum(values)) / num_rows
     square = (float(np.sum(np.square(values))) + 2 / num_samples) / num_rows
-    half = _student(num_rows - 1) * math.sqrt((square - mean**2) / num_rows)
+    half = student_quantile(num_rows - 1) * math.sqrt((square - mean**2) / num_rows)
     return MeanEstimate(float(np.mean(values)), max(-1.0, mean - half), min(1.0, mean + half))
 
 
@@ -107,20 +123,3 @@ def _wilson(share: float, *, num_draws: float, quantile: float) -> MeanEstimate:
     spread = math.sqrt(share * (1 - share) / num_draws + square / (4 * num_draws**2))
     half = quantile * spread / (1 + square / num_draws)
     return MeanEstimate(share, max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half)))
-
-
-def _student(df: int) -> float:
-    """Return the quantile of 0.975 of Student's t.
-
-    It is exact for one degree of freedom, else the approximation of Abramowitz and Stegun 26.7.5, within 1%.
-    """
-    if df == 1:
-        return math.tan(math.pi * CONFIDENCE / 2)
-    z = NORMAL_QUANTILE
-    return (
-        z
-        + (z**3 + z) / (4 * df)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * df**3)
-        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * df**4)
-    )

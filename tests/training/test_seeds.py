@@ -1,0 +1,192 @@
+"""Comparisons of groups of runs equal hand-worked values and independent computations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from agent_loop.errors import DataError
+from agent_loop.training.evaluation import MeanEstimate
+from agent_loop.training.evaluation.estimates import estimate_welch
+from agent_loop.training.evaluation.run_groups import RunGroup, TrainingRun
+from agent_loop.training.evaluation.seeds import MetricComparison, Separation, compare_metric
+from agent_loop.training.evaluation.student import student_quantile
+
+TABLE = {
+    1: 12.7062047,
+    2: 4.3026527,
+    3: 3.1824463,
+    4: 2.7764451,
+    5: 2.5705818,
+    10: 2.2281389,
+    20: 2.0859634,
+    30: 2.0422725,
+    60: 2.0002978,
+    120: 1.9799304,
+}
+"""Quantiles of 0.975 of Student's t by degrees of freedom, as tables of statistics print them."""
+
+
+def group(source: str, runs: Mapping[int, Sequence[float]]) -> RunGroup:
+    """Return a group with the rewards of each seed from step 1 on."""
+    return RunGroup(
+        source,
+        tuple(
+            TrainingRun(f"{source}-{seed}", seed, {"reward": dict(enumerate(rewards, start=1))})
+            for seed, rewards in runs.items()
+        ),
+    )
+
+
+def compare(*groups: RunGroup, last: int = 10) -> MetricComparison:
+    return compare_metric(groups, metric="reward", num_recent=last)
+
+
+def share_within(limit: float, *, df: float) -> float:
+    """Return the probability that Student's t is within the limit, by the trapezoidal rule on its density."""
+    t = np.linspace(-limit, limit, 400_001)
+    constant = math.gamma((df + 1) / 2) / (math.sqrt(df * math.pi) * math.gamma(df / 2))
+    density = constant * (1 + t**2 / df) ** (-(df + 1) / 2)
+    return float(np.sum(density[1:] + density[:-1])) / 2 * (t[1] - t[0])
+
+
+@pytest.mark.parametrize(("df", "expected"), list(TABLE.items()))
+def test_quantiles_are_those_of_the_tables(df: int, expected: float) -> None:
+    assert student_quantile(df) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("df", [1.0, 1.3, 2.5, 4.0755, 17.7, 99.9])
+def test_quantiles_of_fractions_have_the_probability(df: float) -> None:
+    assert share_within(student_quantile(df), df=df) == pytest.approx(0.95, abs=1e-8)
+
+
+@pytest.mark.parametrize("df", [1e5, 1e6, 1e7, math.inf])
+def test_the_quantile_of_many_degrees_of_freedom_is_the_normal_one(df: float) -> None:
+    assert student_quantile(df) == pytest.approx(1.959964, abs=3e-5)
+
+
+@pytest.mark.parametrize("df", [0.0, 0.99, -1.0])
+def test_less_than_one_degree_of_freedom_is_refused(df: float) -> None:
+    with pytest.raises(ValueError, match="give at least 1"):
+        student_quantile(df)
+
+
+def test_welch_equals_the_calculation_by_hand() -> None:
+    # variances 1 and 20/3, squared errors 1/3 and 5/3, df = 2^2 / ((1/3)^2 / 2 + (5/3)^2 / 3) = 216 / 53
+    estimate = estimate_welch([2.0, 4.0, 6.0, 8.0], others=[1.0, 2.0, 3.0])
+    assert estimate.value == pytest.approx(3.0)
+    assert estimate.half_width is not None
+    assert share_within(estimate.half_width / math.sqrt(2), df=216 / 53) == pytest.approx(0.95, abs=1e-8)
+
+
+def test_welch_of_equal_spreads_and_sizes_is_students_with_both_sizes() -> None:
+    estimate = estimate_welch([0.0, 1.0], others=[5.0, 6.0])
+    assert estimate.value == -5.0
+    assert estimate.half_width == pytest.approx(TABLE[2] * math.sqrt(0.5))
+
+
+def test_welch_with_a_side_without_spread_has_the_degrees_of_freedom_of_the_other() -> None:
+    estimate = estimate_welch([1.0, 1.0, 1.0], others=[0.0, 1.0, 2.0])
+    assert estimate.half_width == pytest.approx(TABLE[2] / math.sqrt(3))
+
+
+@pytest.mark.parametrize(
+    ("values", "others"), [([1.0], [0.0, 2.0]), ([0.0, 2.0], [1.0]), ([1.0, 1.0], [0.5, 0.5])]
+)
+def test_welch_has_no_interval_without_a_spread(values: list[float], others: list[float]) -> None:
+    difference = sum(values) / len(values) - sum(others) / len(others)
+    assert estimate_welch(values, others=others) == MeanEstimate(difference, None, None)
+
+
+def test_95_percent_of_welchs_intervals_contain_the_true_difference() -> None:
+    random, hits, num_trials = np.random.default_rng(0), 0, 2000
+    for _ in range(num_trials):
+        estimate = estimate_welch(random.normal(1, 1, 4).tolist(), others=random.normal(0, 3, 6).tolist())
+        assert estimate.low is not None
+        assert estimate.high is not None
+        hits += estimate.low < 1 < estimate.high
+    assert 0.935 < hits / num_trials < 0.965
+
+
+def test_a_group_has_the_mean_over_its_runs_with_students_interval() -> None:
+    found = compare(group("a", {0: [0.0, 1.0], 1: [0.0, 2.0], 2: [0.0, 3.0]}))
+    half = TABLE[2] / math.sqrt(3)
+    assert found.last.groups[0].value == 2.0
+    assert found.last.groups[0].half_width == pytest.approx(half)
+    # the means of both steps are half of the last values
+    assert (found.num_recent, found.recent.groups[0].value) == (2, 1.0)
+    assert found.recent.groups[0].half_width == pytest.approx(half / 2)
+    assert found.last.differences == ()
+
+
+def test_runs_with_the_same_seeds_are_paired_in_any_order() -> None:
+    found = compare(group("a", {0: [1.0], 1: [5.0], 2: [9.0]}), group("b", {2: [12.0], 0: [2.0], 1: [7.0]}))
+    difference = found.last.differences[0]
+    # differences of the seeds: 1, 2 and 3
+    assert difference.is_paired
+    assert difference.estimate.value == pytest.approx(2.0)
+    assert difference.estimate.half_width == pytest.approx(TABLE[2] / math.sqrt(3))
+
+
+@pytest.mark.parametrize("seeds", [(0, 1, 3), (0, 1)])
+def test_runs_with_other_seeds_are_compared_by_welch(seeds: tuple[int, ...]) -> None:
+    first = group("a", {0: [1.0], 1: [5.0], 2: [9.0]})
+    second = group("b", {seed: [2.0 * seed] for seed in seeds})
+    difference = compare(first, second).last.differences[0]
+    assert not difference.is_paired
+    assert difference.estimate == estimate_welch([2.0 * seed for seed in seeds], others=[1.0, 5.0, 9.0])
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_runs_with_unknown_or_repeated_seeds_are_not_paired(seed: int | None) -> None:
+    runs = tuple(TrainingRun(str(n), seed, {"reward": {1: float(n)}}) for n in range(2))
+    found = compare(RunGroup("a", runs), RunGroup("b", runs))
+    assert not found.last.differences[0].is_paired
+
+
+def test_one_run_has_values_and_no_intervals() -> None:
+    found = compare(group("a", {0: [1.0, 2.0]}), group("b", {0: [1.0, 3.0]}))
+    assert found.last.groups == (MeanEstimate(2.0, None, None), MeanEstimate(3.0, None, None))
+    assert found.last.differences[0].estimate == MeanEstimate(1.0, None, None)
+    assert found.separations == (None,)
+
+
+def test_equal_values_have_no_intervals() -> None:
+    found = compare(group("a", {0: [1.0], 1: [1.0]}), group("b", {0: [2.0], 1: [2.0]}))
+    assert found.last.groups[1] == MeanEstimate(2.0, None, None)
+    assert found.last.differences[0].estimate == MeanEstimate(1.0, None, None)
+    assert found.separations == (None,)
+
+
+def test_only_steps_of_all_runs_are_compared() -> None:
+    short, long = group("a", {0: [1.0, 2.0]}), group("b", {0: [1.0, 3.0, 9.0], 1: [1.0, 5.0, 9.0]})
+    found = compare(short, long, last=1)
+    assert [point.step for point in found.curve] == [1, 2]
+    assert (found.num_steps_left_out, found.incomplete_runs) == (1, ("a-0",))
+    assert found.last.groups[1].value == found.recent.groups[1].value == 4.0
+
+
+def test_runs_without_a_common_step_are_refused() -> None:
+    later = RunGroup("b", (TrainingRun("b-0", 0, {"reward": {5: 1.0, 6: 1.0}}),))
+    with pytest.raises(DataError, match=r"'a-0': 1 to 2, 'b-0': 5 to 6"):
+        compare(group("a", {0: [1.0, 2.0]}), later)
+
+
+def test_intervals_are_apart_from_the_first_step_without_a_common_value() -> None:
+    first = group("a", {0: [0.0, 0.0, 0.0, 0.0], 1: [0.1, 0.1, 0.1, 0.1]})
+    second = group("b", {0: [0.0, 1.0, 9.0, 9.0], 1: [0.1, 1.1, 9.0, 9.1]})
+    # half of an interval's width is 12.7 * 0.05 = 0.635; at step 3 the second group has no spread
+    assert compare(first, second).separations == (Separation(first_step=4, num_steps=1),)
+    third = group("c", {0: [0.0, -2.0, -2.0, 0.0], 1: [0.1, -2.1, -2.1, 0.1]})
+    assert compare(first, second, third).separations == (Separation(4, 1), Separation(2, 2))
+
+
+def test_a_thin_curve_has_evenly_spaced_steps_with_the_first_and_the_last() -> None:
+    found = compare(group("a", {0: [float(n) for n in range(1, 101)]}))
+    assert [point.step for point in found.thin_curve(8)] == [1, 15, 29, 43, 58, 72, 86, 100]
+    assert [point.step for point in found.thin_curve(2)] == [1, 100]
+    short = compare(group("a", {0: [1.0, 2.0, 3.0]}))
+    assert [point.step for point in short.thin_curve(8)] == [1, 2, 3]
