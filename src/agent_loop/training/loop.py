@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from agent_loop.chat.template import ChatTemplate
@@ -18,6 +17,7 @@ from agent_loop.storage.columns import Learned
 from agent_loop.storage.keeper import TrajectoryKeeper
 from agent_loop.training import metrics as names
 from agent_loop.training.ahead import RolloutsAhead
+from agent_loop.training.breakdowns import Breakdowns
 from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
 from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.dead_steps import DeadSteps
@@ -30,29 +30,14 @@ from agent_loop.training.learned import learned_of
 from agent_loop.training.learner import Learner
 from agent_loop.training.metrics import MetricsWriter, drift_metrics, rollout_metrics
 from agent_loop.training.progress import Progress
+from agent_loop.training.result import TrainResult
 from agent_loop.training.rollouts import Rollouts, StepRollout, StepRollouts, max_staleness
 from agent_loop.training.run_folder import config_values
+from agent_loop.training.supervised.examples import ExampleSampler
 from agent_loop.training.time_shares import TimeShares, time_shares
 from agent_loop.training.timing import StepClock
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """Result of a run."""
-
-    step: int
-    """Completed steps, including those before a resume."""
-    is_interrupted: bool
-    """The run was stopped before `trainer.total_steps`."""
-    run_dir: Path
-    checkpoint: Path | None
-    """The last checkpoint; None if none was written."""
-    metrics: Mapping[str, float]
-    """Metrics of the last step of this run."""
-    evaluation: Evaluation | None
-    """Last evaluation of this run."""
 
 
 class TrainingLoop:
@@ -76,9 +61,11 @@ class TrainingLoop:
         journals: JournalFolder | None = None,
         keeper: TrajectoryKeeper | None = None,
         rows: Mapping[str, DataManifest] | None = None,
+        supervised: ExampleSampler | None = None,
     ) -> None:
         self._config = config
         self._rows = rows
+        self._supervised = supervised
         self._run_dir = Path(config.trainer.run_dir)
         self._manager = manager
         self._learner = learner
@@ -95,6 +82,7 @@ class TrainingLoop:
         self._time: TimeShares | None = None
         self._dead_steps = DeadSteps(limit=config.trainer.max_dead_steps, report=progress.say)
         self._early_warnings = EarlyWarnings(report=progress.say)
+        self._breakdowns = Breakdowns(success_threshold=config.reward.success_threshold, report=progress.say)
         self._completed = 0
         self._is_first_step = True
         self._saved: tuple[int, Path] | None = None
@@ -175,6 +163,7 @@ class TrainingLoop:
         # 3. Learn. This completes the step; Ctrl-C waits for it.
         with self._clock.phase("update"):
             learned_metrics, learned = await run_in_thread(self._learn, rollout)
+            learned_metrics |= await run_in_thread(self._supervise, step)
         metrics |= learned_metrics
         self._keeper.keep(
             trajectories, step=step, split="train", weight_version=self._completed, learned=learned
@@ -234,7 +223,15 @@ class TrainingLoop:
         """Train on a rollout. Called in a thread."""
         batch = assemble(rollout.trajectories, pad_token_id=self._manager.template.pad_token_id)
         metrics = self._learner.learn(batch, baseline_rewards=rollout.baseline_rewards)
+        metrics |= self._breakdowns.metrics(batch, rollout.trajectories)
         return metrics, learned_of(batch, rollout.trajectories)
+
+    def _supervise(self, step: int) -> dict[str, float]:
+        """Take the supervised optimiser step after a step, if one is due. Called in a thread."""
+        every = self._config.sft.every
+        if self._supervised is None or every is None or step % every:
+            return {}
+        return self._learner.supervise(self._supervised.batch(step // every), advances_schedule=False)
 
     async def _publish(self) -> None:
         with self._clock.phase("publish"):

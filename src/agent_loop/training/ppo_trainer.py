@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config
 from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
@@ -24,14 +25,16 @@ from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.learnable import refuse_without_reward
 from agent_loop.training.learner import load_learner
 from agent_loop.training.loggers import make_loggers
-from agent_loop.training.loop import TrainingLoop, TrainResult
+from agent_loop.training.loop import TrainingLoop
 from agent_loop.training.losses import load_policy_loss
 from agent_loop.training.metrics import MetricsWriter
 from agent_loop.training.progress import Progress, without_progress_of_transformers
 from agent_loop.training.ranks import start_process_group
+from agent_loop.training.result import TrainResult
 from agent_loop.training.rollouts import Rollouts
 from agent_loop.training.run_folder import (
     METRICS_FILE,
+    SFT_SPLIT,
     changed_keys,
     check_rows_unchanged,
     check_run_folder,
@@ -39,6 +42,7 @@ from agent_loop.training.run_folder import (
     find_checkpoint,
     prepare_run_folder,
 )
+from agent_loop.training.supervised.examples import ExampleSampler, load_examples
 from agent_loop.training.timing import StepClock
 from agent_loop.types import Row
 
@@ -94,6 +98,7 @@ class PPOTrainer:
         """
         config, run_dir = self._config, Path(self._config.trainer.run_dir)
         _check_algorithm(config)
+        _check_supervised(config)
         sampler, val_rows, manifests = _load_data(config, has_manager=self._manager is not None)
         async with AsyncExitStack() as stack:
             stack.enter_context(exclusive_folder(run_dir, name="trainer.run_dir"))
@@ -104,13 +109,13 @@ class PPOTrainer:
             is_new = from_journals or (self._resume == "auto" and not has_checkpoints)
             checkpoint = None if is_new else find_checkpoint(run_dir, resume=self._resume)
             check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite or is_new)
-            notes = checkpoint and check_rows_unchanged(
-                checkpoint, manifests, allow_changed=config.data.allow_changed_rows
-            )
+            notes = _compare_rows(checkpoint, manifests, config)
             loggers = make_loggers(config)
             manager = self._manager or await stack.enter_async_context(create_manager(config))
             manager.check_rows(sampler.rows)
             manager.check_rows(val_rows)
+            supervised, sft_manifests = await run_in_thread(_load_supervised, config, manager)
+            notes += _compare_rows(checkpoint, sft_manifests, config)
             process_group = await stack.enter_async_context(start_process_group(config))
             learner = await run_in_thread(
                 load_learner, config, checkpoint=checkpoint, process_group=process_group
@@ -139,13 +144,14 @@ class PPOTrainer:
                 interrupt=interrupt,
                 journals=journals if _keeps_journals(config) else None,
                 keeper=stack.enter_context(keeper),
-                rows=manifests,
+                rows=manifests | sft_manifests,
+                supervised=supervised,
             )
             keeper.keep_vocabulary(manager.template.tokenizer)
             stack.enter_context(interrupt.listening())
             if checkpoint is not None:
                 _report_changes(progress, checkpoint, config)
-                for note in notes or ():
+                for note in notes:
                     progress.say(note)
             elif from_journals:
                 progress.say("there is no checkpoint yet; resuming from the journals")
@@ -186,6 +192,38 @@ def _load_data(config: Config, *, has_manager: bool) -> tuple[RowSampler, list[R
         manifests["val"] = DataManifest.of(val_files)
         val_rows += [row for file in val_files for row in file.rows][: data.val_max_rows]
     return sampler, val_rows, manifests
+
+
+def _check_supervised(config: Config) -> None:
+    if config.sft.every is not None and not config.sft.files:
+        raise ConfigError("sft.every is set but sft.files is empty; give conversations, or unset sft.every")
+
+
+def _load_supervised(
+    config: Config, manager: Rollouts
+) -> tuple[ExampleSampler | None, dict[str, DataManifest]]:
+    """Return the sampler of the supervised steps and a manifest of their files, if there are such steps."""
+    if config.sft.every is None:
+        return None, {}
+    if not isinstance(manager.template, ChatTemplate):
+        raise ConfigError("sft.every is set, which needs a manager with a chat template; unset sft.every")
+    examples = load_examples(config.sft.files, config=config.sft, template=manager.template)
+    sampler = ExampleSampler(
+        examples.trajectories,
+        batch_size=config.sft.batch_size,
+        seed=config.data.seed,
+        pad_token_id=manager.template.pad_token_id,
+    )
+    return sampler, {SFT_SPLIT: examples.manifest}
+
+
+def _compare_rows(
+    checkpoint: Checkpoint | None, manifests: dict[str, DataManifest], config: Config
+) -> list[str]:
+    """Return notes on the rows that changed since the checkpoint, if there is one."""
+    if checkpoint is None:
+        return []
+    return check_rows_unchanged(checkpoint, manifests, allow_changed=config.data.allow_changed_rows)
 
 
 def _check_algorithm(config: Config) -> None:

@@ -25,6 +25,9 @@ from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.metrics import forget_steps_after
 
 CONFIG_FILE = "config.yaml"
+SFT_SPLIT = "sft"
+"""Split of the supervised examples of a training with rollouts."""
+TRAINED_SPLITS = ("train", SFT_SPLIT)
 
 
 def find_checkpoint(run_dir: Path, *, resume: bool | str) -> Checkpoint | None:
@@ -94,12 +97,13 @@ def check_rows_unchanged(
         changes = rows[split].changes_since(checkpoint.rows[split])
         if changes is None:
             continue
-        if split == "train" and not allow_changed:
+        if split in TRAINED_SPLITS and not allow_changed:
             raise CheckpointError(
                 f"the training rows are not those of the checkpoint {str(checkpoint.path)!r} ({changes}); put the "
                 "files back as they were, or set data.allow_changed_rows=true to resume with the rows as they are"
             )
-        notes.append(f"the rows of data.{split}_files changed since that checkpoint ({changes})")
+        source = "sft.files" if split == SFT_SPLIT else f"data.{split}_files"
+        notes.append(f"the rows of {source} changed since that checkpoint ({changes})")
     return notes
 
 

@@ -84,9 +84,10 @@ class ExampleSampler:
 
     def batch(self, step: int) -> RolloutBatch:
         """Return the batch of a step. The first step is 1."""
-        indices: list[Row] = [{"index": index} for index in range(len(self.examples))]
-        rows = RowSampler(indices, self._batch_size, seed=self.seed).batch(step)
-        return assemble([self.examples[row["index"]] for row in rows], pad_token_id=self.pad_token_id)
+        rows: list[Row] = [{"index": index} for index in range(len(self.examples))]
+        selected = RowSampler(rows, self._batch_size, seed=self.seed).batch(step)
+        indices: list[int] = [row["index"] for row in selected]
+        return assemble([self.examples[index] for index in indices], pad_token_id=self.pad_token_id)
 
     def num_steps(self, epochs: float) -> int:
         """Return the number of steps in which each example is trained this many times, rounded up."""

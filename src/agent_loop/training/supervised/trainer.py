@@ -18,10 +18,10 @@ from agent_loop.training.checkpoint import Checkpoint, list_checkpoints, save_ch
 from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.learner import Learner, load_learner
 from agent_loop.training.loggers import make_loggers
-from agent_loop.training.loop import TrainResult
 from agent_loop.training.metrics import MetricsWriter
 from agent_loop.training.progress import Progress, without_progress_of_transformers
 from agent_loop.training.ranks import start_process_group
+from agent_loop.training.result import TrainResult
 from agent_loop.training.run_folder import (
     METRICS_FILE,
     check_rows_unchanged,
