@@ -98,7 +98,7 @@ def test_groups_with_other_seeds_are_not_paired() -> None:
         write_rewards(Path(f"runs/a-{seed}"), seed=seed, rewards=[float(seed)])
         write_rewards(Path(f"runs/b-{seed}"), seed=seed + 1, rewards=[seed + 5.0])
     text = run("compare", "runs/a-*", "runs/b-*").output
-    assert "B - A is not paired, because the seeds differ or repeat." in text
+    assert "B - A is not paired, because the groups do not have the same seeds." in text
     # 4.3027 * sqrt(0.5)
     assert "+5.000 (+1.958 .. +8.042)" in text
 
@@ -135,6 +135,18 @@ def test_runs_that_share_a_seed_are_reported() -> None:
     assert "Runs of A share trainer.seed 4" in run("compare", "runs").output
 
 
+def test_lines_of_large_numbers_and_many_groups_are_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    for name in "abcdef":
+        for seed in range(2):
+            write_rewards(Path(f"{name}/{seed}"), seed=seed, rewards=[1e9 * seed] * 2)
+    lines = lines_of(run("compare", *"abcdef").output)
+    # 12.7062 * 0.5e9
+    interval = "5.000e+08 (-5.853e+09 .. 6.853e+09)"
+    assert f"A {interval} {interval}" in lines
+    assert " ".join(["1", *["5.000e+08 ± 6.353e+09"] * 6]) in lines
+
+
 def test_one_group_is_printed_without_a_difference() -> None:
     write_groups()
     text = run("compare", "runs/a-*").output
@@ -160,11 +172,18 @@ def test_globs_that_the_shell_expanded_are_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "printed"),
-    [([123456.0], "123456.0"), ([0.00025], "2.50e-04"), ([0.5], "0.500"), ([0.0], "0.000")],
+    ("reward", "printed"),
+    [
+        (12345678.0, "1.235e+07"),
+        (123456.0, "123456.0"),
+        (0.5, "0.500"),
+        (-0.025, "-0.02500"),
+        (0.00025, "2.50e-04"),
+        (0.0, "0.000"),
+    ],
 )
-def test_numbers_are_readable_at_their_size(rewards: list[float], printed: str) -> None:
-    write_rewards(Path("a"), seed=0, rewards=rewards)
+def test_numbers_are_readable_at_their_size(reward: float, printed: str) -> None:
+    write_rewards(Path("a"), seed=0, rewards=[reward])
     assert f"A {printed}" in lines_of(run("compare", "a").output)
 
 

@@ -14,10 +14,12 @@ from agent_loop.training.evaluation import MeanEstimate
 from agent_loop.training.evaluation.run_groups import RunGroup
 from agent_loop.training.evaluation.seeds import MetricComparison, are_paired
 
+MIN_WIDTH = 100
+"""Characters per line, also of narrower terminals, because long numbers must not be cut off."""
 WIDTH_OF_STEP = 8
-WIDTH_OF_GROUP = 19
-LARGE = 1000.0
-SMALL = 0.01
+WIDTH_OF_GROUP = 25
+FORMATS = ((1e6, ".3e"), (1e3, ".1f"), (0.1, ".3f"), (1e-3, ".5f"), (0.0, ".2e"))
+"""Format of numbers by the largest of them."""
 MAX_NAMES = 3
 """Number of runs without some steps that are named."""
 MAX_SEEDS = 10
@@ -33,8 +35,7 @@ def print_comparison(
     console: Console,
 ) -> None:
     """Print the groups, and for each metric the means over runs, the differences, and the curves."""
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH_OF_STEP + WIDTH_OF_GROUP * len(groups))
+    console.width = max(console.width, MIN_WIDTH, WIDTH_OF_STEP + WIDTH_OF_GROUP * len(groups))
     lines = [_description(group, name=name) for name, group in zip(names, groups, strict=True)]
     for line in (*lines, *_notes(groups, names=names)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -57,8 +58,8 @@ def _description(group: RunGroup, *, name: str) -> str:
 
 def _notes(groups: Sequence[RunGroup], *, names: Sequence[str]) -> list[str]:
     """Return sentences on how far the intervals can be trusted."""
-    notes = ["Intervals are 95% intervals over runs."]
     single = [name for name, group in zip(names, groups, strict=True) if len(group.runs) == 1]
+    notes = ["Intervals are 95% intervals over runs."] if len(single) < len(groups) else []
     if single:
         notes.append(
             f"There is no interval for {' and '.join(single)}, because one run does not show a spread."
@@ -75,7 +76,9 @@ def _notes(groups: Sequence[RunGroup], *, names: Sequence[str]) -> list[str]:
     for name, group in zip(names[1:], groups[1:], strict=True):
         if {name, names[0]}.isdisjoint(single):
             is_paired = are_paired(groups[0], group)
-            how = "paired by seed" if is_paired else "not paired, because the seeds differ or repeat"
+            how = (
+                "paired by seed" if is_paired else "not paired, because the groups do not have the same seeds"
+            )
             notes.append(f"{name} - {names[0]} is {how}.")
     return notes
 
@@ -151,6 +154,4 @@ def _spread(estimate: MeanEstimate, spec: str) -> str:
 def _number_format(comparison: MetricComparison) -> str:
     """Return the format of all numbers of a metric, which depends on the largest."""
     largest = max(abs(estimate.value) for point in comparison.curve for estimate in point.groups)
-    if largest >= LARGE:
-        return ".1f"
-    return ".3f" if largest >= SMALL or largest == 0 else ".2e"
+    return ".3f" if largest == 0 else next(spec for least, spec in FORMATS if largest >= least)
