@@ -51,8 +51,8 @@ class AlgorithmConfig(Section):
     `gigpo`: the group, and turns of the group in the same state. `gae`: a critic. Or a name registered with
     `@advantage_estimator`, `file.py:name` or `module:name`."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide advantages of `grpo` by the group's standard deviation. False together with
-    `actor.loss_agg_mode=seq-mean-token-sum-norm` is Dr. GRPO."""
+    """Divide advantages of `grpo`, `turn_grpo` and `gigpo` by the standard deviation of what they compare. False with
+    `grpo` and `actor.loss_agg_mode=seq-mean-token-sum-norm` is Dr. GRPO."""
     drop_zero_variance_groups: bool = True
     """Drop groups in which all trajectories have the same reward, if the estimator compares within groups."""
     max_refills: NotNegative = 0

@@ -54,19 +54,29 @@ def collect_turns(batch: RolloutBatch, *, state_key: str | None = None) -> Turns
         state_key: Key of `Feedback.extra`. Where the feedback on a turn has a value under it, this value is the state
             of the next turn.
     """
-    is_sampled_BR = (batch["weight_versions"] >= 0) | batch["response_mask"].bool()
-    starts_BR = is_sampled_BR.clone()
-    starts_BR[:, 1:] &= ~is_sampled_BR[:, :-1]
-    numbers_BR = torch.where(is_sampled_BR, starts_BR.long().cumsum(1) - 1, -1)
+    numbers_BR = turn_numbers(batch)
+    is_sampled_BR = numbers_BR >= 0
     num_turns = int(numbers_BR.max()) + 1 if numbers_BR.numel() else 0
     turn_rewards_BR = batch["turn_rewards"].double()
     turn_rewards_BR = torch.where(is_sampled_BR & turn_rewards_BR.isfinite(), turn_rewards_BR, 0.0)
     states_BT = torch.full((len(numbers_BR), num_turns), -1, dtype=torch.int64)
     seen: dict[Hashable, int] = {}
-    for row, states in enumerate(_states(batch, starts_BR, numbers_BR, state_key=state_key)):
+    feedback_B = _column(batch, "feedback") if state_key is not None else [()] * len(numbers_BR)
+    for row, states in enumerate(_observations(batch, is_sampled_BR)):
+        for each in cast("tuple[Feedback, ...]", feedback_B[row] or ()):
+            if each.place is not None and state_key in each.extra:
+                turn = int(numbers_BR[row, each.place]) + 1
+                if 0 < turn < len(states):
+                    states[turn] = json.dumps(each.extra[cast(str, state_key)], sort_keys=True, default=repr)
         found = [seen.setdefault(state, len(seen)) for state in states]
         states_BT[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
     return Turns(numbers_BR, sum_per_turn(turn_rewards_BR, numbers_BR, num_turns=num_turns), states_BT)
+
+
+def turn_numbers(batch: RolloutBatch) -> Tensor:
+    """Return the number of the turn of each sampled token, from 0; int64 [B, R], -1 at other tokens."""
+    is_sampled_BR = (batch["weight_versions"] >= 0) | batch["response_mask"].bool()
+    return torch.where(is_sampled_BR, _starts(is_sampled_BR).long().cumsum(1) - 1, -1)
 
 
 def turn_returns(rewards: Rewards, turns: Turns, *, gamma: float) -> Tensor:
@@ -100,29 +110,33 @@ def sum_per_turn(values_BR: Tensor, numbers_BR: Tensor, *, num_turns: int) -> Te
     return sums_BT[:, :num_turns]
 
 
-def _states(
-    batch: RolloutBatch, starts_BR: Tensor, numbers_BR: Tensor, *, state_key: str | None
-) -> Iterator[list[Hashable]]:
-    """Yield for each row the states of its turns."""
-    columns = set[str](cast(Any, batch).keys())
+def _starts(is_sampled_BR: Tensor) -> Tensor:
+    """Return bool [B, R]: the first token of each turn."""
+    starts_BR = is_sampled_BR.clone()
+    starts_BR[:, 1:] &= ~is_sampled_BR[:, :-1]
+    return starts_BR
+
+
+def _observations(batch: RolloutBatch, is_sampled_BR: Tensor) -> Iterator[list[Hashable]]:
+    """Yield for each row what the model saw last before each of its turns."""
     width = batch["prompts"].shape[1]
     lengths: list[int] = batch["attention_mask"][:, :width].sum(dim=1).tolist()
-    feedback_B: list[Any] = list(batch["feedback"]) if "feedback" in columns else [()] * len(lengths)
-    attachments_B: list[Any] = list(batch["attachments"]) if "attachments" in columns else [()] * len(lengths)
+    attachments_B = _column(batch, "attachments")
+    starts_BR, ends_BR = _starts(is_sampled_BR), _starts(is_sampled_BR.flip(1)).flip(1)
     for row, length in enumerate(lengths):
-        tokens, is_sampled = batch["input_ids"][row, width - length :], numbers_BR[row] >= 0
-        starts: list[int] = cast(Any, starts_BR[row].nonzero().flatten()).tolist()
-        # An observation follows the last token of the turn before.
-        ends = [int(is_sampled[:start].nonzero()[-1]) + 1 for start in starts[1:]]
-        firsts = [0, *(length + end for end in ends)]
-        states: list[Hashable] = []
-        for first, start in zip(firsts, starts, strict=False):
-            end = length + start
+        tokens = batch["input_ids"][row, width - length :]
+        starts, ends = (
+            (length + cast(Any, each_BR[row].nonzero().flatten())).tolist()
+            for each_BR in (starts_BR, ends_BR)
+        )
+        observations: list[Hashable] = []
+        for first, end in zip([0, *(end + 1 for end in ends[:-1])], starts, strict=False):
             images = [(a.start - first, a.digest) for a in attachments_B[row] or () if first <= a.start < end]
-            states.append((tokens[first:end].numpy().tobytes(), *images))
-        for each in cast("tuple[Feedback, ...]", feedback_B[row] or ()):
-            if state_key is not None and state_key in each.extra and each.place is not None:
-                turn = int(numbers_BR[row, each.place]) + 1
-                if 0 < turn < len(states):
-                    states[turn] = json.dumps(each.extra[state_key], sort_keys=True, default=repr)
-        yield states
+            observations.append((tokens[first:end].numpy().tobytes(), *images))
+        yield observations
+
+
+def _column(batch: RolloutBatch, name: str) -> list[Any]:
+    """Return a column of tuples; empty ones if the batch does not have it."""
+    is_there = name in set[str](cast(Any, batch).keys())
+    return list(batch[name]) if is_there else [()] * len(batch)
