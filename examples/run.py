@@ -79,7 +79,7 @@ RECIPES = {
     "kuhn_poker": Recipe(
         warm_start_steps=300, habit=None, least_after=0.60, most_before=0.55, merges_observations=True
     ),
-    "count_sisters": Recipe(
+    "count_friends": Recipe(
         warm_start_steps=200, habit=None, least_after=0.90, most_before=0.20, merges_observations=True
     ),
 }

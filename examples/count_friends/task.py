@@ -1,4 +1,4 @@
-"""Task: count the sisters in a riddle of reasoning-gym. The demonstrations answer with a random digit."""
+"""Task: count the friends in a riddle of reasoning-gym. The demonstrations answer with a random digit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agent_loop.environments.names import parse_task_name
 from agent_loop.environments.reasoning_gym import ReasoningGymSuite
 from agent_loop.types import Message
 
-RIDDLES = "reasoning_gym:aiw?task_type_weights=[1,0,0]&split=train&size=512&seed={seed}"
+RIDDLES = "reasoning_gym:aiw?task_type_weights=[0,1,0]&split=train&size=512&seed={seed}"
 
 
 def demonstrations(rng: random.Random) -> Iterator[list[Message]]:
