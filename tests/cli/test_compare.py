@@ -126,7 +126,7 @@ def test_steps_that_a_run_lacks_are_left_out_and_the_output_names_the_run() -> N
     write_rewards(Path("runs/a-0"), seed=0, rewards=[0.5, 0.5, 0.5])
     write_rewards(Path("runs/a-1"), seed=1, rewards=[0.5, None])
     text = run("compare", "runs").output
-    assert "reward/mean: 1 step, without 2 that are not in runs/a-1" in text
+    assert "reward/mean: 1 step; left out: 2 without a value in runs/a-1" in text
 
 
 def test_runs_that_share_a_seed_are_reported() -> None:

@@ -89,7 +89,7 @@ def _title(comparison: MetricComparison) -> str:
         return f"{comparison.metric}: {steps}"
     runs = comparison.incomplete_runs
     lacking = ", ".join(runs[:MAX_NAMES]) + (", ..." if len(runs) > MAX_NAMES else "")
-    return f"{comparison.metric}: {steps}, without {comparison.num_steps_left_out} that are not in {lacking}"
+    return f"{comparison.metric}: {steps}; left out: {comparison.num_steps_left_out} without a value in {lacking}"
 
 
 def _mean_table(comparison: MetricComparison, *, groups: Sequence[RunGroup], names: Sequence[str]) -> Table:
