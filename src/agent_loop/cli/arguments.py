@@ -88,6 +88,14 @@ RunArgument = Annotated[
         metavar="RUN", help="Folder of a run, or Parquet file of trajectories.", show_default=False
     ),
 ]
+WhereOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--where",
+        help="Only trajectories with this condition, as in `reward<1`. May be given more than once; all must hold.",
+        show_default=False,
+    ),
+]
 StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Only this step.", show_default=False)]
 SplitOption = Annotated[
     str | None, typer.Option("--split", help="Only `train`, `val`, `eval` or `rollout`.", show_default=False)

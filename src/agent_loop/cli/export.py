@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from agent_loop.cli.arguments import find_checkpoint_source
+from agent_loop.cli.arguments import WhereOption, find_checkpoint_source, find_run
 
 
 def export_command(
@@ -18,7 +18,10 @@ def export_command(
         ),
     ],
     *,
-    out: Annotated[Path, typer.Option("--out", help="Folder to write.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="Folder to write; with `--pairs`, a .jsonl file.", show_default=False),
+    ],
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option(
@@ -28,10 +31,20 @@ def export_command(
     keep_adapter: Annotated[
         bool, typer.Option("--keep-adapter", help="Write only the LoRA adapters, in the format of `peft`.")
     ] = False,
+    pairs: Annotated[
+        bool,
+        typer.Option(
+            "--pairs",
+            help="Write preference pairs of stored trajectories instead of a model: the best and the worst of each "
+            "group.",
+        ),
+    ] = False,
+    where: WhereOption = None,
 ) -> None:
     """Write the model of a checkpoint as a plain Hugging Face folder: weights, tokenizer, chat template.
 
-    LoRA adapters are merged into the weights that they adapt.
+    LoRA adapters are merged into the weights that they adapt. With `--pairs`, write the preference pairs of a run as
+    messages, in the columns `prompt`, `chosen` and `rejected` that TRL's `DPOTrainer` reads.
 
     Examples:
 
@@ -40,7 +53,14 @@ def export_command(
         agent-loop export runs/train/checkpoints/step-000040 --out trained --dtype bfloat16
 
         agent-loop export runs/lora --out adapter --keep-adapter
+
+        agent-loop export runs/train --pairs --out pairs.jsonl --where 'split=train' --where 'step>=50'
     """
+    if pairs:
+        _export_pairs(source, out, where=where)
+        return
+    if where:
+        raise typer.BadParameter("--where selects trajectories, so it needs --pairs")
     # late: keeps `--help` quick
     from agent_loop.training.checkpoint import MODEL_FOLDER, named_checkpoint
     from agent_loop.training.export import export_model
@@ -48,3 +68,20 @@ def export_command(
     checkpoint = named_checkpoint(find_checkpoint_source(source), parts=[MODEL_FOLDER])
     export_model(checkpoint, out, dtype=dtype, keep_adapter=keep_adapter)
     typer.echo(f"step {checkpoint.step} is in {out}")
+
+
+def _export_pairs(source: Path, out: Path, *, where: list[str] | None) -> None:
+    from agent_loop.storage import StoredRun
+    from agent_loop.storage.json_text import to_json
+    from agent_loop.storage.pairs import preference_pairs
+    from agent_loop.storage.query import Condition
+    from agent_loop.storage.whole_file import whole_file
+
+    conditions = [Condition.parse(each) for each in where or ()]
+    count = 0
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(out) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for pair in preference_pairs(StoredRun(find_run(source)), where=conditions):
+            file.write(to_json(pair.record()) + "\n")
+            count += 1
+    typer.echo(f"{count} preference pairs are in {out}")

@@ -8,7 +8,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption, find_run, nothing_stored
+from agent_loop.cli.arguments import (
+    RunArgument,
+    SplitOption,
+    StepOption,
+    WhereOption,
+    find_run,
+    nothing_stored,
+)
 from agent_loop.errors import DataError
 from agent_loop.trajectory import mean_over_rollouts
 
@@ -48,14 +55,7 @@ def show_command(
             "--row", help="Show this trajectory turn by turn, as in `group=3/rollout=1`.", show_default=False
         ),
     ] = None,
-    where: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--where",
-            help="Only trajectories with this condition, as in `reward<1`. May be given more than once; all must hold.",
-            show_default=False,
-        ),
-    ] = None,
+    where: WhereOption = None,
     text: Annotated[
         str | None,
         typer.Option(
