@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from agent_loop.training.adapted_model import AdaptedModel, are_low_rank
 from agent_loop.training.adapters import merged_parameters, persistent_buffers
 from agent_loop.training.batching_proof import prove_batching
 from agent_loop.training.branches import rollouts_of_rows
-from agent_loop.training.learned import TRAIN_LOG_PROBS
+from agent_loop.training.learned import TOKEN_VALUES, TRAIN_LOG_PROBS
 from agent_loop.training.losses import (
     WEIGHT_SUMS,
     Aggregation,
@@ -40,6 +40,7 @@ from agent_loop.training.policy import make_exact, response_logprobs
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
 from agent_loop.training.rank_share import micro_batches_of_rank
 from agent_loop.training.targets import PastLogProbs, Targets, importance
+from agent_loop.training.token_values import TokenValues
 from agent_loop.training.update_stats import StepNames, UpdateStats
 
 STEP_NAMES = StepNames(
@@ -47,6 +48,7 @@ STEP_NAMES = StepNames(
     optimizer_steps=names.OPTIMIZER_STEPS,
     nonfinite_updates=names.NONFINITE_UPDATES,
 )
+_Values: TypeAlias = dict[str, Tensor]
 
 
 class Actor:
@@ -172,10 +174,13 @@ class Actor:
         rollouts_B = rollouts_of_rows(batch)
         mini_batches = list(self._optimizer.mini_batches(rows, rollouts_B=rollouts_B))
         first_BR = torch.zeros(batch["responses"].shape)
+        values = TokenValues(first_BR.shape, process_group=self._process_group)
         for mini_batch_rows in mini_batches:
-            self._step(batch, mini_batch_rows, rollouts_B, targets, stats, first_BR)
+            self._step(batch, mini_batch_rows, rollouts_B, targets, stats, first_BR, values)
         self._optimizer.end_update()
         batch[TRAIN_LOG_PROBS] = self._own_logprobs(past, rows, first_BR=first_BR, first_rows=mini_batches[0])
+        for name, means_BR in values.columns(rows, num_epochs=self._config.ppo_epochs).items():
+            batch[TOKEN_VALUES + name] = means_BR
         return stats.metrics() | {
             **metrics,
             names.SKIPPED_UPDATE: 0.0,
@@ -275,6 +280,7 @@ class Actor:
         targets: Targets,
         stats: UpdateStats,
         first_BR: Tensor,
+        values: TokenValues,
     ) -> None:
         """Run one optimiser step. The first step writes the log-probs that it computes to `first_BR`."""
         config = self._config
@@ -286,7 +292,7 @@ class Actor:
             length=config.loss_length,
         )
 
-        def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
+        def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, _Values, _Values]]:
             logprobs_BR, entropy_BR = response_logprobs(
                 self.model,
                 micro_batch,
@@ -294,16 +300,17 @@ class Actor:
                 entropy_has_gradient=config.entropy_coeff > 0,
             )
             part = reduce.cut(micro_batch.rows_B)
-            loss, metrics = self._loss(logprobs_BR, entropy_BR, micro_batch, targets, part)
-            return loss, (logprobs_BR.detach(), metrics)
+            loss, metrics, of_tokens = self._loss(logprobs_BR, entropy_BR, micro_batch, targets, part)
+            return loss, (logprobs_BR.detach(), metrics, of_tokens)
 
         sums: defaultdict[str, float] = defaultdict(float)
-        for micro_batch, (logprobs_BR, metrics) in add_gradients(
+        for micro_batch, (logprobs_BR, metrics, of_tokens) in add_gradients(
             loss_of, self._cut(batch, rows), into=self._weights, num_threads=self._num_threads
         ):
             if stats.num_steps == 0:
                 stats.compare(logprobs_BR, targets.past.rollout_BR, micro_batch)
                 micro_batch.put(logprobs_BR, into=first_BR)
+            values.add(of_tokens, micro_batch)
             for name, value in metrics.items():
                 sums[name] += float(value)
         totals = self._process_group.sum_metrics(sums)
@@ -317,8 +324,8 @@ class Actor:
         micro_batch: MicroBatch,
         targets: Targets,
         reduce: Aggregation,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this micro-batch's part of the loss and of the metrics of the mini-batch."""
+    ) -> tuple[Tensor, _Values, _Values]:
+        """Return this micro-batch's part of the loss and of the metrics of the mini-batch, and values of tokens."""
         config, past, mask_BR = self._config, targets.past, micro_batch.mask_BR
         old_BR = micro_batch.cut(past.old_BR)
         policy = token_loss(
@@ -342,6 +349,9 @@ class Actor:
         metrics[names.PPO_KL] = reduce(-log_ratio_BR, mask_BT=mask_BR)
         metrics |= weight_sums(log_ratio_BR.exp(), mask_BT=mask_BR)
         metrics[names.ENTROPY] = entropy.detach()
+        of_tokens = {names.ENTROPY: entropy_BR.detach()}
+        if "clip_fraction" in policy.metrics:
+            of_tokens[names.CLIP_FRACTION] = policy.metrics["clip_fraction"].detach()
         if past.reference_BR is not None and config.kl_loss_coef:
             kl_BR = kl_penalty(
                 logprobs_BR,
@@ -351,8 +361,8 @@ class Actor:
             )
             kl = reduce(kl_BR, mask_BT=mask_BR)
             loss = loss + config.kl_loss_coef * kl
-            metrics[names.KL_LOSS] = kl.detach()
-        return loss, metrics | {names.LOSS: loss.detach()}
+            metrics[names.KL_LOSS], of_tokens[names.KL_LOSS] = kl.detach(), kl_BR.detach()
+        return loss, metrics | {names.LOSS: loss.detach()}, of_tokens
 
     def _logprobs_of(self, model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tensor:
         @torch.no_grad()

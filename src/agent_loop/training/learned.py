@@ -18,6 +18,9 @@ IS_TRAINED = "is_trained"
 """Column that the learner adds to its batch, bool [B]: rows that were trained."""
 TRAIN_LOG_PROBS = "train_logprobs"
 """Column that the actor adds, float32 [B, R]: its log-probs before the update, NaN in rows without."""
+TOKEN_VALUES = "trained."
+"""Prefix of columns that the actor adds, float32 [B, R]: a metric of each token, such as its entropy, as the mean over
+the epochs of the update. The name of the metric follows. NaN in rows that were not trained."""
 COLUMNS = (ADVANTAGES, IS_TRAINED, TRAIN_LOG_PROBS)
 
 
