@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent_loop.errors import DataError
+from tests.cli.project import make_project
 from tests.cli.stored_project import run
 from tests.run_folders import write_rewards, write_run
 
@@ -191,3 +193,17 @@ def test_numbers_are_readable_at_their_size(reward: float, printed: str) -> None
 def test_an_option_of_0_is_refused(option: str) -> None:
     write_rewards(Path("a"), seed=0, rewards=[1.0])
     run("compare", "a", option, "0", exit_code=2)
+
+
+def test_a_trained_run_is_compared_with_a_copy_of_itself(tmp_path: Path) -> None:
+    config = str(make_project(tmp_path))
+    settings = ("trainer.run_dir=a", "trainer.seed=3", "trainer.total_steps=2", "trainer.val_every=2")
+    run("train", config, *settings)
+    shutil.copytree("a", "b")
+    found = numbers("a", "b")
+    assert [each["seed"] for group in found["groups"] for each in group["runs"]] == [3, 3]
+    steps = {metric["metric"]: metric["num_steps"] for metric in found["metrics"]}
+    assert steps == {"reward/mean": 2, "reward/success_share": 2, "val/reward/mean": 1, "val/pass@1": 1}
+    for metric in found["metrics"]:
+        (difference,) = metric["last"]["differences"]
+        assert difference == {"estimate": {"value": 0.0, "low": None, "high": None}, "is_paired": True}
