@@ -1,8 +1,9 @@
-"""Metrics by data source and by turn. B rows of a batch, R response width."""
+"""Metrics by data source and by turn. B rows of a batch, R response width, P parts, N tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +25,30 @@ MAX_TURNS = 8
 
 ROLLOUTS = "rollouts"
 """Number of rollouts of a data source, or of rollouts with a turn, that infrastructure did not fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Division of the tokens of a batch into P parts."""
+
+    prefixes: Sequence[str]
+    """Prefix of the metrics of each part."""
+    parts_BR: Tensor
+    """Part of each token, int64; -1 for none."""
+    has_BP: Tensor
+    """Bool: rows that count in each part."""
+
+    def means(self, values_BR: Tensor) -> dict[str, float]:
+        """Return the mean of each part by its prefix, without NaN; parts without a value are absent."""
+        is_known_BR = ~values_BR.isnan() & (self.parts_BR >= 0)
+        parts_N, values_N, size = self.parts_BR[is_known_BR], values_BR[is_known_BR], len(self.prefixes)
+        sums_P = torch.bincount(parts_N, weights=values_N.double(), minlength=size)
+        counts_P = torch.bincount(parts_N, minlength=size)
+        return {
+            prefix: float(total / count)
+            for prefix, total, count in zip(self.prefixes, sums_P, counts_P, strict=True)
+            if count
+        }
 
 
 class Breakdowns:
@@ -53,13 +78,13 @@ class Breakdowns:
         """
         values = _token_values(batch)
         found: dict[str, float] = {}
-        for prefix, is_in_BR, is_in_B in [*self._by_source(batch), *_by_turn(batch)]:
-            chosen = [t for t, is_in in zip(trajectories, is_in_B, strict=True) if is_in]
-            found |= {f"{prefix}{name}": value for name, value in self._of_rollouts(chosen).items()}
+        for parts in (self._by_source(batch), _by_turn(batch)):
+            for part, prefix in enumerate(parts.prefixes):
+                chosen = [t for t, has in zip(trajectories, parts.has_BP[:, part], strict=True) if has]
+                found |= {prefix + name: value for name, value in self._of_rollouts(chosen).items()}
             for name, values_BR in values.items():
-                known_N = values_BR[is_in_BR & ~values_BR.isnan()]
-                if len(known_N):
-                    found[prefix + name.removeprefix(names.ACTOR)] = float(known_N.double().mean())
+                for prefix, mean in parts.means(values_BR).items():
+                    found[prefix + name.removeprefix(names.ACTOR)] = mean
         return found
 
     def _of_rollouts(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -74,16 +99,20 @@ class Breakdowns:
         metrics = {ROLLOUTS: float(len(rollouts)), names.SUCCESS_SHARE: num_successes / len(rollouts)}
         return metrics | ({names.REWARD_MEAN: float(np.mean(means))} if means else {})
 
-    def _by_source(self, batch: RolloutBatch) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the prefix of each source of the batch, its tokens, bool [B, R], and its rows, bool [B]."""
+    def _by_source(self, batch: RolloutBatch) -> _Parts:
         sources: list[Any] = list(batch[SOURCE]) if SOURCE in set[str](cast(Any, batch).keys()) else []
         self._note(source for source in sources if isinstance(source, str))
-        if len(self._sources) < 2:
-            return
-        for name in self._sources:
-            is_in_B = torch.tensor([source == name for source in sources])
-            if is_in_B.any():
-                yield f"{names.BY_SOURCE}{name}/", is_in_B[:, None].expand(batch["responses"].shape), is_in_B
+        if len(self._sources) < 2 or not sources:
+            return _no_parts(batch)
+        numbers = {name: number for number, name in enumerate(self._sources)}
+        parts_B = torch.tensor(
+            [numbers.get(source, -1) if isinstance(source, str) else -1 for source in sources]
+        )
+        return _Parts(
+            prefixes=[f"{names.BY_SOURCE}{name}/" for name in self._sources],
+            parts_BR=parts_B[:, None].expand(batch["responses"].shape),
+            has_BP=parts_B[:, None] == torch.arange(len(numbers)),
+        )
 
     def _note(self, sources: Iterator[str]) -> None:
         for source in dict.fromkeys(sources):
@@ -99,16 +128,21 @@ class Breakdowns:
                 )
 
 
-def _by_turn(batch: RolloutBatch) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the prefix of each turn of the batch, its tokens, bool [B, R], and the rows that have it, bool [B]."""
+def _by_turn(batch: RolloutBatch) -> _Parts:
     numbers_BR = turn_numbers(batch)
     num_turns = int(numbers_BR.max()) + 1 if numbers_BR.numel() else 0
     if num_turns < 2:
-        return
-    for turn in range(min(num_turns, MAX_TURNS + 1)):
-        is_last_name = turn == MAX_TURNS
-        is_in_BR = numbers_BR >= turn if is_last_name else numbers_BR == turn
-        yield f"{names.BY_TURN}{turn}{'+' if is_last_name else ''}/", is_in_BR, is_in_BR.any(dim=1)
+        return _no_parts(batch)
+    turns = range(min(num_turns, MAX_TURNS + 1))
+    return _Parts(
+        prefixes=[f"{names.BY_TURN}{turn}{'+' if turn == MAX_TURNS else ''}/" for turn in turns],
+        parts_BR=numbers_BR.clamp(max=MAX_TURNS),
+        has_BP=numbers_BR.amax(dim=1, keepdim=True) >= torch.tensor(turns),
+    )
+
+
+def _no_parts(batch: RolloutBatch) -> _Parts:
+    return _Parts([], torch.full(batch["responses"].shape, -1), torch.zeros(len(batch), 0, dtype=torch.bool))
 
 
 def _token_values(batch: RolloutBatch) -> dict[str, Tensor]:
