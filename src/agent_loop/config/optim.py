@@ -106,6 +106,9 @@ class ActorConfig(OptimConfig):
     kl_loss_type: KLEstimator = "k3"
     """Estimator of the KL penalty in the loss. The gradient of `k1` is 0 in the mean, so use it to compare only."""
     entropy_coeff: Coefficient = 0.0
+    observation_coeff: Coefficient = 0.0
+    """Weight in the loss of the mean cross-entropy of observations (ECHO): the replies of tools and interactions in the
+    trained trajectories."""
 
     @field_validator("correction")
     @classmethod

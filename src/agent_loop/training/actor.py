@@ -34,6 +34,7 @@ from agent_loop.training.losses import (
 )
 from agent_loop.training.master_weights import save_model, take_weights
 from agent_loop.training.micro_batches import MicroBatch, trainable_rows
+from agent_loop.training.observation_loss import ObservationLoss
 from agent_loop.training.optimizer import Optimizer
 from agent_loop.training.passes import add_gradients, compute_each
 from agent_loop.training.policy import make_exact, response_logprobs
@@ -291,16 +292,27 @@ class Actor:
             mode=config.loss_agg_mode,
             length=config.loss_length,
         )
+        observations = ObservationLoss.of(
+            batch, rows=rows, rollouts_B=rollouts_B, coefficient=config.observation_coeff
+        )
 
         def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, _Values, _Values]]:
-            logprobs_BR, entropy_BR = response_logprobs(
+            all_logprobs_BR, entropy_BR = response_logprobs(
                 self.model,
-                micro_batch,
+                micro_batch if observations is None else observations.widened(micro_batch),
                 temperature=self._temperature,
                 entropy_has_gradient=config.entropy_coeff > 0,
             )
+            logprobs_BR = torch.where(micro_batch.mask_BR.bool(), all_logprobs_BR, 0.0)
             part = reduce.cut(micro_batch.rows_B)
             loss, metrics, of_tokens = self._loss(logprobs_BR, entropy_BR, micro_batch, targets, part)
+            if observations is not None:
+                observation_loss = observations(all_logprobs_BR, micro_batch)
+                loss = loss + observations.coefficient * observation_loss
+                metrics |= {
+                    names.LOSS: loss.detach(),
+                    names.OBSERVATION_LOSS: observation_loss.detach(),
+                }
             return loss, (logprobs_BR.detach(), metrics, of_tokens)
 
         sums: defaultdict[str, float] = defaultdict(float)

@@ -65,8 +65,8 @@ class DeadSteps:
 
 def why_dead(trajectories: Sequence[Trajectory], metrics: Mapping[str, float]) -> str | None:
     """Return why a step gave its update no usable signal; None if it gave one."""
-    if metrics.get(names.SFT_TOKENS):
-        return None  # a supervised step after it had one
+    if metrics.get(names.SFT_TOKENS) or metrics.get(names.OBSERVATION_LOSS):
+        return None  # its conversations or observations had one
     unlearnable = why_unlearnable(trajectories)
     if unlearnable is not None:
         return unlearnable
