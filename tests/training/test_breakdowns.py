@@ -222,6 +222,8 @@ def test_a_run_with_one_source_has_no_metrics_by_source(config: Config) -> None:
     assert not [name for name in line if name.startswith("by_source/")]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_processes_have_the_metrics_of_one(config: Config) -> None:
     def lines(num_processes: int) -> list[dict[str, float]]:
         run_dir = f"{config.trainer.run_dir}-{num_processes}"
