@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from agent_loop.storage.run import StoredRun
 
 
+WIDTH_WITHOUT_TERMINAL = 160
+"""Characters per line of tables if the output is not a terminal."""
+
+
 def finite(value: float | None) -> float | None:
     """Refuse an option that is infinite or not a number. A callback of options."""
     if value is not None and not math.isfinite(value):

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_loop.cli.arguments import (
+    WIDTH_WITHOUT_TERMINAL,
     RunArgument,
     SplitOption,
     StepOption,
@@ -39,8 +40,6 @@ COLUMNS = {
 """Columns of the table, and their headings."""
 ALWAYS = frozenset({"step", "split", "trajectory_id", "reward", "stop_reason"})
 """Columns that are shown even if all values are empty or 0."""
-WIDTH_WITHOUT_TERMINAL = 160
-"""Characters per line if the output is not a terminal."""
 NUMBERS = frozenset(COLUMNS) - {"split", "trajectory_id", "stop_reason"}
 
 

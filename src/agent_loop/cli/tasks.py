@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from agent_loop.cli.arguments import WIDTH_WITHOUT_TERMINAL
 from agent_loop.errors import ConfigError
 from agent_loop.runtime.event_loop import run_to_end
 
@@ -55,6 +56,8 @@ def list_suites_command(context: typer.Context) -> None:
             missing.append(str(error))
         table.add_row(name, count, suite.summary, ", ".join(suite.reward_parts))
     console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH_WITHOUT_TERMINAL
     console.print(table)
     for line in missing:
         console.print(line, markup=False, soft_wrap=True)
