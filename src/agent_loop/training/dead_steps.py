@@ -20,10 +20,14 @@ class DeadSteps:
     Args:
         limit: Number of consecutive dead steps after which a run stops; None never stops it.
         report: Function that shows a line to the user.
+        has_teacher: Whether every trained row has the signal of a teacher.
     """
 
-    def __init__(self, *, limit: int | None, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, *, limit: int | None, report: Callable[[str], None], has_teacher: bool = False
+    ) -> None:
         self._limit = limit
+        self._has_teacher = has_teacher
         self._report = report
         self._num_consecutive = 0
         self._reason = ""
@@ -38,7 +42,8 @@ class DeadSteps:
             metrics: Metrics of its rollout and of its update.
             step: Number of the step.
         """
-        reason = why_dead(trajectories, metrics)
+        is_taught = self._has_teacher and bool(metrics.get(names.ROWS_TRAINED))
+        reason = None if is_taught else why_dead(trajectories, metrics)
         if reason is None:
             self._num_consecutive = 0
             return 0

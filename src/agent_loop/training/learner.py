@@ -32,6 +32,7 @@ from agent_loop.training.losses import kl_penalty, masked_mean
 from agent_loop.training.micro_batches import trainable_rows
 from agent_loop.training.policy import compute_dtype, device_of, load_policy
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup, RankCommand
+from agent_loop.training.reference import load_reference
 from agent_loop.training.seats import COLUMNS as SEAT_COLUMNS
 from agent_loop.training.seats import has_seats
 from agent_loop.training.targets import PastLogProbs
@@ -65,6 +66,9 @@ class Learner:
             critic: Needed for `gae` and other estimators that need a critic.
             process_group: Process group over which both are sharded.
         """
+        if config.actor.reference_path:  # a teacher has something to say about every trajectory
+            algorithm = config.algorithm.model_copy(update={"drop_zero_variance_groups": False})
+            config = config.model_copy(update={"algorithm": algorithm})
         self._estimators = load_estimators(config.algorithm)
         self._estimator = self._estimators.of_run
         if self._estimator.needs.critic and critic is None:
@@ -289,9 +293,7 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, process_group: P
         config.trainer.num_threads if process_group.size == 1 and device_of(model_config).type == "cpu" else 1
     )
     max_row_tokens = config.rollout.prompt_length + config.rollout.response_length
-    reference = None
-    if config.actor.kl_loss_coef or config.algorithm.kl_reward_coef:
-        reference = load_policy(model_config.model_copy(update={"lora_rank": 0}))
+    reference = load_reference(config, device=model_config.device)
     actor = Actor(
         load_policy(model_config, path=None if checkpoint is None else checkpoint.model_path, seed=seed),
         config=_with_loss_length(config.actor, config),

@@ -80,7 +80,11 @@ class TrainingLoop:
         self._journals = journals
         self._keeper = keeper or TrajectoryKeeper(self._run_dir, num_steps=0)
         self._time: TimeShares | None = None
-        self._dead_steps = DeadSteps(limit=config.trainer.max_dead_steps, report=progress.say)
+        self._dead_steps = DeadSteps(
+            limit=config.trainer.max_dead_steps,
+            report=progress.say,
+            has_teacher=config.actor.reference_path is not None,
+        )
         self._early_warnings = EarlyWarnings(report=progress.say)
         self._breakdowns = Breakdowns(success_threshold=config.reward.success_threshold, report=progress.say)
         self._completed = 0
