@@ -75,6 +75,7 @@ RECIPES = {
     "two_hop_search": Recipe(warm_start_steps=900, habit=Habit(first_step_share=0.33), least_after=0.90),
     "shell_agent": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.33), least_after=0.90),
     "langgraph_math": Recipe(warm_start_steps=1800, habit=Habit(first_step_share=0.35), least_after=0.90),
+    "frozen_lake_4x4": Recipe(warm_start_steps=200, habit=None, least_after=0.90),
     "frozen_lake": Recipe(warm_start_steps=200, habit=None, least_after=0.40),
     "kuhn_poker": Recipe(
         warm_start_steps=300, habit=None, least_after=0.60, most_before=0.55, merges_observations=True

@@ -60,3 +60,10 @@ def test_the_report_shows_the_way_to_the_goal() -> None:
 
 def rows(sources: list[str]) -> list[dict[str, object]]:
     return [dict(row) for row in load_rows(sources, prompt_key=CONFIG.data.prompt_key)]
+
+
+def test_the_standard_map_is_an_example_of_its_own_with_the_same_warm_start() -> None:
+    files = load_config("examples/frozen_lake_4x4/config.yaml").data.train_files
+    maps = {row["raw_prompt"][-1]["content"] for row in rows(files)}
+    assert len(maps) == 1
+    assert load_task("frozen_lake_4x4").demonstrations is demonstrations
