@@ -68,6 +68,18 @@ def test_the_first_error_is_raised_unchanged_and_the_other_calls_are_cancelled()
     assert cancelled == [True, True]
 
 
+def test_the_first_error_of_calls_that_run_together_keeps_its_cause() -> None:
+    cause = ConnectionError("gone")
+
+    async def fails() -> None:
+        raise ValueError("no reply") from cause
+
+    with pytest.raises(ValueError, match="no reply") as error:
+        run_virtual(run_together([fails()]))
+
+    assert error.value.__cause__ is cause
+
+
 def test_shielded_cleanup_completes_before_the_cancellation_continues() -> None:
     done = []
 

@@ -40,7 +40,8 @@ async def run_together(
                 if begin_at_once is not None and len(tasks) % begin_at_once == 0:
                     await asyncio.sleep(0)
     except BaseExceptionGroup as failures:
-        raise cast(BaseException, failures.exceptions[0]) from None
+        first = cast(BaseException, failures.exceptions[0])
+        raise first from first.__cause__
     return [task.result() for task in tasks]
 
 
