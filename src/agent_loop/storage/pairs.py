@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_loop.storage.query import Condition, find
-from agent_loop.storage.run import StoredRun
+from agent_loop.storage.run import KEY, StoredRun
 from agent_loop.types import Message
-
-KEY = ("split", "step", "trajectory_id")
-"""Columns that identify a stored trajectory."""
 
 
 @dataclass(frozen=True, slots=True)

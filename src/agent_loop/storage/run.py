@@ -15,6 +15,9 @@ from agent_loop.storage.metrics_file import METRICS_FILE, read_metrics
 from agent_loop.storage.schema import METADATA, SCALARS, SCHEMA, SCHEMA_VERSION, VOCABULARY_FILE
 from agent_loop.storage.vocabulary import Piece, read_vocabulary
 
+KEY = ("split", "step", "trajectory_id")
+"""Columns that identify a stored trajectory."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
@@ -157,7 +160,7 @@ def _rows_of(
     stored: Any, group: int, *, split: str | None, step: int | None, trajectory_id: str | None
 ) -> Iterator[dict[str, Any]]:
     """Yield the matching rows of one row group. Large columns are read only if a row matches."""
-    names = stored.read_row_group(group, columns=["split", "step", "trajectory_id"])
+    names = stored.read_row_group(group, columns=[*KEY])
     mask = mask_of_rows(names, split=split, step=step, trajectory_id=trajectory_id)
     wanted: list[int] = compute.indices_nonzero(mask).to_pylist()
     if wanted:

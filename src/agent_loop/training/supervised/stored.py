@@ -15,13 +15,11 @@ from agent_loop.files.file_kinds import EVALUATION, RUN, STORED_TRAJECTORIES, ki
 from agent_loop.storage.files import FOLDER
 from agent_loop.storage.query import Condition, find
 from agent_loop.storage.reading import to_trajectory
-from agent_loop.storage.run import StoredRun
+from agent_loop.storage.run import KEY, StoredRun
 from agent_loop.storage.vocabulary import pieces_of
 from agent_loop.trajectory import Segment, Trajectory
 from agent_loop.types import Origin
 
-KEY = ("split", "step", "trajectory_id")
-"""Columns that identify a stored trajectory."""
 _Found: TypeAlias = tuple[str, int, Trajectory]
 """Split, step and trajectory."""
 
