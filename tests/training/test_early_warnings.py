@@ -1,4 +1,4 @@
-"""Where a known collapse of a run begins, the console has one line until the run has recovered."""
+"""The beginning of a known collapse is reported in one line, and again only after the run has recovered."""
 
 from __future__ import annotations
 

@@ -97,3 +97,10 @@ def test_a_teacher_with_other_tokens_is_refused(taught: Config, tmp_path: Path) 
 
     with pytest.raises(ConfigError, match=r"vocabulary differs from the policy's in \d+ tokens \('1', "):
         load_reference(taught)
+
+
+def test_a_reference_without_a_penalty_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"actor\.reference_path is 'teacher', but no KL penalty compares with it"
+    ):
+        Config.model_validate({"actor": {"reference_path": "teacher"}})

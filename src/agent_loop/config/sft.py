@@ -34,4 +34,4 @@ class SftConfig(Section):
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Passes over the conversations in `agent-loop sft`; None trains for `trainer.total_steps`."""
     every: Positive | None = None
-    """In `agent-loop train`: add a supervised optimiser step after each `every`-th step. None adds none."""
+    """Number of steps of `agent-loop train` after which it takes one supervised optimiser step. None takes none."""

@@ -37,3 +37,13 @@ class Config(Section):
                 "set trainer.mode=sync"
             )
         return self
+
+    @model_validator(mode="after")
+    def _has_a_penalty_for_its_reference(self) -> Config:
+        actor = self.actor
+        if actor.reference_path is not None and not (actor.kl_loss_coef or self.algorithm.kl_reward_coef):
+            raise ConfigError(
+                f"actor.reference_path is {actor.reference_path!r}, but no KL penalty compares with it; set "
+                "actor.kl_loss_coef or algorithm.kl_reward_coef, or unset actor.reference_path"
+            )
+        return self

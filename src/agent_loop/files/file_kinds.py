@@ -38,7 +38,9 @@ class FileKind:
     """The commands that read it."""
 
 
-RUN = FileKind("the folder of a training run", "`agent-loop show`, `view`, `rescore`, `replay` and `export`")
+RUN = FileKind(
+    "the folder of a training run", "`agent-loop show`, `view`, `compare`, `rescore`, `replay` and `export`"
+)
 EVALUATION = FileKind(
     "the folder of an evaluation", "`agent-loop show`, `view`, `rescore` and `eval --compare`"
 )

@@ -28,11 +28,18 @@ MAX_DATA_DEPTH = 200
 LONGEST_NUMBER = re.compile(r"[-+]?[0-9a-fA-FxoXO_:]{1000,}")
 """Pattern of a plain scalar that is considered a number of thousands of digits, in any base."""
 UNUSABLE = re.compile("[\0\ud800-\udfff]")
+HALVES = re.compile("[\ud800-\udfff]")
+"""Halves of surrogate pairs, which JSON can represent and UTF-8 cannot encode."""
 MAX_SHOWN = 200
 """Number of characters of a value in an error message."""
 _LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FAULTS = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError, RecursionError)
 """Errors of OmegaConf and its parsers for an invalid text."""
+
+
+def without_halves(text: str) -> str:
+    """Return the text with a replacement character (U+FFFD) for each half of a surrogate pair."""
+    return HALVES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def read_yaml(path: str | Path, *, what: str, resolve: bool = False) -> Any:

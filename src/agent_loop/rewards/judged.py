@@ -41,7 +41,7 @@ class Criterion(Section):
     """One criterion of a rubric."""
 
     question: str = Field(min_length=1)
-    """What the judge is asked. `{field}` inserts a field of the row; write `{{` and `}}` for literal braces."""
+    """Question to the judge. `{field}` inserts a field of the row; write `{{` and `}}` for literal braces."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     answer: YesNo | Annotated[Scale, AfterValidator(_check_scale)] = "yes_no"
     """`yes_no`, or the worst and the best score as whole numbers, as in `[1, 5]`."""
@@ -54,11 +54,11 @@ class JudgedFile(Section):
     criteria: dict[PartName, Criterion] = Field(default={})
     """Criteria by name. The reward is their weighted mean."""
     ranking: str | None = None
-    """What makes a trajectory better than others of its group. `{field}` inserts a field of the row."""
+    """Instruction that tells the judge which trajectory of a group is better. `{field}` inserts a field of the row."""
     vote: Literal["mean", "median"] = "mean"
     """How the answers of several judges become one. The median of yes and no is the majority."""
     shows: Literal["conversation", "answer"] = "conversation"
-    """What judges see: all messages, or the task and the last answer."""
+    """Messages in the request: `conversation` sends all of them, `answer` the task and the last answer."""
     explain: bool = False
     """Ask for a reason before each answer, and record it."""
     cache: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from agent_loop.runtime.describe import describe_value
 from agent_loop.runtime.numeric import as_finite_number
 from agent_loop.types import Message, Row
 
+RowT = TypeVar("RowT")
 NO_SETTINGS: Mapping[str, Any] = {}
 RESERVED_COLUMNS = frozenset({"self", "sampling_params"})
 """Arguments of `AgentLoopBase.run` that no column may have the name of."""
@@ -91,13 +92,13 @@ def prepare_rows(rows: Iterable[Any], *, prompt_key: str) -> list[dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class RowSampler:
-    """Selects the rows of each step. The selection depends on the step alone, so that a run can be resumed.
+class RowSampler(Generic[RowT]):
+    """Sampler of the rows of each step. The selection depends on the step alone, so that a run can be resumed.
 
     Epochs follow each other without a gap, so that no row is skipped: a batch may hold rows of two epochs.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[RowT]
     batch_size: int
     shuffle: bool = True
     seed: int = 0
@@ -109,11 +110,11 @@ class RowSampler:
                 "give more rows or lower the batch size"
             )
 
-    def batch(self, step: int) -> list[Row]:
+    def batch(self, step: int) -> list[RowT]:
         """Return the rows of a step. The first step is 1."""
         return [self.rows[index] for index in self._indices(step)]
 
-    def others(self, step: int, *, skip: int, count: int) -> list[Row]:
+    def others(self, step: int, *, skip: int, count: int) -> list[RowT]:
         """Return rows that are not in the batch of a step, in a random order that depends on the step.
 
         Args:

@@ -9,7 +9,8 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from agent_loop.storage.json_text import described, described_row, to_json, to_text
+from agent_loop.files.plain_values import without_halves
+from agent_loop.storage.json_text import described, described_row, to_json
 from agent_loop.storage.times import times_of
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import FloatArray, Origin
@@ -73,8 +74,8 @@ def _result(trajectory: Trajectory, facts: StepFacts) -> dict[str, Any]:
         "reward_score": output.reward_score,
         "is_success": reward is not None and reward >= facts.success_threshold,
         "stop_reason": str(output.stop_reason),
-        "failure": output.failure and to_text(output.failure.error),
-        "failure_traceback": output.failure and to_text(output.failure.traceback),
+        "failure": output.failure and without_halves(output.failure.error),
+        "failure_traceback": output.failure and without_halves(output.failure.traceback),
         "failure_kind": output.failure and str(output.failure.kind),
         "num_turns": output.num_turns,
         "num_assistant_turns": output.num_assistant_turns,
@@ -166,7 +167,7 @@ def _texts(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "messages": to_json(described(output.messages)),
         "tool_schemas": to_json(output.tool_schemas),
-        "answer": to_text(output.answer),
+        "answer": without_halves(output.answer),
         "feedback": to_json([structs.asdict(feedback) for feedback in output.feedback]),
         "incidents": to_json([structs.asdict(incident) for incident in output.incidents]),
         "spans": None if spans is None else to_json(spans),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -12,11 +11,11 @@ import numpy as np
 
 from agent_loop.chat.sources import describe_source, without_pixels
 from agent_loop.errors import DataError
+from agent_loop.files.plain_values import without_halves
 from agent_loop.runtime.describe import safe_str
 from agent_loop.runtime.user_values import plain_value
 from agent_loop.types import Message, Row
 
-HALVES = re.compile("[\ud800-\udfff]")
 MAX_ARRAY = 4096
 """Arrays with more numbers are replaced by a description."""
 MAX_TEXT = 2000
@@ -32,12 +31,7 @@ def to_json(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
     except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are foreign code)
         text = json.dumps(_plain(plain_value(value)), ensure_ascii=False, separators=(",", ":"))
-    return to_text(text)
-
-
-def to_text(text: str) -> str:
-    """Return the text with a replacement character (U+FFFD) for each half of a surrogate, which UTF-8 cannot encode."""
-    return HALVES.sub("\N{REPLACEMENT CHARACTER}", text)
+    return without_halves(text)
 
 
 def described(messages: Iterable[Message]) -> list[Message]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_loop.storage.query import Condition, find
-from agent_loop.storage.run import KEY, StoredRun
+from agent_loop.storage.run import KEY, Key, StoredRun
 from agent_loop.types import Message
 
 
@@ -54,17 +54,30 @@ def preference_pairs(run: StoredRun, *, where: Sequence[Condition] = ()) -> Iter
     groups: defaultdict[tuple[str, int, int], list[dict[str, Any]]] = defaultdict(list)
     for row in table.select([*KEY, "group", "reward"]).to_pylist():
         groups[row["split"], row["step"], row["group"]].append(row)
-    for rows in groups.values():
-        best = max(rows, key=lambda row: row["reward"])
-        worst = min(rows, key=lambda row: row["reward"])
-        if best["reward"] > worst["reward"]:
-            pair = _pair(*(run.trajectory(*(row[name] for name in KEY)) for row in (best, worst)))
-            if pair is not None:
-                yield pair
+    extremes = [(max(rows, key=_reward), min(rows, key=_reward)) for rows in groups.values()]
+    keys = [(_key(best), _key(worst)) for best, worst in extremes if _reward(best) > _reward(worst)]
+    stored = {_key(row): _Answer.of(row) for row in run.rows_of(key for pair in keys for key in pair)}
+    for best, worst in keys:
+        pair = _pair(stored[best], stored[worst])
+        if pair is not None:
+            yield pair
 
 
-def _pair(best: Mapping[str, Any], worst: Mapping[str, Any]) -> PreferencePair | None:
-    chosen, rejected = (json.loads(row["messages"]) for row in (best, worst))
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The part of a stored trajectory that a pair needs."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]]
+    reward: float
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> _Answer:
+        return cls(json.loads(row["messages"]), json.loads(row["tool_schemas"]), row["reward"])
+
+
+def _pair(best: _Answer, worst: _Answer) -> PreferencePair | None:
+    chosen, rejected = best.messages, worst.messages
     num_prompt = next((n for n, message in enumerate(chosen) if message["role"] == "assistant"), None)
     if num_prompt is None or chosen[:num_prompt] != rejected[:num_prompt] or len(rejected) == num_prompt:
         return None
@@ -72,7 +85,15 @@ def _pair(best: Mapping[str, Any], worst: Mapping[str, Any]) -> PreferencePair |
         prompt=chosen[:num_prompt],
         chosen=chosen[num_prompt:],
         rejected=rejected[num_prompt:],
-        tools=json.loads(best["tool_schemas"]),
-        chosen_reward=best["reward"],
-        rejected_reward=worst["reward"],
+        tools=best.tools,
+        chosen_reward=best.reward,
+        rejected_reward=worst.reward,
     )
+
+
+def _key(row: Mapping[str, Any]) -> Key:
+    return row["split"], row["step"], row["trajectory_id"]
+
+
+def _reward(row: Mapping[str, Any]) -> float:
+    return row["reward"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from agent_loop.errors import DataError
 from agent_loop.files.file_kinds import explain
@@ -17,6 +17,8 @@ from agent_loop.storage.vocabulary import Piece, read_vocabulary
 
 KEY = ("split", "step", "trajectory_id")
 """Columns that identify a stored trajectory."""
+Key: TypeAlias = tuple[str, int, str]
+"""Values of `KEY`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,16 @@ class StoredRun:
                 for group in range(stored.num_row_groups):
                     yield from _rows_of(stored, group, split=split, step=step, trajectory_id=trajectory_id)
 
+    def rows_of(self, keys: Iterable[Key]) -> Iterator[dict[str, Any]]:
+        """Yield the trajectories with these keys, in the order of the files. Each file is read at most once."""
+        wanted = set(keys)
+        places = {(split, step) for split, step, _ in wanted}
+        for file in self.files():
+            if any(file.split in (None, split) and file.step in (None, step) for split, step in places):
+                with parquet.ParquetFile(file.path) as stored:
+                    for group in range(stored.num_row_groups):
+                        yield from _rows_with_keys(stored, group, wanted)
+
     def vocabulary(self) -> list[Piece] | None:
         """Return the text of each token by its id, as bytes if these are not valid text; None if it was not stored."""
         path = self.folder / VOCABULARY_FILE
@@ -166,6 +178,16 @@ def _rows_of(
     if wanted:
         table = stored.read_row_group(group)
         for row in wanted:
+            yield {name: _value(table[name][row]) for name in table.column_names}
+
+
+def _rows_with_keys(stored: Any, group: int, wanted: Set[Key]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one row group that have one of the keys. Large columns are read only if a row has one."""
+    names = stored.read_row_group(group, columns=[*KEY]).to_pylist()
+    found = [number for number, row in enumerate(names) if tuple(row[name] for name in KEY) in wanted]
+    if found:
+        table = stored.read_row_group(group)
+        for row in found:
             yield {name: _value(table[name][row]) for name in table.column_names}
 
 

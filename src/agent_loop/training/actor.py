@@ -205,15 +205,13 @@ class Actor:
         rows = trainable_rows(batch)
         if not len(rows):
             return {names.SFT_TOKENS: 0.0}
-        mask_BR = batch["response_mask"]
-        rollouts_B = rollouts_of_rows(batch)
-        mean = Aggregation.of_rows(mask_BR, rows=rows, rollouts_B=rollouts_B, mode="token-mean")
+        num_tokens = float(batch["response_mask"].sum())
 
         def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, float]:
             logprobs_BR, _ = response_logprobs(
                 self.model, micro_batch, temperature=1.0, entropy_has_gradient=False
             )
-            loss = mean(-logprobs_BR, mask_BT=micro_batch.mask_BR)
+            loss = -logprobs_BR.sum() / num_tokens
             return loss, float(loss.detach())
 
         lr = self._optimizer.start_update()
@@ -225,7 +223,7 @@ class Actor:
         if advances_schedule:
             self._optimizer.end_update()
         return sums | {
-            names.SFT_TOKENS: float(mask_BR[rows].sum()),
+            names.SFT_TOKENS: num_tokens,
             names.SFT_GRAD_NORM: grad_norm,
             names.SFT_LEARNING_RATE: lr,
         }
@@ -292,9 +290,7 @@ class Actor:
             mode=config.loss_agg_mode,
             length=config.loss_length,
         )
-        observations = ObservationLoss.of(
-            batch, rows=rows, rollouts_B=rollouts_B, coefficient=config.observation_coeff
-        )
+        observations = ObservationLoss.of(batch, rows=rows, coefficient=config.observation_coeff)
 
         def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, _Values, _Values]]:
             all_logprobs_BR, entropy_BR = response_logprobs(

@@ -52,7 +52,7 @@ class TrainingLoop:
         *,
         manager: Rollouts,
         learner: Learner,
-        sampler: RowSampler,
+        sampler: RowSampler[Row],
         val_rows: Sequence[Row],
         writer: MetricsWriter,
         progress: Progress,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agent_loop.rollout.batch import RolloutBatch
-from agent_loop.training.losses import Aggregation
+from agent_loop.training.losses import aggregate, loss_denominator
 from agent_loop.training.micro_batches import MicroBatch
 
 
@@ -28,26 +28,24 @@ class ObservationLoss:
     """Factor of the mean in the loss of the actor."""
     is_observed_BR: Tensor
     """int64: 1 at observations, for the whole batch."""
-    mean: Aggregation
+    num_tokens: float
+    """Number of observations in the mini-batch, at least 1."""
 
     @classmethod
-    def of(
-        cls, batch: RolloutBatch, *, rows: Tensor, rollouts_B: Tensor, coefficient: float
-    ) -> ObservationLoss | None:
+    def of(cls, batch: RolloutBatch, *, rows: Tensor, coefficient: float) -> ObservationLoss | None:
         """Return the loss of a mini-batch; None if the coefficient is 0.
 
         Args:
             batch: Batch that `assemble` returned.
             rows: Indices of the rows of the mini-batch.
-            rollouts_B: Number of the rollout of each row of the whole batch.
             coefficient: Factor of the mean in the loss of the actor.
         """
         if not coefficient:
             return None
         is_response_BR = batch["attention_mask"][:, batch["prompts"].shape[1] :].bool()
         is_observed_BR = (is_response_BR & (batch["weight_versions"] < 0)).long()
-        mean = Aggregation.of_rows(is_observed_BR, rows=rows, rollouts_B=rollouts_B, mode="token-mean")
-        return cls(coefficient, is_observed_BR, mean)
+        num_tokens = loss_denominator(is_observed_BR[rows], mode="token-mean")
+        return cls(coefficient, is_observed_BR, num_tokens)
 
     def widened(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch whose mask holds the observations too, so that their log-probs are computed."""
@@ -55,7 +53,12 @@ class ObservationLoss:
 
     def __call__(self, logprobs_BR: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Return this micro-batch's part of the mean, without the coefficient."""
-        return self.mean(-logprobs_BR, mask_BT=self._observed(micro_batch))
+        return aggregate(
+            -logprobs_BR,
+            mask_BT=self._observed(micro_batch),
+            mode="token-mean",
+            denominator=self.num_tokens,
+        )
 
     def _observed(self, micro_batch: MicroBatch) -> Tensor:
         """Return the observations of a micro-batch. A spare micro-batch has none, because its rows count elsewhere."""

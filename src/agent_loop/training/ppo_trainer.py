@@ -12,6 +12,7 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config
 from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
+from agent_loop.rollout.components import load_template
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.rows import RowSampler, load_row_files
 from agent_loop.runtime.garbage_collection import frozen_objects, infrequent_collections
@@ -100,6 +101,7 @@ class PPOTrainer:
         _check_algorithm(config)
         _check_supervised(config)
         sampler, val_rows, manifests = _load_data(config, has_manager=self._manager is not None)
+        supervised = await run_in_thread(_load_supervised, config, self._manager, manifests)
         async with AsyncExitStack() as stack:
             stack.enter_context(exclusive_folder(run_dir, name="trainer.run_dir"))
             journals = JournalFolder(run_dir)
@@ -109,13 +111,13 @@ class PPOTrainer:
             is_new = from_journals or (self._resume == "auto" and not has_checkpoints)
             checkpoint = None if is_new else find_checkpoint(run_dir, resume=self._resume)
             check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite or is_new)
-            notes = _compare_rows(checkpoint, manifests, config)
+            notes = checkpoint and check_rows_unchanged(
+                checkpoint, manifests, allow_changed=config.data.allow_changed_rows
+            )
             loggers = make_loggers(config)
             manager = self._manager or await stack.enter_async_context(create_manager(config))
             manager.check_rows(sampler.rows)
             manager.check_rows(val_rows)
-            supervised, sft_manifests = await run_in_thread(_load_supervised, config, manager)
-            notes += _compare_rows(checkpoint, sft_manifests, config)
             process_group = await stack.enter_async_context(start_process_group(config))
             learner = await run_in_thread(
                 load_learner, config, checkpoint=checkpoint, process_group=process_group
@@ -144,14 +146,14 @@ class PPOTrainer:
                 interrupt=interrupt,
                 journals=journals if _keeps_journals(config) else None,
                 keeper=stack.enter_context(keeper),
-                rows=manifests | sft_manifests,
+                rows=manifests,
                 supervised=supervised,
             )
             keeper.keep_vocabulary(manager.template.tokenizer)
             stack.enter_context(interrupt.listening())
             if checkpoint is not None:
                 _report_changes(progress, checkpoint, config)
-                for note in notes:
+                for note in notes or ():
                     progress.say(note)
             elif from_journals:
                 progress.say("there is no checkpoint yet; resuming from the journals")
@@ -162,7 +164,9 @@ class PPOTrainer:
             return await loop.run(checkpoint)
 
 
-def _load_data(config: Config, *, has_manager: bool) -> tuple[RowSampler, list[Row], dict[str, DataManifest]]:
+def _load_data(
+    config: Config, *, has_manager: bool
+) -> tuple[RowSampler[Row], list[Row], dict[str, DataManifest]]:
     """Load the rows, and return a manifest of their files by split.
 
     If the caller passed a manager, its rewards may come from code that the configuration does not name.
@@ -180,7 +184,7 @@ def _load_data(config: Config, *, has_manager: bool) -> tuple[RowSampler, list[R
     rows = [row for file in files for row in file.rows]
     if not has_manager:
         refuse_without_reward(config, rows)
-    sampler = RowSampler(
+    sampler: RowSampler[Row] = RowSampler(
         rows,
         batch_size=math.ceil(data.train_batch_size * config.rollout.over_sample),
         shuffle=data.shuffle,
@@ -200,30 +204,19 @@ def _check_supervised(config: Config) -> None:
 
 
 def _load_supervised(
-    config: Config, manager: Rollouts
-) -> tuple[ExampleSampler | None, dict[str, DataManifest]]:
-    """Return the sampler of the supervised steps and a manifest of their files, if there are such steps."""
+    config: Config, manager: Rollouts | None, manifests: dict[str, DataManifest]
+) -> ExampleSampler | None:
+    """Return the sampler of the supervised steps, and add a manifest of their files; None without such steps."""
     if config.sft.every is None:
-        return None, {}
-    if not isinstance(manager.template, ChatTemplate):
+        return None
+    template = load_template(config) if manager is None else manager.template
+    if not isinstance(template, ChatTemplate):
         raise ConfigError("sft.every is set, which needs a manager with a chat template; unset sft.every")
-    examples = load_examples(config.sft.files, config=config.sft, template=manager.template)
-    sampler = ExampleSampler(
-        examples.trajectories,
-        batch_size=config.sft.batch_size,
-        seed=config.data.seed,
-        pad_token_id=manager.template.pad_token_id,
+    examples = load_examples(config.sft.files, config=config.sft, template=template)
+    manifests[SFT_SPLIT] = examples.manifest
+    return ExampleSampler(
+        examples, config=config.sft, seed=config.data.seed, pad_token_id=template.pad_token_id
     )
-    return sampler, {SFT_SPLIT: examples.manifest}
-
-
-def _compare_rows(
-    checkpoint: Checkpoint | None, manifests: dict[str, DataManifest], config: Config
-) -> list[str]:
-    """Return notes on the rows that changed since the checkpoint, if there is one."""
-    if checkpoint is None:
-        return []
-    return check_rows_unchanged(checkpoint, manifests, allow_changed=config.data.allow_changed_rows)
 
 
 def _check_algorithm(config: Config) -> None:

@@ -89,7 +89,7 @@ class StepRollouts:
         config: Config,
         *,
         manager: Rollouts,
-        sampler: RowSampler,
+        sampler: RowSampler[Row],
         progress: Progress,
         journals: JournalFolder | None,
     ) -> None:

@@ -25,9 +25,16 @@ from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.metrics import forget_steps_after
 
 CONFIG_FILE = "config.yaml"
-SFT_SPLIT = "sft"
-"""Split of the supervised examples of a training with rollouts."""
+SFT_SPLIT, SFT_VAL_SPLIT = "sft", "sft_val"
+"""Splits of supervised examples."""
 TRAINED_SPLITS = ("train", SFT_SPLIT)
+SOURCES = {
+    "train": "data.train_files",
+    "val": "data.val_files",
+    SFT_SPLIT: "sft.files",
+    SFT_VAL_SPLIT: "sft.val_files",
+}
+"""Setting with the files of each split."""
 
 
 def find_checkpoint(run_dir: Path, *, resume: bool | str) -> Checkpoint | None:
@@ -102,8 +109,7 @@ def check_rows_unchanged(
                 f"the training rows are not those of the checkpoint {str(checkpoint.path)!r} ({changes}); put the "
                 "files back as they were, or set data.allow_changed_rows=true to resume with the rows as they are"
             )
-        source = "sft.files" if split == SFT_SPLIT else f"data.{split}_files"
-        notes.append(f"the rows of {source} changed since that checkpoint ({changes})")
+        notes.append(f"the rows of {SOURCES[split]} changed since that checkpoint ({changes})")
     return notes
 
 

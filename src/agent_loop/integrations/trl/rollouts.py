@@ -93,7 +93,9 @@ class AgentLoopRollouts:
         thread, manager = self._require_open()
         check_async_args(args, config=self._config.rollout)
         data = self._config.data
-        sampler = RowSampler(self._prepared(rows), batch_size=1, shuffle=data.shuffle, seed=data.seed)
+        sampler: RowSampler[Row] = RowSampler(
+            self._prepared(rows), batch_size=1, shuffle=data.shuffle, seed=data.seed
+        )
         worker = AgentLoopRolloutWorker(manager, thread=thread, sampler=sampler, args=args)
         self._workers.append(worker)
         return worker

@@ -21,6 +21,7 @@ from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import RowSampler
 from agent_loop.runtime.concurrency import run_until
 from agent_loop.trajectory import Trajectory
+from agent_loop.types import Row
 
 MAX_LOST_GROUPS_IN_A_ROW = 8
 """Number of consecutive lost groups that the worker tolerates. One more ends the worker."""
@@ -36,7 +37,7 @@ class AgentLoopRolloutWorker:
     """
 
     def __init__(
-        self, manager: AgentLoopManager, *, thread: LoopThread, sampler: RowSampler, args: Any
+        self, manager: AgentLoopManager, *, thread: LoopThread, sampler: RowSampler[Row], args: Any
     ) -> None:
         """Create the worker; `start` starts it.
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from agent_loop.errors import ConfigError, DataError
-from agent_loop.files.plain_values import parse_json
+from agent_loop.files.plain_values import HALVES, parse_json, without_halves
 
 TITLE_FIELDS = ("title", "name")
 TEXT_FIELDS = ("text", "contents", "content", "body", "passage")
 PASSAGE_WORDS = 120
 """Approximate number of words per passage of a plain text file, which is split at paragraphs."""
 
-HALVES = re.compile("[\ud800-\udfff]")
 logger = logging.getLogger(__name__)
 
 
@@ -84,7 +82,7 @@ def _encodable(text: str, *, where: str) -> str:
     if not HALVES.search(text):
         return text
     logger.warning("%s contains an unpaired surrogate; it is replaced by U+FFFD", where)
-    return HALVES.sub("\N{REPLACEMENT CHARACTER}", text)
+    return without_halves(text)
 
 
 def _read_json_lines(file: Path) -> Iterator[Passage]:

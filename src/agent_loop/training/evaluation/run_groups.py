@@ -16,11 +16,24 @@ from agent_loop.errors import DataError, did_you_mean
 from agent_loop.files.file_kinds import RUN, explain, kind_of, only_run
 from agent_loop.runtime.numeric import as_finite_number
 from agent_loop.storage.metrics_file import METRICS_FILE, read_metrics
-from agent_loop.training.metrics import REWARD_MEAN, STEP, SUCCESS_SHARE, VALIDATION
+from agent_loop.training.metrics import (
+    REWARD_MEAN,
+    SFT_LOSS,
+    SFT_VALIDATION_LOSS,
+    STEP,
+    SUCCESS_SHARE,
+    VALIDATION,
+)
+from agent_loop.training.run_folder import CONFIG_FILE
 
-CONFIG_FILE = "config.yaml"
 WANTED = "the folder of a training run, a folder of such runs, or a glob of them"
-DEFAULT_METRICS = (REWARD_MEAN, SUCCESS_SHARE, f"{VALIDATION}{REWARD_MEAN}")
+DEFAULT_METRICS = (
+    REWARD_MEAN,
+    SUCCESS_SHARE,
+    f"{VALIDATION}{REWARD_MEAN}",
+    SFT_LOSS,
+    SFT_VALIDATION_LOSS,
+)
 PASS_AT_K = re.compile(rf"{VALIDATION}pass@\d+")
 
 

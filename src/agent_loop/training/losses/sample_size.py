@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 WEIGHT_SUMS = ("weight_sum", "weight_square_sum", "weight_count")
-"""Names of the sums from which an effective sample size is computed."""
+"""Names of the sums of `weight_sums`."""
 
 
 def weight_sums(weights_BT: Tensor, *, mask_BT: Tensor) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from agent_loop.types import Message, Origin, Row
 WEIGHT = "weight"
 """Key of an assistant message: 0 if its tokens are not trained, as in OpenAI's files for fine-tuning."""
 OTHER_REASONING = ("reasoning", "thinking")
-"""Names that other systems give to `reasoning_content`."""
+"""Keys of other systems for `reasoning_content`."""
 
 
 def chat_segments(row: Row, *, template: ChatTemplate, tools_key: str, where: str) -> list[Segment]:

@@ -17,7 +17,6 @@ from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.supervised.chats import chat_segments
 from agent_loop.training.supervised.stored import is_stored, stored_segments
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
-from agent_loop.types import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,36 +65,28 @@ def load_examples(sources: Sequence[str], *, config: SftConfig, template: ChatTe
     return Examples(numbered, len(trained) - len(fitting), DataManifest.of(files))
 
 
-@dataclass(frozen=True, slots=True)
 class ExampleSampler:
-    """Selects the examples of each step. The selection depends on the step alone, so that a run can be resumed.
+    """Sampler of the training examples of each step, in an order that depends on the step alone.
 
     Args:
         examples: The examples of the training split.
-        batch_size: Examples per step; all if there are fewer.
+        config: Size of a batch; it has all examples if there are fewer.
         seed: Seed of the order of each epoch.
         pad_token_id: Token id of the padding of batches.
     """
 
-    examples: Sequence[Trajectory]
-    batch_size: int
-    seed: int
-    pad_token_id: int
+    def __init__(self, examples: Examples, *, config: SftConfig, seed: int, pad_token_id: int) -> None:
+        trajectories = examples.trajectories
+        self._sampler = RowSampler(trajectories, min(config.batch_size, len(trajectories)), seed=seed)
+        self._pad_token_id = pad_token_id
 
     def batch(self, step: int) -> RolloutBatch:
         """Return the batch of a step. The first step is 1."""
-        rows: list[Row] = [{"index": index} for index in range(len(self.examples))]
-        selected = RowSampler(rows, self._batch_size, seed=self.seed).batch(step)
-        indices: list[int] = [row["index"] for row in selected]
-        return assemble([self.examples[index] for index in indices], pad_token_id=self.pad_token_id)
+        return assemble(self._sampler.batch(step), pad_token_id=self._pad_token_id)
 
     def num_steps(self, epochs: float) -> int:
         """Return the number of steps in which each example is trained this many times, rounded up."""
-        return math.ceil(epochs * len(self.examples) / self._batch_size)
-
-    @property
-    def _batch_size(self) -> int:
-        return min(self.batch_size, len(self.examples))
+        return math.ceil(epochs * len(self._sampler.rows) / self._sampler.batch_size)
 
 
 def batches(examples: Sequence[Trajectory], *, batch_size: int, pad_token_id: int) -> Iterator[RolloutBatch]:

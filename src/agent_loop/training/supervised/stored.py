@@ -55,13 +55,9 @@ def stored_segments(
             f"{source!r} holds trajectories of a model with another vocabulary than that of model.path; give the "
             "messages of the trajectories as conversations, or train a model with that vocabulary"
         )
-    found = find(run, where=[Condition.parse(condition) for condition in where]).select(KEY).to_pylist()
-    wanted = {tuple(each[name] for name in KEY) for each in found}
-    kept = [
-        (row["split"], row["step"], to_trajectory(row))
-        for row in run.rows()
-        if tuple(row[name] for name in KEY) in wanted
-    ]
+    found = find(run, where=[Condition.parse(condition) for condition in where])
+    keys = zip(*(found[name].to_pylist() for name in KEY), strict=True)
+    kept = [(row["split"], row["step"], to_trajectory(row)) for row in run.rows_of(keys)]
     if best_of_group is not None:
         kept = _best(kept, count=best_of_group)
     return list(_trained_once(kept))

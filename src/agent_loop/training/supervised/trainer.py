@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.training import metrics as names
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints, save_checkpoint
+from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.learner import Learner, load_learner
 from agent_loop.training.loggers import make_loggers
@@ -24,6 +26,8 @@ from agent_loop.training.ranks import start_process_group
 from agent_loop.training.result import TrainResult
 from agent_loop.training.run_folder import (
     METRICS_FILE,
+    SFT_SPLIT,
+    SFT_VAL_SPLIT,
     check_rows_unchanged,
     check_run_folder,
     config_values,
@@ -79,9 +83,9 @@ class SupervisedTrainer:
             check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite or is_new)
             template = await run_in_thread(load_template, config)
             splits = await run_in_thread(_load_splits, config, template)
-            manifests = {split: examples.manifest for split, examples in splits.items()}
-            if checkpoint is not None:
-                check_rows_unchanged(checkpoint, manifests, allow_changed=config.data.allow_changed_rows)
+            notes = checkpoint and check_rows_unchanged(
+                checkpoint, _manifests(splits), allow_changed=config.data.allow_changed_rows
+            )
             loggers = make_loggers(config)
             process_group = await stack.enter_async_context(start_process_group(config))
             learner = await run_in_thread(
@@ -89,7 +93,9 @@ class SupervisedTrainer:
             )
             prepare_run_folder(run_dir, config=config, checkpoint=checkpoint)
             interrupt = Interrupt()
-            sampler = _sampler(splits["train"], config=config, template=template)
+            sampler = ExampleSampler(
+                splits["train"], config=config.sft, seed=config.data.seed, pad_token_id=template.pad_token_id
+            )
             epochs = config.sft.epochs
             clock = StepClock()
             loop = _Loop(
@@ -104,7 +110,7 @@ class SupervisedTrainer:
                 console=self._console,
             )
             stack.enter_context(interrupt.listening())
-            return await loop.run(checkpoint, interrupt=interrupt)
+            return await loop.run(checkpoint, interrupt=interrupt, notes=notes or ())
 
 
 def supervised_config(config: Config) -> Config:
@@ -120,7 +126,7 @@ def supervised_config(config: Config) -> Config:
     return config.model_copy(
         update={
             "algorithm": AlgorithmConfig(),
-            "actor": config.actor.model_copy(update={"kl_loss_coef": 0.0}),
+            "actor": config.actor.model_copy(update={"kl_loss_coef": 0.0, "reference_path": None}),
             "rollout": config.rollout.model_copy(
                 update={"temperature": 1.0, "prompt_length": 1, "response_length": config.sft.max_tokens}
             ),
@@ -156,7 +162,9 @@ class _Loop:
         self._progress = Progress(total_steps=total_steps, clock=clock, console=console)
         self._saved: tuple[int, Path] | None = None
 
-    async def run(self, checkpoint: Checkpoint | None, *, interrupt: Interrupt) -> TrainResult:
+    async def run(
+        self, checkpoint: Checkpoint | None, *, interrupt: Interrupt, notes: Sequence[str]
+    ) -> TrainResult:
         """Train from a checkpoint that the learner has loaded, or from the start."""
         completed = 0
         metrics: dict[str, float] = {}
@@ -165,6 +173,8 @@ class _Loop:
             if checkpoint is not None:
                 completed, self._saved = checkpoint.step, (checkpoint.step, checkpoint.path)
                 progress.say(f"resuming after step {completed} from {checkpoint.path}")
+                for note in notes:
+                    progress.say(note)
             elif self._config.trainer.val_before_train:
                 self._writer.write(0, await self._validate())
             progress.start(completed_steps=completed)
@@ -232,7 +242,7 @@ class _Loop:
                 learner=self._learner,
                 tokenizer=self._template.tokenizer,
                 config=config_values(self._config),
-                rows={split: examples.manifest for split, examples in self._splits.items()},
+                rows=_manifests(self._splits),
                 keep=self._config.trainer.keep_checkpoints,
             )
         self._saved = (step, path)
@@ -253,6 +263,12 @@ class _Loop:
             )
 
 
+def _manifests(splits: Mapping[str, Examples]) -> dict[str, DataManifest]:
+    """Return the manifests of the splits, by the names that a checkpoint gives them."""
+    names_of_splits = {"train": SFT_SPLIT, "val": SFT_VAL_SPLIT}
+    return {names_of_splits[split]: examples.manifest for split, examples in splits.items()}
+
+
 def _load_splits(config: Config, template: ChatTemplate) -> dict[str, Examples]:
     sources = {"train": config.sft.files, "val": config.sft.val_files}
     return {
@@ -260,12 +276,3 @@ def _load_splits(config: Config, template: ChatTemplate) -> dict[str, Examples]:
         for split, files in sources.items()
         if files
     }
-
-
-def _sampler(examples: Examples, *, config: Config, template: ChatTemplate) -> ExampleSampler:
-    return ExampleSampler(
-        examples.trajectories,
-        batch_size=config.sft.batch_size,
-        seed=config.data.seed,
-        pad_token_id=template.pad_token_id,
-    )
