@@ -10,7 +10,7 @@ from agent_loop.config import TraceConfig
 from agent_loop.rollout.batch import timing_metrics
 from agent_loop.training.evaluation import summarise
 from agent_loop.training.feedback import feedback_metrics
-from agent_loop.training.metrics import rollout_metrics
+from agent_loop.training.rollout_metrics import rollout_metrics
 from tests.tracing.harness import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "generate_metrics.py"

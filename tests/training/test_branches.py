@@ -34,8 +34,8 @@ from agent_loop.training.branches import rollouts_of_rows
 from agent_loop.training.feedback import feedback_metrics
 from agent_loop.training.learner import _estimate_metrics
 from agent_loop.training.losses import Aggregation, aggregate
-from agent_loop.training.metrics import rollout_metrics
 from agent_loop.training.optimizer import Optimizer
+from agent_loop.training.rollout_metrics import rollout_metrics
 from agent_loop.training.rollouts import _earned, _with_variance
 from agent_loop.trajectory import AgentLoopOutput, Failure, Feedback, Segment, Trajectory
 from agent_loop.types import Origin, StopReason, as_token_ids

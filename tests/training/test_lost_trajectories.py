@@ -20,7 +20,7 @@ from agent_loop.training.advantages import collect_rewards, estimate_advantages
 from agent_loop.training.evaluation import summarise
 from agent_loop.training.feedback import feedback_metrics
 from agent_loop.training.learner import load_learner
-from agent_loop.training.metrics import rollout_metrics
+from agent_loop.training.rollout_metrics import rollout_metrics
 from agent_loop.training.rollouts import _earned, _with_variance
 from agent_loop.trajectory import Failure, FailureKind, Trajectory
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from agent_loop.errors import DataError, OutputError
-from agent_loop.training.metrics import MetricsWriter, forget_steps_after, read_metrics, rollout_metrics
+from agent_loop.training.metrics import MetricsWriter, forget_steps_after, read_metrics
+from agent_loop.training.rollout_metrics import rollout_metrics
 from agent_loop.trajectory import (
     AgentLoopMetrics,
     AgentLoopOutput,

@@ -11,7 +11,7 @@ import torch
 from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.advantages import collect_rewards, estimate_advantages
-from agent_loop.training.metrics import rollout_metrics
+from agent_loop.training.rollout_metrics import rollout_metrics
 from agent_loop.training.rollouts import _with_variance
 from agent_loop.training.seats import compared_groups
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory

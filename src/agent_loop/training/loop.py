@@ -28,9 +28,10 @@ from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.learnable import refuse_without_lesson
 from agent_loop.training.learned import learned_of
 from agent_loop.training.learner import Learner
-from agent_loop.training.metrics import MetricsWriter, drift_metrics, rollout_metrics
+from agent_loop.training.metrics import MetricsWriter
 from agent_loop.training.progress import Progress
 from agent_loop.training.result import TrainResult
+from agent_loop.training.rollout_metrics import drift_metrics, rollout_metrics
 from agent_loop.training.rollouts import Rollouts, StepRollout, StepRollouts, max_staleness
 from agent_loop.training.run_folder import config_values
 from agent_loop.training.supervised.examples import ExampleSampler
