@@ -18,6 +18,7 @@ from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.response_models import ChatCompletion, ChatCompletionChunk
 from agent_loop.config import ModelConfig, OnWeightUpdate, WeightTransfer
 from agent_loop.errors import ConfigError, SamplingParamsError, ServerError, WeightsError, did_you_mean
+from agent_loop.servers.scores import TokenScores
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
@@ -55,6 +56,8 @@ class Ability(StrEnum):
     """`sleep` frees the KV cache and releases the device."""
     ATTACHMENTS = "attachments"
     """Accepts attachments such as images, if the model supports them."""
+    SCORE = "score"
+    """`score` returns the log-probs of the tokens of a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +286,26 @@ class AsyncServerBase(ABC):
             output = await self.generate(prompt_ids, sampling_params, request_id)
         for chunk in output.chunks:
             yield chunk
+
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        """Return the log-probs of a text's tokens, each given all tokens before it, at temperature 1.
+
+        Args:
+            token_ids: The whole text, shape [num_tokens]; read-only.
+            start: Index of the first token to score, at least 1, because nothing predicts the first token.
+            top_logprobs: Number K of likeliest tokens to return at each place.
+
+        Returns:
+            Scores of the M = num_tokens - start last tokens.
+
+        Raises:
+            ServerError: The server cannot score (it lacks the ability `SCORE`), or rejects the text.
+            ServerDied: The engine has exited.
+            BadServerReply: The engine's reply does not fit the text.
+        """
+        raise ServerError(
+            f"{type(self).__name__} does not define score, so it cannot be a teacher", server=self.name
+        )
 
     async def chat_completion(
         self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
