@@ -75,7 +75,7 @@ def run(model: PreTrainedModel, batch: RolloutBatch, *, budget: int, packs: bool
     for micro_batch in micro_batches(
         batch, rows=torch.arange(len(batch)), max_tokens=budget, device=model.device, use_packing=packs
     ):
-        logprobs_BR, _ = response_logprobs(model, micro_batch, temperature=1.0)
+        logprobs_BR = response_logprobs(model, micro_batch, temperature=1.0).sampled_BR
         logprobs_BR[micro_batch.mask_BR.bool()].sum().backward()
         num_tokens += (pack(micro_batch).input_ids_KL if packs else micro_batch.input_ids_BW).numel()
     return Pass(time.process_time() - start_s, num_tokens)

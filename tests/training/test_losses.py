@@ -16,6 +16,7 @@ from agent_loop.training.actor import STEP_NAMES
 from agent_loop.training.losses import (
     MAX_LOG_RATIO,
     Aggregation,
+    TokenLogProbs,
     aggregate,
     clipped_loss,
     correct,
@@ -193,31 +194,42 @@ def test_token_logprobs_and_entropy_are_those_of_the_tempered_softmax() -> None:
     logits_NV = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     token_ids_M, place_M = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 1, 2])
 
-    logprobs_M, entropy_M = token_logprobs(
-        logits_NV, token_ids_M=token_ids_M, place_M=place_M, temperature=0.7
+    candidate_ids_MK = torch.tensor([[0, 4], [3, 3], [2, 1], [4, 0]])
+
+    found = token_logprobs(
+        logits_NV,
+        token_ids_M=token_ids_M,
+        place_M=place_M,
+        temperature=0.7,
+        candidate_ids_MK=candidate_ids_MK,
     )
+
+    assert found.candidates_MK is not None
 
     for token, index in enumerate(place_M.tolist()):
         weights = [math.exp(x / 0.7) for x in logits_NV[index].tolist()]
         chances = [w / sum(weights) for w in weights]
-        assert float(logprobs_M[token]) == pytest.approx(math.log(chances[token_ids_M[token]]))
-        assert float(entropy_M[token]) == pytest.approx(-sum(p * math.log(p) for p in chances))
+        assert float(found.sampled_M[token]) == pytest.approx(math.log(chances[token_ids_M[token]]))
+        assert found.candidates_MK[token].tolist() == pytest.approx(
+            [math.log(chances[candidate]) for candidate in candidate_ids_MK[token].tolist()]
+        )
+        assert float(found.entropy_M[token]) == pytest.approx(-sum(p * math.log(p) for p in chances))
 
 
 def test_half_precision_logits_are_reduced_in_single_precision() -> None:
     logits_NV = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
 
-    logprobs_M, _ = token_logprobs(
+    found = token_logprobs(
         logits_NV, token_ids_M=torch.tensor([1, 2]), place_M=torch.arange(2), temperature=1.0
     )
 
-    assert logprobs_M.dtype == torch.float32
+    assert found.sampled_M.dtype == torch.float32
 
 
 def test_an_entropy_for_metrics_only_has_no_gradient() -> None:
     logits_NV = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
-    def of_tokens(*, entropy_has_gradient: bool) -> tuple[Tensor, Tensor]:
+    def of_tokens(*, entropy_has_gradient: bool) -> TokenLogProbs:
         return token_logprobs(
             logits_NV,
             token_ids_M=torch.tensor([1, 2]),
@@ -226,11 +238,11 @@ def test_an_entropy_for_metrics_only_has_no_gradient() -> None:
             entropy_has_gradient=entropy_has_gradient,
         )
 
-    logprobs_M, entropy_M = of_tokens(entropy_has_gradient=False)
+    found = of_tokens(entropy_has_gradient=False)
 
-    assert logprobs_M.requires_grad
-    assert not entropy_M.requires_grad
-    torch.testing.assert_close(entropy_M, of_tokens(entropy_has_gradient=True)[1])
+    assert found.sampled_M.requires_grad
+    assert not found.entropy_M.requires_grad
+    torch.testing.assert_close(found.entropy_M, of_tokens(entropy_has_gradient=True).entropy_M)
 
 
 def test_entropy_and_its_gradient_are_finite_where_a_token_is_impossible() -> None:

@@ -59,23 +59,26 @@ def test_columns_that_are_padding_in_all_rows_are_dropped(batch: RolloutBatch) -
 def test_logprobs_of_a_padded_micro_batch_equal_those_of_each_row_alone(batch: RolloutBatch) -> None:
     model = tiny_policy()
     for part in cut(batch, max_tokens=60):
-        logprobs_BR, entropy_BR = response_logprobs(model, part, temperature=0.8)
+        found = response_logprobs(model, part, temperature=0.8)
         for index, row in enumerate(part.rows_B.tolist()):
             attended = batch["attention_mask"][row].bool()
             ids = batch["input_ids"][row][attended]
             num_prompt = int(batch["attention_mask"][row, :9].sum())
             logits_TV = model(ids[None]).logits[0, num_prompt - 1 : -1]
-            expected_T = token_logprobs(
+            expected = token_logprobs(
                 logits_TV,
                 token_ids_M=ids[num_prompt:],
                 place_M=torch.arange(len(logits_TV)),
                 temperature=0.8,
             )
             is_model_T = part.mask_BR[index, : len(logits_TV)].bool()
-            for found_BR, expected in zip((logprobs_BR, entropy_BR), expected_T, strict=True):
+            for found_BR, expected_T in (
+                (found.sampled_BR, expected.sampled_M),
+                (found.entropy_BR, expected.entropy_M),
+            ):
                 found_R = found_BR[index]
                 torch.testing.assert_close(
-                    found_R[: len(is_model_T)], expected * is_model_T, atol=1e-5, rtol=1e-5
+                    found_R[: len(is_model_T)], expected_T * is_model_T, atol=1e-5, rtol=1e-5
                 )
                 assert not found_R[len(is_model_T) :].any()
 

@@ -91,7 +91,10 @@ def test_logprobs_of_packed_rows_equal_those_of_padded_rows(
         [padded_part] = micro_batches(batch, rows=part.rows_B, max_tokens=10_000, device=torch.device("cpu"))
         padded = response_logprobs(model, padded_part, temperature=0.8)
         assert torch.equal(part.rows_B, padded_part.rows_B)
-        for packed_BR, padded_BR in zip(packed, padded, strict=True):
+        for packed_BR, padded_BR in (
+            (packed.sampled_BR, padded.sampled_BR),
+            (packed.entropy_BR, padded.entropy_BR),
+        ):
             torch.testing.assert_close(packed_BR, padded_BR, atol=1e-5, rtol=0)
             assert packed_BR[part.mask_BR.bool()].all()
             assert not packed_BR[~part.mask_BR.bool()].any()
@@ -167,5 +170,8 @@ def test_logprobs_of_rows_that_share_prefixes_equal_those_of_padded_rows(
             [padded_part] = micro_batches(batch, rows=part.rows_B, max_tokens=10_000, device=device)
             order = [padded_part.rows_B.tolist().index(row) for row in part.rows_B.tolist()]
             padded = response_logprobs(model, padded_part, temperature=0.8)
-            for shared_BR, padded_BR in zip(shared, padded, strict=True):
+            for shared_BR, padded_BR in (
+                (shared.sampled_BR, padded.sampled_BR),
+                (shared.entropy_BR, padded.entropy_BR),
+            ):
                 torch.testing.assert_close(shared_BR, padded_BR[order], atol=1e-5, rtol=0)

@@ -208,10 +208,8 @@ class Actor:
         num_tokens = float(batch["response_mask"].sum())
 
         def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, float]:
-            logprobs_BR, _ = response_logprobs(
-                self.model, micro_batch, temperature=1.0, entropy_has_gradient=False
-            )
-            loss = -logprobs_BR.sum() / num_tokens
+            found = response_logprobs(self.model, micro_batch, temperature=1.0, entropy_has_gradient=False)
+            loss = -found.sampled_BR.sum() / num_tokens
             return loss, float(loss.detach())
 
         lr = self._optimizer.start_update()
@@ -293,17 +291,17 @@ class Actor:
         observations = ObservationLoss.of(batch, rows=rows, coefficient=config.observation_coeff)
 
         def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, _Values, _Values]]:
-            all_logprobs_BR, entropy_BR = response_logprobs(
+            found = response_logprobs(
                 self.model,
                 micro_batch if observations is None else observations.widened(micro_batch),
                 temperature=self._temperature,
                 entropy_has_gradient=config.entropy_coeff > 0,
             )
-            logprobs_BR = torch.where(micro_batch.mask_BR.bool(), all_logprobs_BR, 0.0)
+            logprobs_BR = torch.where(micro_batch.mask_BR.bool(), found.sampled_BR, 0.0)
             part = reduce.cut(micro_batch.rows_B)
-            loss, metrics, of_tokens = self._loss(logprobs_BR, entropy_BR, micro_batch, targets, part)
+            loss, metrics, of_tokens = self._loss(logprobs_BR, found.entropy_BR, micro_batch, targets, part)
             if observations is not None:
-                observation_loss = observations(all_logprobs_BR, micro_batch)
+                observation_loss = observations(found.sampled_BR, micro_batch)
                 loss = loss + observations.coefficient * observation_loss
                 metrics |= {
                     names.LOSS: loss.detach(),
@@ -375,7 +373,7 @@ class Actor:
     def _logprobs_of(self, model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tensor:
         @torch.no_grad()
         def logprobs_of(micro_batch: MicroBatch) -> Tensor:
-            return response_logprobs(model, micro_batch, temperature=self._temperature)[0]
+            return response_logprobs(model, micro_batch, temperature=self._temperature).sampled_BR
 
         logprobs_BR = torch.zeros(batch["responses"].shape, dtype=torch.float32)
         for micro_batch, part_BR in compute_each(

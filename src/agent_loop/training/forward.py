@@ -31,8 +31,9 @@ class Predictions:
     """1 at sampled tokens."""
 
     def spread(self, values_M: Tensor) -> Tensor:
-        """Return values of tokens in rows and columns, [B, R]; 0 elsewhere."""
-        return values_M.new_zeros(self.mask_BR.shape).masked_scatter(self.mask_BR.bool(), values_M)
+        """Return values of tokens, [M] or [M, K], in rows and columns, [B, R] or [B, R, K]; 0 elsewhere."""
+        spread = values_M.new_zeros((*self.mask_BR.shape, *values_M.shape[1:]))
+        return spread.index_put(self.mask_BR.nonzero(as_tuple=True), values_M)
 
 
 def predict_response(model: PreTrainedModel, micro_batch: MicroBatch) -> Predictions:

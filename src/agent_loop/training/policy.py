@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -112,19 +113,49 @@ def make_exact(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
                 module.training = True  # enables checkpointing; the modules inside are not changed
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseLogProbs:
+    """Log-probs and entropies at the sampled tokens of a micro-batch; 0 elsewhere. All have gradients."""
+
+    sampled_BR: Tensor
+    entropy_BR: Tensor
+    """In nats; without a gradient if `entropy_has_gradient` was False."""
+    candidates_BRK: Tensor | None
+    """Log-probs of the candidates in place of each sampled token; None if there were no candidates."""
+
+
 def response_logprobs(
-    model: PreTrainedModel, micro_batch: MicroBatch, *, temperature: float, entropy_has_gradient: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of the sampled tokens at this temperature, and the entropy at each; [B, R], 0 elsewhere.
+    model: PreTrainedModel,
+    micro_batch: MicroBatch,
+    *,
+    temperature: float,
+    entropy_has_gradient: bool = True,
+    candidate_ids_BRK: Tensor | None = None,
+) -> ResponseLogProbs:
+    """Return the log-probs of the sampled tokens and of candidates in their places, and the entropy at each place.
 
     Prompts must not be empty, because the first response token needs a token before it.
+
+    Args:
+        model: The policy or the reference.
+        micro_batch: Rows; the tokens at which `mask_BR` is 1 are computed.
+        temperature: Divisor of the logits.
+        entropy_has_gradient: False computes the entropy for metrics only.
+        candidate_ids_BRK: Token ids whose log-probs are computed before each response token; ids at other tokens are
+            ignored.
     """
     predictions = predict_response(model, micro_batch)
-    logprobs_M, entropy_M = token_logprobs(
+    is_sampled_BR = micro_batch.mask_BR.bool()
+    found = token_logprobs(
         predictions.outputs_NX,
         token_ids_M=predictions.token_ids_M,
         place_M=predictions.place_M,
         temperature=temperature,
         entropy_has_gradient=entropy_has_gradient,
+        candidate_ids_MK=None if candidate_ids_BRK is None else candidate_ids_BRK[is_sampled_BR],
     )
-    return predictions.spread(logprobs_M), predictions.spread(entropy_M)
+    return ResponseLogProbs(
+        predictions.spread(found.sampled_M),
+        predictions.spread(found.entropy_M),
+        None if found.candidates_MK is None else predictions.spread(found.candidates_MK),
+    )

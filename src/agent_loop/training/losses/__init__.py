@@ -18,7 +18,7 @@ from agent_loop.training.losses.dppo import binary_divergence
 from agent_loop.training.losses.kl import kl_penalty
 from agent_loop.training.losses.policy import TokenLoss, clipped_loss, load_policy_loss, token_loss
 from agent_loop.training.losses.sample_size import WEIGHT_SUMS, effective_share, weight_sums
-from agent_loop.training.losses.tokens import entropy, token_logprobs
+from agent_loop.training.losses.tokens import TokenLogProbs, entropy, token_logprobs
 from agent_loop.training.losses.value import ValueLoss, value_loss
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "WEIGHT_SUMS",
     "Aggregation",
     "Correction",
+    "TokenLogProbs",
     "TokenLoss",
     "ValueLoss",
     "aggregate",
