@@ -31,13 +31,13 @@ from agent_loop.config import Config, load_config
 from agent_loop.errors import TrainingError
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
+from agent_loop.tiny_models.model import make_model
+from agent_loop.tiny_models.tokenizer import pad_id
 from agent_loop.training.checkpoint import latest_checkpoint
 from agent_loop.training.evaluation import summarise
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.supervised import SupervisedTrainer
 from examples.common.demonstrations import Habit, demonstrations
-from examples.common.model import make_model
-from examples.common.tokenizer import pad_id
 from examples.common.warm_start import encode, warm_start
 from examples.run import tool_schemas
 from examples.two_hop_lookup import task

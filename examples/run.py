@@ -28,6 +28,8 @@ from agent_loop.environments.registry import load_suite
 from agent_loop.errors import AgentLoopError
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
+from agent_loop.tiny_models.model import make_model
+from agent_loop.tiny_models.tokenizer import pad_id, train_tokenizer
 from agent_loop.tools.registry import load_tools
 from agent_loop.training.checkpoint import latest_checkpoint
 from agent_loop.training.evaluation import summarise
@@ -37,9 +39,7 @@ from agent_loop.training.run_folder import METRICS_FILE
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Message, Row
 from examples.common.demonstrations import Habit, Task, TaskWithDemonstrations, TaskWithTools, demonstrations
-from examples.common.model import make_model
 from examples.common.report import ReportInput, TargetResult, print_comparison, write_report
-from examples.common.tokenizer import pad_id, train_tokenizer
 from examples.common.warm_start import encode, warm_start
 
 TOKENIZER_CONVERSATIONS = 2000

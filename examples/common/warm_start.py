@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from agent_loop.tiny_models.model import make_model
+from agent_loop.tiny_models.tokenizer import end_id, pad_id, render, train_tokenizer
 from agent_loop.types import Message
 from examples.common.demonstrations import Habit, Task, demonstrations
-from examples.common.model import make_model
-from examples.common.tokenizer import end_id, pad_id, render, train_tokenizer
 
 IGNORED = -100
 """Label of tokens that carry no loss."""

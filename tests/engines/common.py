@@ -21,13 +21,13 @@ from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.base import AsyncServerBase, ServerSpec
 from agent_loop.servers.factory import create_servers
+from agent_loop.tiny_models.tokenizer import end_id, pad_id, train_tokenizer
 from agent_loop.tools.registry import load_tools
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 from agent_loop.weights import AdaptedWeights, Factors
 from examples.common.demonstrations import Habit, demonstrations
-from examples.common.tokenizer import end_id, pad_id, train_tokenizer
 from examples.common.warm_start import encode, warm_start
 from examples.two_hop_lookup import task
 

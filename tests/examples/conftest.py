@@ -11,8 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from agent_loop.config import Config, load_config
+from agent_loop.tiny_models.tokenizer import train_tokenizer
 from examples.common.demonstrations import Task
-from examples.common.tokenizer import train_tokenizer
 from examples.run import RECIPES, Recipe, conversations_of, tool_schemas
 
 WITHOUT_CONTAINER = ("data.workspace.container=null", "data.workspace.folder=examples/shell_agent/workspace")

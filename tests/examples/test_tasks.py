@@ -12,10 +12,10 @@ from agent_loop.rewards.function import load_reward
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.tiny_models.tokenizer import end_id, render
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Message, Row, StopReason
 from examples.common.demonstrations import GIVE_UP, demonstrations
-from examples.common.tokenizer import end_id, render
 from tests.examples.conftest import Example
 
 NUM_ROWS = 8

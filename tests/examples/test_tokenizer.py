@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from agent_loop.chat.template import ChatTemplate
-from examples.common.tokenizer import HERMES_MARKERS, render
+from agent_loop.tiny_models.tokenizer import HERMES_MARKERS, render
 from tests.examples.conftest import Example
 
 MAX_CALL_TOKENS = 20

@@ -6,9 +6,9 @@ from itertools import islice
 import pytest
 import torch
 
+from agent_loop.tiny_models.model import make_model
+from agent_loop.tiny_models.tokenizer import pad_id, render
 from examples.common.demonstrations import demonstrations
-from examples.common.model import make_model
-from examples.common.tokenizer import pad_id, render
 from examples.common.warm_start import BATCH_SIZE, IGNORED, encode, warm_start
 from tests.examples.conftest import Example
 

@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizer trained for one task, so that a whole tool call is about a dozen tokens."""
+"""Byte-level BPE tokenizers trained for one task, so that a whole tool call is about a dozen tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ CHATML_MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 HERMES_MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
 MAX_VOCAB_SIZE = 768
-"""Upper limit, large enough for every phrase of a task to become one token. Training ends when no merge is left."""
+"""Vocabulary in which every phrase of a small task becomes one token."""
 
 
 def train_tokenizer(
-    conversations: Iterable[Sequence[Message]], *, tools: Sequence[dict[str, Any]]
+    conversations: Iterable[Sequence[Message]],
+    *,
+    tools: Sequence[dict[str, Any]],
+    vocab_size: int = MAX_VOCAB_SIZE,
 ) -> PreTrainedTokenizerFast:
     """Return a tokenizer that learned its merges from rendered conversations.
 
@@ -28,6 +31,11 @@ def train_tokenizer(
     No merge crosses a marker or the line with the role that opens a turn. A conversation encoded turn by turn
     therefore has the same tokens as one encoded at once. The vocabulary includes all 256 bytes, so that every text
     round-trips.
+
+    Args:
+        conversations: The conversations.
+        tools: Tool schemas in all of their prompts.
+        vocab_size: Upper limit of the vocabulary. Training ends earlier if no merge is left.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -39,13 +47,15 @@ def train_tokenizer(
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=MAX_VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[AddedToken(marker, special=True, normalized=False) for marker in CHATML_MARKERS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     core.train_from_iterator(_texts_between_markers(conversations, tools=tools), trainer)
-    core.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in HERMES_MARKERS])
+    cast(Any, core).add_tokens(
+        [AddedToken(marker, special=False, normalized=False) for marker in HERMES_MARKERS]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         chat_template=CHAT_TEMPLATE,
@@ -60,7 +70,7 @@ def render(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]]
 ) -> str:
     """Return the conversation as text, rendered with the tokenizer's chat template."""
-    return str(tokenizer.apply_chat_template(list(messages), tools=list(tools), tokenize=False))
+    return str(cast(Any, tokenizer).apply_chat_template(list(messages), tools=list(tools), tokenize=False))
 
 
 def end_id(tokenizer: PreTrainedTokenizerFast) -> int:
