@@ -8,6 +8,7 @@ from agent_loop.config.data import DataConfig
 from agent_loop.config.load import load_config
 from agent_loop.config.model import ModelConfig
 from agent_loop.config.optim import ActorConfig, CorrectionConfig, CriticConfig, OptimConfig
+from agent_loop.config.placement import PlacementConfig, SplitConfig
 from agent_loop.config.reward import RewardConfig
 from agent_loop.config.rollout import (
     AgentConfig,
@@ -81,6 +82,7 @@ __all__ = [
     "NotNegative",
     "OnWeightUpdate",
     "OptimConfig",
+    "PlacementConfig",
     "Positive",
     "PositiveSeconds",
     "RayConfig",
@@ -92,6 +94,7 @@ __all__ = [
     "Seed",
     "SftConfig",
     "Share",
+    "SplitConfig",
     "Temperature",
     "Tokens",
     "TopK",

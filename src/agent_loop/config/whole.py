@@ -8,6 +8,7 @@ from agent_loop.config.algorithm import AlgorithmConfig
 from agent_loop.config.data import DataConfig
 from agent_loop.config.model import ModelConfig
 from agent_loop.config.optim import ActorConfig, CriticConfig
+from agent_loop.config.placement import PlacementConfig, check_placement
 from agent_loop.config.reward import RewardConfig
 from agent_loop.config.rollout import RolloutConfig
 from agent_loop.config.sft import SftConfig
@@ -28,6 +29,7 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     sft: SftConfig = SftConfig()
     trainer: TrainerConfig = TrainerConfig()
+    placement: PlacementConfig = PlacementConfig()
 
     @model_validator(mode="after")
     def _is_synchronous_if_deterministic(self) -> Config:
@@ -46,4 +48,9 @@ class Config(Section):
                 f"actor.reference_path is {actor.reference_path!r}, but no KL penalty compares with it; set "
                 "actor.kl_loss_coef or algorithm.kl_reward_coef, or unset actor.reference_path"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_consistent_placement(self) -> Config:
+        check_placement(self.placement, model=self.model, rollout=self.rollout, trainer=self.trainer)
         return self

@@ -1,0 +1,120 @@
+"""Assignment of devices to servers, trainer and reference model. Pure: no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from agent_loop.config import Config
+from agent_loop.config.placement import IN_PROCESS, TENSOR_PARALLEL_OPTIONS, devices_per_server
+from agent_loop.errors import ConfigError
+
+Devices: TypeAlias = tuple[str, ...]
+"""Names of devices, as `CUDA_VISIBLE_DEVICES` lists them. Empty means the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Devices of each part of a run. None leaves a part as it is: it sees what its parent sees."""
+
+    servers: tuple[Devices, ...] | None = None
+    """Devices of each server."""
+    trainer: Devices | None = None
+    """Device of each training process."""
+    reference: str | None = None
+    """Device of the reference model, if it has one of its own."""
+    is_colocated: bool = False
+    """Whether servers and trainer share devices."""
+
+    def of_server(self, index: int) -> Devices | None:
+        """Return the devices of a server."""
+        return None if self.servers is None else self.servers[index]
+
+    def of_rank(self, rank: int) -> Devices | None:
+        """Return the devices of a training process: its own, and on rank 0 that of the reference model."""
+        if self.trainer is None:
+            return None
+        own = self.trainer[rank : rank + 1]
+        return own if self.reference is None or rank else (*own, self.reference)
+
+
+UNASSIGNED = Assignment()
+
+
+def assign(config: Config, *, devices: Sequence[str], trains: bool = True) -> Assignment:
+    """Return the devices of each part on a machine.
+
+    Servers take the first devices, the trainer those after them, and a separate reference model the next. With
+    `placement.colocated`, servers and trainer take the same devices. Without a device, or with `model.device: cpu`,
+    every part is left as it is.
+
+    Args:
+        config: Settings of the run, whose placement does not contradict itself.
+        devices: Devices of the machine. Names such as `1:0` have the node before the colon; a server does not span
+            nodes.
+        trains: Whether the trainer needs devices too. False for rollouts alone.
+
+    Raises:
+        ConfigError: There are fewer devices than the parts need, or parts would share a device without saying so.
+    """
+    placement, rollout = config.placement, config.rollout
+    if config.model.device == "cpu" or not (placement.is_set or devices):
+        return UNASSIGNED
+    per_server, processes = devices_per_server(placement, rollout), config.trainer.num_processes
+    num_servers = len(rollout.server_urls) or rollout.num_servers
+    split = placement.split
+    if placement.colocated is not None:
+        wanted = processes if placement.colocated == "all" else placement.colocated
+        _require(wanted, devices, what=f"placement.colocated is {placement.colocated}, which takes")
+        if placement.colocated == "all" and wanted < len(devices):
+            raise ConfigError(
+                f"placement.colocated is 'all', but {len(devices)} devices are visible and trainer.num_processes is "
+                f"{processes}; set trainer.num_processes={len(devices)} and rollout.num_servers="
+                f"{len(devices) // per_server}, or placement.colocated={processes}"
+            )
+        taken = tuple(devices[:wanted])
+        in_process = rollout.engine in IN_PROCESS
+        servers = None if in_process else _groups(taken, size=per_server)
+        return Assignment(servers, taken, is_colocated=True)
+    if split is not None:
+        total = split.servers + (split.trainer + split.reference if trains else 0)
+        _require(total, devices, what="placement.split takes")
+        for_servers, rest = tuple(devices[: split.servers]), tuple(devices[split.servers :])
+        return Assignment(
+            servers=_groups(for_servers, size=per_server) if split.servers else ((),) * num_servers,
+            trainer=rest[: split.trainer],
+            reference=rest[split.trainer] if split.reference and len(rest) > split.trainer else None,
+        )
+    if rollout.engine not in (*TENSOR_PARALLEL_OPTIONS, "embedded_process") or rollout.server_urls:
+        return UNASSIGNED
+    taken_by_servers = num_servers * per_server
+    _require(taken_by_servers, devices, what=f"{num_servers} servers of {per_server} devices each take")
+    rest = tuple(devices[taken_by_servers:])
+    if trains and len(rest) < processes:
+        raise ConfigError(
+            f"{num_servers} servers take {taken_by_servers} devices and the trainer {processes}, but "
+            f"{len(devices)} are visible ({', '.join(devices)}); set placement=colocated to share them, with the "
+            "servers asleep while the trainer works, or lower rollout.num_servers or trainer.num_processes"
+        )
+    return Assignment(_groups(tuple(devices[:taken_by_servers]), size=per_server), rest[:processes])
+
+
+def _require(wanted: int, devices: Sequence[str], *, what: str) -> None:
+    if wanted > len(devices):
+        found = f"{len(devices)} are visible ({', '.join(devices)})" if devices else "this machine has none"
+        raise ConfigError(
+            f"{what} {wanted} devices, but {found}; lower the number, unset placement to run on a CPU, or name the "
+            "devices in AGENT_LOOP_DEVICES"
+        )
+
+
+def _groups(devices: Devices, *, size: int) -> tuple[Devices, ...]:
+    groups = tuple(devices[start : start + size] for start in range(0, len(devices), size))
+    for group in groups:
+        if len({name.rpartition(":")[0] for name in group}) > 1:
+            raise ConfigError(
+                f"a server would span nodes (devices {', '.join(group)}); choose a placement.tensor_parallel_size that "
+                "divides the devices of a node"
+            )
+    return groups
