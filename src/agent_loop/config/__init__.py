@@ -5,6 +5,7 @@ Unknown keys and invalid values are refused before the run starts.
 
 from agent_loop.config.algorithm import AlgorithmConfig
 from agent_loop.config.data import DataConfig
+from agent_loop.config.distillation import DistillationConfig, Objective, TeacherConfig
 from agent_loop.config.load import load_config
 from agent_loop.config.model import ModelConfig
 from agent_loop.config.optim import ActorConfig, CorrectionConfig, CriticConfig, OptimConfig
@@ -72,6 +73,7 @@ __all__ = [
     "CustomServerConfig",
     "DataConfig",
     "Divergence",
+    "DistillationConfig",
     "KLEstimator",
     "LearningRate",
     "Level",
@@ -81,6 +83,7 @@ __all__ = [
     "Name",
     "NotNegative",
     "OnWeightUpdate",
+    "Objective",
     "OptimConfig",
     "PlacementConfig",
     "Positive",
@@ -97,6 +100,7 @@ __all__ = [
     "SplitConfig",
     "Temperature",
     "Tokens",
+    "TeacherConfig",
     "TopK",
     "TopP",
     "TraceBackend",

@@ -6,6 +6,7 @@ from pydantic import model_validator
 
 from agent_loop.config.algorithm import AlgorithmConfig
 from agent_loop.config.data import DataConfig
+from agent_loop.config.distillation import DistillationConfig
 from agent_loop.config.model import ModelConfig
 from agent_loop.config.optim import ActorConfig, CriticConfig
 from agent_loop.config.placement import PlacementConfig, check_placement
@@ -27,6 +28,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
+    distillation: DistillationConfig = DistillationConfig()
     sft: SftConfig = SftConfig()
     trainer: TrainerConfig = TrainerConfig()
     placement: PlacementConfig = PlacementConfig()
@@ -41,6 +43,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _samples_at_the_temperature_of_teachers(self) -> Config:
+        if self.distillation.teachers and self.rollout.temperature != 1:
+            raise ConfigError(
+                f"rollout.temperature is {self.rollout.temperature:g}, but distillation.teachers score at temperature "
+                "1; set rollout.temperature=1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_consistent_placement(self) -> Config:
+        check_placement(self.placement, model=self.model, rollout=self.rollout, trainer=self.trainer)
+        return self
+
+    @model_validator(mode="after")
     def _has_a_penalty_for_its_reference(self) -> Config:
         actor = self.actor
         if actor.reference_path is not None and not (actor.kl_loss_coef or self.algorithm.kl_reward_coef):
@@ -48,9 +64,4 @@ class Config(Section):
                 f"actor.reference_path is {actor.reference_path!r}, but no KL penalty compares with it; set "
                 "actor.kl_loss_coef or algorithm.kl_reward_coef, or unset actor.reference_path"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_consistent_placement(self) -> Config:
-        check_placement(self.placement, model=self.model, rollout=self.rollout, trainer=self.trainer)
         return self

@@ -137,6 +137,18 @@ CORRECTION_WEIGHT_MEAN = "actor/correction_weight_mean"
 """Mean importance weight of trained tokens."""
 CORRECTION_ESS = "actor/correction_ess"
 """Effective sample size of the importance weights of `actor.correction`, as a share of the trained tokens: 1 if all
+DISTILLATION_LOSS = "distillation/loss"
+"""Divergence from the teachers that `distillation.coef` multiplies in the loss; mean over the optimiser steps."""
+TEACHER_KL = "distillation/kl/"
+"""Prefix: mean divergence from each teacher at the tokens that it scored, as in `distillation/kl/big`: the one that
+`distillation.objective` names, in nats."""
+TAUGHT_SHARE = "distillation/taught_share"
+"""Share of sampled tokens that a teacher scored."""
+NOT_TAUGHT = "distillation/not_taught/"
+"""Prefix: number of trajectories that their teacher did not score, by reason: `too_long`, `attachments`, `hint` or
+`server`."""
+TEACHER_WAIT = "distillation/wait_s"
+"""Seconds between the end of the rollout and the last scores of the teachers."""
 weights are equal."""
 RATIO_ESS = "actor/ratio_ess"
 """Effective sample size of the ratios of new to old probabilities, as a share of the tokens of an optimiser step; mean

@@ -1,0 +1,175 @@
+"""Scoring of the trajectories of a step by their teachers, while other trajectories still run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeAlias, cast
+
+import numpy as np
+
+from agent_loop.errors import ChatTemplateError, DataError, RolloutError, ServerError
+from agent_loop.runtime.describe import describe_error
+from agent_loop.servers.scores import TokenScores
+from agent_loop.training.distillation.lessons import Lesson, Lessons
+from agent_loop.training.distillation.teachers import NotTaught, Teacher, Teachers
+from agent_loop.trajectory import Trajectory
+from agent_loop.trajectory.segments import concatenated
+from agent_loop.types import IntArray, StopReason
+
+UNTAUGHT = (StopReason.FAILED, StopReason.CANCELLED)
+"""Ends of trajectories that teachers are not asked about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Reason why a teacher did not score a trajectory."""
+
+    kind: NotTaught
+    detail: str
+
+
+_Result: TypeAlias = TokenScores | Failure
+_Key: TypeAlias = tuple[str, bytes, int]
+"""Teacher, text, and start of the response. Equal texts are scored once."""
+
+
+class Scoring:
+    """Scores of the trajectories of one step. Created by `open_scoring`.
+
+    Args:
+        teachers: Teachers of the run.
+        report: Function that shows a line to the user.
+        tasks: Group that runs the requests.
+    """
+
+    def __init__(
+        self, teachers: Teachers, *, report: Callable[[str], None], tasks: asyncio.TaskGroup
+    ) -> None:
+        self._teachers = teachers
+        self._report = report
+        self._tasks = tasks
+        self._running: dict[_Key, asyncio.Task[_Result]] = {}
+
+    def begin(self, trajectory: Trajectory) -> None:
+        """Ask the teacher for the scores of a trajectory that has ended."""
+        self._task(trajectory)
+
+    async def finish(self, trajectories: Sequence[Trajectory], *, label: str) -> Lessons:
+        """Return the scores of the trajectories that are trained, and cancel all other requests.
+
+        Args:
+            trajectories: Any trajectories. Those that `begin` was not called with are scored too.
+            label: Name of the step, for reports.
+
+        Raises:
+            RolloutError: The teachers scored none of the trajectories that they were asked about.
+        """
+        started = time.monotonic()
+        tasks = [self._task(trajectory) for trajectory in trajectories]
+        wanted = {id(task[1]) for task in tasks if task is not None and isinstance(task[1], asyncio.Task)}
+        for running in self._running.values():
+            if id(running) not in wanted:
+                running.cancel()
+        lessons: list[Lesson | None] = []
+        failures: list[tuple[Trajectory, Teacher, Failure]] = []
+        for trajectory, asked in zip(trajectories, tasks, strict=True):
+            if asked is None:
+                lessons.append(None)
+                continue
+            teacher, pending = asked
+            result = pending if isinstance(pending, Failure) else await pending
+            if isinstance(result, Failure):
+                failures.append((trajectory, teacher, result))
+                lessons.append(None)
+            else:
+                lessons.append(Lesson(self._teachers.numbers[teacher.name], result))
+        self._explain(failures, label=label, has_lesson=any(lessons))
+        return Lessons(
+            lessons,
+            failures=Counter(failure.kind for _, _, failure in failures),
+            wait_s=time.monotonic() - started,
+        )
+
+    def _task(self, trajectory: Trajectory) -> tuple[Teacher, asyncio.Task[_Result] | Failure] | None:
+        """Return the teacher of a trajectory and its request, started if it is new; None if nobody teaches it."""
+        teacher = self._teachers.of(trajectory)
+        output = trajectory.output
+        if teacher is None or output.stop_reason in UNTAUGHT or not output.response_mask.any():
+            return None
+        text = _text(trajectory, teacher)
+        if isinstance(text, Failure):
+            return teacher, text
+        token_ids, start = text
+        key = (teacher.name, token_ids.tobytes(), start)
+        if key not in self._running:
+            self._running[key] = self._tasks.create_task(_score(teacher, token_ids, start=start))
+        return teacher, self._running[key]
+
+    def _explain(
+        self, failures: Sequence[tuple[Trajectory, Teacher, Failure]], *, label: str, has_lesson: bool
+    ) -> None:
+        """Report the trajectories that were not scored.
+
+        Raises:
+            RolloutError: None was scored.
+        """
+        if not failures:
+            return
+        counts = Counter((teacher.name, failure.kind) for _, teacher, failure in failures)
+        counted = ", ".join(f"{count} by {name} ({kind})" for (name, kind), count in counts.most_common())
+        trajectory, teacher, first = failures[0]
+        example = f"{trajectory.trajectory_id} by {teacher.name}: {first.detail}"
+        if not has_lesson:
+            raise RolloutError(
+                f"{label}: the teachers scored none of {len(failures)} trajectories ({counted}), first {example}; fix "
+                "that, then resume the run"
+            )
+        self._report(f"{label}: not scored by their teachers: {counted}, first {example}")
+
+
+@asynccontextmanager
+async def open_scoring(teachers: Teachers, *, report: Callable[[str], None]) -> AsyncGenerator[Scoring]:
+    """Run the requests to the teachers during the body. No request runs after it.
+
+    Args:
+        teachers: Teachers of the run.
+        report: Function that shows a line to the user.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield Scoring(teachers, report=report, tasks=tasks)
+    except BaseExceptionGroup as errors:
+        first = cast(BaseException, errors.exceptions[0])
+        raise first from first.__cause__
+
+
+def _text(trajectory: Trajectory, teacher: Teacher) -> tuple[IntArray, int] | Failure:
+    """Return the text that the teacher scores, and the index of the first token of the response."""
+    output = trajectory.output
+    if output.attachments:
+        return Failure(NotTaught.ATTACHMENTS, "it has images or videos, which teachers cannot score")
+    try:
+        prompt_ids = teacher.prompts.prompt(trajectory)
+    except (DataError, ChatTemplateError) as error:
+        return Failure(NotTaught.HINT, describe_error(error))
+    num_tokens = len(prompt_ids) + len(output.response_ids)
+    if num_tokens > teacher.context_length:
+        return Failure(
+            NotTaught.TOO_LONG,
+            f"it has {num_tokens} tokens for the teacher, over context_length={teacher.context_length}",
+        )
+    if not len(prompt_ids):
+        return Failure(NotTaught.SERVER, "its prompt is empty, so nothing predicts its first token")
+    return concatenated([prompt_ids, output.response_ids], np.int32), len(prompt_ids)
+
+
+async def _score(teacher: Teacher, token_ids: IntArray, *, start: int) -> _Result:
+    try:
+        return await teacher.score(token_ids, start=start)
+    except (ServerError, TimeoutError) as error:
+        return Failure(NotTaught.SERVER, describe_error(error))
