@@ -14,13 +14,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec import structs
 
 from agent_loop.checks import Reference, check_server
 from agent_loop.config import ModelConfig
-from agent_loop.errors import ConfigError, SamplingParamsError, ServerDied, ServerTimeout
-from agent_loop.servers.base import ServerSpec
+from agent_loop.errors import BadPrompt, ConfigError, SamplingParamsError, ServerDied, ServerTimeout
+from agent_loop.servers.base import Ability, ServerSpec
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.embedded_process import EmbeddedProcess
 from agent_loop.servers.embedded_process.connection import (
     MAX_MESSAGES,
@@ -39,6 +41,24 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tiny_model(initializer_range=0.06).save_pretrained(path)
     return path
+
+
+@pytest.mark.slow
+def test_the_process_scores_texts_as_the_engine_does(model_path: Path) -> None:
+    async def main() -> None:
+        text = random_prompt(30)
+        reference = EmbeddedServer.from_pretrained(model_path, config=EmbeddedConfig(max_model_len=LENGTH))
+        async with running(model_path) as server:
+            assert Ability.SCORE in server.abilities
+            scores = await server.score(text, start=10, top_logprobs=2)
+            expected = await reference.score(text, start=10, top_logprobs=2)
+            np.testing.assert_array_equal(scores.logprobs, expected.logprobs)
+            np.testing.assert_array_equal(np.asarray(scores.top_ids), np.asarray(expected.top_ids))
+            with pytest.raises(BadPrompt, match="the text to score has 257 tokens"):
+                await server.score(random_prompt(LENGTH + 1))
+        await reference.close()
+
+    asyncio.run(main())
 
 
 def spec_of(model_path: Path, **changes: object) -> ServerSpec:
@@ -151,7 +171,8 @@ def test_the_engine_ends_with_the_process_that_started_it(model_path: Path) -> N
     program = f"""
         import asyncio, time
         from agent_loop.config import ModelConfig
-        from agent_loop.servers.base import ServerSpec
+        from agent_loop.servers.base import Ability, ServerSpec
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
         from agent_loop.servers.embedded_process import EmbeddedProcess
 
         async def main():

@@ -1,10 +1,18 @@
-"""Scores of a text: the log-probs that a model gives to its tokens."""
+"""Scores of a text: the log-probs that a model gives to its tokens, and the checks of requests and replies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from agent_loop.types import FloatArray, IntArray
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_loop.errors import BadPrompt, BadServerReply
+from agent_loop.types import FloatArray, IntArray, TokenIds, as_token_ids
+
+ROUNDING = 1e-3
+"""Log-probs may exceed 0 by this much from rounding; they are set to 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,3 +25,120 @@ class TokenScores:
     """Ids of the K likeliest tokens at each place, likeliest first, shape [M, K]; None if none were asked for."""
     top_logprobs: FloatArray | None = None
     """Their log-probs, shape [M, K]."""
+
+
+def scores_of_no_token(top_logprobs: int) -> TokenScores:
+    """Return the scores for a `start` at the end of the text."""
+    none = np.zeros(0, np.float32)
+    if not top_logprobs:
+        return TokenScores(none)
+    return TokenScores(none, np.zeros((0, top_logprobs), np.int32), np.zeros((0, top_logprobs), np.float32))
+
+
+def checked_text(
+    token_ids: TokenIds,
+    *,
+    start: int,
+    top_logprobs: int,
+    server: str,
+    vocab_size: int | None = None,
+    max_model_len: int | None = None,
+) -> IntArray:
+    """Return the tokens of a request for scores, shape [num_tokens].
+
+    Args:
+        token_ids: The whole text.
+        start: Index of the first token to score.
+        top_logprobs: Number of likeliest tokens to return at each place.
+        server: Name of the server in errors.
+        vocab_size: Number of token ids of the model; None if unknown.
+        max_model_len: Largest number of tokens of a text; None if unknown.
+
+    Raises:
+        BadPrompt: The text is too short or too long, has a token id outside the vocabulary, or `start` or
+            `top_logprobs` is out of range.
+    """
+    text = as_token_ids(token_ids)
+    num_tokens = len(text)
+
+    def bad(message: str) -> BadPrompt:
+        return BadPrompt(message, server=server)
+
+    if num_tokens == 0:
+        raise bad("the text to score is empty; give at least one token")
+    if max_model_len is not None and num_tokens > max_model_len:
+        raise bad(
+            f"the text to score has {num_tokens} tokens, but the server takes {max_model_len}; shorten the text, or "
+            "raise the context length of the server"
+        )
+    if not 1 <= start <= num_tokens:
+        raise bad(
+            f"start is {start}, but the text to score has {num_tokens} tokens; give 1 to {num_tokens}, because nothing "
+            "predicts the first token"
+        )
+    if top_logprobs < 0 or (vocab_size is not None and top_logprobs > vocab_size):
+        largest = "more" if vocab_size is None else str(vocab_size)
+        raise bad(f"top_logprobs is {top_logprobs}; give 0 to {largest}, the size of the vocabulary")
+    lowest, highest = int(text.min()), int(text.max())
+    if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
+        raise bad(
+            f"the text to score has token id {lowest if lowest < 0 else highest}, which is outside the vocabulary of "
+            "the model; give ids of this model's tokenizer"
+        )
+    return text
+
+
+def checked_scores(
+    reply: Any, *, num_scores: int, top_logprobs: int, server: str, vocab_size: int | None = None
+) -> TokenScores:
+    """Return a checked copy of a server's scores.
+
+    Args:
+        reply: What `score` returned.
+        num_scores: Number M of tokens to score.
+        top_logprobs: Number K of likeliest tokens that were asked for.
+        server: Name of the server in errors.
+        vocab_size: Number of token ids of the model; None if unknown.
+
+    Raises:
+        BadServerReply: The reply is not the scores of such a text.
+    """
+
+    def array(name: str, shape: tuple[int, ...], kinds: str) -> NDArray[Any]:
+        value = getattr(reply, name)
+        try:
+            given: NDArray[Any] = np.array(value)
+        except ValueError:
+            raise bad(f"{name} has rows of different lengths") from None
+        if not given.size and given.shape[:1] == shape[:1]:
+            given = given.reshape(shape).astype("f" if "f" in kinds else "i")
+        if given.shape != shape:
+            raise bad(f"{name} has shape {list(given.shape)}, expected {list(shape)}")
+        if given.dtype.kind not in kinds:
+            raise bad(f"{name} is an array of {given.dtype}, not of numbers")
+        return given
+
+    def logprobs(name: str, shape: tuple[int, ...]) -> FloatArray:
+        given = array(name, shape, "fiu").astype(np.float32)
+        if np.isnan(given).any() or (given > ROUNDING).any():
+            wrong = given[np.isnan(given) | (given > ROUNDING)][0]
+            raise bad(f"{name} has {wrong}, which is not a log-prob; expected 0 or less, or minus infinity")
+        return np.minimum(given, np.float32(0))
+
+    def bad(what: str) -> BadServerReply:
+        return BadServerReply(
+            f"its scores are invalid: {what}; fix `score` of the server, which returns TokenScores",
+            server=server,
+        )
+
+    if not isinstance(reply, TokenScores):
+        raise bad(f"score returned an object of type {type(reply).__name__}, not TokenScores")
+    of_tokens = logprobs("logprobs", (num_scores,))
+    if not top_logprobs:
+        return TokenScores(of_tokens)
+    shape = (num_scores, top_logprobs)
+    top_ids = array("top_ids", shape, "iu")
+    past_end = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+    if top_ids.size and not 0 <= int(top_ids.min()) <= int(top_ids.max()) < past_end:
+        raise bad(f"top_ids has ids from {top_ids.min()} to {top_ids.max()}, outside 0..{past_end - 1}")
+    return TokenScores(of_tokens, top_ids.astype(np.int32), logprobs("top_logprobs", shape))

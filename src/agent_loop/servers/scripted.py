@@ -8,6 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agent_loop.config import Positive, parse_options
 from agent_loop.errors import BadPrompt, ConfigError, ServerDied, ServerError
 from agent_loop.loading import load_object
@@ -19,8 +22,17 @@ from agent_loop.servers.base import (
     refuse_params_of_request,
     refuse_unknown_options,
 )
+from agent_loop.servers.scores import TokenScores, checked_scores, checked_text
 from agent_loop.trajectory.attachments import Attachment
-from agent_loop.types import IntArray, SamplingParams, TokenArrays, TokenChunk, TokenOutput, sliced
+from agent_loop.types import (
+    FloatArray,
+    IntArray,
+    SamplingParams,
+    TokenArrays,
+    TokenChunk,
+    TokenOutput,
+    sliced,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -58,11 +70,14 @@ class ScriptedReply:
 
 Script: TypeAlias = Callable[[ScriptedRequest], ScriptedReply] | Sequence[ScriptedReply]
 """Function from a request to its reply, or the replies to the turns of each session."""
+Scorer: TypeAlias = Callable[[IntArray], FloatArray | Sequence[float]]
+"""Function from the n tokens of a text to the log-probs of all tokens but the first, shape [n - 1], or to those of
+every token of the vocabulary at their places, shape [n - 1, vocab_size]."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedOptions:
-    """Options of this engine in `rollout.engine_kwargs`, except `script`. See `ScriptedServer`."""
+    """Options of this engine in `rollout.engine_kwargs`, except `script` and `scorer`. See `ScriptedServer`."""
 
     vocab_size: Positive | None = None
     max_model_len: Positive | None = None
@@ -74,7 +89,8 @@ class ScriptedOptions:
 class ScriptedServer(AsyncServerBase):
     """Server that follows a script. Limits, stop tokens, abort, sleep and weight versions work as in a real server.
 
-    `requests` keeps every request, so that a test can compare the tokens that were sent with those recorded.
+    `requests` keeps every request, and `scored` every text to score, so that a test can compare the tokens that were
+    sent with those recorded.
     """
 
     abilities = frozenset({Ability.UPDATE_IN_FLIGHT, Ability.SLEEP, Ability.ATTACHMENTS})
@@ -89,6 +105,7 @@ class ScriptedServer(AsyncServerBase):
         max_concurrent: int | None = None,
         streams: bool = False,
         more_abilities: Iterable[Ability] = (),
+        scorer: Scorer | None = None,
     ) -> None:
         """Create a server that replies as scripted.
 
@@ -101,12 +118,18 @@ class ScriptedServer(AsyncServerBase):
             streams: Whether `stream` yields each token in its own chunk, as it is due.
             more_abilities: Abilities that the script provides, such as `Ability.JSON_SCHEMA`. Requests that need others
                 are refused, as by a real server.
+            scorer: Function that `score` calls with the whole text; None cannot score. The likeliest tokens need the
+                log-probs of the whole vocabulary.
         """
         self.name = name
         self.max_concurrent = max_concurrent
         self.abilities = self.abilities | {*more_abilities}
         if streams:
             self.abilities |= {Ability.STREAMING}
+        if scorer is not None:
+            self.abilities |= {Ability.SCORE}
+        self._scorer = scorer
+        self.scored: list[IntArray] = []
         self._vocab_size = math.inf if vocab_size is None else vocab_size
         self._max_model_len = math.inf if max_model_len is None else max_model_len
         self.requests: list[ScriptedRequest] = []
@@ -120,18 +143,25 @@ class ScriptedServer(AsyncServerBase):
 
     @classmethod
     def create(cls, spec: ServerSpec) -> ScriptedServer:
-        """Create a server that follows the function in `engine_kwargs["script"]`, written as `file.py:name`.
+        """Create a server that follows the functions `script` and `scorer` in `engine_kwargs`, written as
+        `file.py:name`. A server with a scorer needs no script.
 
         The other keys are arguments of the constructor.
         """
         kwargs = dict(spec.engine_kwargs)
         options = [option.name for option in fields(ScriptedOptions)]
-        refuse_unknown_options(kwargs, known=["script", *options])
-        if "script" not in kwargs:
+        refuse_unknown_options(kwargs, known=["script", "scorer", *options])
+        if "script" not in kwargs and "scorer" not in kwargs:
             raise ConfigError("a scripted server needs rollout.engine_kwargs.script: file.py:function")
-        script = load_object(str(kwargs.pop("script")), key="rollout.engine_kwargs.script")
+        functions = {
+            name: load_object(str(kwargs.pop(name)), key=f"rollout.engine_kwargs.{name}")
+            for name in ("script", "scorer")
+            if name in kwargs
+        }
         read = parse_options(ScriptedOptions, kwargs, where="rollout.engine_kwargs")
-        return cls(script, name=spec.name, **asdict(read))
+        return cls(
+            functions.get("script", ()), name=spec.name, scorer=functions.get("scorer"), **asdict(read)
+        )
 
     @property
     def num_sessions(self) -> int:
@@ -202,6 +232,33 @@ class ScriptedServer(AsyncServerBase):
                 )
         finally:
             del self._aborts[request_id]
+
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        if self._scorer is None:
+            return await super().score(token_ids, start=start, top_logprobs=top_logprobs)
+        self._fail_if_dead("")
+        if self.is_asleep:
+            raise ServerError("the server is asleep; call wake_up first", server=self.name)
+        text = checked_text(
+            token_ids,
+            start=start,
+            top_logprobs=top_logprobs,
+            server=self.name,
+            vocab_size=None if math.isinf(self._vocab_size) else int(self._vocab_size),
+            max_model_len=None if math.isinf(self._max_model_len) else int(self._max_model_len),
+        )
+        self.scored.append(text.copy())
+        scored: NDArray[Any] = np.asarray(self._scorer(text), dtype=np.float32)
+        if top_logprobs and scored.ndim == 1:
+            raise ServerError(
+                "the scorer returns the log-probs of the text's tokens only; return those of the whole vocabulary for "
+                "top_logprobs",
+                server=self.name,
+            )
+        scores = _scores_of(text[start:], scored[start - 1 :], top_logprobs=top_logprobs)
+        return checked_scores(
+            scores, num_scores=len(text) - start, top_logprobs=top_logprobs, server=self.name
+        )
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._aborts:
@@ -354,6 +411,17 @@ class ScriptedServer(AsyncServerBase):
                 version = changes.pop(0)[1]
             counts[version] = counts.get(version, 0) + 1
         return counts
+
+
+def _scores_of(token_ids: IntArray, scored: NDArray[Any], *, top_logprobs: int) -> TokenScores:
+    """Return the scores of tokens, from their log-probs, [M], or those of the whole vocabulary, [M, vocab]."""
+    if scored.ndim == 1:
+        return TokenScores(scored)
+    logprobs = scored[np.arange(len(token_ids)), token_ids]
+    if not top_logprobs:
+        return TokenScores(logprobs)
+    top_ids = np.argsort(-scored, axis=1, kind="stable")[:, :top_logprobs]
+    return TokenScores(logprobs, top_ids.astype(np.int32), np.take_along_axis(scored, top_ids, axis=1))
 
 
 def _prefill_s(reply: ScriptedReply) -> float | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
 from agent_loop.servers.embedded.request import EngineRequest
+from agent_loop.types import IntArray
 
 CacheKind: TypeAlias = Literal["shared", "per_request", "none"]
 """`shared`: one KV cache, all requests in one forward. `per_request`: the model's own cache and attention, one request
@@ -23,6 +26,28 @@ class StepOutput(NamedTuple):
     num_forwards: int
     num_prompt_tokens: int
     """Number of prompt tokens that the step computed."""
+
+
+@dataclass(slots=True, eq=False)
+class TextPrefill:
+    """A text that is computed in chunks, without sampling and without a slot."""
+
+    tokens: IntArray
+    """Tokens to compute, shape [num_tokens]."""
+    first: int
+    """Index of the first token after which the logits are needed."""
+    num_computed: int = 0
+    cache: Any = None
+    """The backend's cache of the computed tokens; None before the first chunk."""
+
+    @property
+    def num_left(self) -> int:
+        """Number of tokens that are not computed."""
+        return len(self.tokens) - self.num_computed
+
+    def restart(self) -> None:
+        """Drop the computed tokens."""
+        self.num_computed, self.cache = 0, None
 
 
 class ComputationBackend(Protocol):
@@ -65,6 +90,14 @@ class ComputationBackend(Protocol):
 
     def step(self) -> StepOutput:
         """Compute the next tokens of the admitted requests. At least one request must be admitted."""
+        ...
+
+    def prefill(self, texts: Sequence[TextPrefill], *, chunk_tokens: int) -> list[Tensor]:
+        """Compute the next `chunk_tokens` tokens of one text, or several texts that have no more tokens together.
+
+        Returns:
+            Logits of each text after its new tokens from `TextPrefill.first` on, [rows, vocab].
+        """
         ...
 
     def append(self, request: EngineRequest, token_id: int) -> None:

@@ -21,11 +21,14 @@ from agent_loop.servers.embedded.penalties import with_penalties
 from agent_loop.servers.embedded.request import EngineRequest
 from agent_loop.servers.embedded.runner import ModelRunner
 from agent_loop.servers.embedded.sampling import SampledRow, sample_rows
+from agent_loop.servers.embedded.scoring import ScoreQueue, ScoreRequest
 from agent_loop.servers.embedded.vision import FeaturesError
 from agent_loop.servers.embedded.weights import load_weights
+from agent_loop.servers.scores import TokenScores
 from agent_loop.types import ServerStopReason, TokenOutput
 
-RequestOutcome: TypeAlias = TokenOutput | ServerError
+AnyRequest: TypeAlias = EngineRequest | ScoreRequest
+RequestOutcome: TypeAlias = TokenOutput | TokenScores | ServerError
 
 
 @dataclass(slots=True)
@@ -40,6 +43,8 @@ class EngineStats:
     """Number of prompt tokens that were found in the cache, including tokens copied from another slot."""
     decoded_tokens: int = 0
     """Number of sampled tokens."""
+    scored_tokens: int = 0
+    """Number of tokens of texts that were computed to score them. They are no prompt tokens."""
 
 
 class EmbeddedEngine:
@@ -60,7 +65,8 @@ class EmbeddedEngine:
         self._queued: deque[EngineRequest] = deque()
         self._running: dict[EngineRequest, None] = {}
         """Admitted requests, in the order of their admission."""
-        self._finished: list[tuple[EngineRequest, RequestOutcome]] = []
+        self._finished: list[tuple[AnyRequest, RequestOutcome]] = []
+        self._scores = ScoreQueue(backend, chunk_tokens=config.prefill_chunk_tokens)
         self._sessions: set[str] = set()
         """Sessions of all queued and running requests."""
 
@@ -74,11 +80,11 @@ class EmbeddedEngine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queued)
+        return len(self._queued) + len(self._scores)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._queued)
+        return bool(self._running or self._queued or self._scores)
 
     @property
     def cache_bytes(self) -> int:
@@ -91,8 +97,7 @@ class EmbeddedEngine:
         Raises:
             ServerError: The engine is asleep, or the session has another request that is queued or running.
         """
-        if self._is_asleep:
-            raise self._error("the server is asleep; call wake_up first", request)
+        self._refuse_if_asleep(request)
         if request.request_id in self._sessions:
             raise self._error(
                 "a completion of this session is still running; wait for it or abort it first", request
@@ -104,6 +109,20 @@ class EmbeddedEngine:
         self._queued.append(request)
         if request.is_aborted:
             self.abort(request)
+
+    def submit_score(self, request: ScoreRequest) -> None:
+        """Queue a text to score.
+
+        Raises:
+            ServerError: The engine is asleep.
+        """
+        self._refuse_if_asleep(request)
+        self._scores.add(request)
+
+    def cancel_score(self, request: ScoreRequest) -> None:
+        """Cancel a text whose scores nobody waits for. Does nothing if it has ended."""
+        if self._scores.remove(request):
+            self._finished.append((request, self._error("the request was cancelled", request)))
 
     def abort(self, request: EngineRequest) -> None:
         """Abort a request, which returns its tokens so far. Does nothing if the request has ended."""
@@ -122,16 +141,18 @@ class EmbeddedEngine:
         self.backend.end_session(request_id)
 
     def step(self) -> None:
-        """Admit queued requests, and compute and sample the next tokens of the running requests."""
+        """Admit queued requests, compute and sample the next tokens of the running requests, and compute a chunk of
+        the texts to score."""
         self._admit()
-        if not self._running:
-            return
-        output = self.backend.step()
-        self.stats.steps += output.num_forwards
-        self.stats.prefilled_tokens += output.num_prompt_tokens
-        self._sample(output.requests, logits=output.logits)
+        if self._running:
+            output = self.backend.step()
+            self.stats.steps += output.num_forwards
+            self.stats.prefilled_tokens += output.num_prompt_tokens
+            self._sample(output.requests, logits=output.logits)
+        if self._scores:
+            self._score()
 
-    def take_finished(self) -> list[tuple[EngineRequest, RequestOutcome]]:
+    def take_finished(self) -> list[tuple[AnyRequest, RequestOutcome]]:
         """Return the requests that ended since the last call, with their outcomes."""
         finished, self._finished = self._finished, []
         return finished
@@ -145,6 +166,7 @@ class EmbeddedEngine:
         load_weights(self._runner.model, weights)
         self.weight_version = weight_version
         self.backend.drop_idle()
+        self._scores.restart()
         for request in list(self._running):
             if self._config.recompute_kv_on_update:
                 self._restart(request)
@@ -179,6 +201,7 @@ class EmbeddedEngine:
         for request in self._running:
             self.backend.release(request, discard=True)
         self._queued.clear()
+        self._scores.clear()
         self._running.clear()
         self.backend.free()
         self._sessions.clear()
@@ -217,6 +240,16 @@ class EmbeddedEngine:
         except FeaturesError as error:
             self._finish(request, self._error(str(error), request))
 
+    def _score(self) -> None:
+        ended, num_tokens = self._scores.step()
+        self.stats.steps += 1
+        self.stats.scored_tokens += num_tokens
+        for request in ended:
+            if all(rows.is_finite for rows in request.rows):
+                self._finished.append((request, request.scores()))
+            else:
+                self._finished.append((request, self._not_finite(len(request.token_ids), request)))
+
     def _sample(self, requests: Sequence[EngineRequest], *, logits: Tensor) -> None:
         if not requests:
             return
@@ -238,12 +271,7 @@ class EmbeddedEngine:
             return
         if not row.is_finite:
             num_tokens = len(request.prompt_ids) + len(request.token_ids)
-            error = self._error(
-                f"the model's logits are NaN or infinite after {num_tokens} tokens; check the published weights "
-                f"(version {self.weight_version}), or use float32 instead of a shorter type",
-                request,
-            )
-            self._finish(request, error)
+            self._finish(request, self._not_finite(num_tokens, request))
             return
         self.stats.decoded_tokens += 1
         self.backend.append(request, row.token_id)
@@ -262,5 +290,16 @@ class EmbeddedEngine:
         )
         self._finished.append((request, outcome))
 
-    def _error(self, message: str, request: EngineRequest) -> ServerError:
+    def _refuse_if_asleep(self, request: AnyRequest) -> None:
+        if self._is_asleep:
+            raise self._error("the server is asleep; call wake_up first", request)
+
+    def _not_finite(self, num_tokens: int, request: AnyRequest) -> ServerError:
+        return self._error(
+            f"the model's logits are NaN or infinite after {num_tokens} tokens; check the published weights "
+            f"(version {self.weight_version}), or use float32 instead of a shorter type",
+            request,
+        )
+
+    def _error(self, message: str, request: AnyRequest) -> ServerError:
         return ServerError(message, server=self._server, request_id=request.request_id)

@@ -7,7 +7,7 @@ soft caps, and attention in windows or chunks.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent_loop.servers.embedded.backend import CacheKind, StepOutput
+from agent_loop.servers.embedded.backend import CacheKind, StepOutput, TextPrefill
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.request import EngineRequest
 from agent_loop.servers.embedded.runner import ModelRunner
@@ -116,6 +116,9 @@ class PerRequestBackend:
             num_prompt_tokens=num_prompt_tokens,
         )
 
+    def prefill(self, texts: Sequence[TextPrefill], *, chunk_tokens: int) -> list[Tensor]:
+        return [self._prefill(text, chunk_tokens=chunk_tokens) for text in texts]
+
     def append(self, request: EngineRequest, token_id: int) -> None:
         sequence = self._running[request]
         sequence.tokens[sequence.num_tokens] = token_id
@@ -146,6 +149,17 @@ class PerRequestBackend:
     def drop_idle(self) -> None:
         self._idle.clear()
 
+    def _prefill(self, text: TextPrefill, *, chunk_tokens: int) -> Tensor:
+        start, text.num_computed = text.num_computed, min(text.num_computed + chunk_tokens, len(text.tokens))
+        end, first = text.num_computed, max(start, min(text.first, text.num_computed - 1))
+        if self.resumes_turns:
+            logits, text.cache = self._runner.cached_logits(
+                text.tokens[start:end], cache=text.cache, num_cached=start, num_logits=end - first
+            )
+        else:
+            logits = self._runner.plain_logits(text.tokens[:end], first=first)
+        return logits[max(text.first - first, 0) :]
+
     def _next_logits(self, sequence: _Sequence) -> Tensor:
         """Compute the tokens that are not cached, and return the logits after the last token, [vocab]."""
         if self.kind == "none":
@@ -160,7 +174,7 @@ class PerRequestBackend:
             sequence.tokens[sequence.num_cached : end], cache=sequence.cache, num_cached=sequence.num_cached
         )
         sequence.num_cached = end
-        return logits
+        return logits[0]
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

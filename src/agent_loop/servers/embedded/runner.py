@@ -90,16 +90,19 @@ class ModelRunner:
         return output.logits[0, -count:]
 
     @torch.inference_mode()
-    def cached_logits(self, token_ids: IntArray, *, cache: Any, num_cached: int) -> tuple[Tensor, Any]:
-        """Continue a sequence with the model's own cache. Return the last logits, [vocab], and the new cache."""
+    def cached_logits(
+        self, token_ids: IntArray, *, cache: Any, num_cached: int, num_logits: int = 1
+    ) -> tuple[Tensor, Any]:
+        """Continue a sequence with the model's own cache. Return the last logits, [num_logits, vocab], and the new
+        cache."""
         options: dict[str, Any] = {} if cache is None else dict([cache])
         output: Any = self.model(
-            input_ids=self._input(token_ids), use_cache=True, **self._logits_option(1), **options
+            input_ids=self._input(token_ids), use_cache=True, **self._logits_option(num_logits), **options
         )
         found = next((name for name in CACHE_NAMES if getattr(output, name, None) is not None), None)
         if found is None:
             raise ConfigError("it returns no cache")
-        return output.logits[0, -1], (found, getattr(output, found))
+        return output.logits[0, -num_logits:], (found, getattr(output, found))
 
     def switch_attention(self, name: str) -> None:
         """Set the attention implementation of the language model. A vision tower keeps its own.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from agent_loop.config import parse_options
-from agent_loop.errors import ConfigError, WeightsError
+from agent_loop.errors import BadPrompt, ConfigError, WeightsError
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import (
     Ability,
@@ -30,8 +30,10 @@ from agent_loop.servers.embedded.grammar import GrammarCompiler
 from agent_loop.servers.embedded.request import EngineLimits, EngineRequest, build_request
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.servers.embedded.sampling import SAMPLING_ABILITIES
+from agent_loop.servers.embedded.scoring import ScoreRequest
 from agent_loop.servers.embedded.thread import EngineThread
 from agent_loop.servers.embedded.vision import auto_model_class
+from agent_loop.servers.scores import TokenScores, checked_text, scores_of_no_token
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
@@ -46,6 +48,7 @@ ABILITIES = frozenset(
         Ability.UPDATE_IN_FLIGHT,
         Ability.SLEEP,
         Ability.ATTACHMENTS,
+        Ability.SCORE,
     }
 )
 
@@ -212,6 +215,30 @@ class EmbeddedServer(AsyncServerBase):
         finally:
             if not stream.has_ended:
                 self._thread.abort(request)
+
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        text = checked_text(
+            token_ids,
+            start=start,
+            top_logprobs=top_logprobs,
+            server=self.name,
+            vocab_size=self._limits.vocab_size,
+            max_model_len=self._limits.max_model_len,
+        )
+        if self._limits.image_token_id is not None and (text == self._limits.image_token_id).any():
+            raise BadPrompt(
+                "the text to score has placeholders of images, which score does not take; score texts without images",
+                server=self.name,
+            )
+        if start == len(text):
+            return scores_of_no_token(top_logprobs)
+        request = ScoreRequest(text, start=start, num_top=top_logprobs)
+        future = self._thread.submit_score(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._thread.cancel_score(request)
+            raise
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._aborted_early:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from agent_loop.servers.embedded.backend import CacheKind, StepOutput
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from agent_loop.servers.embedded.backend import CacheKind, StepOutput, TextPrefill
 from agent_loop.servers.embedded.batch import pack_step
 from agent_loop.servers.embedded.cache import KVCache
 from agent_loop.servers.embedded.config import EmbeddedConfig
@@ -98,6 +104,34 @@ class SharedCacheBackend:
             num_forwards=1,
             num_prompt_tokens=num_prompt_tokens,
         )
+
+    def prefill(self, texts: Sequence[TextPrefill], *, chunk_tokens: int) -> list[Tensor]:
+        # The texts have a cache of their own, so that they evict no session from the slots.
+        cache = texts[0].cache
+        if cache is None:
+            longest = max(len(text.tokens) for text in texts)
+            cache = KVCache(self._model.layers, num_slots=len(texts), max_model_len=longest)
+            texts[0].cache = cache
+        slots = [
+            Slot(i, text.tokens, num_tokens=len(text.tokens), num_cached=text.num_computed, is_busy=True)
+            for i, text in enumerate(texts)
+        ]
+        batch = pack_step(slots, cache=cache, chunk_tokens=chunk_tokens)
+        kept: list[int] = []
+        """Rows whose logits are needed."""
+        parts: dict[int, slice] = {}
+        """Range of `kept` that belongs to each text."""
+        row = 0
+        for slot, count in batch.advances:
+            text = texts[slot.index]
+            text.num_computed += count
+            row += count
+            num_kept = min(count, max(0, text.num_computed - text.first))
+            parts[slot.index] = slice(len(kept), len(kept) + num_kept)
+            kept += range(row - num_kept, row)
+        logit_rows = torch.tensor(kept, dtype=torch.long, device=cache.keys[0].device)
+        logits = self._model.forward(replace(batch, logit_rows=logit_rows))
+        return [logits[parts[number]] for number in range(len(texts))]
 
     def append(self, request: EngineRequest, token_id: int) -> None:
         self._slot_of[request].append(token_id)

@@ -19,8 +19,10 @@ from typing import Any, TypeAlias
 import torch
 
 from agent_loop.errors import AgentLoopError, ServerDied
-from agent_loop.servers.embedded.engine import EmbeddedEngine
+from agent_loop.servers.embedded.engine import AnyRequest, EmbeddedEngine, RequestOutcome
 from agent_loop.servers.embedded.request import EngineRequest
+from agent_loop.servers.embedded.scoring import ScoreRequest
+from agent_loop.servers.scores import TokenScores
 from agent_loop.types import TokenChunk, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ _Receiver: TypeAlias = asyncio.Future[Any] | TokenStream
 class _Command:
     run: Callable[[EmbeddedEngine], Any]
     receiver: _Receiver | None = None
-    request: EngineRequest | None = None
+    request: AnyRequest | None = None
     """Request whose result the receiver gets, instead of the result of `run`."""
 
 
@@ -87,7 +89,7 @@ class EngineThread:
         self._lock = threading.RLock()  # the garbage collector may call `stop` while this thread holds it
         self._end_reason: str | None = None
         self._cause: BaseException | None = None
-        self._receivers: dict[EngineRequest, _Receiver] = {}
+        self._receivers: dict[AnyRequest, _Receiver] = {}
         self._streams: dict[EngineRequest, TokenStream] = {}
         """The receivers of streamed requests."""
         self._executing: _Receiver | None = None
@@ -129,6 +131,18 @@ class EngineThread:
         self._submit(request, stream)
         return stream
 
+    def submit_score(self, request: ScoreRequest) -> asyncio.Future[TokenScores]:
+        """Queue a text to score. The future receives its scores.
+
+        Raises:
+            ServerDied: The thread has ended.
+        """
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._enqueue(
+            _Command(run=lambda engine: engine.submit_score(request), receiver=future, request=request)
+        )
+        return future
+
     def notify(self, run: Callable[[EmbeddedEngine], object]) -> None:
         """Call a function with the engine in its thread, without a result. Does nothing if the thread has ended."""
         with self._lock:
@@ -138,6 +152,10 @@ class EngineThread:
     def abort(self, request: EngineRequest) -> None:
         """Abort a request whose caller no longer waits for it."""
         self.notify(lambda engine: engine.abort(request))
+
+    def cancel_score(self, request: ScoreRequest) -> None:
+        """Cancel a text to score whose caller no longer waits for it."""
+        self.notify(lambda engine: engine.cancel_score(request))
 
     def stop(self) -> None:
         """Stop the thread after the running step. Pending calls and requests fail."""
@@ -193,7 +211,7 @@ class EngineThread:
         self._executing = None
         if command.request is not None and receiver is not None and result is None:
             self._receivers[command.request] = receiver
-            if isinstance(receiver, TokenStream):
+            if isinstance(receiver, TokenStream) and isinstance(command.request, EngineRequest):
                 self._streams[command.request] = receiver
             return
         if receiver is not None:
@@ -203,16 +221,19 @@ class EngineThread:
     def _deliver_new(self) -> None:
         deliveries: list[_Delivery] = []
         for request, outcome in self._engine.take_finished():
-            is_streamed = self._streams.pop(request, None) is not None
-            if is_streamed and isinstance(outcome, TokenOutput):
-                outcome = request.take_last_chunks(outcome)
-            deliveries.append((self._receivers.pop(request), outcome))
+            deliveries.append((self._receivers.pop(request), self._delivered(request, outcome)))
         deliveries += [
             (stream, chunks)
             for request, stream in self._streams.items()
             if (chunks := request.take_new_chunks())
         ]
         _deliver(deliveries)
+
+    def _delivered(self, request: AnyRequest, outcome: RequestOutcome) -> Any:
+        """Return what the receiver gets: the last chunks of a streamed completion, else the outcome."""
+        if not isinstance(request, EngineRequest) or self._streams.pop(request, None) is None:
+            return outcome
+        return request.take_last_chunks(outcome) if isinstance(outcome, TokenOutput) else outcome
 
     def _end(self, reason: str, *, cause: BaseException | None = None) -> None:
         with self._lock:

@@ -40,6 +40,7 @@ class EngineHost:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "generate": self._generate,
+            "score": self._score,
             "abort": server.abort,
             "wake_up": server.wake_up,
             "sleep": server.sleep,
@@ -87,6 +88,9 @@ class EngineHost:
         self, prompt_ids: Any, sampling_params: Any, request_id: str, attachments: Any
     ) -> Any:
         return await self._server.generate(prompt_ids, sampling_params, request_id, attachments=attachments)
+
+    async def _score(self, token_ids: Any, start: int, top_logprobs: int) -> Any:
+        return await self._server.score(token_ids, start=start, top_logprobs=top_logprobs)
 
     async def _stream(self, call: EngineCall) -> None:
         prompt_ids, sampling_params, request_id, attachments = call.arguments

@@ -10,6 +10,7 @@ from agent_loop.servers.base import AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.embedded.server import ABILITIES, embedded_config
 from agent_loop.servers.embedded_process.process import EmbeddedEngineProcess
 from agent_loop.servers.publishing import WeightPublisher
+from agent_loop.servers.scores import TokenScores
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
@@ -74,6 +75,9 @@ class EmbeddedProcess(AsyncServerBase):
         async with aclosing(parts):
             async for chunk in parts:
                 yield chunk
+
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        return await self._process.call("score", token_ids, start, top_logprobs)
 
     async def abort(self, request_id: str) -> None:
         if self._process.end_reason is None:

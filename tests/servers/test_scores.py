@@ -1,0 +1,116 @@
+"""Tests of scores: the checks of requests and replies, and the scorer of `ScriptedServer`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_loop.config import ModelConfig
+from agent_loop.errors import BadPrompt, BadServerReply, ServerDied, ServerError
+from agent_loop.servers.base import Ability, ServerSpec
+from agent_loop.servers.scores import TokenScores, checked_scores
+from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
+from agent_loop.testing import run_virtual
+from agent_loop.types import IntArray
+
+TEXT = np.array([3, 0, 2, 1], np.int32)
+
+
+def distribution(token_ids: IntArray) -> Any:
+    """Prefer the token after the last one, in a vocabulary of four."""
+    scores = np.full((len(token_ids) - 1, 4), 0.1)
+    scores[np.arange(len(token_ids) - 1), (token_ids[:-1] + 1) % 4] = 0.7
+    return np.log(scores)
+
+
+def test_a_scripted_server_scores_with_a_distribution_of_the_vocabulary() -> None:
+    server = ScriptedServer([], scorer=distribution, vocab_size=4)
+    assert Ability.SCORE in server.abilities
+    scores = run_virtual(server.score(TEXT, start=1, top_logprobs=2))
+    np.testing.assert_allclose(np.exp(scores.logprobs), [0.7, 0.1, 0.1], rtol=1e-6)
+    assert scores.top_ids is not None
+    assert scores.top_logprobs is not None
+    assert scores.top_ids.tolist() == [[0, 1], [1, 0], [3, 0]]
+    np.testing.assert_allclose(np.exp(scores.top_logprobs), [[0.7, 0.1]] * 3, rtol=1e-6)
+    later = run_virtual(server.score(TEXT, start=3))
+    np.testing.assert_array_equal(later.logprobs, scores.logprobs[2:])
+    assert later.top_ids is None
+    assert [text.tolist() for text in server.scored] == [TEXT.tolist()] * 2
+
+
+def test_a_scripted_server_scores_with_one_log_prob_per_token() -> None:
+    server = ScriptedServer([], scorer=lambda token_ids: -np.arange(1.0, len(token_ids)))
+    assert run_virtual(server.score(TEXT, start=2)).logprobs.tolist() == [-2.0, -3.0]
+    with pytest.raises(ServerError, match="return those of the whole vocabulary for top_logprobs"):
+        run_virtual(server.score(TEXT, top_logprobs=1))
+
+
+def test_a_scripted_server_is_created_with_a_scorer_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "teacher.py").write_text(
+        "def scorer(token_ids):\n    return [-0.25] * (len(token_ids) - 1)\n"
+    )
+    options = {"scorer": f"{tmp_path / 'teacher.py'}:scorer", "vocab_size": 4}
+    spec = ServerSpec("teacher", ModelConfig(path="none"), max_model_len=16, engine_kwargs=options)
+    assert run_virtual(ScriptedServer.create(spec).score(TEXT)).logprobs.tolist() == [-0.25] * 3
+
+
+def test_a_server_without_a_scorer_or_that_died_says_so() -> None:
+    with pytest.raises(ServerError, match="ScriptedServer does not define score, so it cannot be a teacher"):
+        run_virtual(ScriptedServer([ScriptedReply([1])]).score(TEXT))
+    server = ScriptedServer([], scorer=distribution)
+    server.die()
+    with pytest.raises(ServerDied, match="killed"):
+        run_virtual(server.score(TEXT))
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ([], {}, "the text to score is empty"),
+        ([1] * 9, {}, "has 9 tokens, but the server takes 8; shorten the text"),
+        ([1, 2], {"start": 0}, "start is 0, but the text to score has 2 tokens; give 1 to 2"),
+        ([1, 2], {"start": 3}, "start is 3"),
+        ([1, 4], {}, "token id 4, which is outside the vocabulary"),
+        ([1, -1], {}, "token id -1"),
+        ([1, 2], {"top_logprobs": 5}, "top_logprobs is 5; give 0 to 4"),
+    ],
+)
+def test_a_bad_text_is_refused(text: list[int], options: dict[str, int], message: str) -> None:
+    server = ScriptedServer([], scorer=distribution, vocab_size=4, max_model_len=8)
+    with pytest.raises(BadPrompt, match=message):
+        run_virtual(server.score(np.array(text, np.int32), **options))
+
+
+NONE = np.zeros((2, 1))
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (None, "score returned an object of type NoneType, not TokenScores"),
+        (TokenScores([-1.0]), r"logprobs has shape \[1\], expected \[2\]"),
+        (TokenScores([-1.0, float("nan")]), "logprobs has nan, which is not a log-prob"),
+        (TokenScores([-1.0, 0.5]), "logprobs has 0.5"),
+        (TokenScores(["a", "b"]), "logprobs is an array of <U1"),
+        (TokenScores([[-1.0], [-1.0, -2.0]]), "logprobs has rows of different lengths"),
+        (TokenScores([-1.0, -1.0]), r"top_ids has shape \[\], expected \[2, 1\]"),
+        (TokenScores([-1.0, -1.0], [[4], [0]], NONE), r"top_ids has ids from 0 to 4, outside 0\.\.3"),
+        (TokenScores([-1.0, -1.0], [[0.5], [0]], NONE), "top_ids is an array of float64"),
+        (TokenScores([-1.0, -1.0], [[1], [0]], NONE + 1), "top_logprobs has 1.0"),
+    ],
+)
+def test_bad_scores_are_refused(reply: Any, message: str) -> None:
+    with pytest.raises(BadServerReply, match=message):
+        checked_scores(reply, num_scores=2, top_logprobs=1, server="s", vocab_size=4)
+
+
+def test_scores_are_copied_and_rounding_above_zero_is_cut() -> None:
+    given = np.array([5e-4, -np.inf], np.float32)
+    checked = checked_scores(TokenScores(given), num_scores=2, top_logprobs=0, server="s")
+    given[:] = 7
+    assert checked.logprobs.tolist() == [0, -np.inf]
+    empty = TokenScores(np.zeros(0, np.float32), np.zeros((0, 3), np.int32), np.zeros((0, 3), np.float32))
+    assert checked_scores(empty, num_scores=0, top_logprobs=3, server="s").top_ids.shape == (0, 3)  # type: ignore[union-attr]
