@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import typer
 
 from agent_loop.cli.arguments import (
@@ -49,10 +47,11 @@ def train_command(
     # late: keeps `--help` and config errors quick
     from agent_loop.training.ppo_trainer import PPOTrainer
     from agent_loop.training.rank_process import run_rank
-    from agent_loop.training.ranks import is_nonzero_rank
+    from agent_loop.training.ranks import is_nonzero_rank, seeing_own_devices
 
     if is_nonzero_rank():
-        run_rank(settings, local_rank=int(os.environ["LOCAL_RANK"]))
+        with seeing_own_devices(settings) as local_rank:
+            run_rank(settings, local_rank=local_rank)
         return
     trainer = PPOTrainer(
         settings, resume=str(resume_from) if resume_from else resume and "auto", overwrite=overwrite

@@ -12,6 +12,8 @@ from agent_loop.chat.verify import require_template
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
+from agent_loop.planning.assignment import assign
+from agent_loop.planning.machine import visible_devices
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction
 from agent_loop.rollout.batching import make_batch
 from agent_loop.rollout.components import (
@@ -111,7 +113,12 @@ class AgentLoopManager:
         template, reward = load_template(config), load_reward_function(config)
         multi_turn = config.rollout.multi_turn
         require_template(template, tools=multi_turn.has_tools)
-        servers = create_servers(config.model, rollout=config.rollout)
+        servers = create_servers(
+            config.model,
+            rollout=config.rollout,
+            placement=config.placement,
+            assignment=assign(config, devices=visible_devices(), trains=False),
+        )
         rollout = with_trace_names(config)
         return cls(rollout, servers=servers, template=template, reward=reward, settings=config)
 

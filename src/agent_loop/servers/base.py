@@ -79,6 +79,13 @@ class ServerSpec:
     """URL of a server that is already running; None creates a server."""
     start_timeout_s: float = 600.0
     """Time limit of the start."""
+    devices: tuple[str, ...] | None = None
+    """Devices that the engine's processes see, as `CUDA_VISIBLE_DEVICES` lists them. Empty means none, and None means
+    those of the process that starts the engine."""
+    tensor_parallel_size: int = 1
+    """Number of devices over which the engine splits the model."""
+    shares_devices: bool = False
+    """Whether the trainer uses the devices while the engine sleeps."""
     weight_transfer: WeightTransfer = "auto"
     """Transport of new weights to the engine's processes."""
     on_weight_update: OnWeightUpdate = "auto"

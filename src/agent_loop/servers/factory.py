@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from agent_loop.config import ModelConfig, RolloutConfig
+from agent_loop.config import ModelConfig, PlacementConfig, RolloutConfig, WeightTransfer
+from agent_loop.config.placement import devices_per_server
 from agent_loop.errors import ConfigError
+from agent_loop.planning.assignment import UNASSIGNED, Assignment
 from agent_loop.registries import load_class
 from agent_loop.servers.abort_and_resume import AbortAndResumeServer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerSpec
@@ -26,16 +28,29 @@ REMOTE_ENGINES: dict[str, str] = {
 """Engines that run elsewhere and are reached by their URL."""
 
 
-def create_servers(model: ModelConfig, *, rollout: RolloutConfig) -> list[AsyncServerBase]:
+def create_servers(
+    model: ModelConfig,
+    *,
+    rollout: RolloutConfig,
+    placement: PlacementConfig | None = None,
+    assignment: Assignment = UNASSIGNED,
+) -> list[AsyncServerBase]:
     """Create one server for each of `rollout.server_urls`, or else `rollout.num_servers` servers.
 
     Each server has its own seed.
+
+    Args:
+        model: Model to load.
+        rollout: The engine and its options.
+        placement: Number of devices of each server; None is the engine's own setting.
+        assignment: Devices of each server.
 
     Raises:
         ConfigError: The engine is unknown, or rejects an option.
     """
     server_class = find_server_class(rollout)
-    return [create_server(server_class, spec) for spec in make_server_specs(model, rollout=rollout)]
+    specs = make_server_specs(model, rollout=rollout, placement=placement, assignment=assignment)
+    return [create_server(server_class, spec) for spec in specs]
 
 
 def create_server(server_class: type[AsyncServerBase], spec: ServerSpec) -> AsyncServerBase:
@@ -54,8 +69,18 @@ def create_server(server_class: type[AsyncServerBase], spec: ServerSpec) -> Asyn
     return server
 
 
-def make_server_specs(model: ModelConfig, *, rollout: RolloutConfig) -> list[ServerSpec]:
-    """Return the specifications of all servers of a configuration."""
+def make_server_specs(
+    model: ModelConfig,
+    *,
+    rollout: RolloutConfig,
+    placement: PlacementConfig | None = None,
+    assignment: Assignment = UNASSIGNED,
+) -> list[ServerSpec]:
+    """Return the specifications of all servers of a configuration. See `create_servers` for the arguments.
+
+    Raises:
+        ConfigError: The transport of weights cannot reach the devices of the servers.
+    """
     urls = rollout.server_urls or [None] * rollout.num_servers
     return [
         ServerSpec(
@@ -67,12 +92,28 @@ def make_server_specs(model: ModelConfig, *, rollout: RolloutConfig) -> list[Ser
             engine_kwargs=rollout.engine_kwargs,
             url=url,
             start_timeout_s=rollout.start_timeout_s,
-            weight_transfer=rollout.weight_transfer,
+            devices=assignment.of_server(replica),
+            tensor_parallel_size=devices_per_server(placement or PlacementConfig(), rollout),
+            shares_devices=assignment.is_colocated,
+            weight_transfer=_transfer(rollout.weight_transfer, assignment, replica),
             on_weight_update=rollout.on_weight_update,
             sampling=SamplingParams.parse(rollout.sampling_params()),
         )
         for replica, url in enumerate(urls)
     ]
+
+
+def _transfer(configured: WeightTransfer, assignment: Assignment, replica: int) -> WeightTransfer:
+    """Return the transport of weights to a server, which may not see the device of the trainer's weights."""
+    devices, trainer = assignment.of_server(replica), assignment.trainer
+    if not devices or not trainer or devices == trainer or configured not in ("auto", "cuda_ipc"):
+        return configured
+    if configured == "cuda_ipc":
+        raise ConfigError(
+            f"rollout.weight_transfer is 'cuda_ipc', but a server has devices {', '.join(devices)} and the trainer "
+            f"{', '.join(trainer)}; set shared_memory, broadcast or auto"
+        )
+    return "shared_memory"
 
 
 def find_server_class(rollout: RolloutConfig) -> type[AsyncServerBase]:

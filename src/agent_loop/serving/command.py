@@ -10,6 +10,8 @@ from rich.markup import escape
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError
+from agent_loop.planning.assignment import assign
+from agent_loop.planning.machine import visible_devices
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.manager import AsyncLLMServerManager
@@ -53,7 +55,12 @@ async def serve(
     # The port comes first, so that a taken port is reported before the model is loaded.
     with listening_socket(host, port) as listener:
         template, why_no_tools = _load_template(config)
-        servers = create_servers(config.model, rollout=rollout)
+        servers = create_servers(
+            config.model,
+            rollout=rollout,
+            placement=config.placement,
+            assignment=assign(config, devices=visible_devices(), trains=False),
+        )
         pool = AsyncLLMServerManager(
             servers, request_timeout_s=rollout.request_timeout_s, vocab_size=template.vocab_size
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from typing import Self
 
 from agent_loop.config import Config
+from agent_loop.planning.assignment import UNASSIGNED, Assignment
+from agent_loop.planning.machine import environment_for
 from agent_loop.training.process_group import LOOPBACK
 
 RANK_MODULE = "agent_loop.training.rank_process"
@@ -17,8 +20,9 @@ POLL_S = 0.2
 class LocalRanks:
     """Implementation of `OtherRanks` for one machine. A context manager."""
 
-    def __init__(self, config: Config, *, grace_s: float) -> None:
+    def __init__(self, config: Config, *, grace_s: float, assignment: Assignment = UNASSIGNED) -> None:
         self.host = LOOPBACK
+        self._assignment = assignment
         self._config = config
         self._grace_s = grace_s
         self._processes: list[subprocess.Popen[str]] = []
@@ -51,8 +55,11 @@ class LocalRanks:
 
     def _start(self, *, port: int, rank: int) -> subprocess.Popen[str]:
         """Start a process in a session of its own, which Ctrl-C does not reach. It ends with its standard input."""
+        devices = self._assignment.of_rank(rank)
+        local_rank = rank if devices is None else 0  # the number among the devices that the process sees
         process = subprocess.Popen(
-            [sys.executable, "-m", RANK_MODULE, str(port), str(rank)],
+            [sys.executable, "-m", RANK_MODULE, str(port), str(rank), str(local_rank)],
+            env={**os.environ, **environment_for(devices)},
             stdin=subprocess.PIPE,
             text=True,
             start_new_session=True,

@@ -30,7 +30,7 @@ from agent_loop.training.loop import TrainingLoop
 from agent_loop.training.losses import load_policy_loss
 from agent_loop.training.metrics import MetricsWriter
 from agent_loop.training.progress import Progress, without_progress_of_transformers
-from agent_loop.training.ranks import start_process_group
+from agent_loop.training.ranks import seeing_own_devices, start_process_group
 from agent_loop.training.result import TrainResult
 from agent_loop.training.rollouts import Rollouts
 from agent_loop.training.run_folder import (
@@ -103,6 +103,7 @@ class PPOTrainer:
         sampler, val_rows, manifests = _load_data(config, has_manager=self._manager is not None)
         supervised = await run_in_thread(_load_supervised, config, self._manager, manifests)
         async with AsyncExitStack() as stack:
+            stack.enter_context(seeing_own_devices(config))
             stack.enter_context(exclusive_folder(run_dir, name="trainer.run_dir"))
             journals = JournalFolder(run_dir)
             has_checkpoints = bool(list_checkpoints(run_dir))

@@ -1,7 +1,7 @@
 """Process of a rank other than 0, which runs the commands of rank 0.
 
-Rank 0 starts `python -m agent_loop.training.rank_process PORT RANK` on its own machine. The first line of standard
-input is the configuration. The process ends when its standard input ends.
+Rank 0 starts `python -m agent_loop.training.rank_process PORT RANK LOCAL_RANK` on its own machine. The first line of
+standard input is the configuration. The process ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run_rank(config: Config, *, local_rank: int, **rendezvous: Any) -> None:
 
     Args:
         config: Configuration of rank 0.
-        local_rank: Number of this process's GPU on its machine.
+        local_rank: Number of this process's GPU among those that it sees.
         rendezvous: See `join_process_group`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -52,7 +52,7 @@ def connect_and_run_rank(config: Config, *, host: str, port: int, rank: int, loc
         host: Address of rank 0.
         port: Port of its store.
         rank: Number of this process.
-        local_rank: Number of this process's GPU on its machine.
+        local_rank: Number of this process's GPU among those that it sees.
     """
     size = config.trainer.num_processes
     store = open_store(size, host=host, port=port)
@@ -60,11 +60,11 @@ def connect_and_run_rank(config: Config, *, host: str, port: int, rank: int, loc
 
 
 def main() -> None:
-    port, rank = map(int, sys.argv[1:])
+    port, rank, local_rank = map(int, sys.argv[1:])
     config = Config.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     try:
-        connect_and_run_rank(config, host=LOOPBACK, port=port, rank=rank, local_rank=rank)
+        connect_and_run_rank(config, host=LOOPBACK, port=port, rank=rank, local_rank=local_rank)
     except AgentLoopError as error:
         sys.exit(f"process {rank}: {type(error).__name__}: {error}")
 

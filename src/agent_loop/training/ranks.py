@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,8 @@ from torch.distributed import is_torchelastic_launched
 from agent_loop.config import Config
 from agent_loop.distributed.ray_ranks import RayRanks
 from agent_loop.errors import ConfigError, ProcessGroupError
+from agent_loop.planning.assignment import UNASSIGNED, Assignment, assign
+from agent_loop.planning.machine import seeing, visible_devices
 from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.training.local_ranks import LocalRanks
@@ -53,6 +55,27 @@ class OtherRanks(AbstractContextManager[Any], Protocol):
 def is_nonzero_rank() -> bool:
     """Return whether `torchrun` started this process as a rank other than 0."""
     return is_torchelastic_launched() and int(os.environ["RANK"]) > 0
+
+
+@contextmanager
+def seeing_own_devices(config: Config) -> Generator[int]:
+    """Show this training process its own devices alone, and yield the number of its GPU among those that it sees.
+
+    Enter this before CUDA is used. The first process of a run on Ray gets its device from the cluster instead.
+
+    Raises:
+        ConfigError: There are fewer devices than the parts of the run need.
+    """
+    local_rank = int(os.environ["LOCAL_RANK"]) if is_torchelastic_launched() else 0
+    devices = _assignment_of(config).of_rank(local_rank)
+    with seeing(devices):
+        yield local_rank if devices is None else 0
+
+
+def _assignment_of(config: Config) -> Assignment:
+    if config.trainer.runtime == "ray":
+        return UNASSIGNED
+    return assign(config, devices=visible_devices())
 
 
 @asynccontextmanager
@@ -131,8 +154,10 @@ def _create_other_ranks(config: Config, device: torch.device) -> OtherRanks:
                 "trainer.ray.num_gpus_per_learner is 0 where training is on GPUs; set it to 1, or set model.device=cpu"
             )
         return RayRanks(config, run_rank=connect_and_run_rank, grace_s=GRACE_S)
-    _check_gpus(config.trainer.num_processes, device)
-    return LocalRanks(config, grace_s=GRACE_S)
+    assignment = _assignment_of(config)
+    if assignment.trainer is None:
+        _check_gpus(config.trainer.num_processes, device)
+    return LocalRanks(config, grace_s=GRACE_S, assignment=assignment)
 
 
 def _check_size_of_torchrun(size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import socket
 import sys
 from asyncio.subprocess import Process
@@ -13,6 +14,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from agent_loop.errors import ServerDied, ServerTimeout
+from agent_loop.planning.machine import environment_for
 from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.servers.base import Ability, ServerSpec
 from agent_loop.servers.embedded_process.connection import EngineCall, EngineConnection, EngineReply
@@ -50,7 +52,10 @@ class EmbeddedEngineProcess:
         with theirs:
             command = [sys.executable, "-m", HOST, str(theirs.fileno())]
             self._process = await asyncio.create_subprocess_exec(
-                *command, pass_fds=[theirs.fileno()], start_new_session=True
+                *command,
+                env={**os.environ, **environment_for(spec.devices)},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
         self._connection = await EngineConnection.open(ours)
         self.end_reason = None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from agent_loop.errors import ConfigError
+from agent_loop.planning.machine import environment_for
 from agent_loop.servers.base import ServerSpec, refuse_unknown_options
 from agent_loop.servers.packages import import_engine, require_version
 from agent_loop.servers.sglang import loader
@@ -68,6 +69,8 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
         "incremental_streaming_output": True,
         "weight_version": "0",
     }
+    if spec.tensor_parallel_size > 1:
+        options["tp_size"] = spec.tensor_parallel_size
     if spec.model.device != "auto":
         options["device"] = spec.model.device
     return options
@@ -79,6 +82,7 @@ def engine_environment(spec: ServerSpec) -> dict[str, str]:
     environment = {
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        **environment_for(spec.devices),
     }
     if spec.model.device == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"

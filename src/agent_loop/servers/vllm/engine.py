@@ -109,7 +109,7 @@ class VLLMServer(AsyncServerBase):
             server=self.name, max_model_len=self._spec.max_model_len, model=model, abilities=self.abilities
         )
         self._log = EngineLog(self.name)
-        launcher = EngineLauncher(self.name, options=self._options, log=self._log)
+        launcher = EngineLauncher(self.name, options=self._options, log=self._log, devices=self._spec.devices)
         llm = await launcher.launch(timeout_s=self._spec.start_timeout_s)
         self._core = EngineCore(llm, server=self.name, log=self._log, scheduler=launcher.scheduler)
         self._vllm = import_engine("vllm", package=PACKAGE, supported=SUPPORTED)

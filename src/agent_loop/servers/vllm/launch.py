@@ -8,10 +8,12 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from agent_loop.errors import ConfigError, ServerDied, ServerTimeout
+from agent_loop.planning.machine import seeing
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.threads import run_in_thread
@@ -23,6 +25,10 @@ from agent_loop.servers.vllm.options import PACKAGE, SUPPORTED
 
 ABANDON_TIMEOUT_S = 20.0
 POLL_S = 0.2
+ENGINE_CORE = "EngineCore"
+"""Start of the names of vLLM's processes."""
+_starting = threading.Lock()
+"""Held while the environment of this process is that of an engine which starts."""
 
 
 class SchedulerState:
@@ -54,8 +60,16 @@ class EngineLauncher:
     vLLM does not report its processes while it starts. They are the processes that did not exist before.
     """
 
-    def __init__(self, server: str, *, options: Mapping[str, Any], log: EngineLog) -> None:
+    def __init__(
+        self,
+        server: str,
+        *,
+        options: Mapping[str, Any],
+        log: EngineLog,
+        devices: Sequence[str] | None = None,
+    ) -> None:
         self._server = server
+        self._devices = devices
         self._options = dict(options)
         self._log = log
         self._is_abandoned = False
@@ -90,7 +104,8 @@ class EngineLauncher:
 
     def _build(self) -> Any:
         try:
-            engine = self._make()
+            with self._showing_devices():
+                engine = self._make()
             if self._is_abandoned:
                 engine.shutdown()
             return engine
@@ -119,6 +134,35 @@ class EngineLauncher:
             disable_log_stats=True,
         )
 
+    @contextmanager
+    def _showing_devices(self) -> Generator[None]:
+        """Show the engine's processes their devices alone.
+
+        vLLM starts its processes with the environment of this one, which has other devices. It is changed until the
+        first process has started, and by one engine at a time.
+        """
+        if self._devices is None:
+            yield
+            return
+        is_built = threading.Event()
+
+        def restore() -> None:
+            while not is_built.wait(POLL_S) and not _engine_processes() - before:
+                pass
+            shown.close()
+
+        shown = ExitStack()
+        shown.enter_context(_starting)
+        shown.enter_context(seeing(self._devices))
+        before = _engine_processes()
+        watcher = threading.Thread(target=restore, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            is_built.set()
+            watcher.join()
+
     def _make_scheduler_state(self, vllm_config: Any, engine_index: int = 0) -> SchedulerState:
         self.scheduler = SchedulerState(vllm_config, engine_index)
         return self.scheduler
@@ -129,7 +173,7 @@ class EngineLauncher:
         deadline = time.monotonic() + ABANDON_TIMEOUT_S
         while not self._is_over.wait(POLL_S) and time.monotonic() < deadline:
             for process in multiprocessing.active_children():
-                if process.pid not in self._before and process.name.startswith("EngineCore"):
+                if process.pid not in self._before and process.name.startswith(ENGINE_CORE):
                     process.kill()
                     process.join(POLL_S)
 
@@ -138,3 +182,9 @@ class EngineLauncher:
             f"vLLM failed to start ({type(error).__name__}: {error}){self._log.tail()}",
             server=self._server,
         )
+
+
+def _engine_processes() -> set[int | None]:
+    return {
+        process.pid for process in multiprocessing.active_children() if process.name.startswith(ENGINE_CORE)
+    }

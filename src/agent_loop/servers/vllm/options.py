@@ -42,6 +42,8 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_prefix_caching": True,
     }
+    if spec.tensor_parallel_size > 1:
+        ours["tensor_parallel_size"] = spec.tensor_parallel_size
     needed = num_logprobs(spec.sampling)
     if 0 <= spec.engine_kwargs.get("max_logprobs", MAX_LOGPROBS) < needed:  # -1 means no limit
         ours["max_logprobs"] = needed
@@ -51,6 +53,7 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
         "dtype": "model.dtype",
         "max_model_len": "rollout.prompt_length and rollout.response_length",
         "seed": "rollout.seed",
+        "tensor_parallel_size": "placement.tensor_parallel_size",
     }
     for key, value in spec.engine_kwargs.items():
         if key in REFUSED:
@@ -70,4 +73,6 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
         # The other backends do not know the stop tokens of requests.
         "structured_outputs_config": {"backend": "xgrammar"},
     }
+    if spec.shares_devices:
+        defaults["enable_sleep_mode"] = True
     return {**defaults, **ours, **spec.engine_kwargs}

@@ -128,8 +128,14 @@ def supervised_config(config: Config) -> Config:
             "algorithm": AlgorithmConfig(),
             "actor": config.actor.model_copy(update={"kl_loss_coef": 0.0, "reference_path": None}),
             "rollout": config.rollout.model_copy(
-                update={"temperature": 1.0, "prompt_length": 1, "response_length": config.sft.max_tokens}
+                update={
+                    "engine": "embedded",  # there are no servers, so the trainer takes the first devices
+                    "temperature": 1.0,
+                    "prompt_length": 1,
+                    "response_length": config.sft.max_tokens,
+                }
             ),
+            "placement": PlacementConfig(),
         }
     )
 
