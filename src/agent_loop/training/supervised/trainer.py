@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.config import AlgorithmConfig, Config
+from agent_loop.config import AlgorithmConfig, Config, PlacementConfig
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.components import load_template
 from agent_loop.runtime.threads import run_in_thread
