@@ -51,8 +51,9 @@ class AgentConfig(Section):
     """Agent loops and workers."""
 
     num_workers: Replicas = 1
-    default_agent_loop: str = "single_turn_agent"
-    """Agent loop of rows without `agent_name`: a registered name, `file.py:Class` or `module:Class`."""
+    default_agent_loop: str | None = None
+    """Agent loop of rows without `agent_name`: a registered name, `file.py:Class` or `module:Class`. None is
+    `tool_agent` if `multi_turn` has tools or an interaction, and `single_turn_agent` otherwise."""
     agent_loop_config_path: str | None = None
     """YAML list of `{name, _target_: module.Class, ...}`: loops in addition to the registered ones."""
     loop_files: list[str] = []
@@ -234,6 +235,12 @@ class RolloutConfig(Section):
                 f"rollout.over_sample is {over_sample}, and the groups that end first are random; set it to 1"
             )
         return value
+
+    @property
+    def default_agent_loop(self) -> str:
+        """The name of the agent loop of rows without `agent_name`."""
+        has_turns = self.multi_turn.has_tools or self.multi_turn.interaction_config_path
+        return self.agent.default_agent_loop or ("tool_agent" if has_turns else "single_turn_agent")
 
     def sampling_params(self, *, validate: bool = False) -> dict[str, Any]:
         """Return the sampling parameters of requests by name, in evaluations those of `val`."""

@@ -67,7 +67,7 @@ def load_loops(config: RolloutConfig) -> LoopRegistry:
         ConfigError: A file is missing or invalid, or the default loop does not exist.
     """
     loops = LoopRegistry(loop_files=config.agent.loop_files, config_path=config.agent.agent_loop_config_path)
-    loops.load_default(config.agent.default_agent_loop)
+    loops.load_default(config.default_agent_loop)
     return loops
 
 
@@ -143,7 +143,7 @@ def make_worker(
     return AgentLoopWorker(
         context,
         loops=loops,
-        default_agent_loop=config.agent.default_agent_loop,
+        default_agent_loop=config.default_agent_loop,
         reward=reward if isinstance(reward, RewardFunction) else None,
         gate=gate,
         monitor=TrajectoryMonitor(gate=gate, pool=pool, silence_s=config.watchdog_s),

@@ -90,7 +90,7 @@ class AgentLoopManager:
         self.telemetry = Telemetry(
             config, template=template, pool=self.server_manager.pool, workers=self._workers
         )
-        self._row_checks = RowChecks(context, loops=loops, default_agent_loop=config.agent.default_agent_loop)
+        self._row_checks = RowChecks(context, loops=loops, default_agent_loop=config.default_agent_loop)
         self._jobs = JobFactory(config)
         self._servers = SleepingServers(self.server_manager, free_cache_engine=config.free_cache_engine)
         self._stages = RunStages(

@@ -50,7 +50,7 @@ class Tracer:
         self._config = trace
         self._seed = config.seed
         self._num_workers = config.agent.num_workers
-        self._default_agent = config.agent.default_agent_loop
+        self._default_agent = config.default_agent_loop
 
     def trace_callback(
         self, rows: Sequence[Row], *, label: str, validate: bool, then: TrajectoryCallback | None

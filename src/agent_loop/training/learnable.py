@@ -38,9 +38,9 @@ def refuse_without_reward(config: Config, rows: Iterable[Row]) -> None:
         agent.loop_files,
         agent.agent_loop_config_path,
     )
-    if any(scores) or ":" in agent.default_agent_loop:
+    if any(scores) or ":" in config.rollout.default_agent_loop:
         return
-    names = {str(row.get("agent_name") or agent.default_agent_loop) for row in rows}
+    names = {str(row.get("agent_name") or config.rollout.default_agent_loop) for row in rows}
     loops = LoopRegistry()
     if all(loops.get(name, where="agent_name").loop_class in UNREWARDING_LOOPS for name in names):
         raise ConfigError(f"nothing gives a reward, so nothing can be learned; {GIVE_A_REWARD}")
