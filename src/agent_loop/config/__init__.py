@@ -19,6 +19,7 @@ from agent_loop.config.rollout import (
     TraceConfig,
     ValSamplingConfig,
 )
+from agent_loop.config.sampler import SamplerConfig
 from agent_loop.config.sft import SftConfig
 from agent_loop.config.trainer import RayConfig, TrainerConfig
 from agent_loop.config.validation import all_keys, parse_options, parse_section
@@ -92,6 +93,7 @@ __all__ = [
     "Replicas",
     "RewardConfig",
     "RolloutConfig",
+    "SamplerConfig",
     "Samples",
     "Section",
     "Seed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from agent_loop.config.sampler import SamplerConfig
 from agent_loop.config.values import Positive, Section, Seed
 
 
@@ -27,5 +28,7 @@ class DataConfig(Section):
     """Number of rows to evaluate on, from the first on; None evaluates on all rows."""
     shuffle: bool = True
     seed: Seed = 0
+    sampler: SamplerConfig = SamplerConfig()
+    """Selection of the rows of each step."""
     allow_changed_rows: bool = False
     """Resume a training even if its training rows have changed since the checkpoint."""

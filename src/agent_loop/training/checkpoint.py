@@ -3,6 +3,7 @@
 checkpoints/step-000040/
     model/       what `transformers` loads: weights, config, tokenizer
     critic/      the same for the critic, where there is one
+    rows/        the results of the rows so far, for the selection of rows
     trainer/     what `torch.distributed.checkpoint` loads into any number of processes: optimiser, random states
     state.json   step, weight version, configuration, the files of the rows, the size and CRC-32 of every other file,
                  and a CRC-32 of itself
@@ -50,7 +51,7 @@ class SavesPretrained(Protocol):
 
 
 class SavesItself(Protocol):
-    """Learner that a checkpoint saves."""
+    """Learner or selection of rows that a checkpoint saves."""
 
     def save(self, folder: Path) -> None: ...
 
@@ -85,6 +86,7 @@ def save_checkpoint(
     tokenizer: SavesPretrained,
     config: Mapping[str, Any],
     rows: Mapping[str, DataManifest] | None = None,
+    selector: SavesItself | None = None,
     keep: int,
 ) -> Path:
     """Write a checkpoint, then remove all but the last `keep` of the run.
@@ -99,6 +101,8 @@ def save_checkpoint(
             shutil.rmtree(half_written)
         temporary.mkdir(parents=True)
         learner.save(temporary)
+        if selector is not None:
+            selector.save(temporary)
         tokenizer.save_pretrained(str(temporary / MODEL_FOLDER))
         state = {
             "step": step,

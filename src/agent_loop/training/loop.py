@@ -11,7 +11,6 @@ from agent_loop.config import Config
 from agent_loop.errors import CheckpointError, RolloutError, TrainingError
 from agent_loop.rollout.batch import assemble, timing_metrics
 from agent_loop.rollout.journal.folder import JournalFolder
-from agent_loop.rollout.rows import RowSampler
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.columns import Learned
 from agent_loop.storage.keeper import TrajectoryKeeper
@@ -31,9 +30,10 @@ from agent_loop.training.learner import Learner
 from agent_loop.training.metrics import MetricsWriter
 from agent_loop.training.progress import Progress
 from agent_loop.training.result import TrainResult
-from agent_loop.training.rollout_metrics import drift_metrics, rollout_metrics
+from agent_loop.training.rollout_metrics import drift_metrics, replay_metrics, rollout_metrics
 from agent_loop.training.rollouts import Rollouts, StepRollout, StepRollouts, max_staleness
 from agent_loop.training.run_folder import config_values
+from agent_loop.training.samplers import RowSelector
 from agent_loop.training.supervised.examples import ExampleSampler
 from agent_loop.training.time_shares import TimeShares, time_shares
 from agent_loop.training.timing import StepClock
@@ -53,7 +53,7 @@ class TrainingLoop:
         *,
         manager: Rollouts,
         learner: Learner,
-        sampler: RowSampler[Row],
+        selector: RowSelector,
         val_rows: Sequence[Row],
         writer: MetricsWriter,
         progress: Progress,
@@ -70,8 +70,9 @@ class TrainingLoop:
         self._run_dir = Path(config.trainer.run_dir)
         self._manager = manager
         self._learner = learner
+        self._selector = selector
         self._rollouts = StepRollouts(
-            config, manager=manager, sampler=sampler, progress=progress, journals=journals
+            config, manager=manager, selector=selector, progress=progress, journals=journals
         )
         self._val_rows = val_rows
         self._writer = writer
@@ -162,6 +163,8 @@ class TrainingLoop:
             weight_version=self._completed,
         )
         metrics |= timing_metrics(trajectories) | feedback_metrics(trajectories)
+        metrics |= rollout.metrics
+        metrics |= replay_metrics(rollout.replayed, weight_version=self._completed)
         if isinstance(self._manager.template, ChatTemplate):
             metrics |= drift_metrics(trajectories, template=self._manager.template)
 
@@ -174,6 +177,7 @@ class TrainingLoop:
             trajectories, step=step, split="train", weight_version=self._completed, learned=learned
         )
         self._completed, self._is_first_step = step, False
+        self._rollouts.complete(step, rollout)
         metrics[names.DEAD_STEPS] = float(self._dead_steps.add(trajectories, metrics, step=step))
         self._early_warnings.add(metrics, step=step)
 
@@ -226,9 +230,10 @@ class TrainingLoop:
 
     def _learn(self, rollout: StepRollout) -> tuple[dict[str, float], list[Learned]]:
         """Train on a rollout. Called in a thread."""
-        batch = assemble(rollout.trajectories, pad_token_id=self._manager.template.pad_token_id)
+        trained = [*rollout.trajectories, *rollout.replayed]
+        batch = assemble(trained, pad_token_id=self._manager.template.pad_token_id)
         metrics = self._learner.learn(batch, baseline_rewards=rollout.baseline_rewards)
-        metrics |= self._breakdowns.metrics(batch, rollout.trajectories)
+        metrics |= self._breakdowns.metrics(batch, trained)
         return metrics, learned_of(batch, rollout.trajectories)
 
     def _supervise(self, step: int) -> dict[str, float]:
@@ -278,6 +283,7 @@ class TrainingLoop:
                 tokenizer=self._manager.template.tokenizer,
                 config=config_values(self._config),
                 rows=self._rows,
+                selector=self._selector,
                 keep=self._config.trainer.keep_checkpoints,
             )
         self._saved = (self._completed, path)

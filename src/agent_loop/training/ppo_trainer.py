@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.components import load_template
 from agent_loop.rollout.journal.folder import JournalFolder
-from agent_loop.rollout.rows import RowSampler, load_row_files
+from agent_loop.rollout.rows import load_row_files
 from agent_loop.runtime.garbage_collection import frozen_objects, infrequent_collections
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_folder
@@ -32,7 +31,7 @@ from agent_loop.training.metrics import MetricsWriter
 from agent_loop.training.progress import Progress, without_progress_of_transformers
 from agent_loop.training.ranks import seeing_own_devices, start_process_group
 from agent_loop.training.result import TrainResult
-from agent_loop.training.rollouts import Rollouts
+from agent_loop.training.rollouts import Rollouts, max_staleness
 from agent_loop.training.run_folder import (
     METRICS_FILE,
     SFT_SPLIT,
@@ -43,6 +42,7 @@ from agent_loop.training.run_folder import (
     find_checkpoint,
     prepare_run_folder,
 )
+from agent_loop.training.samplers import RowSelector, load_sampler
 from agent_loop.training.supervised.examples import ExampleSampler, load_examples
 from agent_loop.training.timing import StepClock
 from agent_loop.types import Row
@@ -100,7 +100,7 @@ class PPOTrainer:
         config, run_dir = self._config, Path(self._config.trainer.run_dir)
         _check_algorithm(config)
         _check_supervised(config)
-        sampler, val_rows, manifests = _load_data(config, has_manager=self._manager is not None)
+        selector, val_rows, manifests = _load_data(config, has_manager=self._manager is not None)
         supervised = await run_in_thread(_load_supervised, config, self._manager, manifests)
         async with AsyncExitStack() as stack:
             stack.enter_context(seeing_own_devices(config))
@@ -117,7 +117,7 @@ class PPOTrainer:
             )
             loggers = make_loggers(config)
             manager = self._manager or await stack.enter_async_context(create_manager(config))
-            manager.check_rows(sampler.rows)
+            manager.check_rows(selector.rows)
             manager.check_rows(val_rows)
             process_group = await stack.enter_async_context(start_process_group(config))
             learner = await run_in_thread(
@@ -139,7 +139,7 @@ class PPOTrainer:
                 config,
                 manager=manager,
                 learner=learner,
-                sampler=sampler,
+                selector=selector,
                 val_rows=val_rows,
                 writer=stack.enter_context(MetricsWriter(run_dir / METRICS_FILE, loggers=loggers)),
                 progress=stack.enter_context(progress),
@@ -154,7 +154,7 @@ class PPOTrainer:
             stack.enter_context(interrupt.listening())
             if checkpoint is not None:
                 _report_changes(progress, checkpoint, config)
-                for note in notes or ():
+                for note in [*(notes or ()), *_load_results(selector, checkpoint, manifests)]:
                     progress.say(note)
             elif from_journals:
                 progress.say("there is no checkpoint yet; resuming from the journals")
@@ -167,7 +167,7 @@ class PPOTrainer:
 
 def _load_data(
     config: Config, *, has_manager: bool
-) -> tuple[RowSampler[Row], list[Row], dict[str, DataManifest]]:
+) -> tuple[RowSelector, list[Row], dict[str, DataManifest]]:
     """Load the rows, and return a manifest of their files by split.
 
     If the caller passed a manager, its rewards may come from code that the configuration does not name.
@@ -185,18 +185,29 @@ def _load_data(
     rows = [row for file in files for row in file.rows]
     if not has_manager:
         refuse_without_reward(config, rows)
-    sampler: RowSampler[Row] = RowSampler(
+    selector = RowSelector(
         rows,
-        batch_size=math.ceil(data.train_batch_size * config.rollout.over_sample),
-        shuffle=data.shuffle,
-        seed=data.seed,
+        config=data,
+        sampler=load_sampler(data.sampler.name),
+        over_sample=config.rollout.over_sample,
+        max_refills=config.algorithm.max_refills,
+        max_staleness=max_staleness(config),
     )
     val_rows: list[Row] = []
     if wants_validation:
         val_files = load_row_files(data.val_files, prompt_key=data.prompt_key, workspace=data.workspace)
         manifests["val"] = DataManifest.of(val_files)
         val_rows += [row for file in val_files for row in file.rows][: data.val_max_rows]
-    return sampler, val_rows, manifests
+    return selector, val_rows, manifests
+
+
+def _load_results(
+    selector: RowSelector, checkpoint: Checkpoint, manifests: dict[str, DataManifest]
+) -> list[str]:
+    """Load the results of the rows from a checkpoint, and return notes for the user."""
+    before, now = checkpoint.rows.get("train"), manifests["train"]
+    note = selector.load(checkpoint.path, has_same_rows=before is not None and before.digest == now.digest)
+    return [] if note is None else [note]
 
 
 def _check_supervised(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Advantage estimators and policy losses by name. This module loads neither torch nor transformers."""
+"""Advantage estimators, policy losses and row samplers by name. This module loads neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 ESTIMATORS = FunctionRegistry(kind="advantage estimator", key="algorithm.adv_estimator")
 POLICY_LOSSES = FunctionRegistry(kind="policy loss", key="actor.policy_loss")
+SAMPLERS = FunctionRegistry(kind="sampler", key="data.sampler.name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,40 @@ def policy_loss(name: str) -> Callable[[FunctionT], FunctionT]:
 
     def decorate(function: FunctionT) -> FunctionT:
         POLICY_LOSSES.add(name, function)
+        return function
+
+    return decorate
+
+
+def row_sampler(name: str) -> Callable[[FunctionT], FunctionT]:
+    """Register a sampler of rows for `data.sampler.name`.
+
+    A sampler that is not registered is selected with `data.sampler.name=file.py:name`. The built-in samplers are in
+    `agent_loop.training.samplers`.
+
+    A sampler is a function, or a class whose instances are called:
+
+        def sampler(step: int, *, count: int, context: SamplerContext) -> Sequence[int]
+
+    - The result is at least `count` indices of rows, the most wanted first, or all rows if there are fewer. The first
+      rows that are not skipped (`data.sampler.skip_solved`, `skip_failed`) are the batch; the next replace groups
+      without variance (`algorithm.max_refills`).
+    - `context` has the rows, the settings `data`, and the history: the results of all steps up to `step - 1`, in
+      asynchronous training up to `step - 1 - trainer.max_staleness`.
+    - Equal arguments must give equal results, so that a run that was killed resumes with the same rows. Derive random
+      numbers from `context.config.seed` and `step`.
+    - An object may also have `observe(step, results)`, which is called with the results of each step in order before a
+      selection that may depend on them, and `state_dict()` and `load_state_dict(state)`, which checkpoints call. A
+      state consists of JSON values, arrays of numbers and bytes.
+
+    An exception in it or a wrong result ends the training with an `AlgorithmError` that names the sampler.
+
+    Args:
+        name: Value of the setting. A name that is taken goes to the new sampler, with a warning.
+    """
+
+    def decorate(function: FunctionT) -> FunctionT:
+        SAMPLERS.add(name, function)
         return function
 
     return decorate

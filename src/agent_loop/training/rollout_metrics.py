@@ -18,6 +18,9 @@ from agent_loop.training.metrics import (
     MODEL_TOKENS,
     NUM_TURNS_MEAN,
     PROMPT_LENGTH_MEAN,
+    REPLAYED_AGE_MAX,
+    REPLAYED_GROUPS,
+    REPLAYED_TOKENS,
     RESPONSE_LENGTH_MAX,
     RESPONSE_LENGTH_MEAN,
     RETRIES,
@@ -100,6 +103,18 @@ def rollout_metrics(
     if rewards:
         metrics |= {REWARD_MEAN: float(np.mean(means)), REWARD_MIN: min(rewards), REWARD_MAX: max(rewards)}
     return metrics | _seat_rewards(trajectories) | _part_means(rollouts) | counts
+
+
+def replay_metrics(trajectories: Sequence[Trajectory], *, weight_version: int) -> dict[str, float]:
+    """Return the metrics of replayed trajectories; empty without any."""
+    if not trajectories:
+        return {}
+    sampled = [s for t in trajectories for s in t.output.segments if s.weight_version is not None]
+    return {
+        REPLAYED_GROUPS: float(len({t.group for t in trajectories})),
+        REPLAYED_TOKENS: float(sum(map(len, sampled))),
+        REPLAYED_AGE_MAX: float(weight_version - min((s.weight_version or 0) for s in sampled)),
+    }
 
 
 def _seat_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from msgspec import structs
@@ -16,10 +16,10 @@ from torch import Tensor
 from agent_loop.config import Config
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
-from agent_loop.rollout.rows import RowSampler
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.training.advantages import estimator_needs
 from agent_loop.training.progress import Progress
+from agent_loop.training.samplers import RowResult, RowSelector, row_results
 from agent_loop.trajectory import Trajectory, group_branches
 from agent_loop.trajectory.branches import seat_of
 from agent_loop.types import Row
@@ -71,6 +71,14 @@ class StepRollout:
     """Number of groups without variance that were replaced by other groups, as far as there were any."""
     baseline_rewards: Mapping[int, float] | None = None
     """Rewards of greedy rollouts by group; None if the estimator does not need them."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Metrics of the selection of the rows."""
+    rows: Sequence[int] = ()
+    """Row of each group, by the number of the group: an index in the data set."""
+    results: Sequence[RowResult] = ()
+    """Results of all rows that were run, also of groups that were replaced."""
+    replayed: Sequence[Trajectory] = ()
+    """Trajectories of earlier steps that are trained again, in groups of their own."""
 
 
 class StepRollouts:
@@ -79,7 +87,7 @@ class StepRollouts:
     Args:
         config: All settings.
         manager: Manager that runs the trajectories.
-        sampler: Sampler of the rows of a step.
+        selector: Selects the rows of a step.
         progress: Console view that shows trajectories, and notes about the journals.
         journals: Folder of the journals; None keeps no journals.
     """
@@ -89,13 +97,13 @@ class StepRollouts:
         config: Config,
         *,
         manager: Rollouts,
-        sampler: RowSampler[Row],
+        selector: RowSelector,
         progress: Progress,
         journals: JournalFolder | None,
     ) -> None:
         self._config = config
         self._manager = manager
-        self._sampler = sampler
+        self._selector = selector
         self._progress = progress
         self._journals = journals
         self._settings = training_settings(config)
@@ -109,29 +117,55 @@ class StepRollouts:
         After that, the step has fewer groups.
         """
         started = time.monotonic()
-        rows, num_groups = self._sampler.batch(step), self._config.data.train_batch_size
+        selection = self._selector.select(step)
+        if selection.note is not None:
+            self._progress.say(selection.note)
+        rows, num_groups = list(selection.rows), self._config.data.train_batch_size - len(selection.replayed)
         kept, baselines = await self._run_rows(rows, step=step, num_groups=num_groups)
-        num_dropped = num_used = 0
+        results = self._results(kept, rows=rows)
+        num_dropped = 0
         for refill in range(1, self._config.algorithm.max_refills + 1):
             informative = _with_variance(kept)
             num_missing = num_groups - len({t.group for t in informative})
-            others = self._sampler.others(step, skip=num_used, count=num_missing)
+            num_used = len(rows) - len(selection.rows)
+            others = selection.spare[num_used : num_used + num_missing]
             if not others:
                 break
-            first_group = len(rows) + num_used
-            num_used += len(others)
+            first_group = len(rows)
+            rows += others
             num_dropped += num_missing
             more, their_baselines = await self._run_rows(
                 others, step=step, num_groups=len(others), refill=refill
             )
+            results += self._results(more, rows=others)
             kept = [*informative, *(structs.replace(t, group=t.group + first_group) for t in more)]
             baselines |= {group + first_group: reward for group, reward in their_baselines.items()}
-        return StepRollout(kept, time.monotonic() - started, num_dropped, baselines or None)
+        return StepRollout(
+            kept,
+            time.monotonic() - started,
+            num_dropped,
+            baselines or None,
+            metrics=selection.metrics,
+            rows=rows,
+            results=results,
+            replayed=self._selector.replayed(selection, first_group=len(rows)),
+        )
+
+    def complete(self, step: int, rollout: StepRollout) -> None:
+        """Tell the selection of later rows the results of a step that is complete."""
+        self._selector.observe(
+            step, rollout.results, informative=_with_variance(rollout.trajectories), rows=rollout.rows
+        )
+
+    def _results(self, trajectories: Sequence[Trajectory], *, rows: Sequence[int]) -> list[RowResult]:
+        threshold = self._config.reward.success_threshold
+        return row_results(trajectories, rows=rows, success_threshold=threshold)
 
     async def _run_rows(
-        self, rows: Sequence[Row], *, step: int, num_groups: int, refill: int = 0
+        self, indices: Sequence[int], *, step: int, num_groups: int, refill: int = 0
     ) -> tuple[list[Trajectory], dict[int, float]]:
         """Return the trajectories of rows, and the rewards of greedy rollouts if the estimator needs them."""
+        rows = [self._selector.rows[index] for index in indices]
         label = f"step={step}" + (f"/refill={refill}" if refill else "")
         async with self._journal(rows, step=step, refill=refill) as journal:
             sampled, *greedy = await run_together(

@@ -1,0 +1,227 @@
+"""Selection of the rows of each step, and its state in checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent_loop.config import DataConfig
+from agent_loop.errors import DataError
+from agent_loop.recording.values import pack, unpack
+from agent_loop.training import metrics as names
+from agent_loop.training.samplers.history import RowHistory, RowResult
+from agent_loop.training.samplers.replay import ReplayBuffer
+from agent_loop.training.samplers.row_samplers import LoadedSampler, SamplerContext
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import Row
+
+STATE_FILE = Path("rows") / "state.bin"
+"""File of a checkpoint with the state of the selection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Rows of a step, as indices in the data set."""
+
+    rows: Sequence[int]
+    """Rows to run."""
+    spare: Sequence[int] = ()
+    """Other rows, which replace groups without variance, in order."""
+    replayed: Sequence[tuple[int, int]] = ()
+    """Groups of earlier steps to train again: step and number of each."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    note: str | None = None
+    """Note for the user."""
+
+    @classmethod
+    def read(cls, form: Mapping[str, Any]) -> Selection:
+        """Return the selection that `asdict` returned."""
+        keys = [(step, group) for step, group in form["replayed"]]
+        return cls(form["rows"], form["spare"], keys, form["metrics"], form["note"])
+
+
+class RowSelector:
+    """Selects the rows of the steps of a run, in the order of the steps, each once.
+
+    The selection of step `k` depends on the results of the steps up to `k - 1 - max_staleness`. These are complete when
+    the rollout of step `k` starts, so the selection is the same in every run, killed and resumed or not.
+
+    Args:
+        rows: The data set.
+        config: Settings of the selection.
+        sampler: Orders the rows.
+        over_sample: Rows to run per group that is needed.
+        max_refills: How often groups without variance are replaced.
+        max_staleness: Number of steps whose rollouts run ahead.
+
+    Raises:
+        DataError: The data set has fewer rows than a step needs.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        *,
+        config: DataConfig,
+        sampler: LoadedSampler,
+        over_sample: float = 1.0,
+        max_refills: int = 0,
+        max_staleness: int = 0,
+    ) -> None:
+        self.rows = rows
+        self.history = RowHistory(len(rows), config=config.sampler)
+        self._sampler = sampler
+        self._num_groups = num_groups = config.train_batch_size
+        self._over_sample = over_sample
+        self._num_spare = max_refills * num_groups
+        self._max_staleness = max_staleness
+        self._num_replayed = math.floor(config.sampler.replay_share * num_groups)
+        self._replay = ReplayBuffer(max_age=config.sampler.replay_max_age, seed=config.seed)
+        self._context = SamplerContext(
+            rows, self.history, self._num_rows(num_groups - self._num_replayed), config
+        )
+        self._pending: dict[int, Sequence[RowResult]] = {}
+        """Results by step that no selection has seen."""
+        self._selections: dict[int, Selection] = {}
+        """Selections of steps that are not complete."""
+        if len(rows) < self._num_rows(num_groups):
+            raise DataError(
+                f"the data set has {len(rows)} rows, fewer than data.train_batch_size={self._num_rows(num_groups)}; "
+                "give more rows or lower the batch size"
+            )
+
+    def select(self, step: int) -> Selection:
+        """Return the rows of a step. The first step is 1."""
+        if step not in self._selections:
+            self._selections[step] = self._select(step)
+        return self._selections[step]
+
+    def replayed(self, selection: Selection, *, first_group: int) -> list[Trajectory]:
+        """Return the trajectories of the groups that a selection replays, numbered from `first_group` on."""
+        return [
+            trajectory
+            for number, key in enumerate(selection.replayed)
+            for trajectory in self._replay.trajectories(key, rows=self.rows, group=first_group + number)
+        ]
+
+    def observe(
+        self,
+        step: int,
+        results: Sequence[RowResult],
+        *,
+        informative: Sequence[Trajectory] = (),
+        rows: Sequence[int] = (),
+    ) -> None:
+        """Add the results of a step that is complete.
+
+        Args:
+            step: The step.
+            results: Results of all its rows, also of those that it did not train.
+            informative: Trajectories of its groups with a signal, which later steps may replay.
+            rows: Row of each group, by the number of the group.
+        """
+        self._pending[step] = results
+        trained = self._selections.pop(step, None)
+        self._replay.drop(trained.replayed if trained is not None else ())
+        if self._num_replayed:
+            groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
+            for trajectory in informative:
+                groups[trajectory.group].append(trajectory)
+            for group, trajectories in groups.items():
+                self._replay.add(step, trajectories, row=rows[group])
+            self._replay.drop_old(step + 1)
+
+    def save(self, folder: Path) -> None:
+        """Write the state to the folder of a checkpoint."""
+        state = {
+            "name": self._sampler.name,
+            "sampler": self._sampler.state_dict(),
+            "history": self.history.state_dict(),
+            "pending": list(self._pending.items()),
+            "selections": [[step, asdict(selection)] for step, selection in self._selections.items()],
+            "replay": self._replay.state_dict(),
+        }
+        path = folder / STATE_FILE
+        path.parent.mkdir()
+        path.write_bytes(pack(state))
+
+    def load(self, folder: Path, *, has_same_rows: bool) -> str | None:
+        """Load the state from the folder of a checkpoint.
+
+        Args:
+            folder: The folder.
+            has_same_rows: Whether the rows are those of the checkpoint. Results of other rows are not loaded.
+
+        Returns:
+            A note for the user if results are lost that the selection depends on.
+        """
+        path = folder / STATE_FILE
+        if not path.is_file() or not has_same_rows:
+            why = "the rows have changed" if path.is_file() else "the checkpoint holds none"
+            return f"data.sampler starts without results: {why}" if self._uses_results else None
+        state = unpack(path.read_bytes())
+        self.history.load_state_dict(state["history"])
+        self._pending = {
+            step: [RowResult(*result) for result in results] for step, results in state["pending"]
+        }
+        self._selections = {step: Selection.read(form) for step, form in state["selections"]}
+        self._replay.load_state_dict(state["replay"])
+        if state["name"] == self._sampler.name:
+            self._sampler.load_state_dict(state["sampler"])
+        return None
+
+    @property
+    def _uses_results(self) -> bool:
+        config = self._context.config.sampler
+        return config.name != "uniform" or bool(
+            config.skip_solved or config.skip_failed or config.replay_share
+        )
+
+    def _num_rows(self, num_groups: int) -> int:
+        return math.ceil(num_groups * self._over_sample)
+
+    def _select(self, step: int) -> Selection:
+        newest = step - 1 - self._max_staleness
+        for each in sorted(step for step in self._pending if step <= newest):
+            results = self._pending.pop(each)
+            self.history.observe(each, results)
+            self._sampler.observe(each, results)
+        replayed = self._replay.select(step, count=self._num_replayed, last_step=newest)
+        num_rows, num_all = self._num_rows(self._num_groups - len(replayed)), len(self.rows)
+        skipped_by = self.history.skipped_by(step)
+        is_skipped_N = np.logical_or.reduce([np.zeros(num_all, np.bool_), *skipped_by.values()])
+        count = min(num_rows + self._num_spare + int(is_skipped_N.sum()), num_all)
+        order = self._sampler.order(step, count=count, context=self._context)
+        kept = [row for row in order if not is_skipped_N[row]]
+        skipped = [row for row in order if is_skipped_N[row]]
+        rows = [*kept, *skipped][:num_rows]
+        return Selection(
+            rows,
+            spare=kept[num_rows : num_rows + self._num_spare],
+            replayed=replayed,
+            metrics=self._metrics(is_skipped_share=float(is_skipped_N.mean())),
+            note=_lifted(
+                step, len(kept), num_rows, [name for name, is_N in skipped_by.items() if is_N.any()]
+            ),
+        )
+
+    def _metrics(self, *, is_skipped_share: float) -> dict[str, float]:
+        seen_N = self.history.num_results_N > 0
+        metrics = {names.ROWS_SEEN: float(seen_N.sum()), names.ROWS_SKIPPED_SHARE: is_skipped_share}
+        if seen_N.any():
+            metrics[names.ROWS_SUCCESS] = float(self.history.success_N[seen_N].mean())
+        return metrics
+
+
+def _lifted(step: int, num_kept: int, num_rows: int, filters: Sequence[str]) -> str | None:
+    """Return the note that a step has too few rows that no filter skips; None if it has enough."""
+    if num_kept >= num_rows or not filters:
+        return None
+    settings = " and ".join(f"data.sampler.{name}" for name in filters)
+    return f"step {step} needs {num_rows} rows, and {settings} skip all but {num_kept}; skipped rows fill the step"
