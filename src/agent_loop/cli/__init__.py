@@ -10,6 +10,8 @@ from agent_loop.cli.check import check_app
 from agent_loop.cli.compare import compare_command
 from agent_loop.cli.eval import eval_command
 from agent_loop.cli.export import export_command
+from agent_loop.cli.init import init_command
+from agent_loop.cli.make_model import make_model_command
 from agent_loop.cli.replay import replay_command
 from agent_loop.cli.rescore import rescore_command
 from agent_loop.cli.rollout import rollout_command
@@ -33,8 +35,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+app.command("init")(init_command)
 app.command("train")(train_command)
 app.command("sft")(sft_command)
+app.command("make-model")(make_model_command)
 app.command("rollout")(rollout_command)
 app.command("eval")(eval_command)
 app.command("compare")(compare_command)

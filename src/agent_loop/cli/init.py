@@ -1,0 +1,94 @@
+"""`agent-loop init`: write a folder with a small task that trains as it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from agent_loop.files.new_folder import refuse_existing
+
+STARTERS = Path(__file__).parent / "starters"
+COMMON = "common"
+"""Starter whose files are in every folder."""
+MODEL = "model"
+"""Folder of the model, as in the `config.yaml` of each starter."""
+
+
+class Starter(StrEnum):
+    """Way to write the agent."""
+
+    TOOL = "tool"
+    INTERACTION = "interaction"
+    PROGRAM = "program"
+    ENVIRONMENT = "environment"
+
+
+def init_command(
+    folder: Annotated[Path, typer.Argument(help="New folder.", show_default=False)],
+    *,
+    template: Annotated[
+        Starter,
+        typer.Option(
+            help="`tool`: functions that the model calls. `interaction`: somebody who replies. `program`: a program "
+            "on the OpenAI client. `environment`: a class with a state, replies and a reward."
+        ),
+    ] = Starter.TOOL,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Train this model folder or hub name, and make no tiny model.", show_default=False),
+    ] = None,
+) -> None:
+    """Write a folder with a small task that trains as it is: task, reward, rows, config, tests and a tiny model.
+
+    The task takes two look-ups, one after the other. The tiny model knows the format and succeeds sometimes. Replace
+    `task.py` and the rows with your own, step by step.
+
+    Examples:
+
+        agent-loop init shelf
+
+        agent-loop init shelf --template program
+
+        agent-loop init shelf --model Qwen/Qwen3-0.6B
+    """
+    refuse_existing(folder)
+    for part in (COMMON, template.value):
+        shutil.copytree(
+            STARTERS / part, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    commands = [["make_data.py"]]
+    if model is None:
+        commands.append(["-m", "agent_loop", "make-model", MODEL, "--config", "config.yaml"])
+    else:
+        _use_model(folder / "config.yaml", model)
+    console = Console()
+    for arguments in commands:
+        shown = " ".join(["agent-loop", *arguments[2:]] if arguments[0] == "-m" else ["python", *arguments])
+        console.print(f"[dim]$ {shown}[/]", highlight=False, soft_wrap=True)
+        status = subprocess.run(
+            [sys.executable, *arguments], cwd=folder, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        ).returncode
+        if status:
+            raise typer.Exit(status)
+    files = ", ".join(sorted(path.name for path in folder.iterdir()))
+    console.print(f"{folder}: {files}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"\nNext:\n\n    cd {folder}\n    agent-loop train config.yaml\n    agent-loop view .\n",
+        markup=False,
+        highlight=False,
+    )
+
+
+def _use_model(config: Path, model: str) -> None:
+    text = config.read_text(encoding="utf-8")
+    config.write_text(
+        text.replace(f"  path: {MODEL}\n  device: cpu\n", f"  path: {model}\n"), encoding="utf-8"
+    )

@@ -1,0 +1,195 @@
+"""`agent-loop init` and `agent-loop make-model`: a folder that trains as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agent_loop.cli.init import Starter
+from tests.cli.test_cli import Command, command
+
+assert command  # (a fixture)
+ROOT = Path(__file__).parents[2]
+LOOKUP = """
+from agent_loop import function_tool
+
+@function_tool
+def lookup(word: str) -> str:
+    \"\"\"Look up a word.
+
+    Args:
+        word: The word.
+    \"\"\"
+    return word[::-1]
+"""
+
+
+@pytest.fixture
+def task(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with rows, demonstrations and a tool, which is the working directory."""
+    folder = tmp_path / "new"
+    folder.mkdir()
+    rows = [{"prompt": f"What is word {n}?"} for n in range(8)]
+    answers = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is word {n}?"},
+                {"role": "assistant", "content": "A word."},
+            ]
+        }
+        for n in range(8)
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (folder / "demos.jsonl").write_text("\n".join(map(json.dumps, answers)), encoding="utf-8")
+    (folder / "task.py").write_text(LOOKUP, encoding="utf-8")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_model_is_made_for_rows_alone(task: Path, command: Command) -> None:
+    result = command("make-model", "model", "--from-rows", "rows.jsonl")
+    assert result.exit_code == 0, result.err
+    model, tokenizer = load(task / "model")
+    assert model.config.vocab_size == len(tokenizer)
+    assert tokenizer.decode(tokenizer.encode("Ein Wört?")) == "Ein Wört?"
+
+
+def test_the_tokenizer_learns_the_phrases_of_the_demonstrations(task: Path, command: Command) -> None:
+    result = command(
+        "make-model", "model", "--from-rows", "rows.jsonl", "--demonstrations", "demos.jsonl", "--steps", "0"
+    )
+    assert result.exit_code == 0, result.err
+    _, tokenizer = load(task / "model")
+    assert len(tokenizer.encode("A word.")) == 1
+
+
+def test_supervised_steps_change_the_weights_and_a_seed_gives_the_same_model(
+    task: Path, command: Command
+) -> None:
+    arguments = ["--from-rows", "rows.jsonl", "--demonstrations", "demos.jsonl"]
+    for name, steps in (("start", 0), ("one", 2), ("other", 2)):
+        result = command("make-model", name, *arguments, "--steps", str(steps), "--tool", "task.py:lookup")
+        assert result.exit_code == 0, result.err
+    start, one, other = (load(task / name)[0].state_dict() for name in ("start", "one", "other"))
+    assert any(not start[name].equal(one[name]) for name in start)
+    assert all(one[name].equal(other[name]) for name in one)
+
+
+def test_options_replace_what_the_config_names(task: Path, command: Command) -> None:
+    settings = {"data": {"train_files": ["absent.jsonl"]}, "sft": {"files": ["demos.jsonl"]}}
+    (task / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    refused = command("make-model", "model", "--config", "config.yaml", "--steps", "0")
+    assert refused.exit_code == 2
+    assert "absent.jsonl" in refused.err
+    result = command(
+        "make-model", "model", "--config", "config.yaml", "--from-rows", "rows.jsonl", "--steps", "0"
+    )
+    assert result.exit_code == 0, result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["model"], "give --from-rows"),
+        (["task.py", "--from-rows", "rows.jsonl"], "'task.py' exists already"),
+        (["model", "--from-rows", "rows.jsonl", "--tool", "task.py:absent"], "absent"),
+    ],
+    ids=["no-rows", "existing-file", "missing-tool"],
+)
+def test_a_mistake_is_explained_before_anything_is_written(
+    task: Path, command: Command, arguments: list[str], complaint: str
+) -> None:
+    result = command("make-model", *arguments)
+    assert result.exit_code == 2
+    assert complaint in result.err
+    assert not (task / "model").exists()
+
+
+def test_a_folder_with_files_is_refused(task: Path, command: Command) -> None:
+    result = command("init", str(task))
+    assert result.exit_code == 2
+    assert "exists already" in result.err
+    assert not (task / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("starter", list(Starter))
+def test_a_folder_for_a_model_of_the_user_has_rows_and_passing_tests(
+    task: Path, command: Command, starter: Starter
+) -> None:
+    result = command("init", "mine", "--template", starter.value, "--model", "my/model")
+    assert result.exit_code == 0, result.err
+    folder = task / "mine"
+    assert yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["model"] == {
+        "path": "my/model"
+    }
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    val_rows = [
+        json.loads(line) for line in (folder / "val_rows.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert not {row["order"] for row in rows} & {row["order"] for row in val_rows}
+    tests = subprocess.run(
+        [sys.executable, "-m", "unittest"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert tests.returncode == 0, tests.stderr
+    assert "OK" in tests.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("starter", list(Starter))
+def test_a_new_folder_trains_as_it_is_with_an_installed_wheel(tmp_path: Path, starter: Starter) -> None:
+    installed = tmp_path / "installed"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(installed),
+        str(ROOT),
+    ]
+    subprocess.run(pip, check=True, cwd=tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+
+    def agent_loop(*arguments: str, cwd: Path) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "agent_loop", *arguments],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout
+
+    agent_loop("init", "shelf", "--template", starter.value, cwd=tmp_path)
+    where = "import agent_loop; print(agent_loop.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", where],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.startswith(str(installed))
+    agent_loop("train", "config.yaml", "trainer.total_steps=20", cwd=tmp_path / "shelf")
+    lines = (tmp_path / "shelf" / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = [json.loads(line) for line in lines]
+    success = [line["val/reward/success_share"] for line in metrics if "val/reward/success_share" in line]
+    assert success[-1] > success[0]
