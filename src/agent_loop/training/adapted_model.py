@@ -23,7 +23,7 @@ def are_low_rank(model: PreTrainedModel) -> bool:
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return all(_is_low_rank(layer) for layer in model.modules() if isinstance(layer, BaseTunerLayer))
+    return all(is_low_rank(layer) for layer in model.modules() if isinstance(layer, BaseTunerLayer))
 
 
 class AdaptedModel:
@@ -84,7 +84,8 @@ class AdaptedModel:
             yield name, buffer, buffer.dtype
 
 
-def _is_low_rank(layer: Any) -> bool:
+def is_low_rank(layer: Any) -> bool:
+    """Return whether a layer of `peft` adds a product of two matrices to a weight, and nothing else."""
     from peft.tuners.lora import Embedding, Linear
 
     is_plain = type(layer) in (Linear, Embedding)

@@ -22,6 +22,7 @@ from agent_loop.servers.embedded.length_limits import length_limits
 from agent_loop.servers.embedded.rounding import rounding_sensitivity
 from agent_loop.servers.embedded.vision import VISION_MODELS
 from agent_loop.training.forward import model_inputs, outputs_at
+from agent_loop.training.logit_head import logit_transform
 from agent_loop.training.micro_batches import SHARED_LINE, MicroBatch
 
 TOLERANCE = 1e-4
@@ -59,7 +60,7 @@ class _Trial:
 
 
 def prove_batching(model: PreTrainedModel, *, config: OptimConfig, section: str, max_row_tokens: int) -> bool:
-    """Test the configured kinds of batching on rows that cross the model's windows and chunks.
+    """Test the configured kinds of batching on rows that cross the model's windows and chunks, and test the head.
 
     Args:
         model: Language model, or a model with one value per token.
@@ -78,6 +79,8 @@ def prove_batching(model: PreTrainedModel, *, config: OptimConfig, section: str,
     with torch.no_grad():
         trials = _trials(model, section=section, max_row_tokens=max_row_tokens)
         tolerance = _tolerance(model, trials[0])
+        if cast(Any, model).get_output_embeddings() is not None:
+            logit_transform(model, model_inputs(model, trials[0].micro_batch)[0])
         if packs or shares:
             fault = _fault(model, trials, tolerance=tolerance, batch=_shared if shares else _packed)
             if fault is not None:

@@ -20,7 +20,7 @@ from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.batching_proof import prove_batching
 from agent_loop.training.branches import rollouts_of_rows
-from agent_loop.training.forward import predict_response
+from agent_loop.training.forward import outputs_at, sampled_tokens
 from agent_loop.training.losses import Aggregation, masked_mean, value_loss
 from agent_loop.training.master_weights import save_model, take_weights
 from agent_loop.training.micro_batches import MicroBatch, trainable_rows
@@ -224,10 +224,10 @@ def load_critic(
 
 def _response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
     """Return the values of a micro-batch, [B, R]; float32, or float64 if the outputs are float64."""
-    predictions = predict_response(model, micro_batch)
-    values_N = predictions.outputs_NX.squeeze(-1)
+    tokens = sampled_tokens(model, micro_batch)
+    values_N = outputs_at(model, tokens.before_N, tokens.inputs).squeeze(-1)
     precise_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
-    return predictions.spread(precise_N[predictions.place_M])
+    return tokens.spread(precise_N[tokens.place_M])
 
 
 def _fit(values_BR: Tensor, returns_BR: Tensor, *, mask_BR: Tensor) -> dict[str, float]:

@@ -5,9 +5,10 @@ B rows, R response width, W prompt and response, M sampled tokens, N positions b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,17 @@ from agent_loop.servers.embedded.vision import VISION_MODELS, media_features
 from agent_loop.training.micro_batches import MicroBatch
 from agent_loop.training.packing import pack
 
+ResultT = TypeVar("ResultT")
+
 
 @dataclass(frozen=True, slots=True)
-class Predictions:
-    """Outputs before each sampled token. Rows that share a prefix share the outputs in it."""
+class SampledTokens:
+    """Sampled tokens of a micro-batch, and the positions before them. Rows that share a prefix share positions."""
 
-    outputs_NX: Tensor
+    inputs: dict[str, Any]
+    """Arguments of the model."""
+    before_N: Tensor
+    """Positions in the flattened input."""
     place_M: Tensor
     """Index of the position before each token, among the N; row by row."""
     token_ids_M: Tensor
@@ -36,8 +42,8 @@ class Predictions:
         return spread.index_put(self.mask_BR.nonzero(as_tuple=True), values_M)
 
 
-def predict_response(model: PreTrainedModel, micro_batch: MicroBatch) -> Predictions:
-    """Run the model on a micro-batch.
+def sampled_tokens(model: PreTrainedModel, micro_batch: MicroBatch) -> SampledTokens:
+    """Return the sampled tokens of a micro-batch, with the input that predicts them.
 
     Prompts must not be empty, because the first response token needs a token before it.
 
@@ -49,8 +55,7 @@ def predict_response(model: PreTrainedModel, micro_batch: MicroBatch) -> Predict
     before_N, place_M = before_M, torch.arange(len(before_M), device=before_M.device)
     if micro_batch.shares_prefixes:
         before_N, place_M = cast(tuple[Tensor, Tensor], cast(Any, before_M).unique(return_inverse=True))
-    outputs_NX = outputs_at(model, before_N, inputs)
-    return Predictions(outputs_NX, place_M, micro_batch.response_ids_BR[mask_BR.bool()], mask_BR)
+    return SampledTokens(inputs, before_N, place_M, micro_batch.response_ids_BR[mask_BR.bool()], mask_BR)
 
 
 def model_inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor]:
@@ -78,34 +83,66 @@ def _places_before(micro_batch: MicroBatch) -> Tensor:
     return places_BW[:, -response_width - 1 : -1][micro_batch.mask_BR.bool()]
 
 
-def outputs_at(model: PreTrainedModel, places_N: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+def outputs_at(model: PreTrainedModel, places_N: Tensor, inputs: dict[str, Any]) -> Tensor:
     """Return the outputs at some positions of the flattened input, [N, X]. A head of logits computes only these."""
+    is_made = False
+
+    def select(head: nn.Module, hidden_NH: Tensor) -> Tensor:
+        nonlocal is_made
+        is_made = True
+        return hidden_NH
+
+    outputs_NX = _outputs(model, places_N, inputs, at_head=select)
+    return outputs_NX if is_made else outputs_NX.index_select(0, places_N)
+
+
+def apply_at_head(
+    model: PreTrainedModel,
+    places_N: Tensor,
+    inputs: dict[str, Any],
+    function: Callable[[nn.Module, Tensor], ResultT],
+) -> ResultT | None:
+    """Call a function in place of the head, with the head and its input at some positions, [N, hidden].
+
+    The call is part of the model's forward, while the weights of a sharded head are gathered.
+
+    Returns:
+        Result of the function; None if the model does not call a head.
+    """
+    results: list[ResultT] = []
+
+    def call(head: nn.Module, hidden_NH: Tensor) -> Tensor:
+        results.append(function(head, hidden_NH))
+        return hidden_NH[:1].detach()  # the head computes one position, which nothing reads
+
+    _outputs(model, places_N, inputs, at_head=call)
+    return results[0] if results else None
+
+
+def _outputs(
+    model: PreTrainedModel,
+    places_N: Tensor,
+    inputs: dict[str, Any],
+    *,
+    at_head: Callable[[nn.Module, Tensor], Tensor],
+) -> Tensor:
+    """Return the flattened outputs of a model whose head gets the result of `at_head` for some positions."""
+    thread = get_ident()
+
+    def replace(head: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not arguments or get_ident() != thread:  # another thread computes another micro-batch
+            return None
+        hidden_KLH, *others = arguments
+        hidden_NH = hidden_KLH.flatten(0, 1).index_select(0, places_N)
+        return (at_head(head, hidden_NH).unsqueeze(0), *others)
+
     head: nn.Module | None = cast(Any, model).get_output_embeddings()
-    selection = _Selection(places_N)
-    hook = None if head is None else head.register_forward_pre_hook(selection)
+    hook = None if head is None else head.register_forward_pre_hook(replace)
     try:
-        outputs_KLX = cast(nn.Module, model)(**inputs, use_cache=False).logits
+        return cast(nn.Module, model)(**inputs, use_cache=False).logits.flatten(0, 1)
     finally:
         if hook is not None:
             hook.remove()
-    outputs_NX = outputs_KLX.flatten(0, 1)
-    return outputs_NX if selection.is_made else outputs_NX.index_select(0, places_N)
-
-
-@dataclass(slots=True)
-class _Selection:
-    """Hook that passes only some positions to a head, as one row, in the thread that created the hook."""
-
-    places_N: Tensor
-    is_made: bool = False
-    _thread: int = field(default_factory=get_ident)
-
-    def __call__(self, head: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if not arguments or get_ident() != self._thread:
-            return None
-        self.is_made = True
-        hidden_KLH, *others = arguments
-        return (hidden_KLH.flatten(0, 1).index_select(0, self.places_N).unsqueeze(0), *others)
 
 
 def _embed(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -16,8 +16,9 @@ from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.vision import auto_model_class
 from agent_loop.training.adapters import add_adapters, is_adapter_folder, load_adapters
-from agent_loop.training.forward import predict_response
-from agent_loop.training.losses import token_logprobs
+from agent_loop.training.forward import SampledTokens, apply_at_head, outputs_at, sampled_tokens
+from agent_loop.training.logit_head import linear_head, logit_transform
+from agent_loop.training.losses import TokenLogProbs, blockwise_logprobs, token_logprobs
 from agent_loop.training.micro_batches import MicroBatch
 
 
@@ -144,18 +145,33 @@ def response_logprobs(
         candidate_ids_BRK: Token ids whose log-probs are computed before each response token; ids at other tokens are
             ignored.
     """
-    predictions = predict_response(model, micro_batch)
-    is_sampled_BR = micro_batch.mask_BR.bool()
-    found = token_logprobs(
-        predictions.outputs_NX,
-        token_ids_M=predictions.token_ids_M,
-        place_M=predictions.place_M,
-        temperature=temperature,
-        entropy_has_gradient=entropy_has_gradient,
-        candidate_ids_MK=None if candidate_ids_BRK is None else candidate_ids_BRK[is_sampled_BR],
-    )
+    tokens = sampled_tokens(model, micro_batch)
+    options: dict[str, Any] = {
+        "token_ids_M": tokens.token_ids_M,
+        "place_M": tokens.place_M,
+        "temperature": temperature,
+        "entropy_has_gradient": entropy_has_gradient,
+        "candidate_ids_MK": None if candidate_ids_BRK is None else candidate_ids_BRK[tokens.mask_BR.bool()],
+    }
+    found = _blockwise(model, tokens, options)
+    if found is None:
+        found = token_logprobs(outputs_at(model, tokens.before_N, tokens.inputs), **options)
     return ResponseLogProbs(
-        predictions.spread(found.sampled_M),
-        predictions.spread(found.entropy_M),
-        None if found.candidates_MK is None else predictions.spread(found.candidates_MK),
+        tokens.spread(found.sampled_M),
+        tokens.spread(found.entropy_M),
+        None if found.candidates_MK is None else tokens.spread(found.candidates_MK),
     )
+
+
+def _blockwise(
+    model: PreTrainedModel, tokens: SampledTokens, options: dict[str, Any]
+) -> TokenLogProbs | None:
+    """Return log-probs that are computed in blocks of the vocabulary; None if the model's head is not known."""
+    transform = logit_transform(model, tokens.inputs)
+    if transform is None:
+        return None
+
+    def logprobs_of(head: nn.Module, hidden_NH: Tensor) -> TokenLogProbs:
+        return blockwise_logprobs(linear_head(head, hidden_NH, transform=transform), **options)
+
+    return apply_at_head(model, tokens.before_N, tokens.inputs, logprobs_of)

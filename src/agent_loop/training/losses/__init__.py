@@ -20,17 +20,21 @@ from agent_loop.training.losses.policy import TokenLoss, clipped_loss, load_poli
 from agent_loop.training.losses.sample_size import WEIGHT_SUMS, effective_share, weight_sums
 from agent_loop.training.losses.tokens import TokenLogProbs, entropy, token_logprobs
 from agent_loop.training.losses.value import ValueLoss, value_loss
+from agent_loop.training.losses.vocabulary_blocks import LinearHead, LogitTransform, blockwise_logprobs
 
 __all__ = [
     "MAX_LOG_RATIO",
     "WEIGHT_SUMS",
     "Aggregation",
     "Correction",
+    "LinearHead",
+    "LogitTransform",
     "TokenLogProbs",
     "TokenLoss",
     "ValueLoss",
     "aggregate",
     "binary_divergence",
+    "blockwise_logprobs",
     "cispo",
     "clipped_loss",
     "correct",
