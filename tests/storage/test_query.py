@@ -69,6 +69,11 @@ def test_an_invalid_condition_is_refused(condition: str, message: str) -> None:
         Condition.parse(condition)
 
 
+def test_the_headings_of_the_table_name_its_columns(run: StoredRun) -> None:
+    assert Condition.parse("calls=1") == Condition.parse("num_tool_calls=1")
+    assert ids(find(run, sort="-tokens")) == ids(find(run, sort="-num_model_tokens"))
+
+
 def test_an_unknown_order_is_refused(run: StoredRun) -> None:
     with pytest.raises(DataError, match="no column 'lenght' to compare"):
         find(run, sort="-lenght")

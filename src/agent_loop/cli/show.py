@@ -23,21 +23,21 @@ from agent_loop.trajectory import mean_over_rollouts
 if TYPE_CHECKING:
     from agent_loop.storage.run import StoredRun
 
-COLUMNS = {
-    "step": "step",
-    "split": "split",
-    "trajectory_id": "trajectory",
-    "reward": "reward",
-    "advantage": "advantage",
-    "stop_reason": "ended with",
-    "num_assistant_turns": "turns",
-    "num_tool_calls": "calls",
-    "num_failed_calls": "failed",
-    "num_incidents": "incidents",
-    "num_model_tokens": "tokens",
-    "seconds": "seconds",
-}
-"""Columns of the table, and their headings."""
+COLUMNS = (
+    "step",
+    "split",
+    "trajectory_id",
+    "reward",
+    "advantage",
+    "stop_reason",
+    "num_assistant_turns",
+    "num_tool_calls",
+    "num_failed_calls",
+    "num_incidents",
+    "num_model_tokens",
+    "seconds",
+)
+"""Columns of the table."""
 ALWAYS = frozenset({"step", "split", "trajectory_id", "reward", "stop_reason"})
 """Columns that are shown even if all values are empty or 0."""
 NUMBERS = frozenset(COLUMNS) - {"split", "trajectory_id", "stop_reason"}
@@ -131,11 +131,16 @@ def find_row(run: StoredRun, row: str, *, split: str | None, step: int | None) -
 
 
 def _table(found: Any) -> Table:
+    from agent_loop.storage.query import HEADINGS  # late: keeps `--help` quick
+
+    headings = {column: heading for heading, column in HEADINGS.items()}
     table = Table(box=None, pad_edge=False)
     shown = [name for name in COLUMNS if name in ALWAYS or any(found[name].to_pylist())]
     for name in shown:
         is_number = name in NUMBERS
-        table.add_column(COLUMNS[name], justify="right" if is_number else "left", no_wrap=not is_number)
+        table.add_column(
+            headings.get(name, name), justify="right" if is_number else "left", no_wrap=not is_number
+        )
     for values in found.select(shown).to_pylist():
         table.add_row(*(_cell(values[name]) for name in shown))
     return table

@@ -25,6 +25,16 @@ _OPERATIONS = {
     "==": "equal",
     "!=": "not_equal",
 }
+HEADINGS = {
+    "trajectory": "trajectory_id",
+    "ended": "stop_reason",
+    "turns": "num_assistant_turns",
+    "calls": "num_tool_calls",
+    "failed": "num_failed_calls",
+    "incidents": "num_incidents",
+    "tokens": "num_model_tokens",
+}
+"""Headings of the table of `agent-loop show`, and their columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +59,8 @@ class Condition:
             raise DataError(
                 f"{text!r} is not a comparison; give a condition like 'reward<1' or 'stop_reason=answered'"
             )
-        column, operation, value = found.groups()
-        check_column(column)
+        given, operation, value = found.groups()
+        column = column_named(given)
         if value == "null":
             if operation not in ("=", "==", "!="):
                 raise DataError(f"{text!r} compares with null; only = and != can")
@@ -102,22 +112,20 @@ def find(
         table = table.filter(condition.holds(table))
     if sort is not None:
         column, order = (sort[1:], "descending") if sort.startswith("-") else (sort, "ascending")
-        check_column(column)
-        table = table.sort_by([(column, order)])
+        table = table.sort_by([(column_named(column), order)])
     return table
 
 
-def check_column(name: str) -> None:
-    """Check that a column can be compared.
+def column_named(name: str) -> str:
+    """Return the column of a name, or of a heading of `agent-loop show`.
 
     Raises:
         DataError: The column does not exist, or holds more than one value per row.
     """
-    if name not in SCALARS:
-        known = ", ".join(SCALARS)
-        raise DataError(
-            f"there is no column {name!r} to compare{did_you_mean(name, SCALARS)} (there are: {known})"
-        )
+    column = HEADINGS.get(name, name)
+    if column not in SCALARS:
+        raise DataError(f"there is no column {name!r} to compare{did_you_mean(name, (*SCALARS, *HEADINGS))}")
+    return column
 
 
 def _value(text: str, kind: Any) -> Any:
