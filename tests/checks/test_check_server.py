@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import structs
 
@@ -18,6 +19,7 @@ from agent_loop.checks.server import suite
 from agent_loop.errors import ConfigError, ContractError, ServerError, WeightsError
 from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.servers.scores import TokenScores
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
@@ -182,6 +184,26 @@ class QueuesASecondRequest(Embedded):
             return await super().generate(ids, params, request_id, **kwargs)
 
 
+class ScoresFromTheFirstToken(Embedded):
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        scores = await super().score(token_ids, top_logprobs=top_logprobs)
+        return TokenScores(scores.logprobs[: len(token_ids) - start], scores.top_ids, scores.top_logprobs)
+
+
+class ScoresAtAnotherTemperature(Embedded):
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        scores = await super().score(token_ids, start=start, top_logprobs=top_logprobs)
+        return replace(scores, logprobs=scores.logprobs * np.float32(0.9))
+
+
+class ReversesTheLikeliest(Embedded):
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        scores = await super().score(token_ids, start=start, top_logprobs=top_logprobs)
+        if scores.top_ids is None or scores.top_logprobs is None:
+            return scores
+        return replace(scores, top_ids=scores.top_ids[:, ::-1], top_logprobs=scores.top_logprobs[:, ::-1])
+
+
 class NeverWakesUp(Embedded):
     async def wake_up(self) -> None:
         pass
@@ -201,11 +223,19 @@ FAULTS: Sequence[tuple[type[Embedded], str]] = [
     (IgnoresSeeds, "a seed makes a completion reproducible"),
     (RestartsTheSeed, "a resumed completion with a seed samples the same tokens"),
     (RaisesOtherErrors, "invalid requests are refused, and the server keeps running"),
+    (ScoresFromTheFirstToken, "scores begin at start, and do not depend on it or on other requests"),
+    (ScoresAtAnotherTemperature, "scores of a completion are its log-probs"),
+    (ScoresAtAnotherTemperature, "scores match the reference model"),
+    (ReversesTheLikeliest, "the likeliest tokens of scores are in order"),
     (NeverWakesUp, "a sleeping server refuses requests, and wakes up unchanged"),
 ]
 
 
-@pytest.mark.parametrize(("faulty", "check"), FAULTS, ids=[faulty.__name__ for faulty, _ in FAULTS])
+@pytest.mark.parametrize(
+    ("faulty", "check"),
+    FAULTS,
+    ids=[f"{faulty.__name__}-{number}" for number, (faulty, _) in enumerate(FAULTS)],
+)
 def test_a_fault_is_found(
     faulty: type[Embedded], check: str, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,6 +204,45 @@ def assert_top_logprobs_of_the_reference(
     np.testing.assert_allclose(output.extras["top_logprobs"], logprobs.numpy(), atol=LOG_PROB_TOLERANCE)
 
 
+async def assert_scores_are_those_of_the_reference(
+    server: AsyncServerBase,
+    model: Any,
+    *,
+    longest: int = MAX_MODEL_LEN,
+    num_top: int = 7,
+    has_whole_vocabulary: bool = True,
+) -> float:
+    """Compare the scores of texts of several lengths with one forward each. Return the largest difference."""
+    lengths_and_starts = ((2, 1), (24, 1), (24, 24), (100, 60), (longest, 3))
+    texts = [prompts(1, length=length, seed=length)[0] for length, _ in lengths_and_starts]
+    worst = 0.0
+    for num_asked in (num_top, 0, *([model.config.vocab_size + 9] if has_whole_vocabulary else [])):
+        async with asyncio.TaskGroup() as group:
+            calls = [
+                group.create_task(server.score(text, start=start, top_logprobs=num_asked))
+                for text, (_, start) in zip(texts, lengths_and_starts, strict=True)
+            ]
+        for text, (_, start), call in zip(texts, lengths_and_starts, calls, strict=True):
+            scores = call.result()
+            ids = torch.tensor(text.tolist())
+            with torch.no_grad():
+                logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, start - 1 :]
+            logprobs = logits.double().log_softmax(-1)
+            expected = logprobs.gather(1, ids[start:, None])[:, 0].numpy()
+            assert scores.logprobs.shape == (len(text) - start,)
+            worst = max(worst, float(np.abs(scores.logprobs - expected).max(initial=0.0)))
+            if num_asked:
+                values, tokens = logprobs.topk(min(num_asked, model.config.vocab_size))
+                assert scores.top_ids is not None
+                assert scores.top_logprobs is not None
+                worst = max(worst, float(np.abs(scores.top_logprobs - values.numpy()).max(initial=0.0)))
+                if num_asked == num_top:
+                    np.testing.assert_array_equal(scores.top_ids, tokens.numpy())
+    print(f"{server.name}: scores differ from those of transformers by at most {worst:.2g}")
+    assert worst < LOG_PROB_TOLERANCE
+    return worst
+
+
 async def generate_and_stream(
     server: AsyncServerBase, prompt_ids: IntArray, params: SamplingParams
 ) -> list[TokenOutput]:

@@ -21,6 +21,7 @@ from tests.engines.common import (
     TOP_LOGPROBS_CASES,
     adapted_weights_of,
     assert_matches_the_reference,
+    assert_scores_are_those_of_the_reference,
     assert_top_logprobs_of_the_reference,
     changed_weights,
     generate_all,
@@ -49,6 +50,26 @@ def engine(model_path: Path) -> Iterator[Engine]:
         yield found
         pids = found[0].pids
     assert not [pid for pid in pids if is_running(pid)]
+
+
+def test_scores_are_those_of_the_reference_beside_completions_too(engine: Engine, model_path: Path) -> None:
+    server, runner = engine
+    reference = load_reference(model_path)
+    all_prompts, params = prompts(8, seed=11), SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+
+    async def main() -> None:
+        await assert_scores_are_those_of_the_reference(server, reference)
+        alone = await generate_all(server, all_prompts, params, prefix="alone")
+        async with asyncio.TaskGroup() as group:
+            beside = group.create_task(generate_all(server, all_prompts, params, prefix="beside"))
+            await assert_scores_are_those_of_the_reference(server, reference)
+            cancelled = group.create_task(server.score(prompts(1, length=100)[0]))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+        assert [output.token_ids for output in beside.result()] == [output.token_ids for output in alone]
+        assert (await server.health()).num_running == 0
+
+    runner.run(main())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent_loop.checks import Reference, check_server
-from agent_loop.errors import ConfigError, ServerDied
+from agent_loop.errors import BadPrompt, ConfigError, ServerDied
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 from tests.engines.common import (
@@ -19,6 +19,7 @@ from tests.engines.common import (
     TOP_LOGPROBS_CASES,
     EngineCase,
     assert_is_token_exact,
+    assert_scores_are_those_of_the_reference,
     assert_top_logprobs_of_the_reference,
     generate_and_stream,
     load_reference,
@@ -75,6 +76,27 @@ def test_the_client_keeps_the_contract_of_servers(process: ServerProcess, model_
             await server.close()
         report.raise_if_failed()
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def test_scores_are_those_of_the_reference_and_the_limits_of_the_server_are_named(
+    process: ServerProcess, model_path: Path
+) -> None:
+    server = client(process, model_path)
+
+    async def main() -> None:
+        await server.start()
+        try:
+            await assert_scores_are_those_of_the_reference(
+                server, load_reference(model_path), longest=MAX_MODEL_LEN - 1, has_whole_vocabulary=False
+            )
+            with pytest.raises(BadPrompt, match=f"has {MAX_MODEL_LEN} tokens, but the server takes"):
+                await server.score(prompts(1, length=MAX_MODEL_LEN)[0])
+            with pytest.raises(BadPrompt, match="start it with --max-logprobs 30"):
+                await server.score(prompts(1)[0], top_logprobs=30)
+        finally:
+            await server.close()
 
     asyncio.run(main())
 

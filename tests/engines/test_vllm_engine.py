@@ -21,6 +21,7 @@ from tests.engines.common import (
     TOP_LOGPROBS_CASES,
     adapted_weights_of,
     assert_matches_the_reference,
+    assert_scores_are_those_of_the_reference,
     assert_top_logprobs_of_the_reference,
     changed_weights,
     generate_all,
@@ -80,6 +81,28 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[Engine]:
     with started(server) as runner:
         print(f"vLLM started in {time.monotonic() - began:.1f} s")
         yield Engine(server, runner, path)
+
+
+def test_scores_are_those_of_the_reference(engine: Engine) -> None:
+    engine.run(assert_scores_are_those_of_the_reference(engine.server, engine.reference))
+
+
+def test_a_score_beside_completions_changes_neither(engine: Engine) -> None:
+    all_prompts, params = prompts(8, seed=11), SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+
+    async def main() -> None:
+        alone = await generate_all(engine.server, all_prompts, params, prefix="alone")
+        async with asyncio.TaskGroup() as group:
+            beside = group.create_task(generate_all(engine.server, all_prompts, params, prefix="beside"))
+            for _ in range(3):
+                await assert_scores_are_those_of_the_reference(engine.server, engine.reference)
+            cancelled = group.create_task(engine.server.score(prompts(1, length=100)[0]))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+        assert [output.token_ids for output in beside.result()] == [output.token_ids for output in alone]
+        assert (await engine.server.health()).num_running == 0
+
+    engine.run(main())
 
 
 @pytest.mark.parametrize(

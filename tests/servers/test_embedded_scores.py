@@ -92,7 +92,7 @@ def test_the_whole_vocabulary_gives_the_full_distribution(model: Any) -> None:
 
     async def main() -> TokenScores:
         async with serving(model) as server:
-            return await server.score(text, start=5, top_logprobs=VOCAB_SIZE)
+            return await server.score(text, start=5, top_logprobs=2 * VOCAB_SIZE)
 
     scores = asyncio.run(main())
     assert scores.top_ids is not None
@@ -112,8 +112,6 @@ def test_a_text_as_long_as_the_context_is_scored_and_a_longer_one_is_refused(mod
                 await server.score(random_prompt(5), start=0)
             with pytest.raises(BadPrompt, match="outside the vocabulary"):
                 await server.score(np.array([1, VOCAB_SIZE], np.int32))
-            with pytest.raises(BadPrompt, match="top_logprobs is 200; give 0 to 199"):
-                await server.score(random_prompt(5), top_logprobs=200)
             assert (await server.score(random_prompt(5), start=5)).logprobs.shape == (0,)
             return await server.score(random_prompt(64))
 

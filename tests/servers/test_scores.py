@@ -35,10 +35,13 @@ def test_a_scripted_server_scores_with_a_distribution_of_the_vocabulary() -> Non
     assert scores.top_logprobs is not None
     assert scores.top_ids.tolist() == [[0, 1], [1, 0], [3, 0]]
     np.testing.assert_allclose(np.exp(scores.top_logprobs), [[0.7, 0.1]] * 3, rtol=1e-6)
+    everything = run_virtual(server.score(TEXT, top_logprobs=9))
+    assert everything.top_ids is not None
+    assert everything.top_ids.shape == (3, 4), "a model with a smaller vocabulary returns all"
     later = run_virtual(server.score(TEXT, start=3))
     np.testing.assert_array_equal(later.logprobs, scores.logprobs[2:])
     assert later.top_ids is None
-    assert [text.tolist() for text in server.scored] == [TEXT.tolist()] * 2
+    assert [text.tolist() for text in server.scored] == [TEXT.tolist()] * 3
 
 
 def test_a_scripted_server_scores_with_one_log_prob_per_token() -> None:
@@ -75,7 +78,7 @@ def test_a_server_without_a_scorer_or_that_died_says_so() -> None:
         ([1, 2], {"start": 3}, "start is 3"),
         ([1, 4], {}, "token id 4, which is outside the vocabulary"),
         ([1, -1], {}, "token id -1"),
-        ([1, 2], {"top_logprobs": 5}, "top_logprobs is 5; give 0 to 4"),
+        ([1, 2], {"top_logprobs": -1}, "top_logprobs is -1; give 0 or more"),
     ],
 )
 def test_a_bad_text_is_refused(text: list[int], options: dict[str, int], message: str) -> None:

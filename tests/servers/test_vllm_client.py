@@ -159,7 +159,7 @@ def test_raw_logprobs_are_returned_only_if_they_are_exact(model_path: Path) -> N
         fake = FakeVLLM()
         async with client_of(fake, model_path) as client:
             await client.start()
-            assert client.abilities == {Ability.SEED, Ability.STREAMING, *CONSTRAINT_ABILITIES}
+            assert client.abilities == {Ability.SEED, Ability.STREAMING, Ability.SCORE, *CONSTRAINT_ABILITIES}
             exact = await client.generate(PROMPT, SamplingParams(max_tokens=1), "a")
             other = await client.generate(PROMPT, SamplingParams(max_tokens=1, temperature=0.5), "a")
             assert (exact.token_ids, exact.stop_reason, exact.weight_version) == ([4], "length", 0)

@@ -418,8 +418,7 @@ def test_an_engine_is_started_with_the_number_of_logprobs_that_requests_need() -
     def options(num_top: int, **kwargs: Any) -> dict[str, Any]:
         return engine_options(replace(spec(**kwargs), sampling=SamplingParams(top_logprobs=num_top)))
 
-    assert "max_logprobs" not in options(19)
-    assert options(20)["max_logprobs"] == 21
+    assert options(20)["max_logprobs"] == -1, "no limit"
     assert options(5, max_logprobs=7)["max_logprobs"] == 7
     assert options(30, max_logprobs=-1)["max_logprobs"] == -1
     with pytest.raises(ConfigError, match="max_logprobs is 7, but this server needs 31"):

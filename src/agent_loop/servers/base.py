@@ -300,12 +300,14 @@ class AsyncServerBase(ABC):
         Args:
             token_ids: The whole text, shape [num_tokens]; read-only.
             start: Index of the first token to score, at least 1, because nothing predicts the first token.
-            top_logprobs: Number K of likeliest tokens to return at each place.
+            top_logprobs: Number K of likeliest tokens to return at each place. With at least the size of the
+                vocabulary, all its tokens are returned.
 
         Returns:
             Scores of the M = num_tokens - start last tokens.
 
         Raises:
+            BadPrompt: The text is empty or too long, or an argument is out of range.
             ServerError: The server cannot score (it lacks the ability `SCORE`), or rejects the text.
             ServerDied: The engine has exited.
             BadServerReply: The engine's reply does not fit the text.

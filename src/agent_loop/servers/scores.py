@@ -22,7 +22,8 @@ class TokenScores:
     logprobs: FloatArray
     """Log-prob of each token, shape [M]."""
     top_ids: IntArray | None = None
-    """Ids of the K likeliest tokens at each place, likeliest first, shape [M, K]; None if none were asked for."""
+    """Ids of the K likeliest tokens at each place, likeliest first, shape [M, K]; None if none were asked for. K is
+    at most the size of the vocabulary."""
     top_logprobs: FloatArray | None = None
     """Their log-probs, shape [M, K]."""
 
@@ -76,9 +77,8 @@ def checked_text(
             f"start is {start}, but the text to score has {num_tokens} tokens; give 1 to {num_tokens}, because nothing "
             "predicts the first token"
         )
-    if top_logprobs < 0 or (vocab_size is not None and top_logprobs > vocab_size):
-        largest = "more" if vocab_size is None else str(vocab_size)
-        raise bad(f"top_logprobs is {top_logprobs}; give 0 to {largest}, the size of the vocabulary")
+    if top_logprobs < 0:
+        raise bad(f"top_logprobs is {top_logprobs}; give 0 or more")
     lowest, highest = int(text.min()), int(text.max())
     if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
         raise bad(
@@ -96,7 +96,7 @@ def checked_scores(
     Args:
         reply: What `score` returned.
         num_scores: Number M of tokens to score.
-        top_logprobs: Number K of likeliest tokens that were asked for.
+        top_logprobs: Number K of likeliest tokens that were asked for. A model with a smaller vocabulary returns all.
         server: Name of the server in errors.
         vocab_size: Number of token ids of the model; None if unknown.
 
@@ -136,7 +136,8 @@ def checked_scores(
     of_tokens = logprobs("logprobs", (num_scores,))
     if not top_logprobs:
         return TokenScores(of_tokens)
-    shape = (num_scores, top_logprobs)
+    num_top = top_logprobs if vocab_size is None else min(top_logprobs, vocab_size)
+    shape = (num_scores, num_top)
     top_ids = array("top_ids", shape, "iu")
     past_end = np.iinfo(np.int32).max if vocab_size is None else vocab_size
     if top_ids.size and not 0 <= int(top_ids.min()) <= int(top_ids.max()) < past_end:

@@ -257,7 +257,11 @@ class ScriptedServer(AsyncServerBase):
             )
         scores = _scores_of(text[start:], scored[start - 1 :], top_logprobs=top_logprobs)
         return checked_scores(
-            scores, num_scores=len(text) - start, top_logprobs=top_logprobs, server=self.name
+            scores,
+            num_scores=len(text) - start,
+            top_logprobs=top_logprobs,
+            server=self.name,
+            vocab_size=scored.shape[1] if scored.ndim == 2 else None,
         )
 
     async def abort(self, request_id: str) -> None:

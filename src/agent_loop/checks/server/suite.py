@@ -8,11 +8,12 @@ from agent_loop.checks.server.checked_server import CheckedServer
 from agent_loop.checks.server.control import CONTROL_CHECKS
 from agent_loop.checks.server.generation import GENERATION_CHECKS
 from agent_loop.checks.server.reference import Reference
+from agent_loop.checks.server.scores import SCORE_CHECKS
 from agent_loop.errors import ConfigError
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.testing.conformance import CheckReport, CheckSuite, OnResult
 
-SERVER_CHECKS = CheckSuite([*GENERATION_CHECKS.checks, *CONTROL_CHECKS.checks])
+SERVER_CHECKS = CheckSuite([*GENERATION_CHECKS.checks, *SCORE_CHECKS.checks, *CONTROL_CHECKS.checks])
 MIN_MODEL_LEN = 64
 
 

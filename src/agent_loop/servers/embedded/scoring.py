@@ -45,6 +45,7 @@ class ScoreRequest:
     """Empty: a score has no session."""
 
     def __post_init__(self) -> None:
+        self.token_ids = self.token_ids.copy()  # torch reads writable arrays only
         # The last token predicts nothing that is asked for.
         self.text = TextPrefill(self.token_ids[:-1], first=self.start - 1)
 

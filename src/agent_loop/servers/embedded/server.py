@@ -230,9 +230,10 @@ class EmbeddedServer(AsyncServerBase):
                 "the text to score has placeholders of images, which score does not take; score texts without images",
                 server=self.name,
             )
+        num_top = min(top_logprobs, self._limits.vocab_size)
         if start == len(text):
-            return scores_of_no_token(top_logprobs)
-        request = ScoreRequest(text, start=start, num_top=top_logprobs)
+            return scores_of_no_token(num_top)
+        request = ScoreRequest(text, start=start, num_top=num_top)
         future = self._thread.submit_score(request)
         try:
             return await future

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agent_loop.errors import BadServerReply, ServerError
@@ -14,6 +15,7 @@ from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
+from agent_loop.servers.scores import TokenScores, checked_scores, checked_text, scores_of_no_token
 from agent_loop.servers.sglang.in_flight import SGLangRequest, SGLangRequests
 from agent_loop.servers.sglang.requests import (
     CONSTRAINT_ABILITIES,
@@ -25,6 +27,7 @@ from agent_loop.servers.sglang.requests import (
     read_reply,
     schema_errors,
 )
+from agent_loop.servers.sglang.scores import read_scores, score_body
 from agent_loop.servers.sglang.streams import HeldTokens
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
@@ -85,11 +88,13 @@ class SGLangBase(AsyncServerBase):
                 Ability.PREFIX_REUSE,
                 Ability.WEIGHT_UPDATE,
                 Ability.UPDATE_IN_FLIGHT,
+                Ability.SCORE,
             }
         ) | ({Ability.SEED} if takes_seeds else frozenset[Ability]())
         self._spec = spec
         self._publisher = publisher
         self._running = SGLangRequests(spec.name)
+        self._score_numbers = count()
         self._control = asyncio.Lock()
         self._weight_version = 0
         self._is_asleep = False
@@ -143,6 +148,34 @@ class SGLangBase(AsyncServerBase):
             async with aclosing(self._parts(prompt_ids, sampling_params, running, room=room)) as chunks:
                 async for chunk in chunks:
                     yield chunk
+
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        limits = self._usable_limits("")
+        text = checked_text(
+            token_ids,
+            start=start,
+            top_logprobs=top_logprobs,
+            server=self.name,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+        )
+        num_top = min(top_logprobs, limits.vocab_size)
+        if start == len(text):
+            return scores_of_no_token(num_top)
+        request_id = f"score-{next(self._score_numbers)}"
+        with self._running.enter(request_id) as running:
+            if not await self._running.send(running):
+                raise ServerError("the request was aborted", server=self.name)
+            body = score_body(text, start=start, num_top=num_top, rid=running.rid)
+            reply = await self._connected.call("/generate", body)
+        scores = read_scores(reply, token_ids=text, start=start, num_top=num_top, server=self.name)
+        return checked_scores(
+            scores,
+            num_scores=len(text) - start,
+            top_logprobs=num_top,
+            server=self.name,
+            vocab_size=limits.vocab_size,
+        )
 
     async def abort(self, request_id: str) -> None:
         running = self._running.get(request_id)
@@ -248,12 +281,17 @@ class SGLangBase(AsyncServerBase):
         attachments: Sequence[Attachment],
     ) -> int:
         """Check a request, and return the maximum number of tokens to sample."""
+        limits = self._usable_limits(request_id)
+        check_params(params, abilities=self.abilities, server=self.name)
+        room = limits.check(request_id, prompt_ids=prompt_ids, attachments=attachments)
+        return room if params.max_tokens is None else min(room, params.max_tokens)
+
+    def _usable_limits(self, request_id: str) -> PromptLimits:
+        """Return the limits of requests, if the server can take one."""
         trouble = self._trouble or ("the server is asleep; call wake_up first" if self._is_asleep else "")
         if trouble or self._limits is None:
             raise ServerError(trouble or NOT_STARTED, server=self.name, request_id=request_id)
-        check_params(params, abilities=self.abilities, server=self.name)
-        room = self._limits.check(request_id, prompt_ids=prompt_ids, attachments=attachments)
-        return room if params.max_tokens is None else min(room, params.max_tokens)
+        return self._limits
 
     async def _parts(
         self, prompt_ids: IntArray, params: SamplingParams, running: SGLangRequest, *, room: int

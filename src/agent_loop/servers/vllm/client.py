@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from agent_loop.errors import ConfigError, ServerDied, ServerError, ServerTimeout
+from agent_loop.errors import BadPrompt, ConfigError, ServerDied, ServerError, ServerTimeout
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.threads import run_in_thread
@@ -17,12 +17,14 @@ from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.publishing import WeightPublisher
+from agent_loop.servers.scores import TokenScores, checked_scores, checked_text, scores_of_no_token
 from agent_loop.servers.vllm.gauges import Gauges
 from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequest, VLLMRequestLimits, VLLMRequests
 from agent_loop.servers.vllm.loading import mixed_weights
 from agent_loop.servers.vllm.logprobs import CONSTRAINT_ABILITIES, SAMPLING_ABILITIES, LogProbs
 from agent_loop.servers.vllm.remote import FOR_WEIGHTS, GENERATE, RemoteServerInfo, inspect_server
 from agent_loop.servers.vllm.replies import ReplyReader
+from agent_loop.servers.vllm.scores import score_sampling
 from agent_loop.servers.vllm.stamps import UnstampedChunk, stamped
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
@@ -157,6 +159,44 @@ class VLLMClient(AsyncServerBase):
                 async with aclosing(stamped(parts, current_version=lambda: self._weight_version)) as chunks:
                     async for chunk in chunks:
                         yield chunk
+
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        if self._limits is None or self._info is None or self._trouble:
+            raise ServerError(self._trouble or NOT_STARTED, server=self.name)
+        vocab_size, context = self._limits.model.vocab_size, self._info.max_model_len
+        text = checked_text(
+            token_ids,
+            start=start,
+            top_logprobs=top_logprobs,
+            server=self.name,
+            vocab_size=vocab_size,
+            max_model_len=None if context is None else context - 1,  # vLLM samples one further token
+        )
+        num_top = min(top_logprobs, vocab_size)
+        if start == len(text):
+            return scores_of_no_token(num_top)
+        body = {
+            "model": self._info.model,
+            "token_ids": text.tolist(),
+            "sampling_params": score_sampling(num_top, max_logprobs=-1, server=self.name),
+        }
+        async with self._typed_errors(""):
+            try:
+                reply = await self._http.post_json(GENERATE, body)
+            except HttpStatusError as error:
+                if error.status == 400 and "prompt logprobs" in str(error):
+                    raise BadPrompt(
+                        f"{error}; start it with --max-logprobs {num_top}", server=self.name
+                    ) from error
+                raise
+        scores = self._read.scores(reply, token_ids=text, start=start, num_top=num_top)
+        return checked_scores(
+            scores,
+            num_scores=len(text) - start,
+            top_logprobs=num_top,
+            server=self.name,
+            vocab_size=vocab_size,
+        )
 
     async def abort(self, request_id: str) -> None:
         call = self._calls.get(request_id)
@@ -317,7 +357,7 @@ class VLLMClient(AsyncServerBase):
 
 
 def _abilities(info: RemoteServerInfo) -> frozenset[Ability]:
-    found = {Ability.SEED, Ability.STREAMING, *CONSTRAINT_ABILITIES}
+    found = {Ability.SEED, Ability.STREAMING, Ability.SCORE, *CONSTRAINT_ABILITIES}
     if info.logprobs in (LogProbs.SCALED, LogProbs.PROCESSED):
         found |= SAMPLING_ABILITIES
     if info.reports_cached_tokens:

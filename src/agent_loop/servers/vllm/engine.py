@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, contextmanager, nullcontext, suppress
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.errors import AgentLoopError, ConfigError, SamplingParamsError, ServerError
@@ -13,6 +14,7 @@ from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.packages import import_engine, require_version
 from agent_loop.servers.publishing import WeightPublisher
+from agent_loop.servers.scores import TokenScores, checked_scores, checked_text, scores_of_no_token
 from agent_loop.servers.vllm.core import EngineCore
 from agent_loop.servers.vllm.launch import EngineLauncher
 from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequest, VLLMRequestLimits, VLLMRequests
@@ -29,6 +31,7 @@ from agent_loop.servers.vllm.logprobs import (
 from agent_loop.servers.vllm.logs import EngineLog
 from agent_loop.servers.vllm.options import PACKAGE, SUPPORTED, engine_options
 from agent_loop.servers.vllm.outputs import read_part
+from agent_loop.servers.vllm.scores import read_flat_scores, score_sampling
 from agent_loop.servers.vllm.stamps import UnstampedChunk, stamp, stamped
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
@@ -73,6 +76,7 @@ class VLLMServer(AsyncServerBase):
                 Ability.PREFIX_REUSE,
                 Ability.WEIGHT_UPDATE,
                 Ability.UPDATE_IN_FLIGHT,
+                Ability.SCORE,
             }
         )
         self._spec = spec
@@ -87,6 +91,7 @@ class VLLMServer(AsyncServerBase):
             * int(self._options.get("pipeline_parallel_size", 1)),
         )
         self._calls = VLLMRequests(spec.name)
+        self._score_numbers = count()
         self._control = asyncio.Lock()
         self._weight_version = 0
         self._is_asleep = False
@@ -109,6 +114,7 @@ class VLLMServer(AsyncServerBase):
             server=self.name, max_model_len=self._spec.max_model_len, model=model, abilities=self.abilities
         )
         self._log = EngineLog(self.name)
+        self._options["max_model_len"] = model.context_for_scores(self._spec.max_model_len)
         launcher = EngineLauncher(self.name, options=self._options, log=self._log, devices=self._spec.devices)
         llm = await launcher.launch(timeout_s=self._spec.start_timeout_s)
         self._core = EngineCore(llm, server=self.name, log=self._log, scheduler=launcher.scheduler)
@@ -157,6 +163,40 @@ class VLLMServer(AsyncServerBase):
             async with aclosing(stamped(parts, current_version=lambda: self._weight_version)) as chunks:
                 async for chunk in chunks:
                     yield chunk
+
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        core = self._ready_core("")
+        vocab_size, longest = self._request_limits.model.vocab_size, int(self._options["max_model_len"]) - 1
+        text = checked_text(
+            token_ids,
+            start=start,
+            top_logprobs=top_logprobs,
+            server=self.name,
+            vocab_size=vocab_size,
+            max_model_len=longest,
+        )
+        num_top = min(top_logprobs, vocab_size)
+        limit = int(self._options["max_logprobs"])
+        sampling = score_sampling(num_top, max_logprobs=limit, server=self.name)
+        if start == len(text):
+            return scores_of_no_token(num_top)
+        request_id = f"score-{next(self._score_numbers)}"
+        with self._calls.enter(request_id) as call, self._typed_errors(core, request_id):
+            last: Any = None
+            async for last in self._generate(core, call, text, sampling, kind="FINAL_ONLY"):  # noqa: B007
+                pass
+            if self._core is None or last.prompt_logprobs is None:
+                raise ServerError("vLLM aborted the request", server=self.name)
+            scores = read_flat_scores(
+                last.prompt_logprobs, token_ids=text, start=start, num_top=num_top, server=self.name
+            )
+        return checked_scores(
+            scores,
+            num_scores=len(text) - start,
+            top_logprobs=num_top,
+            server=self.name,
+            vocab_size=vocab_size,
+        )
 
     async def abort(self, request_id: str) -> None:
         if self._core is not None and self._calls.get(request_id) is not None:

@@ -29,6 +29,8 @@ class ModelInfo:
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    num_positions: int = 0
+    """Number of positions that the model computes in the same way; 0 if unknown."""
 
     @classmethod
     def read(cls, model: ModelConfig) -> ModelInfo:
@@ -50,7 +52,24 @@ class ModelInfo:
         with suppress(OSError):  # not every folder has one
             eos = cast(Any, GenerationConfig).from_pretrained(model.path).eos_token_id or eos
         ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-        return cls(vocab_size=text_config.vocab_size, eos_token_ids=tuple(ids))
+        return cls(
+            vocab_size=text_config.vocab_size,
+            eos_token_ids=tuple(ids),
+            num_positions=_num_positions(text_config),
+        )
+
+    def context_for_scores(self, max_model_len: int) -> int:
+        """Return the context that the engine needs to score a text of `max_model_len` tokens, after which vLLM samples
+        one further token. Without a further position, such a text cannot be scored."""
+        return max_model_len + (max_model_len < self.num_positions)
+
+
+def _num_positions(text_config: Any) -> int:
+    rope: dict[str, Any] = getattr(text_config, "rope_parameters", None) or {}
+    # longrope computes longer contexts differently.
+    if str(rope.get("rope_type", "")) == "longrope":
+        return int(rope.get("original_max_position_embeddings") or 0)
+    return int(getattr(text_config, "max_position_embeddings", None) or 0)
 
 
 @dataclass(frozen=True, slots=True)

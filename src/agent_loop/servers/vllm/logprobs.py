@@ -19,8 +19,6 @@ CONSTRAINT_ABILITIES = frozenset({Ability.JSON_SCHEMA, Ability.PENALTIES})
 """Abilities of every vLLM that has a tokenizer. Grammars are applied before all kinds of log-probs."""
 NUM_TOKENS = 5
 """Number of candidates that a probe requests."""
-MAX_LOGPROBS = 20
-"""Default of vLLM's option `max_logprobs`."""
 PROBE_PLAIN = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
 PROBE_HOT_TOP_1 = SamplingParams(temperature=2.0, top_k=1, max_tokens=1, seed=0)
 MASKED_LOGPROB = -1e3

@@ -7,7 +7,7 @@ from typing import Any
 
 from agent_loop.errors import ConfigError
 from agent_loop.servers.base import ServerSpec
-from agent_loop.servers.vllm.logprobs import MAX_LOGPROBS, num_logprobs
+from agent_loop.servers.vllm.logprobs import num_logprobs
 
 PACKAGE = "vllm"
 SUPPORTED = ">=0.32,<0.33"
@@ -45,7 +45,7 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
     if spec.tensor_parallel_size > 1:
         ours["tensor_parallel_size"] = spec.tensor_parallel_size
     needed = num_logprobs(spec.sampling)
-    if 0 <= spec.engine_kwargs.get("max_logprobs", MAX_LOGPROBS) < needed:  # -1 means no limit
+    if 0 <= spec.engine_kwargs.get("max_logprobs", -1) < needed:
         ours["max_logprobs"] = needed
     set_by = {
         "model": "model.path",
@@ -69,6 +69,7 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
             )
     defaults: dict[str, Any] = {
         "disable_log_stats": True,
+        "max_logprobs": -1,  # no limit, for teachers; vLLM's own limit protects servers of strangers
         "tokenizer": spec.model.tokenizer_path,  # only for grammars
         # The other backends do not know the stop tokens of requests.
         "structured_outputs_config": {"backend": "xgrammar"},

@@ -35,6 +35,8 @@ class RemoteServerInfo:
     """Whether the server has our worker extension, and vLLM's development mode, which is needed to call it."""
     num_workers: int
     weight_version: int
+    max_model_len: int | None = None
+    """Context length; None if the server does not report it."""
 
 
 async def inspect_server(http: HttpClient, *, spec: ServerSpec) -> RemoteServerInfo:
@@ -46,7 +48,7 @@ async def inspect_server(http: HttpClient, *, spec: ServerSpec) -> RemoteServerI
         ServerError: The server cannot be reached.
     """
     await _check_version(http, url=http.url)
-    model = await _find_model(http, spec=spec)
+    model, max_model_len = await _find_model(http, spec=spec)
     workers: list[dict[str, Any]] = []
     version = 0
     if await _has_extension(http):
@@ -71,6 +73,7 @@ async def inspect_server(http: HttpClient, *, spec: ServerSpec) -> RemoteServerI
         takes_weights=bool(workers),
         num_workers=len(workers),
         weight_version=version,
+        max_model_len=max_model_len,
     )
 
 
@@ -88,7 +91,8 @@ async def _check_version(http: HttpClient, *, url: str) -> None:
         )
 
 
-async def _find_model(http: HttpClient, *, spec: ServerSpec) -> str:
+async def _find_model(http: HttpClient, *, spec: ServerSpec) -> tuple[str, int | None]:
+    """Return the server's name for the model, and its context length if the server reports it."""
     reply = await http.get_json("/v1/models", timeout_s=PROBE_TIMEOUT_S)
     with http.validating("/v1/models"):
         served = [dict[str, Any](entry) for entry in reply["data"]]
@@ -104,7 +108,7 @@ async def _find_model(http: HttpClient, *, spec: ServerSpec) -> str:
                     f"rollout.response_length add up to {spec.max_model_len}; start it with --max-model-len "
                     f"{spec.max_model_len}, or lower them"
                 )
-            return names[0]
+            return names[0], None if longest is None else int(longest)
     have = ", ".join(repr(entry.get("id")) for entry in served)
     raise ConfigError(
         f"{http.url} serves {have}, not {wanted or base!r}; start it with the model in model.path, or, if it is the "

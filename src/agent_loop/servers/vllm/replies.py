@@ -7,10 +7,12 @@ from typing import Any, cast
 
 from agent_loop.errors import BadServerReply
 from agent_loop.runtime.describe import one_line
+from agent_loop.servers.prompt_logprobs import read_prompt_logprobs
+from agent_loop.servers.scores import TokenScores
 from agent_loop.servers.vllm.logprobs import read_content
 from agent_loop.servers.vllm.outputs import STOP_REASONS
 from agent_loop.servers.vllm.stamps import UnstampedChunk, VersionSpan, stamp
-from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 DEFAULTS = SamplingParams()
 
@@ -114,6 +116,19 @@ class ReplyReader:
             return {int(entry["token_id"]): float(entry["logprob"]) for entry in entries}
         except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise self._bad(f"a reply contains no log-probs ({error!r})", reply, request_id) from error
+
+    def scores(self, reply: Any, *, token_ids: IntArray, start: int, num_top: int) -> TokenScores:
+        """Read the log-probs of a prompt. See `read_prompt_logprobs`.
+
+        Raises:
+            BadServerReply: The reply has no log-probs of this prompt.
+        """
+        try:
+            return read_prompt_logprobs(
+                reply["prompt_logprobs"], token_ids=token_ids, start=start, top_logprobs=num_top
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._bad(f"a reply contains no log-probs of the prompt ({error!r})", reply, "") from error
 
     def _spans(self, reply: Any, request_id: str, *, default: int) -> list[VersionSpan]:
         try:
