@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -146,50 +148,61 @@ def test_a_folder_for_a_model_of_the_user_has_rows_and_passing_tests(
     assert "OK" in tests.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("starter", list(Starter))
-def test_a_new_folder_trains_as_it_is_with_an_installed_wheel(tmp_path: Path, starter: Starter) -> None:
-    installed = tmp_path / "installed"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        str(installed),
-        str(ROOT),
-    ]
-    subprocess.run(pip, check=True, cwd=tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which the package is installed as a user installs it, from a wheel."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(ROOT)]
+    subprocess.run(pip, check=True, cwd=folder)
+    return folder
 
-    def agent_loop(*arguments: str, cwd: Path) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "agent_loop", *arguments],
-            cwd=cwd,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        return done.stdout
 
-    agent_loop("init", "shelf", "--template", starter.value, cwd=tmp_path)
-    where = "import agent_loop; print(agent_loop.__file__)"
-    found = subprocess.run(
-        [sys.executable, "-c", where],
-        env=environment,
-        cwd=tmp_path,
+def run_line(line: str, *, cwd: Path, installed: Path) -> str:
+    """Run a command of the tutorial with the installed package, and return its output."""
+    words = shlex.split(line)
+    assert words[0] == "agent-loop"
+    done = subprocess.run(
+        [sys.executable, "-m", "agent_loop", *words[1:]],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
-    assert found.stdout.startswith(str(installed))
-    agent_loop("train", "config.yaml", "trainer.total_steps=20", cwd=tmp_path / "shelf")
-    lines = (tmp_path / "shelf" / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    metrics = [json.loads(line) for line in lines]
-    success = [line["val/reward/success_share"] for line in metrics if "val/reward/success_share" in line]
+    assert done.returncode == 0, line + done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def success_of(run: Path) -> list[float]:
+    """Return the success on held-out prompts at each evaluation."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [line["val/reward/success_share"] for line in lines if "val/reward/success_share" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_tutorial_ends_with_a_trained_task(tmp_path: Path, installed: Path) -> None:
+    page = (ROOT / "docs" / "first-task.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL)
+    printed, cwd = "", tmp_path
+    for line in "".join(blocks).splitlines():
+        if line.startswith("cd "):
+            cwd = cwd / line.removeprefix("cd ")
+        elif not line.startswith(("pip install", "agent-loop view")):  # (the page is served until Ctrl-C)
+            printed += run_line(line, cwd=cwd, installed=installed)
+    assert "parameters" in printed
+    assert "is followed" in printed or "part_of_order" in printed
+    first, last = success_of(tmp_path / "shelf" / "run")[0], success_of(tmp_path / "shelf" / "run")[-1]
+    assert first < 0.4
+    assert last > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("starter", [each for each in Starter if each is not Starter.TOOL])
+def test_a_folder_of_each_kind_trains_as_it_is(tmp_path: Path, starter: Starter, installed: Path) -> None:
+    run_line(f"agent-loop init shelf --template {starter.value}", cwd=tmp_path, installed=installed)
+    folder = tmp_path / "shelf"
+    run_line("agent-loop train config.yaml trainer.total_steps=10", cwd=folder, installed=installed)
+    success = success_of(folder / "run")
     assert success[-1] > success[0]

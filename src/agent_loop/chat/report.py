@@ -71,7 +71,7 @@ class Cause(StrEnum):
 
 
 _MEANINGS = {
-    Cause.IGNORED_TOOLS: "the template leaves the tools' schemas out; describe them in the system prompt",
+    Cause.IGNORED_TOOLS: "the template leaves the descriptions of tools out; describe the tools in the system prompt",
     Cause.IGNORED_SYSTEM_PROMPT: "the template leaves the system prompt out; put it into the first user message",
     Cause.DROPPED_CALL: "the template leaves calls of the assistant out",
     Cause.DROPPED_TEXT: "the template leaves text of the assistant out",
