@@ -83,12 +83,10 @@ def test_logprobs_of_a_padded_micro_batch_equal_those_of_each_row_alone(batch: R
                 assert not found_R[len(is_model_T) :].any()
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_packing": True}, {"share_prefixes": True}])
+@pytest.mark.parametrize("settings", [{}, {"use_packing": True}])
 def test_a_small_batch_is_split_if_several_micro_batches_are_requested(
-    batch: RolloutBatch, settings: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    batch: RolloutBatch, settings: dict[str, bool]
 ) -> None:
-    monkeypatch.setattr("agent_loop.training.micro_batches.SHARED_LINE", 40)
-
     def parts(*, at_least: int) -> list[MicroBatch]:
         rows, device = torch.arange(len(batch)), torch.device("cpu")
         return list(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
@@ -13,8 +12,6 @@ from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
 from agent_loop.training.packing import pack
 from agent_loop.training.policy import response_logprobs
-from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
-from agent_loop.types import Origin, as_token_ids
 from tests.training.fakes import PAD, VOCABULARY, sample_trajectories, sample_trajectory, tiny_policy
 
 
@@ -98,80 +95,3 @@ def test_logprobs_of_packed_rows_equal_those_of_padded_rows(
             torch.testing.assert_close(packed_BR, padded_BR, atol=1e-5, rtol=0)
             assert packed_BR[part.mask_BR.bool()].all()
             assert not packed_BR[~part.mask_BR.bool()].any()
-
-
-def turns(*runs: tuple[list[int], bool]) -> Trajectory:
-    """Return a trajectory of a prompt of three tokens and runs of tokens, each with whether the model sampled it."""
-    segments = [Segment(as_token_ids([4, 5, 6]), Origin.PROMPT)]
-    for ids, is_models in runs:
-        tokens = as_token_ids(ids)
-        logprobs = np.full(len(ids), -1.0, np.float32)
-        segments.append(
-            Segment(tokens, Origin.MODEL, logprobs, 0) if is_models else Segment(tokens, Origin.TOOL)
-        )
-    return Trajectory(AgentLoopOutput(segments=segments), {}, 0, 0, 0.0, {})
-
-
-def make_forked_batch() -> RolloutBatch:
-    """Return rows that fork after the prompt, after a tool's reply, at the last token and nowhere.
-
-    One row is a prefix of another.
-    """
-    tool = ([8, 9], False)
-    return assemble(
-        [
-            turns(([7, 2], True), tool, ([10, 11, 3], True)),
-            turns(([12], True)),
-            turns(([7, 2], True), tool, ([10, 11, 4], True)),
-            turns(([7, 2], True), tool, ([13], True)),
-            turns(([7, 2], True), tool, ([10, 11, 3], True)),
-            turns(([7, 2], True)),
-        ],
-        pad_token_id=PAD,
-    )
-
-
-def test_a_shared_prefix_is_in_a_packed_row_once() -> None:
-    batch = make_forked_batch()
-    [part] = micro_batches(
-        batch,
-        rows=torch.arange(6),
-        max_tokens=10_000,
-        device=torch.device("cpu"),
-        share_prefixes=True,
-    )
-
-    packed = pack(part)
-
-    # 10 tokens of the longest row. Of the other rows the tokens after their forks: a 4, a 13, a 12 and nothing.
-    assert packed.input_ids_KL.shape == (1, 13)
-    after = packed.input_ids_KL.flatten()[packed.before_M]
-    assert sorted(after.tolist()) == sorted([6, 7, 9, 10, 11] * 3 + [6] + [6, 7, 9] + [6, 7])
-
-
-@pytest.mark.parametrize("max_tokens", [1, 12, 25, 10_000])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_logprobs_of_rows_that_share_prefixes_equal_those_of_padded_rows(
-    attention: str, max_tokens: int
-) -> None:
-    model: Any = tiny_policy()
-    model.set_attn_implementation(attention)
-    for batch in (
-        make_forked_batch(),
-        assemble(sample_trajectories(tiny_policy()), pad_token_id=PAD),
-    ):
-        rows, device = torch.arange(len(batch)), torch.device("cpu")
-        parts = list(
-            micro_batches(batch, rows=rows, max_tokens=max_tokens, device=device, share_prefixes=True)
-        )
-        assert sorted(torch.cat([part.rows_B for part in parts]).tolist()) == rows.tolist()
-        for part in parts:
-            shared = response_logprobs(model, part, temperature=0.8)
-            [padded_part] = micro_batches(batch, rows=part.rows_B, max_tokens=10_000, device=device)
-            order = [padded_part.rows_B.tolist().index(row) for row in part.rows_B.tolist()]
-            padded = response_logprobs(model, padded_part, temperature=0.8)
-            for shared_BR, padded_BR in (
-                (shared.sampled_BR, padded.sampled_BR),
-                (shared.entropy_BR, padded.entropy_BR),
-            ):
-                torch.testing.assert_close(shared_BR, padded_BR[order], atol=1e-5, rtol=0)

@@ -49,7 +49,10 @@ def trained(
     actor = Actor(
         load_policy(ModelConfig(path=str(folder), device="cpu", lora_rank=lora_rank), seed=1),
         config=ActorConfig(
-            lr=1e-2, max_tokens_per_micro_batch=MAX_TOKENS, ppo_mini_batches=2, entropy_coeff=0.01, **settings
+            lr=1e-2,
+            ppo_mini_batches=2,
+            entropy_coeff=0.01,
+            **{"max_tokens_per_micro_batch": MAX_TOKENS, **settings},
         ),
         dtype=dtype,
         num_threads=num_threads,
@@ -65,7 +68,7 @@ def trained(
         ({}, 0, torch.float32),
         ({"old_log_probs": "recompute"}, 0, torch.float32),
         ({"use_packing": True}, 0, torch.float32),
-        ({"share_prefixes": True}, 0, torch.float32),
+        ({"share_prefixes": True, "max_tokens_per_micro_batch": 25}, 0, torch.float32),
         ({"gradient_checkpointing": True}, 0, torch.float32),
         ({}, 0, torch.bfloat16),
         ({}, 2, torch.float32),

@@ -38,6 +38,13 @@ CASES: dict[str, dict[str, Any]] = {
         "actor": {"use_packing": True, "gradient_checkpointing": True, "old_log_probs": "recompute"},
         "critic": {"use_packing": True},
     },
+    "tree": {
+        "actor": {
+            "share_prefixes": True,
+            "gradient_checkpointing": True,
+            "max_tokens_per_micro_batch": 60,
+        }
+    },
     "one-row": {"actor": {"ppo_mini_batches": 24, "entropy_coeff": 0.01}},
     "sources": {
         "algorithm": {

@@ -23,7 +23,8 @@ from agent_loop.servers.embedded.rounding import rounding_sensitivity
 from agent_loop.servers.embedded.vision import VISION_MODELS
 from agent_loop.training.forward import model_inputs, outputs_at
 from agent_loop.training.logit_head import logit_transform
-from agent_loop.training.micro_batches import SHARED_LINE, MicroBatch
+from agent_loop.training.micro_batches import MicroBatch
+from agent_loop.training.prefix_tree import use_tree_attention
 
 TOLERANCE = 1e-4
 """Difference of float32 outputs that is always accepted, as a share of the largest output."""
@@ -37,6 +38,8 @@ SHORT_ROWS = ((3, 6), (7, 2), (1, 4), (5, 5))
 """Tokens of the prompt and of the response of each row."""
 TOKENS_BEYOND = 6
 """Number of tokens by which a row exceeds the limit that it crosses."""
+LONGEST_LINE = 256
+"""Tokens of the longest line in which short rows are tested together around a limit."""
 CPU_OPERATIONS = 2e12
 """On a CPU, maximum of the tokens of a row times the parameters of the model."""
 
@@ -62,6 +65,8 @@ class _Trial:
 def prove_batching(model: PreTrainedModel, *, config: OptimConfig, section: str, max_row_tokens: int) -> bool:
     """Test the configured kinds of batching on rows that cross the model's windows and chunks, and test the head.
 
+    With shared prefixes, the model gets the attention of prefix trees, which computes other rows as before.
+
     Args:
         model: Language model, or a model with one value per token.
         config: Settings; `use_packing` and `share_prefixes` select the kinds. Rows with images are always padded.
@@ -72,7 +77,8 @@ def prove_batching(model: PreTrainedModel, *, config: OptimConfig, section: str,
         Whether rows may be padded. If not, a warning is logged, and each row needs its own forward.
 
     Raises:
-        ConfigError: The model's forward fails, or packed rows differ from single rows.
+        ConfigError: The model's forward fails, packed rows or rows of a prefix tree differ from single rows, or the
+            model cannot be computed over a prefix tree.
     """
     name = type(model).__name__
     packs, shares = config.use_packing and not config.share_prefixes, config.share_prefixes
@@ -82,7 +88,8 @@ def prove_batching(model: PreTrainedModel, *, config: OptimConfig, section: str,
         if cast(Any, model).get_output_embeddings() is not None:
             logit_transform(model, model_inputs(model, trials[0].micro_batch)[0])
         if packs or shares:
-            fault = _fault(model, trials, tolerance=tolerance, batch=_shared if shares else _packed)
+            fault = _tree_fault(model) if shares else None
+            fault = fault or _fault(model, trials, tolerance=tolerance, batch=_shared if shares else _packed)
             if fault is not None:
                 key = f"{section}.{'share_prefixes' if shares else 'use_packing'}"
                 raise ConfigError(f"{key} is on, but with it {name} {fault}; set {key}=false")
@@ -97,6 +104,15 @@ def prove_batching(model: PreTrainedModel, *, config: OptimConfig, section: str,
             fault,
         )
     return fault is None
+
+
+def _tree_fault(model: PreTrainedModel) -> str | None:
+    """Give the model the attention of prefix trees, or return why it cannot have it."""
+    try:
+        use_tree_attention(model)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _fault(
@@ -128,7 +144,7 @@ def _packed(padded: MicroBatch) -> MicroBatch:
 
 
 def _shared(padded: MicroBatch) -> MicroBatch:
-    return replace(_packed(padded), shares_prefixes=True)
+    return replace(padded, shares_prefixes=True)
 
 
 def _trials(model: PreTrainedModel, *, section: str, max_row_tokens: int) -> list[_Trial]:
@@ -147,7 +163,7 @@ def _trials(model: PreTrainedModel, *, section: str, max_row_tokens: int) -> lis
     lengths = sorted({min(n, longest) for limit in limits if limit < longest for n in (limit, 2 * limit)})
     sizes: list[Sequence[tuple[int, int]]] = [SHORT_ROWS]
     sizes += [((n + 2, 4), (max(1, n - 4), 9), (1, 6)) for n in lengths]
-    sizes += [_line(limit, longest) for limit in limits if limit < max(longest, SHARED_LINE)]
+    sizes += [_line(limit, longest) for limit in limits if limit < max(longest, LONGEST_LINE)]
     random, vocabulary = Random(0), _vocabulary(model)
     try:
         return [_trial(model, _rows(each, random, vocabulary=vocabulary)) for each in sizes]

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.vision import VISION_MODELS, media_features
 from agent_loop.training.micro_batches import MicroBatch
-from agent_loop.training.packing import pack
+from agent_loop.training.packing import as_tree, pack
+from agent_loop.training.prefix_tree import tree_inputs
 
 ResultT = TypeVar("ResultT")
 
@@ -58,11 +59,14 @@ def sampled_tokens(model: PreTrainedModel, micro_batch: MicroBatch) -> SampledTo
     return SampledTokens(inputs, before_N, place_M, micro_batch.response_ids_BR[mask_BR.bool()], mask_BR)
 
 
-def model_inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor]:
+def model_inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> tuple[dict[str, Any], Tensor]:
     """Return the model's arguments, and the position before each sampled token in the flattened input, [M]."""
+    if micro_batch.shares_prefixes:
+        layout, before_M = as_tree(micro_batch)
+        return tree_inputs(model, layout), before_M
     if micro_batch.lines:
         packed = pack(micro_batch)
-        return packed.inputs(model.dtype), packed.before_M
+        return packed.inputs, packed.before_M
     return _padded_inputs(model, micro_batch), _places_before(micro_batch)
 
 

@@ -6,30 +6,22 @@ B rows, P prompt width, R response width, W = P + R. In a micro-batch, these are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any, TypeAlias, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_loop.errors import DataError
 from agent_loop.rollout.batch import RolloutBatch
+from agent_loop.training.prefix_tree.tree import PASS_COST, LongArray, SortedRows
 from agent_loop.trajectory.attachments import Attachment
 
 Lines: TypeAlias = tuple[tuple[int, ...], ...]
 _Part: TypeAlias = tuple[Tensor, Lines]
 """Rows of the batch, and the indices of the rows in each line."""
-LongArray: TypeAlias = NDArray[np.int64]
-NO_TOKENS: LongArray = np.empty(0, dtype=np.int64)
-PASS_COST = 512
-"""Cost of one more pass, in tokens. More padding than this costs more than the pass that it saves."""
-SHARED_LINE = 256
-"""Length of lines whose rows share prefixes, unless a row is longer. Longer lines repeat fewer prefixes, but their
-attention costs more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +42,7 @@ class MicroBatch:
     lines: Lines = ()
     """Indices of the rows that are packed end to end into each line of the input. Empty if each row is padded."""
     shares_prefixes: bool = False
-    """In a line, a row omits the prefix that it shares with the row before it."""
+    """The rows are computed as a prefix tree, in which each distinct token is computed once."""
     is_spare: bool = False
     """The rows are also in another micro-batch, so that these count nowhere."""
 
@@ -116,8 +108,8 @@ def micro_batches(
     """Yield the rows, longest first, in micro-batches of at most `max_tokens` tokens, or of one row that is longer.
 
     At most `PASS_COST` tokens of a micro-batch are padding, which counts as tokens. With packing, short rows share
-    lines that are as long as the longest row. With shared prefixes, rows with a common prefix follow one another. Rows
-    of a batch with images are always padded.
+    lines that are as long as the longest row. With shared prefixes, rows are in the order of their tokens, and a token
+    of several rows of a micro-batch counts once. Rows of a batch with images are always padded.
 
     Args:
         batch: Batch that `assemble` returned.
@@ -125,9 +117,10 @@ def micro_batches(
         max_tokens: Maximum number of tokens in a micro-batch.
         device: Device of the tensors.
         use_packing: Pack short rows into lines.
-        share_prefixes: Pack rows into lines, and compute common prefixes once.
+        share_prefixes: Compute the rows of a micro-batch as a prefix tree.
         pad: Pad rows that are not packed to a common width; False gives each row a micro-batch of its own.
-        at_least: Minimum number of micro-batches, as far as there are enough rows or lines.
+        at_least: Minimum number of micro-batches, as far as there are enough rows or lines. With shared prefixes,
+            there are fewer if another cut would not make the largest micro-batch smaller.
     """
     prompt_width = batch["prompts"].shape[1]
     attention_mask = batch["attention_mask"]
@@ -135,11 +128,12 @@ def micro_batches(
     response_lengths = attention_mask[:, prompt_width:].sum(dim=1)
     lengths = (prompt_lengths + response_lengths)[rows]
     longest_first: list[int] = cast(Any, rows[lengths.argsort(descending=True, stable=True)]).tolist()
-    has_lines = (use_packing or share_prefixes) and "attachments" not in batch
-    if has_lines and share_prefixes:
-        rows_of_tokens = _rows_of_tokens(batch, longest_first)
-        parts = _shared_parts(rows_of_tokens, max_tokens=max_tokens)
-    elif has_lines:
+    is_text = "attachments" not in batch
+    parts: Iterable[_Part]
+    if share_prefixes and is_text and longest_first:
+        runs = sorted_rows(batch, rows).divided(max_tokens=max_tokens, at_least=at_least)
+        parts, at_least = [(torch.tensor(run), ()) for run in runs], 1
+    elif use_packing and is_text:
         parts = _packed_parts(longest_first, prompt_lengths + response_lengths, max_tokens=max_tokens)
     elif not pad:
         parts = ((torch.tensor([row]), ()) for row in longest_first)
@@ -157,7 +151,7 @@ def micro_batches(
             mask_BR=batch["response_mask"][part, :response_width].to(device),
             attachments=_attachments(batch, part, first_columns=prompt_width - start - prompt_lengths[part]),
             lines=lines,
-            shares_prefixes=has_lines and share_prefixes,
+            shares_prefixes=share_prefixes and is_text,
         )
 
 
@@ -243,37 +237,9 @@ def _with_lines(part: Tensor, lines: Lines) -> _Part:
     return part[rows], tuple(tuple(next(numbers) for _ in line) for line in lines)
 
 
-def _rows_of_tokens(batch: RolloutBatch, rows: Sequence[int]) -> dict[int, LongArray]:
-    """Return the token ids of each row, sorted, so that rows with a common prefix are next to each other."""
+def sorted_rows(batch: RolloutBatch, rows: Tensor) -> SortedRows:
+    """Return rows of a batch, sorted by their tokens."""
     input_ids_BW, attention_mask_BW = batch["input_ids"].numpy(), batch["attention_mask"].numpy()
-    tokens = {row: input_ids_BW[row, attention_mask_BW[row] == 1] for row in rows}
-    # The bytes of big-endian numbers sort like the numbers.
-    return dict(sorted(tokens.items(), key=lambda item: item[1].astype(">u4").tobytes()))
-
-
-def common_prefix(left: LongArray, right: LongArray) -> int:
-    """Return the length of the common prefix."""
-    length = min(len(left), len(right))
-    differs = left[:length] != right[:length]
-    return int(differs.argmax()) if differs.any() else length
-
-
-def _shared_parts(rows_of_tokens: Mapping[int, LongArray], *, max_tokens: int) -> Iterator[_Part]:
-    """Pack rows into lines. The next row joins a line if the tokens that it adds fit."""
-    width = max(min(SHARED_LINE, max_tokens), *map(len, rows_of_tokens.values()))
-    part: list[int] = []
-    lines: list[list[int]] = []
-    room, last = 0, NO_TOKENS
-    for row, tokens in rows_of_tokens.items():
-        num_added = len(tokens) - common_prefix(last, tokens)
-        if not lines or num_added > room:
-            if lines and (len(lines) + 1) * width > max_tokens:
-                yield torch.tensor(part), tuple(map(tuple, lines))
-                part, lines = [], []
-            lines.append([])
-            room, num_added = width, len(tokens)
-        lines[-1].append(len(part))
-        part.append(row)
-        room, last = room - num_added, tokens
-    if part:
-        yield torch.tensor(part), tuple(map(tuple, lines))
+    indices: list[int] = cast(Any, rows).tolist()
+    tokens: dict[int, LongArray] = {row: input_ids_BW[row, attention_mask_BW[row] == 1] for row in indices}
+    return SortedRows(tokens)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agent_loop.rollout.batch import RolloutBatch
-from agent_loop.training.micro_batches import MicroBatch, micro_batches
+from agent_loop.training.micro_batches import MicroBatch, micro_batches, sorted_rows
 from agent_loop.training.process_group import ProcessGroup
 
 
@@ -27,8 +27,9 @@ def micro_batches_of_rank(
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of this rank's share of the rows; of all rows if there is one rank.
 
-    Rows are distributed by length, so that all shares have about the same number of tokens. All ranks run the same
-    number of micro-batches: a rank with fewer runs spare ones at the end.
+    Rows are distributed by length, or in the order of their tokens if they share prefixes, so that all shares have
+    about the same number of tokens to compute. All ranks run the same number of micro-batches: a rank with fewer runs
+    spare ones at the end.
     """
 
     def cut(own_rows: Tensor) -> Iterator[MicroBatch]:
@@ -46,9 +47,15 @@ def micro_batches_of_rank(
     if process_group.size == 1:
         yield from cut(rows)
         return
+    rank, size = process_group.rank, process_group.size
     lengths = batch["attention_mask"][rows].sum(dim=1)
     longest_first = rows[lengths.argsort(descending=True, stable=True)]
-    own = list(cut(longest_first[process_group.rank :: process_group.size]))
+    if share_prefixes and len(rows):
+        shares = sorted_rows(batch, rows).shares(size)
+        own_rows = torch.tensor(shares[rank] if rank < len(shares) else (), dtype=torch.long)
+    else:
+        own_rows = longest_first[rank::size]
+    own = list(cut(own_rows))
     num_spare = max(process_group.all_gather(len(own))) - len(own)
     yield from own
     spare = _spare(own[-1] if own else next(cut(longest_first[-1:])))

@@ -1,0 +1,260 @@
+"""Layout of a prefix tree in one line of tokens, and the blocks of its attention.
+
+The line is in depth-first order, where the heaviest child comes first. A token at position k is visible to those at k
+to `end_T[k] - 1`: to the rest of its node and to everything below. A heaviest path from a node down is contiguous.
+Attention is therefore causal within each path, and whole where the subtrees beside a path attend to a prefix of the
+path. Subtrees of a few tokens are computed together with small masks. T tokens of the line, M sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agent_loop.training.prefix_tree.tree import LongArray, Node, build_tree, nodes_of_row
+
+TILE = 64
+"""Largest number of tokens of small subtrees that are computed together with a mask."""
+PIECE = 128
+"""Largest number of queries in a block at the edge of a sliding window."""
+HIDDEN = -1e30
+"""Score of a pair that is not visible. Finite, so that a query without a visible key has no NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Attention of a run of queries over a run of keys."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool = False
+    is_masked: bool = False
+    """Some pairs are not visible."""
+    mask: Tensor | None = None
+    """Mask that is added to the scores, [1, 1, queries, keys]."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Blocks that cover all visible pairs of a tree."""
+
+    own: tuple[Block, ...]
+    """Blocks whose queries are their keys. Each token is in one of them."""
+    above: tuple[Block, ...]
+    """Blocks of keys above the queries in the tree."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeLayout:
+    """Rows as a prefix tree in one line. A model gets the layout as an argument, for its attention."""
+
+    input_ids_T: Tensor
+    depth_T: Tensor
+    """Position of each token in its row, from 0."""
+    end_T: Tensor
+    """Position in the line after the last token to which a token is visible."""
+    places: tuple[LongArray, ...]
+    """For each row, the positions of its tokens."""
+    plan: AttentionPlan
+    """Plan without a window."""
+    plans: dict[int, AttentionPlan] = field(default_factory=dict[int, AttentionPlan])
+    """Plans that have been made for sliding windows, by their length in tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids_T)
+
+    def plan_for(self, window: int | None) -> AttentionPlan:
+        """Return the blocks of a layer with a sliding window of so many tokens, or without one."""
+        depth_T = cast(LongArray, self.depth_T.cpu().numpy())
+        if window is None or window > int(depth_T.max()):
+            return self.plan
+        if window not in self.plans:
+            plan = _Windows(window, depth_T, self.plan).plan()
+            self.plans[window] = _with_masks(plan, self.depth_T, self.end_T, window=window)
+        return self.plans[window]
+
+    def is_visible(self, queries: Tensor, keys: Tensor, *, window: int | None) -> Tensor:
+        """Return whether queries attend to keys, for positions that broadcast."""
+        return _is_visible(queries, keys, self.depth_T, self.end_T, window=window)
+
+
+def lay_out(rows: Sequence[LongArray], *, device: torch.device) -> TreeLayout:
+    """Return the layout of rows of token ids, none of which is empty."""
+    root = build_tree(rows)
+    ids_T, depth_T, end_T = (np.zeros(root.size, dtype=np.int64) for _ in range(3))
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        run = slice(node.place, node.place_end)
+        ids_T[run], end_T[run] = node.tokens, node.subtree_end
+        depth_T[run] = np.arange(node.depth, node.depth + len(node.tokens))
+        pending.extend(node.children.values())
+    as_tensor: Any = cast(Any, torch).from_numpy
+    depth, end = as_tensor(depth_T).to(device), as_tensor(end_T).to(device)
+    places = tuple(
+        np.concatenate([np.arange(node.place, node.place + count) for node, count in nodes_of_row(root, row)])
+        for row in rows
+    )
+    plan = _with_masks(_plan(root), depth, end, window=None)
+    return TreeLayout(as_tensor(ids_T).to(device), depth, end, places, plan)
+
+
+def _plan(root: Node) -> AttentionPlan:
+    own: list[Block] = []
+    above: list[Block] = []
+    pending = [root]
+    for node in iter(lambda: pending.pop() if pending else None, None):
+        if node.size <= TILE and node.children:
+            own.append(_on_itself(node.place, node.subtree_end, is_causal=False))
+            continue
+        path, beside = _path(node)
+        own.append(_on_itself(node.place, path.stop, is_causal=True))
+        above += _over_prefixes(path, beside)
+        for group in _small_groups(beside):
+            if len(group) == 1:
+                pending.append(group[0][0])
+            else:
+                own.append(_on_itself(group[0][0].place, group[-1][0].subtree_end, is_causal=False))
+    return AttentionPlan(tuple(own), tuple(above))
+
+
+def _on_itself(start: int, end: int, *, is_causal: bool) -> Block:
+    run = slice(start, end)
+    return Block(run, run, is_causal=is_causal, is_masked=not is_causal)
+
+
+def _path(head: Node) -> tuple[slice, list[tuple[Node, int]]]:
+    """Return the heaviest path from a node down, and the subtrees beside it in the order of the line.
+
+    With each subtree comes the end of the keys on the path that it attends to.
+    """
+    beside: list[tuple[Node, int]] = []
+    node = head
+    while node.children:
+        heaviest, *others = node.heaviest_first()
+        beside += [(other, node.place_end) for other in reversed(others)]
+        node = heaviest
+    return slice(head.place, node.place_end), beside[::-1]
+
+
+def _over_prefixes(path: slice, beside: Sequence[tuple[Node, int]]) -> Iterator[Block]:
+    """Yield the blocks in which the subtrees beside a path attend to prefixes of the path.
+
+    One block serves all subtrees that branch off at the same token, and those that branch off at nearby tokens as far
+    as the mask remains small.
+    """
+    group: list[tuple[Node, int]] = []
+    for subtree, end in beside:
+        queries = slice(group[0][0].place if group else 0, subtree.subtree_end)
+        num_masked = (group[0][1] - end) * (queries.stop - queries.start) if group else 0
+        if num_masked > TILE * TILE:
+            yield from _over_prefix(path.start, group)
+            group = []
+        group.append((subtree, end))
+    if group:
+        yield from _over_prefix(path.start, group)
+
+
+def _over_prefix(start: int, group: Sequence[tuple[Node, int]]) -> Iterator[Block]:
+    queries = slice(group[0][0].place, group[-1][0].subtree_end)
+    first_end, last_end = group[-1][1], group[0][1]
+    if start < first_end:
+        yield Block(queries, slice(start, first_end))
+    if first_end < last_end:
+        yield Block(queries, slice(first_end, last_end), is_masked=True)
+
+
+def _small_groups(beside: Sequence[tuple[Node, int]]) -> Iterator[list[tuple[Node, int]]]:
+    """Yield the subtrees in groups of at most `TILE` tokens, or of one subtree."""
+    group: list[tuple[Node, int]] = []
+    num_tokens = 0
+    for item in beside:
+        if group and num_tokens + item[0].size > TILE:
+            yield group
+            group, num_tokens = [], 0
+        group.append(item)
+        num_tokens += item[0].size
+    if group:
+        yield group
+
+
+class _Windows:
+    """Division of blocks into pieces whose pairs are within a sliding window, or that need a small mask."""
+
+    def __init__(self, window: int, depth_T: LongArray, plan: AttentionPlan) -> None:
+        self._window = window
+        self._depth_T = depth_T
+        self._plan = plan
+        self._starts = np.array(sorted(block.queries.start for block in plan.own))
+
+    def plan(self) -> AttentionPlan:
+        own: list[Block] = []
+        above: list[Block] = []
+        for block in self._plan.own:
+            if not block.is_causal or self._is_inside(block):
+                own.append(block)
+                continue
+            for queries in self._pieces(block.queries):
+                is_short = queries.stop - queries.start <= self._window
+                own.append(_on_itself(queries.start, queries.stop, is_causal=is_short))
+                above += self._cut(Block(queries, slice(block.keys.start, queries.start)))
+        for block in self._plan.above:
+            if self._is_inside(block):
+                above.append(block)
+                continue
+            for queries in self._pieces(block.queries):
+                above += self._cut(replace(block, queries=queries, mask=None))
+        return AttentionPlan(tuple(own), tuple(above))
+
+    def _is_inside(self, block: Block) -> bool:
+        return self._depth_T[block.queries].max() - self._depth_T[block.keys].min() < self._window
+
+    def _pieces(self, queries: slice) -> Iterator[slice]:
+        starts = self._starts[(self._starts > queries.start) & (self._starts < queries.stop)]
+        for start, end in pairwise([queries.start, *starts.tolist(), queries.stop]):
+            for first in range(start, end, PIECE):
+                yield slice(first, min(end, first + PIECE))
+
+    def _cut(self, block: Block) -> Iterator[Block]:
+        """Yield the parts of a block with keys of a path that some queries see, and that all queries see."""
+        keys, depths = block.keys, self._depth_T[block.queries]
+        if keys.start == keys.stop:
+            return
+        # Position of the first key that a query at depth 0 would see, if the path went on upwards.
+        origin = keys.start - int(self._depth_T[keys.start]) - self._window + 1
+        seen = max(keys.start, origin + int(depths.min()))
+        full = keys.stop if block.is_masked else min(keys.stop, max(seen, origin + int(depths.max())))
+        if seen < full:
+            yield replace(block, keys=slice(seen, full), is_masked=True)
+        if full < keys.stop and seen < keys.stop:
+            yield replace(block, keys=slice(full, keys.stop))
+
+
+def _with_masks(plan: AttentionPlan, depth_T: Tensor, end_T: Tensor, *, window: int | None) -> AttentionPlan:
+    def with_mask(block: Block) -> Block:
+        if not block.is_masked:
+            return block
+        positions = torch.arange(len(depth_T), device=depth_T.device)
+        queries, keys = positions[block.queries, None], positions[block.keys]
+        is_visible = _is_visible(queries, keys, depth_T, end_T, window=window)
+        mask = torch.zeros(is_visible.shape, device=depth_T.device).masked_fill_(~is_visible, HIDDEN)
+        return replace(block, mask=mask[None, None])
+
+    def each(blocks: Iterable[Block]) -> tuple[Block, ...]:
+        return tuple(with_mask(block) for block in blocks)
+
+    return AttentionPlan(each(plan.own), each(plan.above))
+
+
+def _is_visible(
+    queries: Tensor, keys: Tensor, depth_T: Tensor, end_T: Tensor, *, window: int | None
+) -> Tensor:
+    is_below = (keys <= queries) & (queries < end_T[keys])
+    return is_below if window is None else is_below & (depth_T[queries] - depth_T[keys] < window)

@@ -1,0 +1,207 @@
+"""A prefix tree has each distinct token once, its attention equals that of single rows, and cuts repeat little."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agent_loop.training.prefix_tree import SortedRows, TreeLayout, attention, lay_out
+from agent_loop.training.prefix_tree.tree import PASS_COST
+from tests.training.trees import random_tree
+
+CPU = torch.device("cpu")
+
+
+def arrays(rows: Sequence[Sequence[int]]) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
+    return [np.array(row, dtype=np.int64) for row in rows]
+
+
+def prefixes(rows: Sequence[Sequence[int]]) -> set[tuple[int, ...]]:
+    return {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
+
+
+def caterpillar(num_tokens: int) -> list[list[int]]:
+    """Return a row, and one that branches off after each of its tokens."""
+    spine = [1] * num_tokens
+    return [spine, *([1] * end + [2] for end in range(1, num_tokens))]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[list[int]]:
+    random = Random(draw(st.integers(0, 10_000)))
+    return random_tree(
+        random,
+        num_rows=draw(st.integers(1, 25)),
+        vocabulary=draw(st.sampled_from([1, 2, 50])),
+        longest=draw(st.sampled_from([2, 9, 90])),
+    )
+
+
+def attend_densely(
+    query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, window: int | None
+) -> Tensor:
+    """Return the attention with a mask in which each token of a row sees those before it in the row."""
+    is_visible = torch.zeros((layout.num_tokens, layout.num_tokens), dtype=torch.bool)
+    for places in map(torch.from_numpy, layout.places):
+        row = torch.ones((len(places), len(places)), dtype=torch.bool).tril()
+        if window is not None:
+            row = row.triu(1 - window)
+        is_visible[places[:, None], places] |= row
+    repeats = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(repeats, 1).transpose(-1, -2) * 0.3
+    weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
+    return weights @ value.repeat_interleave(repeats, 1)
+
+
+def random_heads(num_tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Return a query of four heads, and keys and values of two; values are shorter."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    return [
+        torch.randn((1, heads, num_tokens, size), generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+        for heads, size in ((4, 8), (2, 8), (2, 6))
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees())
+def test_each_distinct_token_is_in_the_layout_once(rows: list[list[int]]) -> None:
+    layout = lay_out(arrays(rows), device=CPU)
+
+    assert layout.num_tokens == len(prefixes(rows))
+    for row, places in zip(rows, layout.places, strict=True):
+        assert layout.input_ids_T[places].tolist() == row
+        assert layout.depth_T[places].tolist() == list(range(len(row)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees(), st.sampled_from([None, 1, 3, 40]))
+def test_attention_over_a_tree_equals_attention_with_a_dense_mask(
+    rows: list[list[int]], window: int | None
+) -> None:
+    layout = lay_out(arrays(rows), device=CPU)
+    heads = random_heads(layout.num_tokens)
+    found = attention._blockwise(*heads, layout=layout, window=window, scale=0.3)
+    expected = attend_densely(*heads, layout, window)
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+    direction = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(0))
+    for mine, theirs in zip(
+        torch.autograd.grad(found, heads, direction),
+        torch.autograd.grad(expected, heads, direction),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_mask_for_gpus_selects_the_same_tokens(window: int | None) -> None:
+    layout = lay_out(arrays(random_tree(Random(0), num_rows=9, vocabulary=2, longest=9)), device=CPU)
+    with torch.no_grad():
+        query, key, value = (each.detach()[..., :6] for each in random_heads(layout.num_tokens))
+        options: dict[str, Any] = {"layout": layout, "window": window, "scale": 0.3}
+        found = attention._flex(query, key, value, **options)
+        torch.testing.assert_close(found, attention._blockwise(query, key, value, **options))
+
+
+def test_sums_of_short_floats_are_precise() -> None:
+    layout = lay_out(arrays(caterpillar(150)), device=CPU)
+    assert len(layout.plan.above) > 2
+    heads = random_heads(layout.num_tokens, torch.bfloat16)
+    found = attention._blockwise(*heads, layout=layout, window=None, scale=0.3)
+    precise = [each.detach().double().requires_grad_() for each in heads]
+    expected = attend_densely(*precise, layout, None)
+    direction = torch.ones_like(expected)
+    found_gradients = torch.autograd.grad(found, heads, direction.bfloat16())
+    for mine, theirs in zip(
+        (found, *found_gradients), (expected, *torch.autograd.grad(expected, precise, direction)), strict=True
+    ):
+        assert mine.dtype == torch.bfloat16
+        assert float((mine - theirs).detach().abs().max() / theirs.detach().abs().max()) < 0.01
+
+
+def test_many_tiny_nodes_need_few_blocks() -> None:
+    """Each block is a call of a kernel, so that a block per node would make small nodes slow."""
+    layout = lay_out(arrays(caterpillar(500)), device=CPU)
+    assert layout.num_tokens == 999
+    assert len(layout.plan.own) + len(layout.plan.above) < 40
+
+    tiny_rows = [[9, row, 1, 2, 3, 4, 5, 6] for row in range(64)]
+    plan = lay_out(arrays(tiny_rows), device=CPU).plan
+    assert len(plan.own) + len(plan.above) <= 10
+
+
+def test_subtrees_that_branch_off_together_share_a_block() -> None:
+    rows = [[1] * 300 + [row + 2] * 100 for row in range(8)]
+    plan = lay_out(arrays(rows), device=CPU).plan
+    assert len(plan.own) == 8
+    [block] = plan.above
+    assert (block.keys, block.queries) == (slice(0, 300), slice(400, 1100))
+
+
+def test_a_layout_has_no_dense_mask() -> None:
+    for length in (200, 800):
+        rows = [[1] * (end * length // 8) + [end + 2] * length for end in range(8)]
+        layout = lay_out(arrays(rows), device=CPU)
+        for window in (None, 150):
+            plan = layout.plan_for(window)
+            masks = [block.mask for block in (*plan.own, *plan.above) if block.mask is not None]
+            assert sum(mask.numel() for mask in masks) <= 300 * layout.num_tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees(), st.integers(1, 200), st.integers(1, 4))
+def test_runs_hold_every_row_once_and_keep_to_the_budget(
+    rows: list[list[int]], max_tokens: int, at_least: int
+) -> None:
+    sorted_rows = SortedRows(dict(enumerate(arrays(rows))))
+    assert sorted_rows.num_distinct == len(prefixes(rows))
+
+    runs = sorted_rows.divided(max_tokens=max_tokens, at_least=at_least)
+
+    assert sorted(row for run in runs for row in run) == list(range(len(rows)))
+    for run in runs:
+        assert len(prefixes([rows[row] for row in run])) <= max_tokens or len(run) == 1
+    shares = sorted_rows.shares(at_least)
+    assert len(shares) <= at_least
+    assert sorted(row for share in shares for row in share) == list(range(len(rows)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees(), st.integers(20, 200))
+def test_no_other_cuts_between_the_sorted_rows_are_cheaper(rows: list[list[int]], max_tokens: int) -> None:
+    rows = sorted(rows[:7])
+
+    def cost(cuts: Sequence[int]) -> float:
+        ends = (0, *cuts, len(rows))
+        runs = [rows[start:end] for start, end in pairwise(ends)]
+        if any(len(prefixes(run)) > max_tokens and len(run) > 1 for run in runs):
+            return float("inf")
+        return sum(len(prefixes(run)) + PASS_COST for run in runs)
+
+    runs = SortedRows(dict(enumerate(arrays(rows)))).divided(max_tokens=max_tokens)
+    found = sum(len(prefixes([rows[row] for row in run])) + PASS_COST for run in runs)
+    every = (cost(cuts) for n in range(len(rows)) for cuts in combinations(range(1, len(rows)), n))
+    assert found == min(every)
+
+
+def test_several_runs_are_made_only_if_they_help() -> None:
+    def sizes(rows: list[list[int]], at_least: int) -> list[int]:
+        runs = SortedRows(dict(enumerate(arrays(rows)))).divided(max_tokens=10_000, at_least=at_least)
+        return sorted(len(run) for run in runs)
+
+    different = [[row] * 100 for row in range(8)]
+    assert sizes(different, 1) == [8]
+    assert sizes(different, 2) == [4, 4]
+    assert sizes([[1] * 500] * 8, 2) == [8]
