@@ -118,6 +118,12 @@ class FakeRollouts:
             on_trajectory(trajectory)
         return trajectories
 
+    def check_forks(self) -> None:
+        pass
+
+    async def run_forks(self, forks: Sequence[Any], **options: Any) -> list[Trajectory]:
+        raise AssertionError("trajectories without messages cannot be forked")
+
     @asynccontextmanager
     async def awake(self) -> AsyncGenerator[None]:
         yield

@@ -21,6 +21,7 @@ from agent_loop.types import Origin, Row
 from tests.training.fakes import REWARDED, FakeRollouts, tiny_policy
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "fork": {},
     "gae": {},
     "gdpo": {"reward_parts": {"reward": 1, "first": 0.5}},
     "gigpo": {"gamma": 0.9, "anchor_state": "first"},

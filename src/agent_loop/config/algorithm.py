@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,8 @@ from agent_loop.config.values import (
     KLEstimator,
     Name,
     NotNegative,
+    Positive,
+    Samples,
     Section,
     Share,
     Tokens,
@@ -41,6 +43,25 @@ SOURCE_SETTINGS = (
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
+class ForkConfig(Section):
+    """Continuations that `adv_estimator: fork` samples from states in the middle of trajectories."""
+
+    continuations: Samples = 2
+    """Continuations of each state. The mean of their rewards is the value of the state."""
+    choice: Literal["uncertain", "every"] = "uncertain"
+    """Turns before which trajectories are continued anew. `uncertain`: the turns whose sampled tokens have the lowest
+    mean log-prob. `every`: each `every`-th turn. The first turn is not among them: the group's other trajectories give
+    the value of the prompt."""
+    max_turns: Positive = 1
+    """Number of turns per trajectory that `uncertain` chooses."""
+    every: Positive = 1
+    """Number of turns between two states that `every` chooses."""
+    both_sides: bool = False
+    """Also continue from the state after each chosen turn, so that the turn has an advantage of its own."""
+    train: bool = True
+    """Train the tokens of the continuations too. False uses their rewards alone, as VinePPO does."""
+
+
 class AlgorithmConfig(Section):
     """Advantages."""
 
@@ -48,8 +69,8 @@ class AlgorithmConfig(Section):
     """Baseline of the advantages. `grpo` and `rloo`: the other trajectories of the group. `remax`: a greedy trajectory.
     `reinforce_plus_plus`: the whole batch. `reinforce_plus_plus_baseline`: the group, then the batch. `gdpo`: the
     group for each of `reward_parts`, then the batch. `turn_grpo`: the same turn of the group's other trajectories.
-    `gigpo`: the group, and turns of the group in the same state. `gae`: a critic. Or a name registered with
-    `@advantage_estimator`, `file.py:name` or `module:name`."""
+    `gigpo`: the group, and turns of the group in the same state. `fork`: new continuations from the middle of the
+    trajectory. `gae`: a critic. Or a name registered with `@advantage_estimator`, `file.py:name` or `module:name`."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide advantages of `grpo`, `turn_grpo` and `gigpo` by the standard deviation of what they compare. False with
     `grpo` and `actor.loss_agg_mode=seq-mean-token-sum-norm` is Dr. GRPO."""
@@ -75,6 +96,7 @@ class AlgorithmConfig(Section):
     anchor_state: Name | None = None
     """Key under which the feedback of tools or of the interaction (`Feedback.extra`) holds the state after a turn, for
     `gigpo`. Turns with equal states are compared. None, and turns without the key, compare the observation."""
+    fork: ForkConfig = ForkConfig()
     whiten_advantages: bool = True
     """Whiten the advantages of `gae` over all trained tokens, as `reinforce_plus_plus` always does."""
     kl_reward_coef: Coefficient = 0.0

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_loop.config import RolloutConfig
+from agent_loop.recording.recorded_responses import RecordedResponses
 from agent_loop.recording.row_log import RowLog
+from agent_loop.rollout.forks import Fork
 from agent_loop.seeds import derived_seed
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Row
@@ -30,6 +32,10 @@ class Job:
     """Output of an earlier, cancelled run of this job. Passed to the loop's `run`."""
     seed: int | None = None
     """Seed from which the seeds of its completions are derived. None leaves seeding to the servers."""
+    recorded: RecordedResponses | None = None
+    """Responses that are replayed before the loop continues live. None starts from the prompt."""
+    environment_seed: int | None = None
+    """Seed of tools and interactions. None is `seed`."""
 
     @property
     def job_id(self) -> str:
@@ -80,7 +86,7 @@ class JobFactory:
         kind = (label, validate)
         if not is_resumed or not self._num_runs[kind]:
             self._num_runs[kind] += 1
-        seed = derived_seed(config.seed, label, validate, self._num_runs[kind])
+        seed = self._seed(label, validate=validate)
         n = n or (config.val.n if validate else config.n)
         params = config.sampling_params(validate=validate)
         if greedy:
@@ -90,3 +96,36 @@ class JobFactory:
             for group, row in enumerate(rows)
             for rollout in range(n)
         ]
+
+    def make_forks(self, forks: Sequence[Fork], *, n: int, label: str) -> list[Job]:
+        """Return the jobs of continuations, ordered by fork. The group of a job is the index of its fork.
+
+        Tools and interactions get the seeds that they had in the trajectory that is forked.
+
+        Args:
+            forks: The forks.
+            n: Continuations per fork.
+            label: Label of the run.
+        """
+        self._num_runs[label, False] += 1
+        seed, params = self._seed(label, validate=False), self._config.sampling_params()
+        return [
+            Job(
+                fork.trajectory.row,
+                group,
+                rollout,
+                params,
+                label=label,
+                seed=derived_seed(seed, group, rollout),
+                recorded=fork.recorded,
+                environment_seed=derived_seed(
+                    self._seed(fork.label, validate=False), fork.group, fork.trajectory.rollout
+                ),
+            )
+            for group, fork in enumerate(forks)
+            for rollout in range(n)
+        ]
+
+    def _seed(self, label: str, *, validate: bool) -> int:
+        """Return the seed of the newest run with a label."""
+        return derived_seed(self._config.seed, label, validate, self._num_runs[label, validate])

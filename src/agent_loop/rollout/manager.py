@@ -25,6 +25,7 @@ from agent_loop.rollout.components import (
     make_server_manager,
     make_worker,
 )
+from agent_loop.rollout.forks import Fork, refuse_forks
 from agent_loop.rollout.jobs import JobFactory
 from agent_loop.rollout.journal.step import StepJournal
 from agent_loop.rollout.row_checks import RowChecks
@@ -84,6 +85,7 @@ class AgentLoopManager:
             config, server_manager=self.server_manager, template=template, settings=settings
         )
         loops = load_loops(config)
+        self._context, self._has_batch_reward = context, isinstance(reward, BatchRewardFunction)
         self._workers = workers or LocalWorkers(
             _make_local_workers(config, context=context, loops=loops, reward=reward)
         )
@@ -198,6 +200,45 @@ class AgentLoopManager:
         return await self._stages.run(
             jobs, on_trajectory=trace, num_groups=num_groups, journal=journal, earlier=earlier
         )
+
+    async def run_forks(
+        self,
+        forks: Sequence[Fork],
+        *,
+        n: int,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+        journal: StepJournal | None = None,
+        label: str = "",
+    ) -> list[Trajectory]:
+        """Sample `n` continuations of each fork, and return them ordered by fork.
+
+        A continuation replays the responses before the fork, with tools and interactions restored as their `on_replay`
+        declares, and goes on live. Its group is the index of its fork. If it is run again after a failure or a crash,
+        it starts from the fork.
+
+        Args:
+            forks: The forks. Their trajectories were sampled by runs of this manager.
+            n: Continuations per fork.
+            on_trajectory: Called with each continuation as it ends.
+            journal: Records the continuations that ended, which are not run again.
+            label: Prefix of the ids of the continuations. Another one than that of the runs that are forked.
+
+        Raises:
+            RolloutError: More continuations failed than `rollout.max_failed_share` allows.
+            JournalError: The journal cannot be written.
+        """
+        rows = [fork.trajectory.row for fork in forks]
+        trace = self.telemetry.tracing.trace_callback(rows, label=label, validate=False, then=on_trajectory)
+        jobs = self._jobs.make_forks(forks, n=n, label=label)
+        return await self._stages.run(jobs, on_trajectory=trace, journal=journal)
+
+    def check_forks(self) -> None:
+        """Check that `run_forks` gives continuations whose rewards are right.
+
+        Raises:
+            ConfigError: The state of a tool or an interaction cannot be restored, or the reward function scores groups.
+        """
+        refuse_forks(self._context, has_batch_reward=self._has_batch_reward)
 
     def check_rows(self, rows: Iterable[Row]) -> None:
         """Check that what the rows name exists. `run` checks its own rows; a training checks all rows at its start.

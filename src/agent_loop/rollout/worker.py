@@ -15,6 +15,7 @@ from agent_loop.episode.turn_log import NoTurnLog, TurnLog
 from agent_loop.errors import ConfigError, JournalError
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
+from agent_loop.recording.replay_log import ReplayLog
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.failures import FailureBudget, failure_of
@@ -173,7 +174,8 @@ class AgentLoopWorker:
         assert task is not None
         trajectory_id = job.trajectory_id
         self._running[trajectory_id] = task
-        with IncidentCollector(trajectory_id) as notes, seeded_trajectory(job.seed):
+        seed = job.seed if job.environment_seed is None else job.environment_seed
+        with IncidentCollector(trajectory_id) as notes, seeded_trajectory(seed):
             try:
                 outputs = await self._run_attempts(job, context)
             finally:
@@ -271,8 +273,11 @@ class AgentLoopWorker:
         limits = context.limits.with_deadline(job.row.get(TIMEOUT_COLUMN))
         context = structs.replace(context, limits=limits)
         deadline_s = limits.deadline_s
-        if job.log is not None:
-            new_log: Callable[[], TurnLog] | None = job.log.new_episode
+        new_log: Callable[[], TurnLog] | None
+        if job.recorded is not None:
+            new_log = ReplayLog(job.job_id, job.recorded, continue_live=True).new_episode
+        elif job.log is not None:
+            new_log = job.log.new_episode
         else:
             new_log = None if unkept is None else lambda: unkept
         completions = CompletionMemory()

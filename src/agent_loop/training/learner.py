@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from agent_loop.config import Config, OptimConfig
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.batch import TENSOR_COLUMNS, RolloutBatch
+from agent_loop.rollout.forks import FORKED_TURN
 from agent_loop.servers.embedded.kernels import use_deterministic_kernels
 from agent_loop.training import learned
 from agent_loop.training import metrics as names
@@ -211,10 +212,12 @@ class Learner:
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
 
     def _named_columns(self, batch: RolloutBatch) -> list[str]:
-        """Return the columns that settings of the estimators name."""
+        """Return the columns that settings of the estimators name, or that the estimator needs."""
         algorithm = self._config.algorithm
         settings = [algorithm, *(algorithm.of_source(source) for source in algorithm.by_data_source)]
         columns = [column for each in settings for column in part_columns(batch, each.reward_parts).values()]
+        if self._estimator.needs.forks:
+            columns.append(FORKED_TURN)
         return [*columns, "feedback"] if any(each.anchor_state for each in settings) else columns
 
     def _kl_penalty(self, batch: RolloutBatch) -> tuple[Tensor | None, PastLogProbs | None, dict[str, float]]:

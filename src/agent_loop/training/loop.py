@@ -23,6 +23,7 @@ from agent_loop.training.dead_steps import DeadSteps
 from agent_loop.training.early_warnings import EarlyWarnings
 from agent_loop.training.evaluation import Evaluation, summarise
 from agent_loop.training.feedback import feedback_metrics
+from agent_loop.training.forked import with_branches
 from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.learnable import refuse_without_lesson
 from agent_loop.training.learned import learned_of
@@ -164,6 +165,7 @@ class TrainingLoop:
         )
         metrics |= timing_metrics(trajectories) | feedback_metrics(trajectories)
         metrics |= rollout.metrics
+        metrics |= rollout.forked.metrics
         metrics |= replay_metrics(rollout.replayed, weight_version=self._completed)
         if isinstance(self._manager.template, ChatTemplate):
             metrics |= drift_metrics(trajectories, template=self._manager.template)
@@ -189,7 +191,8 @@ class TrainingLoop:
         if self._is_due(self._config.trainer.val_every):
             metrics |= await self._validate()
         metrics[names.DROPPED_GROUPS] = float(rollout.num_dropped_groups)
-        metrics |= self._timings(rollout, num_tokens=metrics.get(names.MODEL_TOKENS, 0.0))
+        num_tokens = metrics.get(names.MODEL_TOKENS, 0.0) + metrics.get(names.FORK_TOKENS, 0.0)
+        metrics |= self._timings(rollout, num_tokens=num_tokens)
         metrics[names.UNSTORED_FILES] = float(self._keeper.num_failed)
         time = time_shares(trajectories, phases=self._clock.seconds(), label=f"step={step}")
         self._time = time if self._time is None else self._time.plus(time)
@@ -230,11 +233,13 @@ class TrainingLoop:
 
     def _learn(self, rollout: StepRollout) -> tuple[dict[str, float], list[Learned]]:
         """Train on a rollout. Called in a thread."""
-        trained = [*rollout.trajectories, *rollout.replayed]
-        batch = assemble(trained, pad_token_id=self._manager.template.pad_token_id)
+        trained, branches = [*rollout.trajectories, *rollout.replayed], rollout.forked.branches
+        rows = [*with_branches(trained, branches), *branches]
+        batch = assemble(rows, pad_token_id=self._manager.template.pad_token_id)
         metrics = self._learner.learn(batch, baseline_rewards=rollout.baseline_rewards)
-        metrics |= self._breakdowns.metrics(batch, trained)
-        return metrics, learned_of(batch, rollout.trajectories)
+        own = batch[: len(trained)] if branches else batch
+        metrics |= self._breakdowns.metrics(own, trained)
+        return metrics, learned_of(own, rollout.trajectories)
 
     def _supervise(self, step: int) -> dict[str, float]:
         """Take the supervised optimiser step after a step, if one is due. Called in a thread."""

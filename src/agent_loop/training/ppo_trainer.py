@@ -119,6 +119,8 @@ class PPOTrainer:
             manager = self._manager or await stack.enter_async_context(create_manager(config))
             manager.check_rows(selector.rows)
             manager.check_rows(val_rows)
+            if estimator_needs(config.algorithm.adv_estimator).forks:
+                manager.check_forks()
             process_group = await stack.enter_async_context(start_process_group(config))
             learner = await run_in_thread(
                 load_learner, config, checkpoint=checkpoint, process_group=process_group

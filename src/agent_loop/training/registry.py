@@ -26,6 +26,7 @@ class EstimatorNeeds:
     critic: bool = False
     greedy_rollouts: bool = False
     turns: bool = False
+    forks: bool = False
 
 
 def advantage_estimator(
@@ -35,6 +36,7 @@ def advantage_estimator(
     needs_critic: bool = False,
     needs_greedy_rollouts: bool = False,
     needs_turns: bool = False,
+    needs_forks: bool = False,
 ) -> Callable[[FunctionT], FunctionT]:
     """Register an advantage estimator for `algorithm.adv_estimator`.
 
@@ -70,6 +72,8 @@ def advantage_estimator(
         needs_greedy_rollouts: Run one greedy rollout per prompt. The estimator gets `baselines_B`, the reward of the
             greedy rollout of each row's prompt, NaN if it has none.
         needs_turns: The estimator gets `turns`, the turns of each row with their rewards and states (`Turns`).
+        needs_forks: Continue trajectories anew from their middle, as `algorithm.fork` says. The continuations are rows
+            of the batch, branches of the rollouts that they fork. `turns.forked_B` says from which turn on.
     """
 
     def decorate(function: FunctionT) -> FunctionT:
@@ -78,6 +82,7 @@ def advantage_estimator(
             critic=needs_critic,
             greedy_rollouts=needs_greedy_rollouts,
             turns=needs_turns,
+            forks=needs_forks,
         )
         ESTIMATORS.add(name, function, options=needs)
         return function

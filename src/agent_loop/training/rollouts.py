@@ -14,10 +14,12 @@ from msgspec import structs
 from torch import Tensor
 
 from agent_loop.config import Config
+from agent_loop.rollout.forks import Fork
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.training.advantages import estimator_needs
+from agent_loop.training.forked import NOT_FORKED, Forked, StepForks
 from agent_loop.training.progress import Progress
 from agent_loop.training.samplers import RowResult, RowSelector, row_results
 from agent_loop.trajectory import Trajectory, group_branches
@@ -43,6 +45,8 @@ class Rollouts(Protocol):
 
     def check_rows(self, rows: Iterable[Row]) -> None: ...
 
+    def check_forks(self) -> None: ...
+
     async def run(
         self,
         rows: Sequence[Row],
@@ -54,6 +58,16 @@ class Rollouts(Protocol):
         journal: StepJournal | None = None,
         label: str = "",
         greedy: bool = False,
+    ) -> list[Trajectory]: ...
+
+    async def run_forks(
+        self,
+        forks: Sequence[Fork],
+        *,
+        n: int,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+        journal: StepJournal | None = None,
+        label: str = "",
     ) -> list[Trajectory]: ...
 
     def awake(self) -> AbstractAsyncContextManager[None]: ...
@@ -79,6 +93,8 @@ class StepRollout:
     """Results of all rows that were run, also of groups that were replaced."""
     replayed: Sequence[Trajectory] = ()
     """Trajectories of earlier steps that are trained again, in groups of their own."""
+    forked: Forked = NOT_FORKED
+    """Continuations of the trajectories, if the estimator needs them."""
 
 
 class StepRollouts:
@@ -108,7 +124,8 @@ class StepRollouts:
         self._journals = journals
         self._settings = training_settings(config)
         self._max_staleness = max_staleness(config)
-        self._needs_greedy_rollouts = estimator_needs(config.algorithm.adv_estimator).greedy_rollouts
+        needs = estimator_needs(config.algorithm.adv_estimator)
+        self._needs_greedy_rollouts, self._needs_forks = needs.greedy_rollouts, needs.forks
 
     async def run(self, step: int) -> StepRollout:
         """Run the rollout of a step.
@@ -124,6 +141,7 @@ class StepRollouts:
         kept, baselines = await self._run_rows(rows, step=step, num_groups=num_groups)
         results = self._results(kept, rows=rows)
         num_dropped = 0
+        origins = {0: (f"step={step}", 0)}
         for refill in range(1, self._config.algorithm.max_refills + 1):
             informative = _with_variance(kept)
             num_missing = num_groups - len({t.group for t in informative})
@@ -132,6 +150,7 @@ class StepRollouts:
             if not others:
                 break
             first_group = len(rows)
+            origins[first_group] = (f"step={step}/refill={refill}", first_group)
             rows += others
             num_dropped += num_missing
             more, their_baselines = await self._run_rows(
@@ -140,6 +159,7 @@ class StepRollouts:
             results += self._results(more, rows=others)
             kept = [*informative, *(structs.replace(t, group=t.group + first_group) for t in more)]
             baselines |= {group + first_group: reward for group, reward in their_baselines.items()}
+        forked = NOT_FORKED if not self._needs_forks else await self._fork(kept, step=step, origins=origins)
         return StepRollout(
             kept,
             time.monotonic() - started,
@@ -149,6 +169,7 @@ class StepRollouts:
             rows=rows,
             results=results,
             replayed=self._selector.replayed(selection, first_group=len(rows)),
+            forked=forked,
         )
 
     def complete(self, step: int, rollout: StepRollout) -> None:
@@ -160,6 +181,33 @@ class StepRollouts:
     def _results(self, trajectories: Sequence[Trajectory], *, rows: Sequence[int]) -> list[RowResult]:
         threshold = self._config.reward.success_threshold
         return row_results(trajectories, rows=rows, success_threshold=threshold)
+
+    async def _fork(
+        self, trajectories: Sequence[Trajectory], *, step: int, origins: Mapping[int, tuple[str, int]]
+    ) -> Forked:
+        """Continue the trajectories anew that may be trained.
+
+        Args:
+            trajectories: Trajectories of the step.
+            step: The step.
+            origins: By the first group of each run: the label of the run, and that group.
+        """
+
+        def origin(group: int) -> tuple[str, int]:
+            label, first_group = origins[max(first for first in origins if first <= group)]
+            return label, group - first_group
+
+        algorithm = self._config.algorithm
+        chosen = _with_variance(trajectories) if algorithm.drop_zero_variance_groups else trajectories
+        forks = StepForks(
+            algorithm.fork,
+            runner=self._manager,
+            progress=self._progress,
+            open_journal=lambda forks: self._journal(
+                [fork.trajectory.row for fork in forks], step=step, forks=forks
+            ),
+        )
+        return await forks.run(chosen, label=f"step={step}", origin=origin)
 
     async def _run_rows(
         self, indices: Sequence[int], *, step: int, num_groups: int, refill: int = 0
@@ -199,20 +247,20 @@ class StepRollouts:
 
     @asynccontextmanager
     async def _journal(
-        self, rows: Sequence[Row], *, step: int, refill: int
+        self, rows: Sequence[Row], *, step: int, refill: int = 0, forks: Sequence[Fork] = ()
     ) -> AsyncGenerator[StepJournal | None]:
-        """Open the journal of these rows, with the records of an earlier run that was killed."""
+        """Open the journal of these rows or forks, with the records of an earlier run that was killed."""
         if self._journals is None:
             yield None
             return
         key = StepKey.of(
-            rows,
+            [fork.identity for fork in forks] or rows,
             step=step,
             weight_version=max(0, step - 1 - self._max_staleness),
-            num_samples=self._config.rollout.n,
+            num_samples=self._config.algorithm.fork.continuations if forks else self._config.rollout.n,
             settings=self._settings,
         )
-        file = self._journals.file(step, refill=refill)
+        file = self._journals.file(step, refill=refill, is_of_forks=bool(forks))
         async with open_journal(file, key=key, rows=rows, resume=True, lock=False) as journal:
             if not journal.is_complete:
                 # Journals of steps that start after this one were sampled with weights that will not exist again.
@@ -225,7 +273,8 @@ class StepRollouts:
             for note in journal.notes:
                 self._progress.say(note)
             if journal.num_ended:
-                self._progress.say(f"step {step}: {journal.num_ended} rollouts are in the journal")
+                what = "continuations" if forks else "rollouts"
+                self._progress.say(f"step {step}: {journal.num_ended} {what} are in the journal")
             yield journal
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-_NAME = re.compile(r"step-(\d{6,})(?:\.refill-\d+)?\.journal")
+_NAME = re.compile(r"step-(\d{6,})(?:\.refill-\d+|\.forks)?\.journal")
 
 
 class JournalFolder:
@@ -19,9 +19,9 @@ class JournalFolder:
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "journal"
 
-    def file(self, step: int, *, refill: int = 0) -> Path:
-        """Return the path of the journal of a step. Each refill of a step has a separate journal."""
-        suffix = f".refill-{refill}" if refill else ""
+    def file(self, step: int, *, refill: int = 0, is_of_forks: bool = False) -> Path:
+        """Return the path of the journal of a step. Each refill of a step, and its forks, have separate journals."""
+        suffix = ".forks" if is_of_forks else f".refill-{refill}" if refill else ""
         return self.path / f"step-{step:06d}{suffix}.journal"
 
     def steps(self) -> list[int]:

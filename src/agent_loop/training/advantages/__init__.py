@@ -8,6 +8,7 @@ from agent_loop.training.advantages.estimate import (
     load_estimator,
 )
 from agent_loop.training.advantages.estimators import Advantages
+from agent_loop.training.advantages.fork import fork
 from agent_loop.training.advantages.groups import (
     grpo_advantages,
     has_signal,
@@ -35,6 +36,7 @@ __all__ = [
     "estimate_advantages",
     "estimate_batch",
     "estimator_needs",
+    "fork",
     "gae",
     "grpo_advantages",
     "has_signal",

@@ -45,18 +45,20 @@ def load_estimators(config: AlgorithmConfig) -> SourceEstimators:
 
     Raises:
         ConfigError: An estimator does not exist, or the estimators of a source and of the run do not agree in whether
-            they need a critic or greedy rollouts.
+            they need a critic, greedy rollouts or forks.
     """
     of_run = load_estimator(config.adv_estimator)
     of_source: dict[str, Estimator] = {}
     for source in config.by_data_source:
         name = config.of_source(source).adv_estimator
         estimator = of_source[source] = load_estimator(name)
-        inputs = [(each.needs.critic, each.needs.greedy_rollouts) for each in (of_run, estimator)]
+        needs = of_run.needs, estimator.needs
+        inputs = [(each.critic, each.greedy_rollouts, each.forks) for each in needs]
         if inputs[0] != inputs[1]:
             raise ConfigError(
                 f"algorithm.by_data_source.{source}.adv_estimator is {name}, and algorithm.adv_estimator is "
-                f"{config.adv_estimator}; choose two that both need a critic, both need greedy rollouts, or neither"
+                f"{config.adv_estimator}; choose two that both need a critic, both need greedy rollouts, both fork, or "
+                "neither"
             )
     return SourceEstimators(config, of_run, of_source)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from agent_loop.rollout.batch import RolloutBatch
+from agent_loop.rollout.forks import FORKED_TURN
 from agent_loop.training.advantages.rewards import Rewards
 from agent_loop.trajectory import Feedback
 
@@ -29,6 +30,9 @@ class Turns:
     """Sum of the rewards of each turn, float64; 0 where there is none."""
     states_BT: Tensor
     """Number that turns with equal states share, int64; -1 where the row has no such turn."""
+    forked_B: Tensor
+    """First turn that a continuation does not share with the trajectory that it forks, from 0; int64, -1 in rows that
+    are no continuations."""
 
     @property
     def is_turn_BT(self) -> Tensor:
@@ -70,7 +74,14 @@ def collect_turns(batch: RolloutBatch, *, state_key: str | None = None) -> Turns
                     states[turn] = json.dumps(each.extra[cast(str, state_key)], sort_keys=True, default=repr)
         found = [seen.setdefault(state, len(seen)) for state in states]
         states_BT[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
-    return Turns(numbers_BR, sum_per_turn(turn_rewards_BR, numbers_BR, num_turns=num_turns), states_BT)
+    return Turns(
+        numbers_BR,
+        rewards_BT=sum_per_turn(turn_rewards_BR, numbers_BR, num_turns=num_turns),
+        states_BT=states_BT,
+        forked_B=torch.tensor(
+            [each if isinstance(each, int) else -1 for each in _column(batch, FORKED_TURN)], dtype=torch.int64
+        ),
+    )
 
 
 def turn_numbers(batch: RolloutBatch) -> Tensor:
