@@ -56,8 +56,8 @@ def test_the_long_names_of_settings_are_verls(config: Config) -> None:
     assert (rollout.prompt_length, rollout.response_length) == (512, 512)
     assert (rollout.val.temperature, rollout.agent.num_workers) == (0.0, 2)
     assert rollout.multi_turn.max_tool_response_length == 64
-    with pytest.raises(ConfigError, match=r"multi_turn\.enable is False, but only True is supported"):
-        load_config(CONFIG, overrides=["actor_rollout_ref.rollout.multi_turn.enable=False"])
+    with pytest.raises(ConfigError, match=r"rollout\.ignore_eos is True, but only False is supported"):
+        load_config(CONFIG, overrides=["actor_rollout_ref.rollout.ignore_eos=True"])
 
 
 def test_a_loop_on_token_ids_runs_unchanged(config: Config) -> None:

@@ -101,7 +101,7 @@ def test_engine_kwargs_are_passed_on_unchanged(tmp_path: Path) -> None:
         ("rollout.temprature=1", "'rollout.temprature'; did you mean 'temperature'"),
         ("n=4", "did you mean 'rollout.n'"),
         ("rollout.multi_turn.max_turns=4", "unknown key 'rollout.multi_turn.max_turns'"),
-        ("actor_rollout_ref.rollout.mode=sync", "only 'async' is supported"),
+        ("data.return_raw_chat=false", "only True is supported"),
         ("rollout.n=0", r"rollout\.n is 0: .* greater than or equal to 1"),
         ("rollout.n=many", r"rollout\.n is 'many'"),
         ("algorithm.kl_reward_type=k4", r"algorithm\.kl_reward_type is 'k4'"),

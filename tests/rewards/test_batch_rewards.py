@@ -495,8 +495,8 @@ def test_batch_without_a_function_is_refused() -> None:
 def test_verls_reward_managers_are_accepted_or_refused_with_a_message(key: str) -> None:
     assert load_config(overrides=[f"{key}=batch"]).reward.batch is True
     assert load_config(overrides=[f"{key}=naive"]).reward.batch is False
-    with pytest.raises(ConfigError, match=f"{key} is 'dapo'; give 'naive' or 'batch'"):
-        load_config(overrides=[f"{key}=dapo"])
+    with pytest.raises(ConfigError, match=f"{key} is 'mine'; give 'naive' or 'batch'"):
+        load_config(overrides=[f"{key}=mine"])
 
 
 def test_the_example_in_the_docs_scores_a_group(tmp_path: Path) -> None:

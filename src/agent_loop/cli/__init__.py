@@ -10,6 +10,7 @@ from agent_loop.cli.check import check_app
 from agent_loop.cli.compare import compare_command
 from agent_loop.cli.eval import eval_command
 from agent_loop.cli.export import export_command
+from agent_loop.cli.from_verl import from_verl_command
 from agent_loop.cli.init import init_command
 from agent_loop.cli.make_model import make_model_command
 from agent_loop.cli.replay import replay_command
@@ -53,6 +54,7 @@ app.add_typer(check_app, name="check")
 app.add_typer(tasks_app, name="tasks")
 app.command("simulate")(simulate_command)
 app.command("view")(view_command)
+app.command("from-verl")(from_verl_command)
 
 
 def main() -> None:

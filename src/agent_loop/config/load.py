@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.config.validation import parse_section
-from agent_loop.config.verl_names import replace_verl_names
+from agent_loop.config.verl_names import Translation
 from agent_loop.config.whole import Config
 from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import (
@@ -31,10 +31,11 @@ def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()
     given: Any = {} if path is None else read_yaml(path, what="config file")
     if not isinstance(given, dict):
         raise ConfigError(f"config file {str(path)!r} holds a list; it must hold sections with keys")
-    merged = replace_verl_names(cast(dict[str, Any], given))
+    translation = Translation()
+    translation.add(cast(dict[str, Any], given))
     for override in overrides:
-        merged = merge_mappings(merged, replace_verl_names(parse_override(override)))
-    return parse_section(Config, _resolved(merged, where=where), where=where)
+        translation.add(parse_override(override))
+    return parse_section(Config, _resolved(translation.settings, where=where), where=where)
 
 
 def _resolved(values: dict[str, Any], *, where: str) -> dict[str, Any]:

@@ -50,6 +50,10 @@ class TrainerConfig(Section):
     """Steps, folders, loggers, checkpoints and processes of a training."""
 
     total_steps: Positive = 100
+    """Steps of the training."""
+    total_epochs: Positive | None = None
+    """Passes over the training rows, in place of `total_steps`, which takes precedence if both are given. Rows after
+    the last whole batch of a pass do not count."""
     run_dir: Annotated[str, Field(min_length=1)] = "runs/train"
     """Folder of metrics, checkpoints and trajectories."""
     project_name: str = "agent_loop"

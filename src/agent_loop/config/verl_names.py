@@ -1,56 +1,179 @@
-"""verl's names of settings, and the settings of this package that they stand for."""
+"""Translation of verl's settings to those of this package."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, cast, get_args
 
+from agent_loop.config.validation import all_keys
+from agent_loop.config.verl_group import Group
+from agent_loop.config.verl_rollout_keys import ENGINES
+from agent_loop.config.verl_rules import (
+    GROUPS,
+    OFF,
+    ROLLOUT,
+    VERL_RULES,
+    Fixed,
+    Refused,
+    Rename,
+    Rule,
+    Unneeded,
+    Words,
+    rule_of,
+)
+from agent_loop.config.whole import Config
 from agent_loop.errors import ConfigError
+from agent_loop.files.plain_values import merge_mappings
 
 VERL_NAMES: Mapping[str, str] = {
-    "actor_rollout_ref.model": "model",
-    "actor_rollout_ref.rollout": "rollout",
-    "actor_rollout_ref.rollout.name": "rollout.engine",
-    "actor_rollout_ref.rollout.val_kwargs": "rollout.val",
-    "actor_rollout_ref.actor": "actor",
-    "actor_rollout_ref.actor.optim.lr": "actor.lr",
-    "actor_rollout_ref.actor.optim.weight_decay": "actor.weight_decay",
-    "actor_rollout_ref.actor.optim.betas": "actor.betas",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": "actor.warmup_steps",
-    "actor_rollout_ref.actor.loss_scale_factor": "actor.loss_length",
-    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
-    "critic.model.path": "critic.path",
-    "critic.optim.lr": "critic.lr",
-    "critic.optim.weight_decay": "critic.weight_decay",
-    "critic.optim.betas": "critic.betas",
-    "critic.optim.lr_warmup_steps": "critic.warmup_steps",
-    "critic.cliprange_value": "critic.clip_range_value",
-    "trainer.critic_warmup": "critic.head_start",
-    "data.max_prompt_length": "rollout.prompt_length",
-    "data.max_response_length": "rollout.response_length",
-    "trainer.default_local_dir": "trainer.run_dir",
-    "trainer.total_training_steps": "trainer.total_steps",
-    "trainer.save_freq": "trainer.save_every",
-    "trainer.test_freq": "trainer.val_every",
-    "custom_reward_function.path": "reward.function",
+    key: rule.target for key, rule in VERL_RULES.items() if isinstance(rule, Rename)
 }
 """Keys of verl, or their beginnings, and the keys here. The longest match applies."""
 
 VERL_FIXED_VALUES: Mapping[str, Any] = {
-    "data.return_raw_chat": True,
-    "actor_rollout_ref.rollout.mode": "async",
-    "actor_rollout_ref.rollout.multi_turn.enable": True,
+    key: rule.value for key, rule in VERL_RULES.items() if isinstance(rule, Fixed)
 }
 """Keys of verl that have a single possible value here. Another value is refused."""
 
-VERL_VALUES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "reward_model.reward_manager": ("reward.batch", {"naive": False, "batch": True}),
-    "reward.reward_manager.name": ("reward.batch", {"naive": False, "batch": True}),
+VERL_VALUES: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
+    key: (rule.target, rule.values) for key, rule in VERL_RULES.items() if isinstance(rule, Words)
 }
 """Keys of verl with other values than here: the key here, and the value here for each of verl's values."""
 
-FREE_KEYS = ("engine_kwargs", "runtime_env", "algorithm.reward_parts", "algorithm.by_data_source")
+FREE_KEYS = (
+    "engine_kwargs",
+    *(f"engine_kwargs.{name}" for name in (*ENGINES, "trtllm")),
+    "custom_reward_function.reward_kwargs",
+    "runtime_env",
+    "algorithm.reward_parts",
+    "algorithm.by_data_source",
+)
 """Ends of the names of mappings whose keys are the user's. Such a key may contain dots."""
+
+Status: TypeAlias = Literal["same", "renamed", "translated", "not needed", "not supported", "unknown"]
+
+_OWN_KEYS = frozenset(all_keys(Config))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReport:
+    """What became of a key."""
+
+    key: str
+    value: Any
+    status: Status
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Settings of this package, by dotted key."""
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Translation:
+    """Settings under verl's names or the names of this package, read one source after the other.
+
+    Args:
+        is_lenient: Report keys that are not supported, instead of raising an error.
+    """
+
+    is_lenient: bool = False
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Settings of this package so far, in nested mappings."""
+    reports: list[KeyReport] = field(default_factory=list[KeyReport])
+    """One report per key, in the order of the sources."""
+    _given: dict[str, Any] = field(default_factory=dict[str, Any])
+    _groups: list[Group] = field(default_factory=list[Group])
+    """Groups with a key in any source so far."""
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add a source, whose values replace those of the sources before it.
+
+        Raises:
+            ConfigError: A key of verl has a value that does not exist here.
+        """
+        new: dict[str, Any] = {}
+        keys_of: dict[int, list[str]] = {}
+        for key, value in _flatten(values):
+            rule = _rule(key)
+            if isinstance(rule, Group):
+                self._remember(key, value)
+                keys_of.setdefault(GROUPS.index(rule), []).append(key)
+            else:
+                self._apply(key, value, rule, new)
+        self.settings = merge_mappings(self.settings, new)
+        set_here = [key for key, _ in _flatten(new)]
+        self._run_groups(keys_of, set_here)
+        if "trainer.total_steps" in set_here:  # takes precedence, also over the epochs of an earlier source
+            self.settings = merge_mappings(self.settings, {"trainer": {"total_epochs": None}})
+
+    def _run_groups(self, keys_of: Mapping[int, Sequence[str]], set_here: list[str]) -> None:
+        """Translate the groups with a key in this source, and those that depend on a setting in it."""
+        for number, group in enumerate(GROUPS):
+            is_affected = group in self._groups and any(
+                key.startswith(tuple(group.depends)) for key in set_here if group.depends
+            )
+            if number in keys_of or is_affected:
+                set_here += self._apply_group(group, keys_of.get(number, []))
+
+    def verl(self, *keys: str) -> Any:
+        """Return the value of the first of these keys of verl that is given; None if none is."""
+        return next((self._given[key] for key in keys if self._given.get(key) is not None), None)
+
+    def own(self, key: str) -> Any:
+        """Return the value of a key of this package, or its default."""
+        found: Any = self.settings
+        for part in key.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return _default(key)
+            found = cast(Any, found[part])
+        return found
+
+    def _remember(self, key: str, value: Any) -> None:
+        old = self._given.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = merge_mappings(cast(Mapping[str, Any], old), cast(Mapping[str, Any], value))
+        self._given[key] = value
+
+    def _apply(self, key: str, value: Any, rule: Rule | None, target: dict[str, Any]) -> None:
+        """Apply a rule that concerns a single key."""
+        try:
+            report = _report(key, value, rule)
+            if self.is_lenient and value is None and not _accepts_none(_target_of(key, rule)):
+                report = KeyReport(key, value, "not needed", note="it has no value")
+        except ConfigError as error:
+            if not self.is_lenient:
+                raise
+            report = KeyReport(key, value, "not supported", note=str(error))
+        self.reports.append(report)
+        if report.status == "unknown" and self.is_lenient:
+            return
+        for name, setting in report.settings.items():
+            _put(target, name.split("."), setting)
+
+    def _apply_group(self, group: Group, keys: Sequence[str]) -> list[str]:
+        """Apply a group, and return the settings that it has changed."""
+        if group not in self._groups:
+            self._groups.append(group)
+        try:
+            found = dict(group.translate(self))
+        except ConfigError as error:
+            if not self.is_lenient:
+                raise
+            self.reports += [
+                KeyReport(key, self._given[key], "not supported", note=str(error)) for key in keys
+            ]
+            return []
+        for key in keys:
+            status: Status = "translated" if found else "not needed"
+            note = "" if found else "it is switched off, or another key decides"
+            if list(found.items()) == [(key, self._given[key])]:
+                status = "same"
+            self.reports.append(KeyReport(key, self._given[key], status, found, note))
+        new: dict[str, Any] = {}
+        for name, setting in found.items():
+            _put(new, name.split("."), setting)
+        self.settings = merge_mappings(self.settings, new)
+        return list(found)
 
 
 def replace_verl_names(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,46 +182,100 @@ def replace_verl_names(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: A key of verl has a value that does not exist here.
     """
-    short: dict[str, Any] = {}
-    for key, value in _flatten(values):
-        if key in VERL_FIXED_VALUES:
-            if value != VERL_FIXED_VALUES[key]:
-                raise ConfigError(
-                    f"{key} is {value!r}, but only {VERL_FIXED_VALUES[key]!r} is supported; remove the key"
-                )
-            continue
-        if key in VERL_VALUES:
-            key, value = _convert_value(key, value)
-        _put(short, _own_name(key).split("."), value)
-    return short
+    translation = Translation()
+    translation.add(values)
+    return translation.settings
 
 
-def _convert_value(name: str, word: Any) -> tuple[str, Any]:
-    """Return the key and the value here for a key of verl and its value."""
-    key, meanings = VERL_VALUES[name]
-    if not isinstance(word, str) or word not in meanings:
-        raise ConfigError(f"{name} is {word!r}; give {' or '.join(map(repr, meanings))}")
-    return key, meanings[word]
+def _rule(key: str) -> Rule | None:
+    """Return the rule of a key; None if it is a key of this package without a rule of its own, or unknown."""
+    found = rule_of(key)
+    if found is None:
+        return None
+    name, rule = found
+    return None if _is_own(key) and name != key else rule
+
+
+def _is_own(key: str) -> bool:
+    parts = key.split(".")
+    return any(".".join(parts[:length]) in _OWN_KEYS for length in range(1, len(parts) + 1))
+
+
+def _report(key: str, value: Any, rule: Rule | None) -> KeyReport:
+    """Return the report of a key that depends on no other key.
+
+    Raises:
+        ConfigError: There is no counterpart.
+    """
+    if rule is None:
+        return KeyReport(key, value, "same" if _is_own(key) else "unknown", {key: value})
+    if isinstance(rule, Rename):
+        target = _target_of(key, rule)
+        status: Status = "same" if target == key else "renamed" if _is_own(target) else "unknown"
+        return KeyReport(key, value, status, {target: value}, rule.note)
+    if isinstance(rule, Words):
+        if value is None:
+            return KeyReport(key, value, "not needed", note="it has no value")
+        if value not in rule.values and rule.others:
+            raise ConfigError(f"{key} is {value!r}; {rule.others}")
+        return KeyReport(key, value, "translated", {rule.target: rule.values.get(value, value)})
+    if isinstance(rule, Fixed):
+        if value != rule.value and value is not None:
+            raise ConfigError(f"{key} is {value!r}, but only {rule.value!r} is supported; {rule.remedy}")
+        return KeyReport(key, value, "not needed", note="it is always so here")
+    if isinstance(rule, Refused):
+        if value not in OFF:
+            raise ConfigError(f"{key} is {value!r}, which is not supported; {rule.remedy}")
+        return KeyReport(key, value, "not needed", note="it is switched off")
+    assert isinstance(rule, Unneeded)
+    return KeyReport(key, value, "not needed", note=rule.reason)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and not name.endswith(FREE_KEYS):
+        is_open = not name.endswith(FREE_KEYS) or (
+            name == f"{ROLLOUT}.engine_kwargs" and _is_by_engine(value)
+        )
+        if isinstance(value, Mapping) and value and is_open:
             flat += _flatten(cast(Mapping[str, Any], value), prefix=f"{name}.")
         else:
             flat.append((name, cast(Any, value)))
     return flat
 
 
-def _own_name(key: str) -> str:
-    parts = key.split(".")
-    for length in range(len(parts), 0, -1):
-        short = VERL_NAMES.get(".".join(parts[:length]))
-        if short is not None:
-            return ".".join([short, *parts[length:]])
-    return key
+def _target_of(key: str, rule: Rule | None) -> str:
+    """Return the setting here that a key sets alone."""
+    if isinstance(rule, Rename):
+        found = rule_of(key)
+        return rule.target + key[len(found[0]) if found else 0 :]
+    return rule.target if isinstance(rule, Words) else key
+
+
+def _accepts_none(key: str) -> bool:
+    """Return whether a setting can be None. An unknown one can."""
+    section: Any = Config
+    for part in key.split("."):
+        fields = getattr(section, "model_fields", {})
+        if part not in fields:
+            return True
+        section = fields[part].annotation
+    return type(None) in get_args(section) or section is Any
+
+
+def _is_by_engine(value: Any) -> bool:
+    """Return whether options are grouped by the name of the engine, as in verl."""
+    return isinstance(value, Mapping) and all(
+        f"engine_kwargs.{name}" in FREE_KEYS for name in cast(Any, value)
+    )
+
+
+def _default(key: str) -> Any:
+    value: Any = Config()
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def _put(target: dict[str, Any], path: Sequence[str], value: Any) -> None:

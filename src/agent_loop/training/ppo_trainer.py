@@ -21,6 +21,7 @@ from agent_loop.storage.keeper import TrajectoryKeeper
 from agent_loop.training.advantages import estimator_needs, load_estimator
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
 from agent_loop.training.data_manifest import DataManifest
+from agent_loop.training.epochs import with_total_steps
 from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.learnable import refuse_without_reward
 from agent_loop.training.learner import load_learner
@@ -101,6 +102,7 @@ class PPOTrainer:
         _check_algorithm(config)
         _check_supervised(config)
         selector, val_rows, manifests = _load_data(config, has_manager=self._manager is not None)
+        config = with_total_steps(config, num_rows=len(selector.rows))
         supervised = await run_in_thread(_load_supervised, config, self._manager, manifests)
         async with AsyncExitStack() as stack:
             stack.enter_context(seeing_own_devices(config))
