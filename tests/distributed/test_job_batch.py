@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agent_loop.distributed.job_batch import JobBatch, JobChunk
 from agent_loop.rollout.jobs import Job
 from agent_loop.testing import run_virtual
-from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, FailureKind, Trajectory
 from agent_loop.types import StopReason
 
 
@@ -84,6 +84,8 @@ def test_rows_that_kill_their_workers_fail_and_no_others(
                 finish(batch, *chunk.jobs)
                 batch.close(chunk)
         failed = {t.group for t in batch.trajectories if t.output.stop_reason is StopReason.FAILED}
+        failures = [t.output.failure for t in batch.trajectories if t.output.failure is not None]
+        assert all(failure.kind is FailureKind.WORKER and not failure.is_retried for failure in failures)
         assert failed == {job for job in killers if job < num_jobs}
 
     run_virtual(scenario())

@@ -15,7 +15,7 @@ from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.workers import split
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
-from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, Failure, FailureKind, Trajectory
 from agent_loop.types import StopReason
 
 
@@ -184,6 +184,7 @@ class JobBatch:
         failure = Failure(
             error=f"{times} workers died while they ran this row, the last one without other rows: {reason}",
             traceback="",
+            kind=FailureKind.WORKER,
         )
         output = AgentLoopOutput(segments=(), stop_reason=StopReason.FAILED, failure=failure)
         trajectory = Trajectory(output, job.row, job.group, job.rollout, reward=None, reward_extra={})

@@ -87,6 +87,8 @@ class FailureKind(StrEnum):
     """An LLM server failed, and no other server completed the request."""
     REWARD = "reward"
     """A judge could not be reached, or a reward function exceeded its time limit."""
+    WORKER = "worker"
+    """The worker processes that ran the row died, the last one while it ran no other row."""
 
 
 class Failure(Struct, frozen=True):
@@ -104,5 +106,6 @@ class Failure(Struct, frozen=True):
 
     @property
     def is_retried(self) -> bool:
-        """Whether another attempt may succeed. Requests to LLM servers were already sent again, to other servers."""
-        return self.kind not in (FailureKind.CODE, FailureKind.SERVER)
+        """Whether another attempt may succeed. Requests to LLM servers were already sent again, to other servers, and
+        rows whose workers died ran again, in other workers."""
+        return self.kind not in (FailureKind.CODE, FailureKind.SERVER, FailureKind.WORKER)
