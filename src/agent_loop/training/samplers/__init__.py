@@ -9,7 +9,7 @@ from agent_loop.training.samplers.row_samplers import (
     load_sampler,
     uniform,
 )
-from agent_loop.training.samplers.selector import RowSelector, Selection
+from agent_loop.training.samplers.selector import RowSelector, Selection, make_selector
 
 __all__ = [
     "LoadedSampler",
@@ -21,6 +21,7 @@ __all__ = [
     "curriculum",
     "curriculum_weights",
     "load_sampler",
+    "make_selector",
     "row_results",
     "uniform",
 ]

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from agent_loop.config import DataConfig
-from agent_loop.errors import DataError
+from agent_loop.config import Config, DataConfig
+from agent_loop.errors import ConfigError, DataError
 from agent_loop.recording.values import pack, unpack
 from agent_loop.training import metrics as names
+from agent_loop.training.advantages import estimator_needs
 from agent_loop.training.samplers.history import RowHistory, RowResult
 from agent_loop.training.samplers.replay import ReplayBuffer
-from agent_loop.training.samplers.row_samplers import LoadedSampler, SamplerContext
+from agent_loop.training.samplers.row_samplers import LoadedSampler, SamplerContext, load_sampler
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 
@@ -217,6 +218,37 @@ class RowSelector:
         if seen_N.any():
             metrics[names.ROWS_SUCCESS] = float(self.history.success_N[seen_N].mean())
         return metrics
+
+
+def make_selector(rows: Sequence[Row], *, config: Config, max_staleness: int) -> RowSelector:
+    """Return the selector of a training.
+
+    Raises:
+        ConfigError: The sampler does not exist, or groups cannot be replayed in this training.
+        DataError: The data set has fewer rows than a step needs.
+    """
+    sampler, estimator = config.data.sampler, config.algorithm.adv_estimator
+    least_age = 2 * max_staleness + 1
+    if sampler.replay_share and sampler.replay_max_age < least_age:
+        raise ConfigError(
+            f"data.sampler.replay_max_age is {sampler.replay_max_age}, but with trainer.max_staleness={max_staleness} "
+            f"the newest group that can be replayed is {least_age} versions old; give at least {least_age}, or set "
+            "replay_share=0"
+        )
+    if sampler.replay_share and estimator_needs(estimator).greedy_rollouts:
+        raise ConfigError(
+            f"data.sampler.replay_share is {sampler.replay_share:g}, but algorithm.adv_estimator={estimator} needs "
+            "greedy rollouts of the same weights, which replayed groups lack; set replay_share=0, or use another "
+            "estimator"
+        )
+    return RowSelector(
+        rows,
+        config=config.data,
+        sampler=load_sampler(sampler.name),
+        over_sample=config.rollout.over_sample,
+        max_refills=config.algorithm.max_refills,
+        max_staleness=max_staleness,
+    )
 
 
 def _lifted(step: int, num_kept: int, num_rows: int, filters: Sequence[str]) -> str | None:

@@ -1,0 +1,290 @@
+"""Selection of the rows of steps: resume at any point, filters, and replay within the bound."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_loop.config import Config, DataConfig
+from agent_loop.errors import ConfigError, DataError
+from agent_loop.training import metrics as names
+from agent_loop.training.registry import SAMPLERS
+from agent_loop.training.samplers import RowResult, RowSelector, Selection, load_sampler, make_selector
+from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
+from agent_loop.types import Origin, as_token_ids
+
+NUM_ROWS, NUM_STEPS, NUM_GROUPS = 12, 14, 4
+
+
+def selector_of(
+    *, max_staleness: int = 0, max_refills: int = 0, num_rows: int = NUM_ROWS, **sampler: Any
+) -> RowSelector:
+    config = DataConfig.model_validate({"train_batch_size": NUM_GROUPS, "seed": 5, "sampler": sampler})
+    rows = [{"raw_prompt": [{"role": "user", "content": str(n)}]} for n in range(num_rows)]
+    return RowSelector(
+        rows,
+        config=config,
+        sampler=load_sampler(config.sampler.name),
+        max_refills=max_refills,
+        max_staleness=max_staleness,
+    )
+
+
+def result_of(step: int, row: int) -> RowResult:
+    """Return a result that depends on the step and the row alone: the first rows fail, the last rows are solved."""
+    drawn = random.Random(1000 * step + row).randint(0, 8)
+    num_successes = 0 if row < 3 else 8 if row > 8 else drawn
+    return RowResult(row, 8, num_successes, num_successes / 8)
+
+
+def group_of(step: int, group: int, *, version: int) -> list[Trajectory]:
+    return [
+        Trajectory(
+            AgentLoopOutput(
+                segments=[
+                    Segment(as_token_ids([1, 2]), Origin.PROMPT),
+                    Segment(
+                        as_token_ids([step, group, rollout]),
+                        Origin.MODEL,
+                        np.array([-0.1, -0.2, -1 / 3], np.float32),
+                        version,
+                    ),
+                ],
+                extra_fields={"note": f"{step}/{group}"},
+            ),
+            {"raw_prompt": []},
+            group,
+            rollout,
+            float(rollout),
+            {"part": 1.5},
+        )
+        for rollout in range(2)
+    ]
+
+
+class Run:
+    """Run of a selector: the rollouts of `max_staleness` steps are selected ahead, as in a training."""
+
+    def __init__(self, *, max_staleness: int, **sampler: Any) -> None:
+        self._options = {"max_staleness": max_staleness, "max_refills": 1, **sampler}
+        self._max_staleness = max_staleness
+        self.selections: dict[int, Selection] = {}
+        self.replayed: dict[int, list[Any]] = {}
+
+    def go(self, *, first_step: int, until: int, checkpoint: Path | None, saves: Mapping[int, Path]) -> None:
+        selector = selector_of(**self._options)
+        if checkpoint is not None:
+            assert selector.load(checkpoint, has_same_rows=True) is None
+        for step in range(first_step, until + 1):
+            for ahead in range(step, min(step + self._max_staleness, NUM_STEPS) + 1):
+                selected = selector.select(ahead)
+                assert self.selections.setdefault(ahead, selected) == selected
+            selection = selector.select(step)
+            replayed = selector.replayed(selection, first_group=100)
+            forms = [
+                (t.group, t.output.response_ids.tolist(), str(t.output.response_logprobs)) for t in replayed
+            ]
+            assert self.replayed.setdefault(step, forms) == forms
+            rows = [*selection.rows, *selection.spare[:1]]
+            selector.observe(
+                step,
+                [result_of(step, row) for row in rows],
+                informative=[
+                    t
+                    for group in range(len(selection.rows))
+                    for t in group_of(step, group, version=max(0, step - 1 - self._max_staleness))
+                ],
+                rows=rows,
+            )
+            if step in saves:
+                selector.save(saves[step])
+
+
+SAMPLERS_TO_TEST: Sequence[dict[str, Any]] = (
+    {"name": "uniform"},
+    {"name": "curriculum", "floor": 0.05},
+    {"name": "curriculum", "skip_solved": 1, "skip_failed": 2, "skip_for": 3},
+    {"name": "uniform", "replay_share": 0.5, "replay_max_age": 6},
+    {"name": "curriculum", "skip_failed": 2, "replay_share": 0.25, "replay_max_age": 5},
+)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS_TO_TEST)
+@pytest.mark.parametrize("max_staleness", [0, 2])
+@settings(max_examples=8, deadline=None)
+@given(stops=st.lists(st.integers(1, NUM_STEPS), max_size=4), save_every=st.integers(1, 4))
+def test_a_run_that_is_killed_anywhere_selects_the_rows_of_a_run_that_is_not(
+    tmp_path_factory: pytest.TempPathFactory,
+    sampler: dict[str, Any],
+    max_staleness: int,
+    stops: list[int],
+    save_every: int,
+) -> None:
+    whole, killed = Run(max_staleness=max_staleness, **sampler), Run(max_staleness=max_staleness, **sampler)
+    whole.go(first_step=1, until=NUM_STEPS, checkpoint=None, saves={})
+    last: tuple[int, Path | None] = (0, None)
+    for stop in [*stops, NUM_STEPS]:
+        saved, checkpoint = last
+        steps = [step for step in range(saved + 1, stop + 1) if step % save_every == 0]
+        folders = {step: tmp_path_factory.mktemp("checkpoint") for step in steps}
+        killed.go(first_step=saved + 1, until=stop, checkpoint=checkpoint, saves=folders)
+        if steps:
+            last = (steps[-1], folders[steps[-1]])
+
+    assert killed.selections == whole.selections
+    assert killed.replayed == whole.replayed
+    assert sorted(whole.selections) == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_a_selection_depends_on_the_results_up_to_a_fixed_step(max_staleness: int) -> None:
+    early, late = (selector_of(max_staleness=max_staleness, name="curriculum", floor=0.0) for _ in range(2))
+    step = 9
+    for each in range(1, step):
+        early.observe(each, [result_of(each, row) for row in range(NUM_ROWS)])
+        if each <= step - 1 - max_staleness:
+            late.observe(each, [result_of(each, row) for row in range(NUM_ROWS)])
+
+    assert early.select(step) == late.select(step)
+
+
+def test_rows_that_were_solved_or_failed_are_replaced_by_others() -> None:
+    selector = selector_of(skip_solved=1, skip_failed=1)
+    selector.observe(1, [RowResult(row, 8, 8 if row % 2 else 0, 0.5) for row in range(7)])
+
+    for step in range(2, 20):
+        selection = selector.select(step)
+        assert len(selection.rows) == NUM_GROUPS
+        assert set(selection.rows) <= set(range(7, NUM_ROWS))
+        assert selection.note is None
+        assert selection.metrics[names.ROWS_SKIPPED_SHARE] == 7 / NUM_ROWS
+        assert selection.metrics[names.ROWS_SEEN] == 7
+
+
+def test_filters_that_leave_too_few_rows_are_lifted_and_named() -> None:
+    selector = selector_of(skip_solved=1, max_refills=2)
+    selector.observe(1, [RowResult(row, 8, 8, 1.0) for row in range(NUM_ROWS - 1)])
+
+    selection = selector.select(2)
+
+    assert len(set(selection.rows)) == NUM_GROUPS
+    assert selection.rows[0] == NUM_ROWS - 1
+    assert selection.spare == []
+    assert selection.note is not None
+    assert "data.sampler.skip_solved skip" in selection.note
+    assert "all but 1" in selection.note
+    assert selection.metrics[names.ROWS_SUCCESS] == 1.0
+
+
+def test_no_replayed_token_is_older_than_the_bound_and_no_group_is_replayed_twice() -> None:
+    max_age = 3
+    selector = selector_of(replay_share=0.5, replay_max_age=max_age)
+    rng, seen = random.Random(0), set[str]()
+    num_replayed = 0
+    for step in range(1, 60):
+        selection = selector.select(step)
+        replayed = selector.replayed(selection, first_group=len(selection.rows))
+        assert len(selection.rows) + len(selection.replayed) == NUM_GROUPS
+        assert {t.group for t in replayed} == set(range(len(selection.rows), NUM_GROUPS))
+        for each in replayed:
+            [version] = {s.weight_version for s in each.output.segments if s.weight_version is not None}
+            assert step - 1 - version <= max_age
+            assert each.rollout or each.output.extra_fields["note"] not in seen
+            seen.add(each.output.extra_fields["note"])
+        num_replayed += len(selection.replayed)
+        informative = [
+            t
+            for group in range(len(selection.rows))
+            if rng.random() < 0.5
+            for t in group_of(step, group, version=max(0, step - 1 - rng.randint(0, 4)))
+        ]
+        selector.observe(step, [], informative=informative, rows=selection.rows)
+    assert num_replayed > 40
+
+
+def test_a_group_that_cannot_be_stored_is_not_replayed(caplog: pytest.LogCaptureFixture) -> None:
+    selector = selector_of(replay_share=0.5)
+    [first, second] = group_of(1, 0, version=0)
+    first.output.extra_fields["handle"] = object()  # pyright: ignore[reportIndexIssue]
+
+    selector.observe(1, [], informative=[first, second], rows=[0])
+
+    assert selector.select(2).replayed == []
+    assert "group 0 of step 1 cannot be replayed" in caplog.text
+
+
+def test_a_sampler_of_a_user_keeps_its_state_in_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Rotating:
+        def __init__(self) -> None:
+            self.first = 0
+
+        def __call__(self, step: int, *, count: int, context: Any) -> list[int]:
+            return [(self.first + n) % len(context.rows) for n in range(count)]
+
+        def observe(self, step: int, results: Sequence[RowResult]) -> None:
+            self.first += len(results)
+
+        def state_dict(self) -> dict[str, int]:
+            return {"first": self.first}
+
+        def load_state_dict(self, state: Mapping[str, int]) -> None:
+            self.first = state["first"]
+
+    monkeypatch.setitem(SAMPLERS._functions, "rotating", Rotating)  # pyright: ignore[reportPrivateUsage]
+    selector, resumed = selector_of(name="rotating"), selector_of(name="rotating")
+    for step in (1, 2):
+        selection = selector.select(step)
+        selector.observe(step, [result_of(step, row) for row in selection.rows])
+    selector.save(tmp_path)
+
+    assert resumed.load(tmp_path, has_same_rows=True) is None
+    assert selector.select(3) == resumed.select(3)
+    assert resumed.select(3).rows == [8, 9, 10, 11]
+
+
+def test_a_resume_with_other_rows_or_without_a_state_starts_without_results(tmp_path: Path) -> None:
+    selector = selector_of(name="curriculum")
+    selector.observe(1, [result_of(1, row) for row in range(NUM_ROWS)])
+    selector.select(2)
+    (tmp_path / "saved").mkdir()
+    selector.save(tmp_path / "saved")
+    other = selector_of(name="curriculum", num_rows=NUM_ROWS + 1)
+
+    assert other.load(tmp_path / "saved", has_same_rows=False) == (
+        "data.sampler starts without results: the rows have changed"
+    )
+    assert not other.history.num_results_N.any()
+    assert selector.load(tmp_path, has_same_rows=True) == (
+        "data.sampler starts without results: the checkpoint holds none"
+    )
+    assert selector_of().load(tmp_path, has_same_rows=True) is None
+
+
+def test_too_few_rows_are_refused() -> None:
+    with pytest.raises(DataError, match=r"the data set has 3 rows, fewer than data\.train_batch_size=4"):
+        selector_of(num_rows=3)
+
+
+@pytest.mark.parametrize(
+    ("values", "max_staleness", "message"),
+    [
+        ({}, 2, r"replay_max_age is 4, but .*max_staleness=2.* 5 versions old; give at least 5"),
+        ({"algorithm": {"adv_estimator": "remax"}}, 0, r"adv_estimator=remax needs greedy rollouts"),
+    ],
+)
+def test_replay_is_refused_where_no_group_could_be_replayed(
+    values: dict[str, Any], max_staleness: int, message: str
+) -> None:
+    config = Config.model_validate({"data": {"sampler": {"replay_share": 0.5}}, **values})
+
+    with pytest.raises(ConfigError, match=message):
+        make_selector([{"n": n} for n in range(20)], config=config, max_staleness=max_staleness)
