@@ -8,6 +8,8 @@ from rich.console import Console
 from agent_loop import __version__
 from agent_loop.cli.check import check_app
 from agent_loop.cli.compare import compare_command
+from agent_loop.cli.config_show import config_app
+from agent_loop.cli.doctor import doctor_command
 from agent_loop.cli.eval import eval_command
 from agent_loop.cli.export import export_command
 from agent_loop.cli.from_verl import from_verl_command
@@ -32,7 +34,6 @@ app = typer.Typer(
     name="agent-loop",
     help="Multi-turn, tool-using rollouts for reinforcement learning, exact to the token.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
@@ -50,10 +51,12 @@ app.command("rescore")(rescore_command)
 app.command("replay")(replay_command)
 app.command("serve")(serve_command)
 app.command("verify-template")(verify_template_command)
+app.add_typer(config_app, name="config")
 app.add_typer(check_app, name="check")
 app.add_typer(tasks_app, name="tasks")
 app.command("simulate")(simulate_command)
 app.command("view")(view_command)
+app.command("doctor")(doctor_command)
 app.command("from-verl")(from_verl_command)
 
 
