@@ -43,7 +43,7 @@ from agent_loop.training.run_folder import (
     find_checkpoint,
     prepare_run_folder,
 )
-from agent_loop.training.samplers import RowSelector, load_sampler
+from agent_loop.training.samplers import RowSelector, make_selector
 from agent_loop.training.supervised.examples import ExampleSampler, load_examples
 from agent_loop.training.timing import StepClock
 from agent_loop.types import Row
@@ -189,14 +189,7 @@ def _load_data(
     rows = [row for file in files for row in file.rows]
     if not has_manager:
         refuse_without_reward(config, rows)
-    selector = RowSelector(
-        rows,
-        config=data,
-        sampler=load_sampler(data.sampler.name),
-        over_sample=config.rollout.over_sample,
-        max_refills=config.algorithm.max_refills,
-        max_staleness=max_staleness(config),
-    )
+    selector = make_selector(rows, config=config, max_staleness=max_staleness(config))
     val_rows: list[Row] = []
     if wants_validation:
         val_files = load_row_files(data.val_files, prompt_key=data.prompt_key, workspace=data.workspace)
