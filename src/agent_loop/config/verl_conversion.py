@@ -12,7 +12,7 @@ from agent_loop.config.verl_rollout_keys import ENGINES, R
 from agent_loop.config.verl_rules import GPU_DEFAULTS, VERL_DEFAULTS
 from agent_loop.files.plain_values import merge_mappings
 
-RULES = "agent_loop.rewards.by_data_source:score"
+RULES = "agent_loop.integrations.verl.rules:default_compute_score"
 """The reward function that stands for verl's default, `default_compute_score`."""
 
 

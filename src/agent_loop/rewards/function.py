@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from agent_loop.errors import ConfigError, RewardError
 from agent_loop.loading import load_object
 from agent_loop.rewards.judged import is_judged_file, load_ranking, load_rubric
+from agent_loop.rewards.verl_form import adapt
 from agent_loop.runtime.describe import describe_error, describe_value
 from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.runtime.isolated_task import DeadlineExpired
@@ -267,6 +268,9 @@ def _load(reference: str, *, form: _Form) -> Callable[..., Any]:
         signature = inspect.signature(function)
     except ValueError:
         return function
+    adapted = adapt(function, signature, is_batch=form is _BATCH)
+    if adapted is not None:
+        return adapted
     called = f"{FUNCTION_KEY} is {reference!r}, which takes {signature}; it is called as {form}: "
     try:
         signature.bind(None, None)
