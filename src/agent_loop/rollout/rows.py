@@ -44,13 +44,13 @@ class RowFile:
 
 
 def load_rows(
-    sources: Sequence[str], *, prompt_key: str, workspace: Mapping[str, Any] = NO_SETTINGS
+    sources: Sequence[str] | str, *, prompt_key: str = "prompt", workspace: Mapping[str, Any] = NO_SETTINGS
 ) -> list[dict[str, Any]]:
     """Return the rows of all sources, in the order of the sources. Each row gets `raw_prompt`, a list of messages.
 
     Args:
-        sources: `.jsonl`, `.json` (a list of rows), `.csv`, `.parquet` or `.arrow` files; folders or globs of such
-            files; folders saved by `datasets`; folders of tasks in Harbor's form; names of tasks
+        sources: One source or several: `.jsonl`, `.json` (a list of rows), `.csv`, `.parquet` or `.arrow` files;
+            folders or globs of such files; folders saved by `datasets`; folders of tasks in Harbor's form; names of tasks
             (`suite:task?option=value`); or `file.py:function`, which returns rows.
         prompt_key: The column with the messages, or with the text of one user message. A row that has
             `raw_prompt` already needs no such column.
@@ -61,6 +61,7 @@ def load_rows(
         DataError: A file is missing or unreadable, files of one source do not fit together, a row has no prompt or an
             invalid prompt, or there are no rows.
     """
+    sources = [sources] if isinstance(sources, str) else sources
     files = load_row_files(sources, prompt_key=prompt_key, workspace=workspace)
     return [row for file in files for row in file.rows]
 

@@ -1,0 +1,181 @@
+"""Rollouts, evaluations and trainings of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, overload
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from agent_loop.api.html import batch_html
+from agent_loop.api.sync import run_sync
+from agent_loop.config import Config, load_config, parse_section
+from agent_loop.distributed import create_manager
+from agent_loop.errors import ConfigError
+from agent_loop.rollout.rows import load_rows, prepare_rows
+from agent_loop.training.evaluation import Evaluation, summarise
+from agent_loop.training.ppo_trainer import PPOTrainer
+from agent_loop.training.result import TrainResult
+from agent_loop.trajectory import Trajectory, mean_over_rollouts
+from agent_loop.types import Row
+
+ConfigLike: TypeAlias = Config | Mapping[str, Any] | str | Path
+"""Settings, or the sections of a YAML file as mappings, or the path of such a file."""
+RowsLike: TypeAlias = Sequence[Mapping[str, Any]] | Sequence[str] | str
+"""Rows, each with a `prompt` (text or messages), or sources of rows as in `data.train_files`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout(Sequence[Trajectory]):
+    """Trajectories of a rollout, ordered by group and rollout. A notebook shows them as a page."""
+
+    trajectories: Sequence[Trajectory]
+    tokens: Mapping[int, str]
+    """Text of each token id that occurs."""
+
+    @overload
+    def __getitem__(self, index: int) -> Trajectory: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rollout: ...
+    def __getitem__(self, index: int | slice) -> Trajectory | Rollout:
+        if isinstance(index, slice):
+            return Rollout(self.trajectories[index], self.tokens)
+        return self.trajectories[index]
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Mean reward of the scored rollouts; None if none is scored."""
+        return mean_over_rollouts(
+            (None if t.branch is None else (t.group, t.rollout), t.reward) for t in self.trajectories
+        )
+
+    def _repr_html_(self) -> str:
+        return batch_html(self.trajectories, tokens=self.tokens)
+
+
+async def rollout(
+    config: ConfigLike, rows: RowsLike | None = None, *, n: int | None = None, console: Console | None = None
+) -> Rollout:
+    """Run `n` trajectories per row and return them, scored by the reward of the configuration.
+
+    Args:
+        config: The settings.
+        rows: The rows; None reads `data.train_files`.
+        n: Trajectories per row; None is `rollout.n`.
+        console: Console of the progress bar; None is standard output, or the notebook.
+
+    Raises:
+        ConfigError: A setting is wrong, or something that it names does not exist.
+        DataError: A row is wrong, or there are no rows.
+        RolloutError: Too many trajectories failed.
+    """
+    return await _run(_settings(config), rows, n=n, validate=False, console=console)
+
+
+async def evaluate(
+    config: ConfigLike, rows: RowsLike | None = None, *, n: int | None = None, console: Console | None = None
+) -> Evaluation:
+    """Return pass@k and rewards of a model on rows, with 95% confidence intervals.
+
+    Args:
+        config: The settings. Completions are sampled with those of `rollout.val`.
+        rows: The rows; None reads `data.val_files`.
+        n: Trajectories per row; None is `rollout.val.n`.
+        console: Console of the progress bar; None is standard output, or the notebook.
+
+    Raises:
+        ConfigError, DataError, RolloutError: See `rollout`.
+    """
+    settings = _settings(config)
+    found = await _run(settings, rows, n=n, validate=True, console=console)
+    return summarise(found.trajectories, success_threshold=settings.reward.success_threshold)
+
+
+def rollout_sync(
+    config: ConfigLike, rows: RowsLike | None = None, *, n: int | None = None, console: Console | None = None
+) -> Rollout:
+    """Run `rollout` to its end, from code that is not async; works in a notebook too."""
+    return run_sync(lambda: rollout(config, rows, n=n, console=console))
+
+
+def evaluate_sync(
+    config: ConfigLike, rows: RowsLike | None = None, *, n: int | None = None, console: Console | None = None
+) -> Evaluation:
+    """Run `evaluate` to its end, from code that is not async; works in a notebook too."""
+    return run_sync(lambda: evaluate(config, rows, n=n, console=console))
+
+
+class Trainer:
+    """Training of one run. Single use.
+
+    Args:
+        config: The settings.
+        resume: False, True, `auto` or a path, as in `PPOTrainer`.
+        overwrite: Remove the files of an earlier run in `trainer.run_dir`.
+        console: Console that shows the progress; None is standard output, or the notebook.
+    """
+
+    def __init__(
+        self,
+        config: ConfigLike,
+        *,
+        resume: bool | str = False,
+        overwrite: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        self._trainer = PPOTrainer(_settings(config), resume=resume, overwrite=overwrite, console=console)
+
+    async def fit(self) -> TrainResult:
+        """Train until `trainer.total_steps`, or until Ctrl-C; see `PPOTrainer.fit` for the errors."""
+        return await self._trainer.fit()
+
+    def fit_sync(self) -> TrainResult:
+        """Run `fit` to its end, from code that is not async; works in a notebook too."""
+        return run_sync(self.fit)
+
+
+async def _run(
+    config: Config, rows: RowsLike | None, *, n: int | None, validate: bool, console: Console | None
+) -> Rollout:
+    prepared = _rows(config, rows, validate=validate)
+    num_samples = n or (config.rollout.val.n if validate else config.rollout.n)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    async with create_manager(config) as manager:
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("trajectories", total=len(prepared) * num_samples)
+            ended: set[tuple[int, int]] = set()
+
+            def count(trajectory: Trajectory) -> None:
+                ended.add((trajectory.group, trajectory.rollout))
+                progress.update(task, completed=len(ended))
+
+            trajectories = await manager.run(prepared, n=n, validate=validate, on_trajectory=count)
+        ids = {int(token_id) for t in trajectories for s in t.output.segments for token_id in s.token_ids}
+        decode = manager.template.tokenizer.decode
+        return Rollout(trajectories, {token_id: str(decode([token_id])) for token_id in sorted(ids)})
+
+
+def _settings(config: ConfigLike) -> Config:
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, Mapping):
+        return parse_section(Config, config, where="the settings given")
+    return load_config(config)
+
+
+def _rows(config: Config, rows: RowsLike | None, *, validate: bool) -> Sequence[Row]:
+    data = config.data
+    if rows is None:
+        key, rows = ("data.val_files", data.val_files) if validate else ("data.train_files", data.train_files)
+        if not rows:
+            raise ConfigError(f"{key} is empty and no rows are given; give rows, or set {key}")
+    names = [rows] if isinstance(rows, str) else [source for source in rows if isinstance(source, str)]
+    if names:
+        return load_rows(names, prompt_key=data.prompt_key, workspace=data.workspace)
+    return prepare_rows(rows, prompt_key=data.prompt_key)
