@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from agent_loop.config import ActorConfig, ModelConfig
+from agent_loop.config import ActorConfig, Config, ModelConfig
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages import grpo_advantages
 from agent_loop.training.policy import load_policy
+from agent_loop.training.reference import load_reference
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
 
@@ -88,6 +89,33 @@ def test_a_model_with_the_merged_weights_has_the_logprobs_of_the_actor(
     torch.testing.assert_close(
         Actor(server, config=ActorConfig()).logprobs(batch), actor.logprobs(batch), atol=1e-5, rtol=1e-5
     )
+
+
+def test_the_reference_is_the_policy_without_its_adapters(folder: Path, batch: RolloutBatch) -> None:
+    model_config, config = settings(folder), Config()
+    penalty = config.actor.model_copy(update={"kl_loss_coef": 0.1, "lr": 1e-2})
+    config = config.model_copy(update={"model": model_config, "actor": penalty})
+    policy = load_policy(model_config)
+    reference = load_reference(config, policy=policy)
+    assert reference is policy
+    plain = load_reference(config)
+    assert plain is not None
+    assert not any(".lora_" in name for name, _ in plain.named_parameters())
+    shared, separate = (
+        Actor(load_policy(model_config) if each is plain else policy, config=penalty, reference=each)
+        for each in (policy, plain)
+    )
+
+    found, expected = train(shared, batch), train(separate, batch)
+
+    assert found == expected
+    assert found[names.KL_LOSS] > 0
+    rows = torch.arange(len(batch))
+    references_BR = [actor.past_logprobs(batch, rows=rows).reference_BR for actor in (shared, separate)]
+    assert references_BR[0] is not None
+    assert references_BR[1] is not None
+    assert torch.equal(references_BR[0], references_BR[1])
+    assert not torch.equal(shared.logprobs(batch), references_BR[0])
 
 
 def test_training_resumes_exactly_from_a_checkpoint_of_adapters(

@@ -18,7 +18,7 @@ from agent_loop.config import ActorConfig
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.adapted_model import AdaptedModel, are_low_rank
-from agent_loop.training.adapters import merged_parameters, persistent_buffers
+from agent_loop.training.adapters import merged_parameters, persistent_buffers, without_adapters
 from agent_loop.training.batching_proof import prove_batching
 from agent_loop.training.branches import rollouts_of_rows
 from agent_loop.training.learned import TOKEN_VALUES, TRAIN_LOG_PROBS
@@ -78,7 +78,8 @@ class Actor:
             config: Settings of the actor.
             temperature: Temperature of the rollout, at which log-probs are compared. At 0 (greedy), servers return
                 log-probs at temperature 1, so the actor computes them at 1 too.
-            reference: Reference policy of the KL penalty; needed if `config.kl_loss_coef` is not 0.
+            reference: Reference policy of the KL penalty; needed if `config.kl_loss_coef` is not 0. The policy itself
+                stands for the policy without its adapters.
             dtype: Dtype that the models compute in; None is the dtype of their parameters.
             seed: Seed of the shuffle into mini-batches.
             process_group: Process group over which the models are sharded.
@@ -98,12 +99,13 @@ class Actor:
         self._policy_loss = load_policy_loss(config.policy_loss)
         self._temperature = temperature or 1.0
         self._reference = reference
+        other_model = None if reference is model else reference
         make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
-        if reference is not None:
-            make_exact(reference.requires_grad_(False), gradient_checkpointing=False)
+        if other_model is not None:
+            make_exact(other_model.requires_grad_(False), gradient_checkpointing=False)
         self._pads = all(
             prove_batching(each, config=config, section="actor", max_row_tokens=max_row_tokens)
-            for each in (model, reference)
+            for each in (model, other_model)
             if each is not None
         )
         self._process_group = process_group
@@ -115,8 +117,8 @@ class Actor:
             if are_low_rank(model)
             else None
         )
-        if reference is not None:
-            take_weights(reference, process_group=process_group, dtype=dtype)
+        if other_model is not None:
+            take_weights(other_model, process_group=process_group, dtype=dtype)
         self._optimizer = Optimizer(self._weights, config=config, seed=seed)
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
@@ -135,7 +137,8 @@ class Actor:
             old_BR = self._logprobs_of(self.model, batch, rows)
         reference_BR = None
         if self._reference is not None:
-            reference_BR = self._logprobs_of(self._reference, batch, rows)
+            with without_adapters(self._reference):
+                reference_BR = self._logprobs_of(self._reference, batch, rows)
         return PastLogProbs(old_BR=old_BR, rollout_BR=rollout_BR, reference_BR=reference_BR)
 
     def update(

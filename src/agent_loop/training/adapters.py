@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,6 +64,19 @@ def load_adapters(model: PreTrainedModel, *, config: ModelConfig, folder: Path) 
             f"model.lora_rank={rank}"
         )
     cast(Any, model).load_adapter(str(folder), is_trainable=True)
+
+
+@contextmanager
+def without_adapters(model: PreTrainedModel) -> Generator[None]:
+    """Let the model compute without its adapters, which stay trainable. Nothing changes for a model without any."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    for layer in layers:  # not `enable_adapters`, which changes `requires_grad` too
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def merged_adapters(model: PreTrainedModel, *, folder: Path) -> PreTrainedModel:

@@ -296,9 +296,10 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, process_group: P
         config.trainer.num_threads if process_group.size == 1 and device_of(model_config).type == "cpu" else 1
     )
     max_row_tokens = config.rollout.prompt_length + config.rollout.response_length
-    reference = load_reference(config, device=model_config.device)
+    policy = load_policy(model_config, path=None if checkpoint is None else checkpoint.model_path, seed=seed)
+    reference = load_reference(config, policy=policy, device=model_config.device)
     actor = Actor(
-        load_policy(model_config, path=None if checkpoint is None else checkpoint.model_path, seed=seed),
+        policy,
         config=_with_loss_length(config.actor, config),
         temperature=config.rollout.temperature,
         reference=reference,

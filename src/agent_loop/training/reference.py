@@ -14,11 +14,15 @@ _MAX_NAMED = 3
 """Number of tokens that an error names."""
 
 
-def load_reference(config: Config, *, device: str | None = None) -> PreTrainedModel | None:
+def load_reference(
+    config: Config, *, policy: PreTrainedModel | None = None, device: str | None = None
+) -> PreTrainedModel | None:
     """Load the reference policy of the KL penalties; None if no penalty has a weight.
 
     Args:
         config: All settings.
+        policy: The policy. If it has adapters and the reference is the policy at the start of the run, the result is
+            this model: without its adapters, it is the reference.
         device: Device to load it to, instead of `model.device`.
 
     Raises:
@@ -27,6 +31,8 @@ def load_reference(config: Config, *, device: str | None = None) -> PreTrainedMo
     if not (config.actor.kl_loss_coef or config.algorithm.kl_reward_coef):
         return None
     path = config.actor.reference_path
+    if policy is not None and config.model.lora_rank and path is None:
+        return policy
     if path is not None:
         _check_vocabulary(config, path)
     changes = {"lora_rank": 0, "path": path or config.model.path, "device": device or config.model.device}
