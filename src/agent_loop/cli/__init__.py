@@ -15,6 +15,7 @@ from agent_loop.cli.export import export_command
 from agent_loop.cli.from_verl import from_verl_command
 from agent_loop.cli.init import init_command
 from agent_loop.cli.make_model import make_model_command
+from agent_loop.cli.plan import plan_command
 from agent_loop.cli.replay import replay_command
 from agent_loop.cli.rescore import rescore_command
 from agent_loop.cli.rollout import rollout_command
@@ -41,6 +42,7 @@ app.command("init")(init_command)
 app.command("train")(train_command)
 app.command("sft")(sft_command)
 app.command("make-model")(make_model_command)
+app.command("plan")(plan_command)
 app.command("rollout")(rollout_command)
 app.command("eval")(eval_command)
 app.command("compare")(compare_command)

@@ -11,6 +11,8 @@ from agent_loop.errors import DataError
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file in a run's folder."""
+CONFIG_FILE = "config.yaml"
+"""Name of the file with a run's settings, in the same folder."""
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

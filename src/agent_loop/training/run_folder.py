@@ -12,7 +12,7 @@ import yaml
 from agent_loop.config import Config
 from agent_loop.errors import CheckpointError, ConfigError
 from agent_loop.storage.files import drop_steps_after
-from agent_loop.storage.metrics_file import METRICS_FILE
+from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE
 from agent_loop.training.checkpoint import (
     Checkpoint,
     checkpoints_folder,
@@ -24,7 +24,6 @@ from agent_loop.training.checkpoint import (
 from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.metrics import forget_steps_after
 
-CONFIG_FILE = "config.yaml"
 SFT_SPLIT, SFT_VAL_SPLIT = "sft", "sft_val"
 """Splits of supervised examples."""
 TRAINED_SPLITS = ("train", SFT_SPLIT)

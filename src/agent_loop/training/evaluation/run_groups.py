@@ -15,7 +15,7 @@ import yaml
 from agent_loop.errors import DataError, did_you_mean
 from agent_loop.files.file_kinds import RUN, explain, kind_of, only_run
 from agent_loop.runtime.numeric import as_finite_number
-from agent_loop.storage.metrics_file import METRICS_FILE, read_metrics
+from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE, read_metrics
 from agent_loop.training.metrics import (
     REWARD_MEAN,
     SFT_LOSS,
@@ -24,7 +24,6 @@ from agent_loop.training.metrics import (
     SUCCESS_SHARE,
     VALIDATION,
 )
-from agent_loop.training.run_folder import CONFIG_FILE
 
 WANTED = "the folder of a training run, a folder of such runs, or a glob of them"
 DEFAULT_METRICS = (

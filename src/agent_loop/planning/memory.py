@@ -1,0 +1,141 @@
+"""Memory of an update and of a server, from the sizes of the model and the settings. Pure arithmetic.
+
+The formulae count what the trainer allocates. `benchmarks/bench_plan.py` compares them with measured peaks on a CPU.
+T tokens of a micro-batch, N positions with logits, S training processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agent_loop.config import Config
+from agent_loop.planning.shapes import ModelShape
+
+FULL = 4
+"""Bytes of a float32 number."""
+BLOCK_LOGITS = {False: 2**20, True: 2**26}
+"""Logits of a block of the head, on a CPU and on a GPU. See `agent_loop.training.losses.vocabulary_blocks`."""
+MIN_BLOCK_TOKENS = 256
+"""Least tokens of the vocabulary in a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateMemory:
+    """Bytes of one training process at the peak of an update."""
+
+    weights: float
+    """Weights, with the copies in lower precision."""
+    optimizer: float
+    """Both moments of AdamW."""
+    reference: float
+    """Weights of the reference model."""
+    gradients: float
+    activations: float
+    """What the layers keep for the backward pass of a micro-batch."""
+    logits: float
+    """Logits, log-probs and their gradients."""
+    working: float
+    """Layers that FSDP has gathered, and gradients that are not added up yet."""
+    step: float
+    """Temporary tensors of the optimiser step, when activations and logits are free."""
+
+    @property
+    def resident(self) -> float:
+        """What stays during a rollout."""
+        return self.weights + self.optimizer + self.reference
+
+    @property
+    def peak(self) -> float:
+        passes = self.activations + self.logits + self.working
+        return self.resident + self.gradients + max(passes, self.step)
+
+
+def row_tokens(config: Config) -> int:
+    """Return the length of the longest row."""
+    return config.rollout.prompt_length + config.rollout.response_length
+
+
+def rows_per_micro_batch(config: Config) -> int:
+    """Return the largest number of rows of full length in a micro-batch."""
+    rows = config.data.train_batch_size * config.rollout.n / config.actor.ppo_mini_batches
+    own = max(1, int(rows / config.trainer.num_processes))
+    return max(1, min(own, config.actor.max_tokens_per_micro_batch // row_tokens(config)))
+
+
+def itemsize(config: Config) -> int:
+    """Return the bytes of a number that the model computes with. `auto` counts as bfloat16."""
+    return FULL if config.model.dtype == "float32" else 2
+
+
+def update_memory(shape: ModelShape, config: Config, *, on_gpu: bool) -> UpdateMemory:
+    """Return the memory of a training process.
+
+    Args:
+        shape: Sizes of the model.
+        config: Settings of the run.
+        on_gpu: Whether the process uses a GPU, where the optimiser updates all weights at once.
+    """
+    size, processes = itemsize(config), config.trainer.num_processes
+    rank = config.model.lora_rank
+    trained = shape.lora_parameters(rank) if rank else shape.parameters
+    frozen = shape.parameters if rank else 0
+    rows = rows_per_micro_batch(config)
+    tokens, positions = rows * row_tokens(config), rows * config.rollout.response_length
+    if processes == 1:
+        weights = trained * FULL + (trained * size if size < FULL else 0) + frozen * size
+        reference = shape.parameters * size
+        gathered = 0.0
+    else:  # FSDP shards float32 weights, and gathers two layers and everything outside them
+        weights = (trained + frozen) * FULL / processes
+        reference = shape.parameters * FULL / processes
+        gathered = (2 * shape.layer_parameters + shape.root_parameters) * size
+    largest = max(shape.embedding_parameters, shape.mlp_parameters if shape.experts else 0)
+    gradient = 0 if rank else largest * (FULL if size == FULL else size + FULL)
+    return UpdateMemory(
+        weights=weights,
+        optimizer=2 * trained * FULL / processes,
+        reference=reference if config.actor.kl_loss_coef or config.algorithm.kl_reward_coef else 0.0,
+        gradients=trained * FULL / processes,
+        activations=tokens * _activations(shape, config, size),
+        logits=_head(shape, positions, size, on_gpu=on_gpu),
+        working=gathered + gradient,
+        step=(trained / processes if on_gpu else largest) * FULL,
+    )
+
+
+def _activations(shape: ModelShape, config: Config, size: int) -> float:
+    """Return the bytes that all layers keep per token.
+
+    With gradient checkpointing, a layer keeps its input, and one layer at a time is computed again.
+    """
+    layer = _layer_activations(shape, size, is_frozen=bool(config.model.lora_rank))
+    if config.actor.gradient_checkpointing:
+        return shape.layers * shape.hidden * size + 2 * layer
+    return shape.layers * layer
+
+
+def _layer_activations(shape: ModelShape, size: int, *, is_frozen: bool) -> float:
+    """Return the bytes per token that a layer keeps.
+
+    Two norms keep their input in float32, their result, and the normalised values if their weights are trained.
+    Attention keeps queries, keys, values and its result. The MLP keeps the gate before and after its activation, the
+    other factor, and their product.
+    """
+    norm = FULL + size + (0 if is_frozen else size)
+    h, q, kv, i = shape.hidden, shape.query_width, shape.kv_width, shape.intermediate
+    attention = (2 * q + 2 * q) * size  # keys and values are repeated for all heads
+    if shape.has_qk_norm:
+        attention += (q + kv) * (FULL + (0 if is_frozen else size))
+    mlp = 4 * i * size
+    if shape.experts:
+        mlp = shape.experts_per_token * (5 * i + 2 * h) * size
+    return 2 * h * norm + attention + mlp
+
+
+def _head(shape: ModelShape, positions: int, size: int, *, on_gpu: bool) -> float:
+    """Return the bytes of the head, which computes a block of logits at a time, forward and backward.
+
+    A block takes its logits, their exponentials and two gradients in float32.
+    """
+    block = min(positions * shape.vocabulary, max(BLOCK_LOGITS[on_gpu], MIN_BLOCK_TOKENS * positions))
+    return 4 * FULL * block + positions * shape.hidden * (size + FULL)

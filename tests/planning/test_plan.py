@@ -1,0 +1,175 @@
+"""`agent-loop plan`: what fits, and the smallest change if something does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from agent_loop.cli import app
+from agent_loop.config import Config, parse_section
+from agent_loop.errors import ConfigError
+from agent_loop.files.plain_values import merge_mappings
+from agent_loop.planning.loads import make_plan, parse_devices
+from agent_loop.planning.remedies import apply, smallest_change
+from agent_loop.planning.shapes import parse_shape, read_shape
+
+MODELS = Path("examples/recipes/models")
+BASE: dict[str, Any] = {
+    "data": {"train_batch_size": 64},
+    "model": {"dtype": "bfloat16"},
+    "rollout": {"engine": "vllm", "n": 8, "prompt_length": 1024, "response_length": 3072},
+    "actor": {"gradient_checkpointing": True},
+}
+
+
+def settings(**changes: Any) -> Config:
+    return parse_section(Config, merge_mappings(BASE, changes), where="test")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3-0.6b", 0.596), ("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.53)],
+)
+def test_parameters_are_those_that_were_published(name: str, billions: float) -> None:
+    assert read_shape(MODELS / f"{name}.json").parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3"])
+def test_parameters_are_those_of_the_model_in_transformers(kind: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    known: Any = AutoConfig
+    make: Any = AutoModelForCausalLM
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 100,
+        "tie_word_embeddings": kind == "qwen3",
+        "pad_token_id": 0,
+    }
+    config: Any = known.for_model(kind, **sizes)
+    with torch.device("meta"):
+        model: Any = make.from_config(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert parse_shape({**sizes, "model_type": kind}, where="test").parameters == count
+
+
+DOES_NOT_FIT: list[tuple[str, str, dict[str, Any], str, tuple[str, ...]]] = [
+    (
+        "a full update of 8B on two devices beside six servers",
+        "8x80GB",
+        {
+            "rollout": {"num_servers": 6},
+            "trainer": {"num_processes": 2},
+            "placement": {"split": {"servers": 6, "trainer": 2}},
+        },
+        "update needs",
+        ("model.lora_rank=32",),
+    ),
+    (
+        "an engine that takes the memory which the trainer keeps",
+        "1x80GB",
+        {"placement": "colocated", "model": {"lora_rank": 32}},
+        "rollout needs",
+        ("rollout.engine_kwargs.gpu_memory_utilization=0.75",),
+    ),
+    (
+        "activations without checkpointing",
+        "1x80GB",
+        {
+            "placement": "colocated",
+            "model": {"lora_rank": 32},
+            "rollout": {"engine_kwargs": {"gpu_memory_utilization": 0.5}},
+            "actor": {"gradient_checkpointing": False},
+        },
+        "update needs",
+        ("actor.gradient_checkpointing=true",),
+    ),
+    (
+        "a KV cache that holds no row",
+        "2x24GB",
+        {
+            "model": {"lora_rank": 32},
+            "rollout": {"engine_kwargs": {"gpu_memory_utilization": 0.7}},
+            "actor": {"max_tokens_per_micro_batch": 4096},
+        },
+        "the KV cache of a server has 0.0 GB per device, and a row of 4096 tokens needs 0.6 GB",
+        ("rollout.engine_kwargs.gpu_memory_utilization=0.85",),
+    ),
+    (
+        "rows that are longer than the positions of the model",
+        "8x80GB",
+        {"model": {"lora_rank": 32}, "rollout": {"response_length": 65536}},
+        "the model has 40960 positions",
+        ("rollout.response_length=32768",),
+    ),
+]
+
+
+@pytest.mark.parametrize(("what", "devices", "changes", "fault", "change"), DOES_NOT_FIT)
+def test_a_configuration_that_does_not_fit_gets_the_smallest_change_that_does(
+    what: str, devices: str, changes: dict[str, Any], fault: str, change: tuple[str, ...]
+) -> None:
+    config, machine = settings(**changes), parse_devices(devices)
+    shape = read_shape(MODELS / "qwen3-8b.json")
+    plan = make_plan(config, shape, machine=machine)
+    assert fault in plan.faults[0]
+    assert smallest_change(config, shape, machine=machine) == change
+    assert not make_plan(apply(config, change), shape, machine=machine).faults
+
+
+def test_a_run_that_nothing_makes_fit_says_so() -> None:
+    config, machine = settings(placement="colocated"), parse_devices("1x8GB")
+    shape = read_shape(MODELS / "qwen3-30b-a3b.json")
+    assert smallest_change(config, shape, machine=machine) is None
+
+
+def test_the_command_prints_places_and_memory_and_ends_with_1_if_something_does_not_fit(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "config.yaml"
+    changes = {"rollout": {"num_servers": 6}, "trainer": {"num_processes": 2}}
+    path.write_text(yaml.safe_dump(merge_mappings(BASE, changes)))
+    options = [str(path), "--devices", "8x80GB", "--model", str(MODELS / "qwen3-8b.json")]
+
+    done = CliRunner().invoke(app, ["plan", *options])
+    assert done.exit_code == 1
+    assert "smallest change: set model.lora_rank=32" in done.output
+
+    done = CliRunner().invoke(
+        app, ["plan", *options, "model.lora_rank=32", "--rollout-speed", "20000", "--json"]
+    )
+    found = json.loads(done.output)
+    assert done.exit_code == 0
+    assert found["places"] == {
+        **{f"server {index}": str(index) for index in range(6)},
+        "trainer process 0": "6",
+        "trainer process 1": "7",
+    }
+    assert all(load["total"] <= load["capacity"] for load in found["loads"])
+
+
+def test_a_machine_without_gpus_is_planned_as_a_whole() -> None:
+    machine = parse_devices("1x24GB")
+    config = settings(model={"device": "cpu", "lora_rank": 8}, rollout={"engine": "embedded_process"})
+    plan = make_plan(config, read_shape(MODELS / "qwen3-0.6b.json"), machine=machine)
+    assert [load.devices for load in plan.loads] == [("cpu",)]
+
+
+@pytest.mark.parametrize("text", ["80GB", "8x80", "8 gpus", "0.5x80GB"])
+def test_devices_in_another_form_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="8x80GB"):
+        parse_devices(text)
