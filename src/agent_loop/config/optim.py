@@ -105,9 +105,8 @@ class ActorConfig(OptimConfig):
     """Weight of the KL penalty in the loss, against the reference model, by default the policy at the start of the run;
     0 loads no reference model."""
     reference_path: Name | None = None
-    """Folder or hub name of the reference model of the KL penalties; None is `model.path`. With the path of a teacher,
-    `kl_loss_coef` and `kl_loss_type: k2` are on-policy distillation. The teacher needs the policy's vocabulary; groups
-    without a signal are trained too."""
+    """Folder or hub name of the reference model of the KL penalties, which needs the policy's vocabulary; None is
+    `model.path`. To learn from a teacher, see `distillation`."""
     kl_loss_type: KLEstimator = "k3"
     """Estimator of the KL penalty in the loss. The gradient of `k1` is 0 in the mean, so use it to compare only."""
     entropy_coeff: Coefficient = 0.0

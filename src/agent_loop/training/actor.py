@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,21 +17,14 @@ from transformers import PreTrainedModel
 from agent_loop.config import ActorConfig
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
+from agent_loop.training.actor_loss import ActorLoss, LossTerms
 from agent_loop.training.adapted_model import AdaptedModel, are_low_rank
 from agent_loop.training.adapters import merged_parameters, persistent_buffers, without_adapters
 from agent_loop.training.batching_proof import prove_batching
 from agent_loop.training.branches import rollouts_of_rows
+from agent_loop.training.distillation import TeacherTargets
 from agent_loop.training.learned import TOKEN_VALUES, TRAIN_LOG_PROBS
-from agent_loop.training.losses import (
-    WEIGHT_SUMS,
-    Aggregation,
-    effective_share,
-    kl_penalty,
-    load_policy_loss,
-    masked_difference,
-    token_loss,
-    weight_sums,
-)
+from agent_loop.training.losses import WEIGHT_SUMS, Aggregation, effective_share, load_policy_loss
 from agent_loop.training.master_weights import save_model, take_weights
 from agent_loop.training.micro_batches import MicroBatch, trainable_rows
 from agent_loop.training.observation_loss import ObservationLoss
@@ -49,7 +42,6 @@ STEP_NAMES = StepNames(
     optimizer_steps=names.OPTIMIZER_STEPS,
     nonfinite_updates=names.NONFINITE_UPDATES,
 )
-_Values: TypeAlias = dict[str, Tensor]
 
 
 class Actor:
@@ -148,6 +140,7 @@ class Actor:
         advantages_BR: Tensor,
         keep_B: Tensor | None = None,
         past: PastLogProbs | None = None,
+        teachers: TeacherTargets | None = None,
     ) -> dict[str, float]:
         """Run one PPO update: `ppo_epochs` passes of `ppo_mini_batches` optimiser steps each.
 
@@ -157,6 +150,7 @@ class Actor:
             keep_B: True for rows to train on; None is all. Rows without a sampled token are never trained. If no row
                 remains, the weights do not change.
             past: Result of `past_logprobs` for these rows under the current weights; None computes it.
+            teachers: What teachers say about the tokens, as a term of the loss; None is no such term.
 
         Returns:
             Metrics, by the names in `agent_loop.training.metrics`; means over the optimiser steps.
@@ -171,7 +165,10 @@ class Actor:
         past = past or self.past_logprobs(batch, rows=rows)
         weights_BR, metrics = importance(batch, rows=rows, past=past, config=self._config.correction)
         targets = Targets(
-            advantages_BR=advantages_BR.expand(batch["responses"].shape), weights_BR=weights_BR, past=past
+            advantages_BR=advantages_BR.expand(batch["responses"].shape),
+            weights_BR=weights_BR,
+            past=past,
+            teachers=teachers,
         )
         lr = self._optimizer.start_update()
         stats = UpdateStats(STEP_NAMES, process_group=self._process_group)
@@ -293,85 +290,33 @@ class Actor:
         )
         observations = ObservationLoss.of(batch, rows=rows, coefficient=config.observation_coeff)
 
-        def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, _Values, _Values]]:
+        loss = ActorLoss(config, self._policy_loss, targets, reduce, observations)
+
+        def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, LossTerms]]:
             found = response_logprobs(
                 self.model,
                 micro_batch if observations is None else observations.widened(micro_batch),
                 temperature=self._temperature,
                 entropy_has_gradient=config.entropy_coeff > 0,
+                candidate_ids_BRK=targets.teachers and targets.teachers.candidate_ids(micro_batch),
             )
-            logprobs_BR = torch.where(micro_batch.mask_BR.bool(), found.sampled_BR, 0.0)
-            part = reduce.cut(micro_batch.rows_B)
-            loss, metrics, of_tokens = self._loss(logprobs_BR, found.entropy_BR, micro_batch, targets, part)
-            if observations is not None:
-                observation_loss = observations(found.sampled_BR, micro_batch)
-                loss = loss + observations.coefficient * observation_loss
-                metrics |= {
-                    names.LOSS: loss.detach(),
-                    names.OBSERVATION_LOSS: observation_loss.detach(),
-                }
-            return loss, (logprobs_BR.detach(), metrics, of_tokens)
+            terms = loss(found, micro_batch)
+            return terms.loss, (found.sampled_BR.detach(), terms)
 
         sums: defaultdict[str, float] = defaultdict(float)
-        for micro_batch, (logprobs_BR, metrics, of_tokens) in add_gradients(
+        for micro_batch, (logprobs_BR, terms) in add_gradients(
             loss_of, self._cut(batch, rows), into=self._weights, num_threads=self._num_threads
         ):
             if stats.num_steps == 0:
+                logprobs_BR = torch.where(micro_batch.mask_BR.bool(), logprobs_BR, 0.0)
                 stats.compare(logprobs_BR, targets.past.rollout_BR, micro_batch)
                 micro_batch.put(logprobs_BR, into=first_BR)
-            values.add(of_tokens, micro_batch)
-            for name, value in metrics.items():
+            values.add(terms.of_tokens, micro_batch)
+            for name, value in terms.metrics.items():
                 sums[name] += float(value)
         totals = self._process_group.sum_metrics(sums)
         totals[names.RATIO_ESS] = effective_share({name: totals.pop(name) for name in WEIGHT_SUMS})
         stats.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.LOSS]))
-
-    def _loss(
-        self,
-        logprobs_BR: Tensor,
-        entropy_BR: Tensor,
-        micro_batch: MicroBatch,
-        targets: Targets,
-        reduce: Aggregation,
-    ) -> tuple[Tensor, _Values, _Values]:
-        """Return this micro-batch's part of the loss and of the metrics of the mini-batch, and values of tokens."""
-        config, past, mask_BR = self._config, targets.past, micro_batch.mask_BR
-        old_BR = micro_batch.cut(past.old_BR)
-        policy = token_loss(
-            self._policy_loss,
-            logprobs_BR,
-            old_logprobs_BT=old_BR,
-            advantages_BT=micro_batch.cut(targets.advantages_BR),
-            mask_BT=mask_BR,
-            config=config,
-        )
-        loss_BR = policy.loss_BT
-        if targets.weights_BR is not None:
-            loss_BR = loss_BR * micro_batch.cut(targets.weights_BR)
-        entropy = reduce(entropy_BR, mask_BT=mask_BR)
-        loss = reduce(loss_BR, mask_BT=mask_BR) - config.entropy_coeff * entropy
-        log_ratio_BR = masked_difference(logprobs_BR.detach(), old_BR, mask_BT=mask_BR)
-        metrics = {
-            names.ACTOR + name: reduce(values_BR.detach(), mask_BT=mask_BR)
-            for name, values_BR in policy.metrics.items()
-        }
-        metrics[names.PPO_KL] = reduce(-log_ratio_BR, mask_BT=mask_BR)
-        metrics |= weight_sums(log_ratio_BR.exp(), mask_BT=mask_BR)
-        metrics[names.ENTROPY] = entropy.detach()
-        of_tokens = {names.ENTROPY: entropy_BR.detach()}
-        if "clip_fraction" in policy.metrics:
-            of_tokens[names.CLIP_FRACTION] = policy.metrics["clip_fraction"].detach()
-        if past.reference_BR is not None and config.kl_loss_coef:
-            kl_BR = kl_penalty(
-                logprobs_BR,
-                reference_logprobs_BT=micro_batch.cut(past.reference_BR),
-                mask_BT=mask_BR,
-                estimator=config.kl_loss_type,
-            )
-            kl = reduce(kl_BR, mask_BT=mask_BR)
-            loss = loss + config.kl_loss_coef * kl
-            metrics[names.KL_LOSS], of_tokens[names.KL_LOSS] = kl.detach(), kl_BR.detach()
-        return loss, metrics | {names.LOSS: loss.detach()}, of_tokens
 
     def _logprobs_of(self, model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tensor:
         @torch.no_grad()

@@ -20,14 +20,10 @@ class DeadSteps:
     Args:
         limit: Number of consecutive dead steps after which a run stops; None never stops it.
         report: Function that shows a line to the user.
-        has_teacher: Whether every trained row has the signal of a teacher.
     """
 
-    def __init__(
-        self, *, limit: int | None, report: Callable[[str], None], has_teacher: bool = False
-    ) -> None:
+    def __init__(self, *, limit: int | None, report: Callable[[str], None]) -> None:
         self._limit = limit
-        self._has_teacher = has_teacher
         self._report = report
         self._num_consecutive = 0
         self._reason = ""
@@ -42,8 +38,7 @@ class DeadSteps:
             metrics: Metrics of its rollout and of its update.
             step: Number of the step.
         """
-        is_taught = self._has_teacher and bool(metrics.get(names.ROWS_TRAINED))
-        reason = None if is_taught else why_dead(trajectories, metrics)
+        reason = why_dead(trajectories, metrics)
         if reason is None:
             self._num_consecutive = 0
             return 0
@@ -70,8 +65,8 @@ class DeadSteps:
 
 def why_dead(trajectories: Sequence[Trajectory], metrics: Mapping[str, float]) -> str | None:
     """Return why a step gave its update no usable signal; None if it gave one."""
-    if metrics.get(names.SFT_TOKENS) or metrics.get(names.OBSERVATION_LOSS):
-        return None  # its conversations or observations had one
+    if any(metrics.get(name) for name in (names.SFT_TOKENS, names.OBSERVATION_LOSS, names.TAUGHT_SHARE)):
+        return None  # its conversations, observations or teachers had one
     unlearnable = why_unlearnable(trajectories)
     if unlearnable is not None:
         return unlearnable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -29,6 +30,8 @@ from agent_loop.training.advantages.sources import SOURCE
 from agent_loop.training.branches import branch_weights, rollouts_of_rows
 from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint, load_state, save_state
 from agent_loop.training.critic import Critic, load_critic
+from agent_loop.training.distillation import COLUMNS as TEACHER_COLUMNS
+from agent_loop.training.distillation import TeacherTargets
 from agent_loop.training.losses import kl_penalty, masked_mean
 from agent_loop.training.micro_batches import trainable_rows
 from agent_loop.training.policy import compute_dtype, device_of, load_policy
@@ -40,7 +43,14 @@ from agent_loop.training.targets import PastLogProbs
 
 CRITIC_FOLDER = "critic"
 """Subfolder of a checkpoint with the critic, in the format of `transformers`."""
-LEARNED_COLUMNS = (*TENSOR_COLUMNS, "stop_reason", "trajectory_id", SOURCE, *SEAT_COLUMNS)
+LEARNED_COLUMNS = (
+    *TENSOR_COLUMNS,
+    "stop_reason",
+    "trajectory_id",
+    SOURCE,
+    *SEAT_COLUMNS,
+    *TEACHER_COLUMNS,
+)
 """Columns of a batch that the other ranks need, besides those that settings name."""
 OptimConfigT = TypeVar("OptimConfigT", bound=OptimConfig)
 
@@ -67,9 +77,6 @@ class Learner:
             critic: Needed for `gae` and other estimators that need a critic.
             process_group: Process group over which both are sharded.
         """
-        if config.actor.reference_path:  # a teacher has something to say about every trajectory
-            algorithm = config.algorithm.model_copy(update={"drop_zero_variance_groups": False})
-            config = config.model_copy(update={"algorithm": algorithm})
         self._estimators = load_estimators(config.algorithm)
         self._estimator = self._estimators.of_run
         if self._estimator.needs.critic and critic is None:
@@ -173,21 +180,29 @@ class Learner:
         self._set_threads()
 
         # 1. Penalties of tokens.
-        kl_BR, past, metrics = self._kl_penalty(batch)
+        teachers = TeacherTargets.of(batch, config=self._config.distillation)
+        is_taught_B = batch["is_scored"] & False if teachers is None else teachers.is_taught_B
+        kl_BR, past, metrics = self._kl_penalty(batch, is_trained_B=batch["is_scored"] | is_taught_B)
 
         # 2. Rewards and advantages of tokens.
         values_BR = None
         if self._critic is not None:
             values_BR = self._critic.values(batch, rows=trainable_rows(batch, batch["is_scored"]))
+        is_allowed_B = self._is_allowed(batch)
         estimate = estimate_batch(
             batch,
             estimators=self._estimators,
             response_length=self._config.rollout.response_length,
             kl_BR=kl_BR,
-            is_allowed_B=self._is_allowed(batch),
+            is_allowed_B=is_allowed_B,
             values_BR=values_BR,
             baselines_B=self._baselines(batch, baseline_rewards),
         )
+        of_rewards = estimate
+        if teachers is not None:
+            estimate, past = self._add_teachers(
+                teachers, batch, estimate, is_allowed_B=is_allowed_B, past=past
+            )
         metrics |= _estimate_metrics(estimate, batch)
         batch[learned.ADVANTAGES], batch[learned.IS_TRAINED] = estimate.advantages_BR, estimate.keep_B
 
@@ -195,13 +210,42 @@ class Learner:
         if self._critic is not None and estimate.returns_BR is not None and values_BR is not None:
             is_head_start = self._critic.num_updates < self._config.critic.head_start
             metrics |= self._critic.update(
-                batch, returns_BR=estimate.returns_BR, old_values_BR=values_BR, keep_B=estimate.keep_B
+                batch, returns_BR=estimate.returns_BR, old_values_BR=values_BR, keep_B=of_rewards.keep_B
             )
             if is_head_start:
                 return metrics
-        return metrics | self._actor.update(
-            batch, advantages_BR=estimate.advantages_BR, keep_B=estimate.keep_B, past=past
+        metrics |= self._actor.update(
+            batch,
+            advantages_BR=estimate.advantages_BR,
+            keep_B=estimate.keep_B,
+            past=past,
+            teachers=teachers if teachers is not None and teachers.is_loss else None,
         )
+        if teachers is not None:
+            metrics |= teachers.metrics(batch, old_logprobs_BR=None if past is None else past.old_BR)
+        return metrics
+
+    def _add_teachers(
+        self,
+        teachers: TeacherTargets,
+        batch: RolloutBatch,
+        estimate: BatchAdvantages,
+        *,
+        is_allowed_B: Tensor,
+        past: PastLogProbs | None,
+    ) -> tuple[BatchAdvantages, PastLogProbs | None]:
+        """Return the advantages with what teachers add, the rows to train on, and the log-probs that they needed.
+
+        A row that a teacher scored is trained even if its reward has no signal.
+        """
+        config = self._config.distillation
+        is_rewarded_B = estimate.keep_B & bool(config.reward_coef)
+        keep_B = is_rewarded_B | (teachers.is_taught_B & is_allowed_B)
+        advantages_BR = torch.where(is_rewarded_B[:, None], config.reward_coef * estimate.advantages_BR, 0.0)
+        if not teachers.is_loss:
+            past = past or self._actor.past_logprobs(batch, rows=trainable_rows(batch, keep_B))
+            advantages_BR = advantages_BR + config.coef * teachers.advantages(past.old_BR)
+        return replace(estimate, advantages_BR=advantages_BR, keep_B=keep_B), past
 
     def _set_threads(self) -> None:
         is_alone = self._process_group.size == 1  # then each thread computes a micro-batch of its own
@@ -220,12 +264,14 @@ class Learner:
             columns.append(FORKED_TURN)
         return [*columns, "feedback"] if any(each.anchor_state for each in settings) else columns
 
-    def _kl_penalty(self, batch: RolloutBatch) -> tuple[Tensor | None, PastLogProbs | None, dict[str, float]]:
+    def _kl_penalty(
+        self, batch: RolloutBatch, *, is_trained_B: Tensor
+    ) -> tuple[Tensor | None, PastLogProbs | None, dict[str, float]]:
         """Return the KL penalty in the reward, the log-probs that it needed, and metrics."""
         algorithm = self._config.algorithm
         if not algorithm.kl_reward_coef:
             return None, None, {}
-        past = self._actor.past_logprobs(batch, rows=trainable_rows(batch, batch["is_scored"]))
+        past = self._actor.past_logprobs(batch, rows=trainable_rows(batch, is_trained_B))
         if past.reference_BR is None:
             raise ValueError("algorithm.kl_reward_coef needs a reference model; give the actor one")
         is_scored_BR = batch["response_mask"] * batch["is_scored"][:, None]

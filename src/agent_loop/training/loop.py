@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from agent_loop.chat.template import ChatTemplate
@@ -20,6 +21,7 @@ from agent_loop.training.breakdowns import Breakdowns
 from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
 from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.dead_steps import DeadSteps
+from agent_loop.training.distillation import Teachers, open_scoring
 from agent_loop.training.early_warnings import EarlyWarnings
 from agent_loop.training.evaluation import Evaluation, summarise
 from agent_loop.training.feedback import feedback_metrics
@@ -64,10 +66,12 @@ class TrainingLoop:
         keeper: TrajectoryKeeper | None = None,
         rows: Mapping[str, DataManifest] | None = None,
         supervised: ExampleSampler | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         self._config = config
         self._rows = rows
         self._supervised = supervised
+        self._teachers = teachers
         self._run_dir = Path(config.trainer.run_dir)
         self._manager = manager
         self._learner = learner
@@ -86,7 +90,6 @@ class TrainingLoop:
         self._dead_steps = DeadSteps(
             limit=config.trainer.max_dead_steps,
             report=progress.say,
-            has_teacher=config.actor.reference_path is not None,
         )
         self._early_warnings = EarlyWarnings(report=progress.say)
         self._breakdowns = Breakdowns(success_threshold=config.reward.success_threshold, report=progress.say)
@@ -140,7 +143,7 @@ class TrainingLoop:
             if staleness:  # the servers have their own devices, so they stay awake
                 await stack.enter_async_context(self._manager.awake())
             ahead = RolloutsAhead(
-                self._rollouts.run, max_staleness=staleness, last_step=self._config.trainer.total_steps
+                self._roll_out, max_staleness=staleness, last_step=self._config.trainer.total_steps
             )
             yield await stack.enter_async_context(ahead)
 
@@ -156,7 +159,7 @@ class TrainingLoop:
         trajectories = rollout.trajectories
 
         # 2. Compute the rollout metrics. A run that has nothing to learn from stops at its first step.
-        if self._is_first_step:
+        if self._is_first_step and (rollout.lessons is None or rollout.lessons.is_empty):
             self._refuse_without_lesson(trajectories, step=step)
         metrics = rollout_metrics(
             trajectories,
@@ -203,6 +206,16 @@ class TrainingLoop:
         await self._refuse_dead_steps(step)
         return metrics
 
+    async def _roll_out(self, step: int) -> StepRollout:
+        """Run the rollout of a step, and have its trajectories scored by their teachers as they end."""
+        if self._teachers is None:
+            return await self._rollouts.run(step)
+        async with open_scoring(self._teachers, report=self._progress.say) as scoring:
+            rollout = await self._rollouts.run(step, on_trajectory=scoring.begin)
+            trajectories = [*rollout.trained, *rollout.forked.branches]
+            lessons = await scoring.finish(trajectories, label=f"step {step}")
+            return replace(rollout, lessons=lessons)
+
     def _refuse_without_lesson(self, trajectories: Sequence[Trajectory], *, step: int) -> None:
         """Raise the error of `refuse_without_lesson`, after storing the trajectories so that the cause can be found."""
         try:
@@ -233,10 +246,14 @@ class TrainingLoop:
 
     def _learn(self, rollout: StepRollout) -> tuple[dict[str, float], list[Learned]]:
         """Train on a rollout. Called in a thread."""
-        trained, branches = [*rollout.trajectories, *rollout.replayed], rollout.forked.branches
+        trained, branches = rollout.trained, rollout.forked.branches
         rows = [*with_branches(trained, branches), *branches]
         batch = assemble(rows, pad_token_id=self._manager.template.pad_token_id)
+        lessons = rollout.lessons
+        if lessons is not None:
+            lessons.add_columns(batch)
         metrics = self._learner.learn(batch, baseline_rewards=rollout.baseline_rewards)
+        metrics |= {} if lessons is None else lessons.metrics()
         own = batch[: len(trained)] if branches else batch
         metrics |= self._breakdowns.metrics(own, trained)
         return metrics, learned_of(own, rollout.trajectories)

@@ -21,6 +21,7 @@ from agent_loop.storage.keeper import TrajectoryKeeper
 from agent_loop.training.advantages import estimator_needs, load_estimator
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
 from agent_loop.training.data_manifest import DataManifest
+from agent_loop.training.distillation import open_teachers, refuse_other_teachers
 from agent_loop.training.epochs import with_total_steps
 from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.learnable import refuse_without_reward
@@ -104,6 +105,8 @@ class PPOTrainer:
         selector, val_rows, manifests = _load_data(config, has_manager=self._manager is not None)
         config = with_total_steps(config, num_rows=len(selector.rows))
         supervised = await run_in_thread(_load_supervised, config, self._manager, manifests)
+        own_tokenizer = None if self._manager is None else self._manager.template.tokenizer
+        await run_in_thread(refuse_other_teachers, config, tokenizer=own_tokenizer)
         async with AsyncExitStack() as stack:
             stack.enter_context(seeing_own_devices(config))
             stack.enter_context(exclusive_folder(run_dir, name="trainer.run_dir"))
@@ -123,6 +126,7 @@ class PPOTrainer:
             manager.check_rows(val_rows)
             if estimator_needs(config.algorithm.adv_estimator).forks:
                 manager.check_forks()
+            teachers = await stack.enter_async_context(open_teachers(config, template=manager.template))
             process_group = await stack.enter_async_context(start_process_group(config))
             learner = await run_in_thread(
                 load_learner, config, checkpoint=checkpoint, process_group=process_group
@@ -153,6 +157,7 @@ class PPOTrainer:
                 keeper=stack.enter_context(keeper),
                 rows=manifests,
                 supervised=supervised,
+                teachers=teachers,
             )
             keeper.keep_vocabulary(manager.template.tokenizer)
             stack.enter_context(interrupt.listening())
@@ -187,7 +192,7 @@ def _load_data(
     files = load_row_files(data.train_files, prompt_key=data.prompt_key, workspace=data.workspace)
     manifests = {"train": DataManifest.of(files)}
     rows = [row for file in files for row in file.rows]
-    if not has_manager:
+    if not has_manager and not config.distillation.teachers:
         refuse_without_reward(config, rows)
     selector = make_selector(rows, config=config, max_staleness=max_staleness(config))
     val_rows: list[Row] = []

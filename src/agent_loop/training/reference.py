@@ -1,17 +1,13 @@
-"""The reference policy: the policy at the start of the run, or a teacher."""
+"""The reference policy: the policy at the start of the run, or another model."""
 
 from __future__ import annotations
 
-from typing import Any, cast
-
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError
 from agent_loop.training.policy import load_policy
-
-_MAX_NAMED = 3
-"""Number of tokens that an error names."""
+from agent_loop.training.vocabularies import load_vocabulary, refuse_other_vocabulary
 
 
 def load_reference(
@@ -40,28 +36,10 @@ def load_reference(
 
 
 def _check_vocabulary(config: Config, path: str) -> None:
-    """Raise an error unless the tokenizers of policy and reference give each token the same id.
-
-    A reference without a tokenizer is compared by its loader, which needs as many ids.
-    """
-    own = _vocabulary(config.model.tokenizer_path or config.model.path, config)
-    other = _vocabulary(path, config)
-    if own is None or other is None or own == other:
-        return
-    differing = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
-    named = ", ".join(map(repr, differing[:_MAX_NAMED]))
-    raise ConfigError(
-        f"actor.reference_path is {path!r}, whose vocabulary differs from the policy's in {len(differing)} tokens "
-        f"({named}, ...), so its log-probs are those of other texts; give a model with the same tokenizer"
-    )
-
-
-def _vocabulary(path: str, config: Config) -> dict[str, int] | None:
-    """Return the ids of all tokens by their names; None if there is no tokenizer."""
+    """Compare the tokenizers. A model without a tokenizer is compared by its loader, which needs as many ids."""
     try:
-        tokenizer = cast(Any, AutoTokenizer).from_pretrained(
-            path, trust_remote_code=config.model.trust_remote_code
-        )
-    except (OSError, ValueError):
-        return None
-    return dict(tokenizer.get_vocab())
+        own = load_vocabulary(config.model.tokenizer_path or config.model.path, config)
+        other = load_vocabulary(path, config)
+    except ConfigError:
+        return
+    refuse_other_vocabulary(own, other, key="actor.reference_path", path=path)

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from msgspec import structs
 from torch import Tensor
@@ -19,12 +19,15 @@ from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.training.advantages import estimator_needs
+from agent_loop.training.distillation import Lessons
 from agent_loop.training.forked import NOT_FORKED, Forked, StepForks
 from agent_loop.training.progress import Progress
 from agent_loop.training.samplers import RowResult, RowSelector, row_results
 from agent_loop.trajectory import Trajectory, group_branches
 from agent_loop.trajectory.branches import seat_of
 from agent_loop.types import Row
+
+OnTrajectory: TypeAlias = Callable[[Trajectory], None]
 
 
 class RolloutTemplate(Protocol):
@@ -85,6 +88,8 @@ class StepRollout:
     """Number of groups without variance that were replaced by other groups, as far as there were any."""
     baseline_rewards: Mapping[int, float] | None = None
     """Rewards of greedy rollouts by group; None if the estimator does not need them."""
+    lessons: Lessons | None = None
+    """Scores of the teachers; None without teachers."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of the selection of the rows."""
     rows: Sequence[int] = ()
@@ -95,6 +100,11 @@ class StepRollout:
     """Trajectories of earlier steps that are trained again, in groups of their own."""
     forked: Forked = NOT_FORKED
     """Continuations of the trajectories, if the estimator needs them."""
+
+    @property
+    def trained(self) -> list[Trajectory]:
+        """Trajectories of the update, without continuations."""
+        return [*self.trajectories, *self.replayed]
 
 
 class StepRollouts:
@@ -127,18 +137,20 @@ class StepRollouts:
         needs = estimator_needs(config.algorithm.adv_estimator)
         self._needs_greedy_rollouts, self._needs_forks = needs.greedy_rollouts, needs.forks
 
-    async def run(self, step: int) -> StepRollout:
+    async def run(self, step: int, *, on_trajectory: OnTrajectory | None = None) -> StepRollout:
         """Run the rollout of a step.
 
         Groups whose rewards are all equal are replaced by groups of other rows, up to `algorithm.max_refills` times.
-        After that, the step has fewer groups.
+        After that, the step has fewer groups. `on_trajectory` is called with each sampled trajectory as it ends.
         """
         started = time.monotonic()
         selection = self._selector.select(step)
         if selection.note is not None:
             self._progress.say(selection.note)
         rows, num_groups = list(selection.rows), self._config.data.train_batch_size - len(selection.replayed)
-        kept, baselines = await self._run_rows(rows, step=step, num_groups=num_groups)
+        kept, baselines = await self._run_rows(
+            rows, step=step, num_groups=num_groups, on_trajectory=on_trajectory
+        )
         results = self._results(kept, rows=rows)
         num_dropped = 0
         origins = {0: (f"step={step}", 0)}
@@ -154,7 +166,7 @@ class StepRollouts:
             rows += others
             num_dropped += num_missing
             more, their_baselines = await self._run_rows(
-                others, step=step, num_groups=len(others), refill=refill
+                others, step=step, num_groups=len(others), refill=refill, on_trajectory=on_trajectory
             )
             results += self._results(more, rows=others)
             kept = [*informative, *(structs.replace(t, group=t.group + first_group) for t in more)]
@@ -210,7 +222,13 @@ class StepRollouts:
         return await forks.run(chosen, label=f"step={step}", origin=origin)
 
     async def _run_rows(
-        self, indices: Sequence[int], *, step: int, num_groups: int, refill: int = 0
+        self,
+        indices: Sequence[int],
+        *,
+        step: int,
+        num_groups: int,
+        on_trajectory: OnTrajectory | None,
+        refill: int = 0,
     ) -> tuple[list[Trajectory], dict[int, float]]:
         """Return the trajectories of rows, and the rewards of greedy rollouts if the estimator needs them."""
         rows = [self._selector.rows[index] for index in indices]
@@ -218,7 +236,9 @@ class StepRollouts:
         async with self._journal(rows, step=step, refill=refill) as journal:
             sampled, *greedy = await run_together(
                 [
-                    self._sample(rows, num_groups=num_groups, label=label, journal=journal),
+                    self._sample(
+                        rows, num_groups=num_groups, label=label, journal=journal, on_trajectory=on_trajectory
+                    ),
                     *(
                         [self._sample_greedily(rows, label=f"{label}/greedy")]
                         if self._needs_greedy_rollouts
@@ -233,12 +253,24 @@ class StepRollouts:
         }
 
     async def _sample(
-        self, rows: Sequence[Row], *, num_groups: int, label: str, journal: StepJournal | None
+        self,
+        rows: Sequence[Row],
+        *,
+        num_groups: int,
+        label: str,
+        journal: StepJournal | None,
+        on_trajectory: OnTrajectory | None,
     ) -> list[Trajectory]:
         n = self._config.rollout.n
         with self._progress.rollout(num_trajectories=num_groups * n) as note:
+
+            def on_end(trajectory: Trajectory) -> None:
+                note(trajectory)
+                if on_trajectory is not None:
+                    on_trajectory(trajectory)
+
             return await self._manager.run(
-                rows, n=n, num_groups=num_groups, on_trajectory=note, journal=journal, label=label
+                rows, n=n, num_groups=num_groups, on_trajectory=on_end, journal=journal, label=label
             )
 
     async def _sample_greedily(self, rows: Sequence[Row], *, label: str) -> list[Trajectory]:

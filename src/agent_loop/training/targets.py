@@ -12,6 +12,7 @@ from agent_loop.errors import DataError
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.branches import rollouts_of_rows
+from agent_loop.training.distillation import TeacherTargets
 from agent_loop.training.losses import correct, effective_share, weight_sums
 
 
@@ -35,6 +36,8 @@ class Targets:
     weights_BR: Tensor | None
     """Weight of each token's loss; None is 1."""
     past: PastLogProbs
+    teachers: TeacherTargets | None = None
+    """What teachers say about the tokens, as a term of the loss."""
 
 
 def importance(

@@ -9,6 +9,7 @@ from agent_loop.training.distillation.loss import divergence
 from agent_loop.training.distillation.scoring import Scoring, open_scoring
 from agent_loop.training.distillation.targets import COLUMNS, TeacherTargets
 from agent_loop.training.distillation.teachers import Teachers, open_teachers
+from agent_loop.training.distillation.vocabulary import refuse_other_teachers
 
 __all__ = [
     "COLUMNS",
@@ -19,4 +20,5 @@ __all__ = [
     "divergence",
     "open_scoring",
     "open_teachers",
+    "refuse_other_teachers",
 ]

@@ -18,7 +18,6 @@ from agent_loop.servers.scores import TokenScores
 from agent_loop.training.distillation.lessons import Lesson, Lessons
 from agent_loop.training.distillation.teachers import NotTaught, Teacher, Teachers
 from agent_loop.trajectory import Trajectory
-from agent_loop.trajectory.segments import concatenated
 from agent_loop.types import IntArray, StopReason
 
 UNTAUGHT = (StopReason.FAILED, StopReason.CANCELLED)
@@ -165,7 +164,7 @@ def _text(trajectory: Trajectory, teacher: Teacher) -> tuple[IntArray, int] | Fa
         )
     if not len(prompt_ids):
         return Failure(NotTaught.SERVER, "its prompt is empty, so nothing predicts its first token")
-    return concatenated([prompt_ids, output.response_ids], np.int32), len(prompt_ids)
+    return np.concatenate([prompt_ids, output.response_ids]), len(prompt_ids)
 
 
 async def _score(teacher: Teacher, token_ids: IntArray, *, start: int) -> _Result:

@@ -14,6 +14,7 @@ from agent_loop.config import DistillationConfig
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.distillation.loss import divergence
+from agent_loop.training.learned import TOKEN_VALUES
 from agent_loop.training.losses import kl_penalty, masked_difference
 from agent_loop.training.micro_batches import MicroBatch
 from agent_loop.training.policy import ResponseLogProbs
@@ -43,10 +44,10 @@ class TeacherTargets:
 
     @classmethod
     def of(cls, batch: RolloutBatch, *, config: DistillationConfig) -> TeacherTargets | None:
-        """Return the targets of a batch; None if no teacher scored any of it."""
+        """Return the targets of a batch; None if no teachers were asked about it."""
         columns = cast(Any, batch)
         teachers_B: Tensor | None = columns.get(TEACHER, None)
-        if teachers_B is None or not (teachers_B >= 0).any():
+        if teachers_B is None:
             return None
         return cls(
             config=config,
@@ -101,17 +102,24 @@ class TeacherTargets:
             direction=self.config.objective,
         )
 
-    def metrics(self, divergences_BR: Tensor, *, mask_BR: Tensor) -> dict[str, float]:
+    def metrics(self, batch: RolloutBatch, *, old_logprobs_BR: Tensor | None) -> dict[str, float]:
         """Return the mean divergence from each teacher, and the share of sampled tokens that are taught.
 
         Args:
-            divergences_BR: Divergence at each token; NaN at tokens of rows that were not trained.
-            mask_BR: 1 for sampled tokens.
+            batch: The batch after its update.
+            old_logprobs_BR: Log-probs of the policy that sampled; needed if the objective is no loss.
         """
-        found = {names.TAUGHT_SHARE: float(self.is_taught_BR.sum() / mask_BR.sum().clamp(min=1))}
+        found = {
+            names.TAUGHT_SHARE: float(self.is_taught_BR.sum() / batch["response_mask"].sum().clamp(min=1))
+        }
+        divergences_BR: Tensor | None = cast(Any, batch).get(TOKEN_VALUES + names.DISTILLATION_LOSS, None)
+        if not self.is_loss and old_logprobs_BR is not None:
+            divergences_BR = -self.advantages(old_logprobs_BR)
+        if divergences_BR is None:
+            return found
+        is_known_BR = self.is_taught_BR & ~divergences_BR.isnan()  # NaN in rows that were not trained
         for number, name in enumerate(self.config.teachers):
-            is_of_teacher_BR = self.is_taught_BR & (self.teachers_B == number)[:, None]
-            values = divergences_BR[is_of_teacher_BR & ~divergences_BR.isnan()]
+            values = divergences_BR[is_known_BR & (self.teachers_B == number)[:, None]]
             if len(values):
                 found[f"{names.TEACHER_KL}{name}"] = float(values.mean())
         return found

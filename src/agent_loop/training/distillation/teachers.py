@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from enum import StrEnum
+from typing import Any, Protocol
 
 import numpy as np
 
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config, DistillationConfig, ModelConfig, RolloutConfig, TeacherConfig
-from agent_loop.errors import BadServerReply, ConfigError
+from agent_loop.errors import ConfigError
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.factory import create_servers
-from agent_loop.servers.scores import TokenScores
+from agent_loop.servers.scores import TokenScores, checked_scores
 from agent_loop.training.advantages.sources import SOURCE
 from agent_loop.training.distillation.prompts import TeacherPrompts
 from agent_loop.trajectory import Trajectory
@@ -25,6 +26,13 @@ from agent_loop.types import IntArray
 CLOSE_TIMEOUT_S = 30.0
 HINT_TOKENS = 1024
 """Tokens that the context of a teacher with a hint is longer by."""
+
+
+class PolicyTemplate(Protocol):
+    """The part of the policy's chat template that every manager has."""
+
+    @property
+    def tokenizer(self) -> Any: ...
 
 
 class NotTaught(StrEnum):
@@ -83,7 +91,12 @@ class Teacher:
         async with self._slots:
             with TimeScope(timeout_s=self._timeout_s):
                 scores = await self._server.score(token_ids, start=start, top_logprobs=self._num_candidates)
-        _check(scores, num_tokens=len(token_ids) - start, has_candidates=bool(self._num_candidates))
+        scores = checked_scores(
+            scores,
+            num_scores=len(token_ids) - start,
+            top_logprobs=self._num_candidates,
+            server=self._server.name,
+        )
         return _without_other_ids(scores, vocab_size=self._vocab_size)
 
 
@@ -112,15 +125,12 @@ class Teachers:
 
 
 @asynccontextmanager
-async def open_teachers(
-    config: Config, *, template: object, vocab_size: int
-) -> AsyncGenerator[Teachers | None]:
+async def open_teachers(config: Config, *, template: PolicyTemplate) -> AsyncGenerator[Teachers | None]:
     """Start the servers of all teachers, and close them at the end. None without teachers.
 
     Args:
         config: All settings.
-        template: Chat template of the policy, for teachers with a hint.
-        vocab_size: Number of token ids of the policy.
+        template: Chat template of the policy, which renders the prompts of teachers with a hint.
 
     Raises:
         ConfigError: A server cannot be created as configured, or does not offer scores.
@@ -153,7 +163,7 @@ async def open_teachers(
                 prompts=prompts,
                 context_length=length,
                 num_candidates=settings.num_candidates,
-                vocab_size=vocab_size,
+                vocab_size=_vocab_size(template),
             )
         yield Teachers(settings, teachers)
 
@@ -184,25 +194,6 @@ def _create_server(name: str, *, config: Config, context_length: int) -> AsyncSe
     return server
 
 
-def _check(scores: TokenScores, *, num_tokens: int, has_candidates: bool) -> None:
-    """Raise an error unless the scores of a server are those of this many tokens.
-
-    Raises:
-        BadServerReply: A shape is wrong, or a log-prob is NaN or above 0.
-    """
-    arrays = [scores.logprobs]
-    if has_candidates:
-        if scores.top_ids is None or scores.top_logprobs is None:
-            raise BadServerReply("the scores of a teacher lack the likeliest tokens")
-        arrays += [scores.top_ids, scores.top_logprobs]
-    if any(len(array) != num_tokens for array in arrays):
-        found = ", ".join(str(len(array)) for array in arrays)
-        raise BadServerReply(f"the scores of a teacher are those of {found} tokens, not of {num_tokens}")
-    for logprobs in arrays[::2]:
-        if not np.all(logprobs <= 1e-4) or math.isnan(float(np.sum(logprobs))):
-            raise BadServerReply("the scores of a teacher hold a log-prob that is NaN or above 0")
-
-
 def _without_other_ids(scores: TokenScores, *, vocab_size: int) -> TokenScores:
     """Return scores whose candidates are ids of the policy. Embeddings may have different numbers of unused rows."""
     if scores.top_ids is None or scores.top_logprobs is None:
@@ -215,3 +206,8 @@ def _without_other_ids(scores: TokenScores, *, vocab_size: int) -> TokenScores:
         np.where(is_known, scores.top_ids, 0),
         np.where(is_known, scores.top_logprobs, -np.inf),
     )
+
+
+def _vocab_size(template: PolicyTemplate) -> int:
+    """Return the number of token ids of the policy."""
+    return template.vocab_size if isinstance(template, ChatTemplate) else len(template.tokenizer)
