@@ -111,6 +111,12 @@ def test_the_loss_trains_a_model(configure: Configure) -> None:
     assert "actor/clip_fraction" in metrics
 
 
+def test_the_sampler_selects_the_rows_of_a_training(configure: Configure) -> None:
+    metrics = train(configure("A sampler of rows"))
+    assert metrics["rows/seen"] == 4
+    assert metrics["actor/grad_norm"] > 0
+
+
 def test_the_parser_reads_a_completion_and_its_calls_run(configure: Configure) -> None:
     config = load_config(configure("A tool parser"))
     parser = ToolParser.get(config.rollout.multi_turn.format)

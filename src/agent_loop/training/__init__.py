@@ -26,11 +26,15 @@ if TYPE_CHECKING:
         whiten,
     )
     from agent_loop.training.losses import TokenLoss, clipped_loss, kl_penalty, masked_difference
-    from agent_loop.training.registry import advantage_estimator, policy_loss
+    from agent_loop.training.registry import advantage_estimator, policy_loss, row_sampler
+    from agent_loop.training.samplers import RowHistory, RowResult, SamplerContext
 
 __all__ = [
     "Advantages",
     "Rewards",
+    "RowHistory",
+    "RowResult",
+    "SamplerContext",
     "TokenLoss",
     "Turns",
     "advantage_estimator",
@@ -43,6 +47,7 @@ __all__ = [
     "masked_difference",
     "policy_loss",
     "rloo_advantages",
+    "row_sampler",
     "share_weights",
     "step_advantages",
     "turn_advantages",
@@ -52,7 +57,8 @@ __all__ = [
 
 _MODULE_OF = {
     **dict.fromkeys(__all__, "advantages"),
-    **dict.fromkeys(["advantage_estimator", "policy_loss"], "registry"),
+    **dict.fromkeys(["advantage_estimator", "policy_loss", "row_sampler"], "registry"),
+    **dict.fromkeys(["RowHistory", "RowResult", "SamplerContext"], "samplers"),
     **dict.fromkeys(["TokenLoss", "clipped_loss", "kl_penalty", "masked_difference"], "losses"),
 }
 
