@@ -45,9 +45,10 @@ class OptimConfig(Section):
     """Put several short rows into one line of the input instead of padding each. A model that computes packed rows
     differently from single rows is refused at the start."""
     share_prefixes: bool = False
-    """Compute common prefixes of rows, such as the prompt of a group, once; this packs rows too. A model that computes
-    such rows differently from single rows is refused at the start. Rows longer than the model's windows need full
-    attention."""
+    """Compute each distinct token of a micro-batch once, on the prefix tree of its rows: the prompt of a group, and
+    what branches, forks and compactions have in common. There is no padding, and `max_tokens_per_micro_batch` counts
+    the distinct tokens. Refused at the start for models with linear attention, state-space layers, soft caps or
+    attention sinks, and for a model that computes such rows differently from single rows."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Maximum norm of the gradient."""
     loss_agg_mode: AggregationMode = "token-mean"
