@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 from msgspec import structs
@@ -20,8 +21,10 @@ from agent_loop.errors import (
     ConfigError,
     SamplingParamsError,
     ServerDied,
+    ServerError,
     WeightsError,
 )
+from agent_loop.servers.base import Ability
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.openai_compatible import OpenAIOptions, OpenAIServer
@@ -156,11 +159,89 @@ def test_schemas_and_penalties_are_sent_to_a_server_that_offers_them_and_refused
             await plain.close()
 
     asyncio.run(main())
-    body = bodies[2]
+    body = next(body for body in bodies if body.get("stream"))
     assert body["response_format"]["type"] == "json_schema"
     assert body["response_format"]["json_schema"]["schema"] == schema
     assert (body["presence_penalty"], body["min_p"]) == (0.5, 0.1)
     assert "frequency_penalty" not in body
+
+
+def test_scores_of_agent_loop_serve_are_those_of_its_engine() -> None:
+    vocab_size = len(small_tokenizer())
+    text = as_token_ids(np.random.default_rng(0).integers(1, vocab_size, 40).tolist())
+
+    async def main() -> None:
+        direct = embedded()
+        server = OpenAIServer(served.url)
+        await server.start()
+        assert Ability.SCORE in server.abilities
+        for start, num_top in ((1, 0), (7, 3), (39, 2 * vocab_size), (40, 3)):
+            expected = await direct.score(text, start=start, top_logprobs=num_top)
+            scores = await server.score(text, start=start, top_logprobs=num_top)
+            np.testing.assert_allclose(scores.logprobs, expected.logprobs, atol=1e-6)
+            if num_top and start < 40:
+                np.testing.assert_array_equal(np.asarray(scores.top_ids), np.asarray(expected.top_ids))
+                np.testing.assert_allclose(
+                    np.asarray(scores.top_logprobs), np.asarray(expected.top_logprobs), atol=1e-6
+                )
+        assert len((await server.score(as_token_ids([1] * 256))).logprobs) == 255
+        with pytest.raises(BadPrompt, match="the text to score has 257 tokens, but the server takes 256"):
+            await server.score(as_token_ids([1] * 257))
+        with pytest.raises(BadPrompt, match="outside the vocabulary"):
+            await server.score(as_token_ids([1, vocab_size]))
+        await server.close()
+        with pytest.raises(ServerError, match="closed"):
+            await server.score(text)
+        await direct.close()
+
+    with serve_app([embedded()], max_model_len=256) as served:
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("least_tokens", [1, 2])
+def test_a_server_scores_with_one_sampled_token_or_says_what_it_answered(least_tokens: int) -> None:
+    """vLLM samples at least one token. A server that wants two tokens is taken as one that cannot score."""
+
+    async def vllm(request: web.Request) -> web.StreamResponse:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": MODEL}]})
+        body = await request.json()
+        if "prompt_logprobs" not in body:
+            return web.json_response({"choices": [{"token_ids": [4], "finish_reason": "stop"}]})
+        if body["max_tokens"] < least_tokens:
+            return web.json_response({"error": {"message": "too few tokens"}}, status=400)
+        if body["prompt_logprobs"] > 2:
+            return web.json_response({"error": {"message": "at most 2"}}, status=400)
+        logprobs = {1: -3.0, 5: -0.25, 6: -2.0, 7: -9999.0}
+        place = {token: {"logprob": logprob, "rank": 1} for token, logprob in logprobs.items()}
+        num_places = 2 if 5 in body["prompt"] else len(body["prompt"]) - 1
+        return web.json_response({"choices": [{"prompt_logprobs": [None, *[place] * num_places]}]})
+
+    async def main() -> None:
+        async with engine(vllm) as client:
+            server = OpenAIServer(client.url)
+            await server.start()
+            if least_tokens == 2:
+                assert Ability.SCORE not in server.abilities
+                with pytest.raises(
+                    ServerError, match=r"max_tokens=1: .*too few tokens.*use agent-loop serve"
+                ):
+                    await server.score(as_token_ids([1, 5, 7]))
+                await server.close()
+                return
+            scores = await server.score(as_token_ids([1, 5, 7]), top_logprobs=2)
+            assert scores.logprobs.tolist() == [-0.25, -np.inf]
+            assert np.asarray(scores.top_ids).tolist() == [[5, 6], [5, 6]]
+            assert np.asarray(scores.top_logprobs).tolist() == [[-0.25, -2.0]] * 2
+            with pytest.raises(BadPrompt, match="at most 2"):
+                await server.score(as_token_ids([1, 5, 7]), top_logprobs=3)
+            with pytest.raises(BadServerReply, match="3 entries for 2 tokens"):
+                await server.score(as_token_ids([1, 5]))
+            with pytest.raises(BadServerReply, match="KeyError"):
+                await server.score(as_token_ids([1, 5, 8]))
+            await server.close()
+
+    asyncio.run(main())
 
 
 def test_completions_of_agent_loop_serve_match_a_schema_and_have_their_forced_tokens_marked(

@@ -112,7 +112,7 @@ class _PreparedRequest:
     def create(
         cls, request: CompletionRequest, *, template: ChatTemplate, sampler: Sampler
     ) -> _PreparedRequest:
-        prompts = _prompts_of(request, template=template)
+        prompts = prompts_of(request, template=template)
         if len(prompts) * request.num_choices > MAX_CHOICES:
             raise RequestError(
                 f"{len(prompts)} prompts with n = {request.num_choices} are more than {MAX_CHOICES} completions; "
@@ -201,7 +201,12 @@ class _PreparedRequest:
         )
 
 
-def _prompts_of(request: CompletionRequest, *, template: ChatTemplate) -> list[IntArray]:
+def prompts_of(request: CompletionRequest, *, template: ChatTemplate) -> list[IntArray]:
+    """Return the token ids of each prompt of a request.
+
+    Raises:
+        RequestError: A prompt is empty.
+    """
     given: Any = request.prompt
     several: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     prompts = [

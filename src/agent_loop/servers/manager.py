@@ -22,6 +22,7 @@ from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.in_flight import InFlightRequest
 from agent_loop.servers.pool import RequestAborted, ServerPool
 from agent_loop.servers.reply_check import ReplyCheck
+from agent_loop.servers.text_scorer import TextScorer
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, TokenOutput, as_token_ids
 
@@ -57,6 +58,8 @@ class AsyncLLMServerManager:
         self._check = ReplyCheck(vocab_size)
         self._request_timeout_s = request_timeout_s
         self._sessions = Sessions()
+        self.scorer = TextScorer(self._available_servers, vocab_size=vocab_size)
+        """Scores texts on the servers that are not lost."""
         self._seeds: CompletionSeeds | None = None
 
     @property
@@ -223,6 +226,9 @@ class AsyncLLMServerManager:
     async def close(self) -> None:
         """Close all servers."""
         await self._pool.close()
+
+    def _available_servers(self) -> list[AsyncServerBase]:
+        return [server for server in self._pool.servers if server.name not in self._pool.lost]
 
     def _new_request(
         self,

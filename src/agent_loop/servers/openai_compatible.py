@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -20,6 +21,7 @@ from agent_loop.errors import (
     ServerError,
     WeightsError,
 )
+from agent_loop.runtime.describe import describe_error
 from agent_loop.servers.base import (
     Ability,
     AsyncServerBase,
@@ -28,11 +30,22 @@ from agent_loop.servers.base import (
     refuse_params_of_request,
 )
 from agent_loop.servers.http import HttpClient, HttpStatusError
+from agent_loop.servers.prompt_logprobs import read_prompt_logprobs
+from agent_loop.servers.scores import TokenScores, checked_scores, checked_text, scores_of_no_token
 from agent_loop.trajectory.attachments import Attachment
-from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk, TokenOutput
+from agent_loop.types import (
+    IntArray,
+    SamplingParams,
+    ServerStopReason,
+    TokenChunk,
+    TokenOutput,
+    as_token_ids,
+)
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 COMPLETIONS = "/v1/completions"
 HEALTH_TIMEOUT_S = 5.0
@@ -92,6 +105,9 @@ class OpenAIServer(AsyncServerBase):
         self._running: dict[str, asyncio.Timeout] = {}
         """Timeout scopes of the running completions. `abort` expires the scope."""
         self._is_asleep = False
+        self._score_max_tokens = 0
+        """Value of `max_tokens` with which the server scores prompts: vLLM samples at least one token."""
+        self._why_no_scores = ""
         self._problem = "the server was not started; await start() first"
 
     @classmethod
@@ -140,6 +156,7 @@ class OpenAIServer(AsyncServerBase):
                 f"{self._client.url} does not return token_ids, so its text would have to be encoded again; use a "
                 "server that accepts and returns token ids"
             )
+        await self._find_scores()
         self._problem = ""
 
     async def generate(
@@ -181,6 +198,24 @@ class OpenAIServer(AsyncServerBase):
         raise BadServerReply(
             "the stream ended without a stop reason", server=self.name, request_id=request_id
         )
+
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        if self._problem or self._why_no_scores:
+            raise ServerError(self._problem or self._why_no_scores, server=self.name)
+        text = checked_text(token_ids, start=start, top_logprobs=top_logprobs, server=self.name)
+        if start == len(text):
+            return scores_of_no_token(top_logprobs)
+        try:
+            reply = await self._client.post_json(COMPLETIONS, self._score_body(text.tolist(), top_logprobs))
+        except HttpStatusError as error:
+            if error.status in (400, 413, 422):
+                raise BadPrompt(str(error), server=self.name) from error
+            raise
+        with self._client.validating(COMPLETIONS):
+            entries = reply["choices"][0]["prompt_logprobs"]
+            scores = read_prompt_logprobs(entries, token_ids=text, start=start, top_logprobs=top_logprobs)
+        num_top = 0 if scores.top_ids is None else scores.top_ids.shape[1]
+        return checked_scores(scores, num_scores=len(text) - start, top_logprobs=num_top, server=self.name)
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._running:
@@ -232,6 +267,38 @@ class OpenAIServer(AsyncServerBase):
                 f"{self._client.url} rejects response_format ({error}); remove json_schema from "
                 "rollout.engine_kwargs.offers"
             ) from error
+
+    async def _find_scores(self) -> None:
+        """Ask whether the server returns the log-probs of a prompt. If it does not, `score` says what it answered."""
+        refusals: list[str] = []
+        for self._score_max_tokens in (0, 1):
+            try:
+                reply = await self._client.post_json(COMPLETIONS, self._score_body([1, 1], 0))
+                read_prompt_logprobs(
+                    reply["choices"][0]["prompt_logprobs"],
+                    token_ids=as_token_ids([1, 1]),
+                    start=1,
+                    top_logprobs=0,
+                )
+            except (HttpStatusError, LookupError, TypeError, ValueError, AttributeError) as error:
+                refusals.append(f"with max_tokens={self._score_max_tokens}: {describe_error(error)}")
+            else:
+                self.abilities |= {Ability.SCORE}
+                return
+        self._why_no_scores = (
+            f"{self._client.url} does not return prompt_logprobs, so it cannot be a teacher "
+            f"({'; '.join(refusals)}); use agent-loop serve, or a server that is compatible with vLLM"
+        )
+        logger.info("server %s: %s", self.name, self._why_no_scores)
+
+    def _score_body(self, token_ids: list[int], top_logprobs: int) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": token_ids,
+            "max_tokens": self._score_max_tokens,
+            "prompt_logprobs": top_logprobs,
+            "temperature": 1.0,
+        }
 
     async def _events(self, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Any]:
         """Yield the events of the server. After an abort, yield an event with the finish reason `abort`."""

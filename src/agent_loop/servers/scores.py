@@ -136,7 +136,11 @@ def checked_scores(
     of_tokens = logprobs("logprobs", (num_scores,))
     if not top_logprobs:
         return TokenScores(of_tokens)
-    num_top = top_logprobs if vocab_size is None else min(top_logprobs, vocab_size)
+    # Of a vocabulary of unknown size, fewer may be all.
+    columns = (
+        np.shape(reply.top_ids)[1:] if vocab_size is None and isinstance(reply.top_ids, np.ndarray) else ()
+    )
+    num_top = min(top_logprobs, vocab_size or max(columns, default=0) or top_logprobs)
     shape = (num_scores, num_top)
     top_ids = array("top_ids", shape, "iu")
     past_end = np.iinfo(np.int32).max if vocab_size is None else vocab_size

@@ -17,6 +17,7 @@ from agent_loop.completions.response_models import ResponseModel
 from agent_loop.completions.sampling import Sampler
 from agent_loop.serving.metered_sampler import MeteredSampler
 from agent_loop.serving.metrics import Metrics
+from agent_loop.serving.scores import ServedCompletionRequest, score_prompts
 from agent_loop.serving.served_model import ServedModel
 from agent_loop.serving.sessions import SessionTable
 from agent_loop.serving.streams import (
@@ -117,6 +118,24 @@ class PoolRequests:
                 self._stream(body, session, stream), connection=connection, events=events
             )
         return json_response(to_response(await connection.run(self.complete(body, session, complete))))
+
+    async def score(self, body: ServedCompletionRequest, request: Request) -> Response:
+        """Return the log-probs of the prompts of a request.
+
+        Raises:
+            AgentLoopError: The prompts cannot be scored.
+            ClientDisconnected: The client disconnected.
+        """
+        self.served.check_name(body.model)
+        scores = score_prompts(
+            body,
+            template=self.served.template,
+            scorer=self.served.pool.scorer,
+            max_model_len=self.served.max_model_len,
+        )
+        scored = await ClientConnection(request.receive, self._stopping).run(scores)
+        self.metrics.prompt_tokens.inc(scored.usage.prompt_tokens)
+        return json_response(scored)
 
     async def complete(
         self, body: RequestT, session: str | None, complete: CompleteFunction[RequestT, ResultT]
