@@ -35,7 +35,7 @@ def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()
     translation.add(cast(dict[str, Any], given))
     for override in overrides:
         translation.add(parse_override(override))
-    return parse_section(Config, _resolved(translation.settings, where=where), where=where)
+    return parse_section(Config, _resolved(translation.finish(), where=where), where=where)
 
 
 def _resolved(values: dict[str, Any], *, where: str) -> dict[str, Any]:

@@ -84,6 +84,8 @@ class Translation:
     _given: dict[str, Any] = field(default_factory=dict[str, Any])
     _groups: list[Group] = field(default_factory=list[Group])
     """Groups with a key in any source so far."""
+    _errors: dict[int, ConfigError] = field(default_factory=dict[int, ConfigError])
+    """Errors of groups, which a later source may correct."""
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Add a source, whose values replace those of the sources before it.
@@ -93,6 +95,7 @@ class Translation:
         """
         new: dict[str, Any] = {}
         keys_of: dict[int, list[str]] = {}
+        num_reports = len(self.reports)
         for key, value in _flatten(values):
             rule = _rule(key)
             if isinstance(rule, Group):
@@ -102,12 +105,23 @@ class Translation:
                 self._apply(key, value, rule, new)
         self.settings = merge_mappings(self.settings, new)
         set_here = [key for key, _ in _flatten(new)]
-        self._run_groups(keys_of, set_here)
+        self._run_groups(keys_of, set_here=[*set_here, *(key for keys in keys_of.values() for key in keys)])
+        set_here += _settings_of(self.reports[num_reports:])
         if "trainer.total_steps" in set_here:  # takes precedence, also over the epochs of an earlier source
             self.settings = merge_mappings(self.settings, {"trainer": {"total_epochs": None}})
 
-    def _run_groups(self, keys_of: Mapping[int, Sequence[str]], set_here: list[str]) -> None:
-        """Translate the groups with a key in this source, and those that depend on a setting in it."""
+    def finish(self) -> dict[str, Any]:
+        """Return the settings of this package, in nested mappings.
+
+        Raises:
+            ConfigError: Keys of verl together have values that do not exist here.
+        """
+        for error in self._errors.values():
+            raise error
+        return self.settings
+
+    def _run_groups(self, keys_of: Mapping[int, Sequence[str]], *, set_here: list[str]) -> None:
+        """Translate the groups with a key in this source, and those that depend on a key in it."""
         for number, group in enumerate(GROUPS):
             is_affected = group in self._groups and any(
                 key.startswith(tuple(group.depends)) for key in set_here if group.depends
@@ -156,9 +170,10 @@ class Translation:
             self._groups.append(group)
         try:
             found = dict(group.translate(self))
+            self._errors.pop(GROUPS.index(group), None)
         except ConfigError as error:
             if not self.is_lenient:
-                raise
+                self._errors[GROUPS.index(group)] = error
             self.reports += [
                 KeyReport(key, self._given[key], "not supported", note=str(error)) for key in keys
             ]
@@ -184,7 +199,11 @@ def replace_verl_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     translation = Translation()
     translation.add(values)
-    return translation.settings
+    return translation.finish()
+
+
+def _settings_of(reports: Sequence[KeyReport]) -> list[str]:
+    return [name for report in reports for name in report.settings]
 
 
 def _rule(key: str) -> Rule | None:

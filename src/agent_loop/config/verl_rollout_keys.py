@@ -43,6 +43,9 @@ def _val_sampling(values: Values) -> Mapping[str, Any]:
     return {} if temperature is None else {"rollout.val.temperature": temperature}
 
 
+PARALLEL = [f"{R}.tensor_model_parallel_size", f"{R}.pipeline_model_parallel_size"]
+
+
 def _engine(values: Values) -> Mapping[str, Any]:
     name = values.verl(f"{R}.name")
     if name in ("trtllm", "dynamo"):
@@ -83,8 +86,8 @@ def _machines(values: Values) -> Mapping[str, Any]:
     gpus, nodes = _number(values.verl("trainer.n_gpus_per_node")), _number(values.verl("trainer.nnodes")) or 1
     if not gpus:
         return {}
-    tensor = _number(values.verl(f"{R}.tensor_model_parallel_size")) or 1
-    per_server = tensor * (_number(values.verl(f"{R}.pipeline_model_parallel_size")) or 1)
+    tensor, pipeline = (_number(values.verl(key)) or 1 for key in PARALLEL)
+    per_server = tensor * pipeline
     apart = _number(values.verl("rollout.nnodes", f"{R}.nnodes")) * _number(
         values.verl("rollout.n_gpus_per_node", f"{R}.n_gpus_per_node")
     )
@@ -203,7 +206,7 @@ ROLLOUT_GROUPS: Sequence[Group] = (
             *keys("rollout", "nnodes n_gpus_per_node"),
         ],
         _machines,
-        ["rollout.engine", "rollout.engine_kwargs", "rollout.free_cache_engine", "trainer.mode"],
+        ["rollout.engine", "rollout.engine_kwargs", "rollout.free_cache_engine", "trainer.mode", *PARALLEL],
     ),
     Group(
         [key for section in FUNCTIONS for key in keys(section, "path name reward_kwargs")], _reward_function

@@ -306,7 +306,11 @@ def _async_training(values: Values) -> Mapping[str, Any]:
 
 
 TRAINING_GROUPS: Sequence[Group] = (
-    Group(["data.train_batch_size", "async_training.require_batches"], _batch_size),
+    Group(
+        ["data.train_batch_size", "async_training.require_batches"],
+        _batch_size,
+        [f"{A}.ppo_mini_batch_size"],
+    ),
     Group([f"{A}.ppo_mini_batch_size"], _mini_batches(A), ["data.train_batch_size"]),
     Group(["critic.ppo_mini_batch_size"], _mini_batches("critic"), ["data.train_batch_size"]),
     Group(keys(A, MICRO_BATCHES), _micro_batches(A), LENGTHS),
@@ -316,8 +320,8 @@ TRAINING_GROUPS: Sequence[Group] = (
     Group(["algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"], _kl_reward),
     Group(keys(A, "policy_loss.loss_mode loss_mode"), _loss),
     Group(keys(A, "loss_agg_mode loss_scale_factor"), _aggregation),
-    Group(_schedule_keys(A), _schedule(A), ["trainer.total_steps"]),
-    Group(_schedule_keys("critic"), _schedule("critic"), ["trainer.total_steps"]),
+    Group(_schedule_keys(A), _schedule(A), ["trainer.total_training_steps"]),
+    Group(_schedule_keys("critic"), _schedule("critic"), ["trainer.total_training_steps"]),
     Group(CORRECTION_KEYS, _correction),
     Group([key for section in OVERLONG for key in keys(section, "enable len penalty_factor log")], _overlong),
     Group(["algorithm.adv_estimator"], _estimator),
