@@ -8,6 +8,15 @@ from agent_loop.integrations.verl import AgentLoopBase, AgentLoopOutput, registe
 docs/from-verl.md lists the counterparts of verl's names, and the differences.
 """
 
+from agent_loop.integrations.verl.gpt_oss import (
+    add_generation_prompt_for_gpt_oss as add_generation_prompt_for_gpt_oss,
+)
+from agent_loop.integrations.verl.gpt_oss import (
+    build_gpt_oss_tool_response_text as build_gpt_oss_tool_response_text,
+)
+from agent_loop.integrations.verl.gpt_oss import (
+    format_gpt_oss_tool_response_manually as format_gpt_oss_tool_response_manually,
+)
 from agent_loop.integrations.verl.gsm8k import Gsm8kInteraction as Gsm8kInteraction
 from agent_loop.integrations.verl.gsm8k import Gsm8kTool as Gsm8kTool
 from agent_loop.integrations.verl.interactions import (
@@ -22,6 +31,7 @@ from agent_loop.integrations.verl.names import load_name
 from agent_loop.integrations.verl.parsing import FunctionCall as FunctionCall
 from agent_loop.integrations.verl.parsing import HermesToolParser as HermesToolParser
 from agent_loop.integrations.verl.parsing import ToolParser as ToolParser
+from agent_loop.integrations.verl.rules import default_compute_score as default_compute_score
 from agent_loop.integrations.verl.servers import AsyncServerBase as AsyncServerBase
 from agent_loop.integrations.verl.shipped_loops import AgentData as AgentData
 from agent_loop.integrations.verl.shipped_loops import AsyncPartialToolAgentLoop as AsyncPartialToolAgentLoop

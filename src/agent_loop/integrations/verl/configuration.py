@@ -72,6 +72,14 @@ def _model(model: ModelConfig, *, settings: Config) -> dict[str, Any]:
         "override_config": {},
         "use_shm": False,
         "enable_gradient_checkpointing": settings.actor.gradient_checkpointing,
+        "enable_activation_offload": False,
+        "use_remove_padding": settings.actor.use_packing,
+        "use_fused_kernels": False,
+        "use_liger": False,
+        "exclude_modules": None,
+        "lora_adapter_path": None,
+        "lora": {"rank": model.lora_rank, "alpha": model.lora_alpha},
+        "mtp": {"enable": False},
     }
 
 
@@ -84,6 +92,12 @@ def _actor(settings: Config) -> dict[str, Any]:
         "clip_ratio": actor.clip_ratio_low,
         "loss_scale_factor": actor.loss_length,
         "use_kl_loss": actor.kl_loss_coef > 0,
+        "use_dynamic_bsz": True,
+        "ppo_micro_batch_size_per_gpu": None,
+        "ppo_max_token_len_per_gpu": actor.max_tokens_per_micro_batch,
+        "ulysses_sequence_parallel_size": 1,
+        "rollout_n": settings.rollout.n,
+        "loss_mode": actor.policy_loss,
         "optim": _optim(_dumped(actor)),
     }
 
@@ -109,6 +123,12 @@ def _rollout(rollout: RolloutConfig) -> dict[str, Any]:
         "full_determinism": False,
         "over_sample_rate": 0,
         "layered_summon": False,
+        "multi_stage_wake_up": False,
+        "quantization": None,
+        "log_prob_use_dynamic_bsz": True,
+        "log_prob_micro_batch_size_per_gpu": None,
+        "prometheus": {"enable": rollout.metrics_port is not None, "port": rollout.metrics_port},
+        "checkpoint_engine": {"backend": "naive"},
         "disable_log_stats": True,
         "enable_rollout_routing_replay": False,
         "nnodes": 0,
@@ -186,6 +206,8 @@ def _algorithm(settings: Config) -> dict[str, Any]:
         **_dumped(algorithm),
         "use_kl_in_reward": algorithm.kl_reward_coef > 0,
         "kl_penalty": algorithm.kl_reward_type,
+        "filter_groups": {"enable": algorithm.max_refills > 0, "metric": "seq_reward"},
+        "rollout_correction": {"rollout_is": None, "rollout_rs": None},
         "kl_ctrl": {"type": "fixed", "kl_coef": algorithm.kl_reward_coef},
     }
 
@@ -206,7 +228,13 @@ def _trainer(settings: Config) -> dict[str, Any]:
     return {
         **_dumped(trainer),
         "total_training_steps": trainer.total_steps,
-        "total_epochs": None,
+        "resume_mode": "auto",
+        "resume_from_path": None,
+        "balance_batch": True,
+        "log_val_generations": 0,
+        "rollout_data_dir": None,
+        "validation_data_dir": None,
+        "use_v1": True,
         "save_freq": trainer.save_every or UNLIMITED,
         "test_freq": trainer.val_every or UNLIMITED,
         "default_local_dir": trainer.run_dir,
