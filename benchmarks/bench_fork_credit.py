@@ -44,7 +44,7 @@ ARMS: dict[str, Sequence[str]] = {
     "fork": ["rollout.n=4", "algorithm.adv_estimator=fork"],
     "fork, values only": ["rollout.n=4", "algorithm.adv_estimator=fork", "algorithm.fork.train=false"],
 }
-STEPS_AT_ONCE = 10
+STEPS_AT_ONCE = 5
 """Steps between two looks at the number of tokens."""
 END = 0.9
 """Share of the tokens after which the end of a training begins."""
