@@ -1,6 +1,6 @@
 """Credit by forking (`algorithm.adv_estimator: fork`) against GRPO, at an equal number of sampled tokens.
 
-    python benchmarks/bench_fork_credit.py [TASK ...] [--seeds N ...] [--tokens N] [--json FILE]
+    python benchmarks/bench_fork_credit.py [TASK ...] [--seeds N ...] [--tokens N] [--json FILE] [--curves FILE]
 
 All trainings of a task begin with the same model, with 16 prompts per step. `fork` has 4 trajectories per prompt, and
 two continuations of each at its most uncertain turn, which are trained too. `fork, values only` uses their rewards
@@ -21,10 +21,14 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import numpy as np
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from outcome import conclude
 from rich.console import Console
 from rich.table import Table
@@ -38,6 +42,8 @@ from agent_loop.training.run_folder import METRICS_FILE
 from examples.common.warm_start import make_warm_model
 from examples.run import RECIPES, tool_schemas
 
+FloatArray: TypeAlias = NDArray[np.float64]
+
 ARMS: dict[str, Sequence[str]] = {
     "grpo": ["rollout.n=6"],
     "grpo, more steps": ["rollout.n=4"],
@@ -46,6 +52,8 @@ ARMS: dict[str, Sequence[str]] = {
 }
 STEPS_AT_ONCE = 5
 """Steps between two looks at the number of tokens."""
+POINTS = 20
+"""Points of a curve. Each is the mean over the tokens since the one before."""
 END = 0.9
 """Share of the tokens after which the end of a training begins."""
 
@@ -68,6 +76,10 @@ class Result:
         """Return the mean success over a range of tokens, with straight lines between steps."""
         grid = np.linspace(start, end, 1000)
         return float(np.interp(grid, self.tokens, self.successes).mean())
+
+    def means(self, grid: FloatArray) -> FloatArray:
+        """Return the mean success between each two numbers of tokens."""
+        return np.array([self.mean(start=start, end=end) for start, end in pairwise(grid)])
 
 
 def train(task: str, arm: str, *, seed: int, num_tokens: int, model: str, folder: str) -> Result:
@@ -125,6 +137,25 @@ def print_table(results: Sequence[Result], *, num_tokens: int, console: Console)
     console.print(table)
 
 
+def draw_curves(results: Sequence[Result], path: Path) -> None:
+    """Draw the mean of the curves over seeds, and their range, in one plot per task."""
+    tasks = list(dict.fromkeys(result.task for result in results))
+    figure = Figure(figsize=(4.4 * len(tasks), 3.2), layout="constrained")
+    FigureCanvasSVG(figure)
+    for task, axes in zip(tasks, figure.subplots(1, len(tasks), squeeze=False)[0], strict=True):
+        for arm in dict.fromkeys(result.arm for result in results if result.task == task):
+            found = [result for result in results if (result.task, result.arm) == (task, arm)]
+            grid = np.linspace(0, min(result.tokens[-1] for result in found), POINTS + 1)
+            values = np.stack([result.means(grid) for result in found])
+            [line] = axes.plot(grid[1:] / 1000, values.mean(axis=0), label=arm, linewidth=1.6)
+            low, high = values.min(axis=0), values.max(axis=0)
+            axes.fill_between(grid[1:] / 1000, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        axes.set(xlabel="thousand sampled tokens", ylabel="success", ylim=(0, 1.02), title=task)
+        axes.grid(linewidth=0.4)
+        axes.legend(frameon=False, loc="lower right", fontsize=8)
+    cast(Any, figure).savefig(path, format="svg", metadata={"Date": None})
+
+
 def _tokens(lines: Sequence[Any]) -> list[int]:
     each = [line[names.MODEL_TOKENS] + line.get(names.FORK_TOKENS, 0.0) for line in lines]
     return [int(total) for total in np.cumsum(each)]
@@ -139,6 +170,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=60_000)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--models", type=Path, help="folder for the first models, which are made once")
+    parser.add_argument("--curves", type=Path, help="SVG file for the curves")
     parser.add_argument("--json", type=Path, dest="json_file")
     options = parser.parse_args()
     console, results = Console(width=140), list[Result]()
@@ -154,6 +186,8 @@ def main() -> None:
                     arguments = {"num_tokens": options.tokens, "model": str(model), "folder": run_dir}
                     results.append(run_in_new_process(train, task, arm, seed=seed, **arguments))
                     print_table(results, num_tokens=options.tokens, console=console)
+    if options.curves is not None:
+        draw_curves(results, options.curves)
     conclude(results, missed=[], json_file=options.json_file, is_quick=True)
 
 
