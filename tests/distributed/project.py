@@ -75,6 +75,11 @@ def counts(request):
     return ScriptedReply(token_ids, latency_s=len(token_ids) / 4)
 
 
+def scorer(token_ids):
+    """Depends only on the tokens."""
+    return [-float(token % 7) - 0.5 for token in token_ids[1:].tolist()]
+
+
 def hangs(request):
     return ScriptedReply([1], latency_s=float("inf"))
 '''
@@ -150,7 +155,11 @@ def make_config(
 ) -> Config:
     rollout: dict[str, Any] = {
         "engine": "scripted",
-        "engine_kwargs": {"script": f"{folder}/script.py:{script}", "streams": streams},
+        "engine_kwargs": {
+            "script": f"{folder}/script.py:{script}",
+            "scorer": f"{folder}/script.py:scorer",
+            "streams": streams,
+        },
         "num_servers": num_servers,
         "prompt_length": 1024,
         "response_length": 2048,

@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM
 from agent_loop.config import load_config
 from agent_loop.distributed import create_manager
 from agent_loop.distributed.manager import ClusterManager
+from agent_loop.errors import BadPrompt
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.concurrency import run_together
+from agent_loop.servers.base import Ability
 from agent_loop.trajectory import IncidentKind, Trajectory
-from agent_loop.types import SamplingParams, StopReason
+from agent_loop.types import SamplingParams, StopReason, as_token_ids
 from tests.cli.project import make_project as make_model_project
 from tests.distributed.cluster import ClusterHarness, ray
 from tests.distributed.project import OTHER_PROJECTS, make_config, make_project, rows, set_latency
@@ -64,6 +66,15 @@ def test_a_cluster_that_the_run_starts_listens_on_loopback_only(harness: Cluster
     addresses = listening_addresses(process_tree(os.getpid()))
     assert len(addresses) > 4
     assert all(map(is_loopback, addresses)), addresses
+
+
+def test_a_server_in_another_process_scores_texts(harness: ClusterHarness) -> None:
+    server = harness.manager.remote_servers[0]
+    assert Ability.SCORE in server.abilities
+    scores = harness.runner.run(server.score(as_token_ids([5, 8, 9]), start=2))
+    assert scores.logprobs.tolist() == [-2.5]
+    with pytest.raises(BadPrompt, match="start is 4"):
+        harness.runner.run(server.score(as_token_ids([5, 8, 9]), start=4))
 
 
 def test_a_control_call_is_answered_while_thousands_of_completions_hang(harness: ClusterHarness) -> None:

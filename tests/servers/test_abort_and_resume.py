@@ -12,9 +12,10 @@ from agent_loop.servers.abort_and_resume import AbortAndResumeServer
 from agent_loop.servers.base import Ability
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.factory import create_servers
+from agent_loop.servers.scores import TokenScores
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
-from agent_loop.types import SamplingParams, TokenOutput, as_token_ids
+from agent_loop.types import IntArray, SamplingParams, TokenOutput, as_token_ids
 from tests.servers.tiny_embedded import tiny_model
 
 PROMPT = as_token_ids([1, 2, 3])
@@ -42,6 +43,35 @@ class RequiresIdle(ScriptedServer):
     async def update_weights(self, weights: object, *, weight_version: int) -> None:
         assert (await self.health()).num_running == 0
         await super().update_weights([], weight_version=weight_version)
+
+
+class ScoresSlowly(RequiresIdle):
+    """Server that scores a text in 3 s, during which its weights must not change."""
+
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        version = self._weight_version
+        await asyncio.sleep(3)
+        assert self._weight_version == version
+        return await super().score(token_ids, start=start, top_logprobs=top_logprobs)
+
+
+def test_a_weight_update_waits_for_running_scores_and_delays_new_ones() -> None:
+    async def scenario() -> None:
+        engine = ScoresSlowly(counts, scorer=lambda token_ids: [-1.0] * (len(token_ids) - 1))
+        server = AbortAndResumeServer(engine)
+        assert Ability.SCORE in server.abilities
+        clock = asyncio.get_running_loop().time
+        async with asyncio.TaskGroup() as group:
+            group.create_task(server.score(PROMPT))
+            await asyncio.sleep(1)
+            update = group.create_task(server.update_weights([], weight_version=1))
+            await asyncio.sleep(1)
+            later = group.create_task(server.score(PROMPT, start=2))
+        assert update.done()
+        assert later.result().logprobs.tolist() == [-1.0]
+        assert clock() == 6
+
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -27,6 +27,7 @@ from agent_loop.distributed.weights import PublishedWeights, WeightStore
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError, ServerTimeout
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
+from agent_loop.servers.scores import TokenScores
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 
@@ -109,6 +110,14 @@ class RemoteServer(AsyncServerBase):
             completion=token_bytes(output.token_ids),
         )
         return output
+
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        call = self._actor.score.remote(token_ids, start, top_logprobs)
+        try:
+            return await self._await_call(call)
+        except asyncio.CancelledError:
+            load_ray().cancel(call)
+            raise
 
     async def abort(self, request_id: str) -> None:
         await self._control("abort", request_id)

@@ -16,6 +16,8 @@ from agent_loop.distributed.weights import PublishedWeights, WeightFetcher
 from agent_loop.errors import ServerDied
 from agent_loop.servers.base import ServerHealth, ServerSpec
 from agent_loop.servers.factory import create_server, find_server_class
+from agent_loop.servers.scores import TokenScores
+from agent_loop.types import IntArray
 
 ResultT = TypeVar("ResultT")
 
@@ -91,6 +93,14 @@ class ServerActor:
         if self._frontend is None:
             raise ChannelLost(NOT_STARTED)
         return pickle.dumps(await self._frontend.exchange(pickle.loads(packed)), protocol=5)
+
+    async def score(self, token_ids: IntArray, start: int, top_logprobs: int) -> TokenScores:
+        """Return the scores of a text. See `AsyncServerBase.score`.
+
+        Raises:
+            AgentLoopError: The server refused the text, or failed.
+        """
+        return await self._started.server.score(token_ids, start=start, top_logprobs=top_logprobs)
 
     # -- the control group -----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.in_flight import InFlightRequest
 from agent_loop.servers.reply_check import bad_reply
+from agent_loop.servers.scores import TokenScores
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
@@ -103,6 +104,11 @@ class AbortAndResumeServer(AsyncServerBase):
                     yield request.chunks[-1]
         finally:
             del self._requests[request_id]
+
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        await self._is_open.wait()
+        async with self._at_engine():  # a weight update waits for the end of the score
+            return await self._server.score(token_ids, start=start, top_logprobs=top_logprobs)
 
     async def abort(self, request_id: str) -> None:
         state = self._requests.get(request_id)
