@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agent_loop.config import Config
@@ -111,6 +111,8 @@ def make_plan(config: Config, shape: ModelShape, *, machine: Machine) -> Plan:
     assignment = assign(config, devices=machine.devices)
     has_gpu = bool(machine.devices) and config.model.device != "cpu"
     update = update_memory(shape, config, on_gpu=has_gpu)
+    if has_gpu and config.placement.reference == "cpu":
+        update = replace(update, reference=0.0)
     server = _server_parts(shape, config, capacity=machine.memory if has_gpu else 0.0)
     loads = _device_loads(config, assignment, machine, update, server) if has_gpu else ()
     if not has_gpu:
@@ -177,12 +179,14 @@ def _device_loads(
     server: Mapping[str, float],
 ) -> list[Load]:
     capacity, context = machine.memory, {"process": PROCESS_BYTES}
+    loading = {"float32 weights": update.loading, **context}
     peak, resting = _trainer_parts(update, is_peak=True), _trainer_parts(update, is_peak=False)
     in_process = config.rollout.engine in IN_PROCESS
     trainer = assignment.trainer or (machine.devices[: config.trainer.num_processes] if in_process else ())
     if assignment.is_colocated or in_process:
         asleep = {"sleeping engine": server["engine"] / 2} if not in_process else {}
         return [
+            *_loads_if(update, trainer, {**loading, **asleep}, capacity),
             Load(trainer, "rollout", {**server, **resting, **context}, capacity),
             Load(trainer, "update", {**peak, **asleep, **context}, capacity),
         ]
@@ -191,6 +195,7 @@ def _device_loads(
     if servers:
         loads.append(Load(servers, "rollout", dict(server), capacity))
     if trainer:
+        loads += _loads_if(update, trainer, loading, capacity)
         of_rank = (
             peak if assignment.reference is None else {k: v for k, v in peak.items() if k != "reference"}
         )
@@ -199,6 +204,13 @@ def _device_loads(
         parts = {"reference": update.reference, "logits": update.logits, **context}
         loads.append(Load((assignment.reference,), "update", parts, capacity))
     return loads
+
+
+def _loads_if(
+    update: UpdateMemory, trainer: tuple[str, ...], parts: Mapping[str, float], capacity: float
+) -> list[Load]:
+    """Return the load while the model is loaded, if it is higher than that of an update."""
+    return [Load(trainer, "load", parts, capacity)] if update.loading > update.peak else []
 
 
 def _host_load(config: Config, machine: Machine, update: UpdateMemory, server: Mapping[str, float]) -> Load:

@@ -38,6 +38,8 @@ class UpdateMemory:
     """Layers that FSDP has gathered, and gradients that are not added up yet."""
     step: float
     """Temporary tensors of the optimiser step, when activations and logits are free."""
+    loading: float
+    """The model in float32, in which a single process loads it to its device; 0 for processes that shard it."""
 
     @property
     def resident(self) -> float:
@@ -94,13 +96,20 @@ def update_memory(shape: ModelShape, config: Config, *, on_gpu: bool) -> UpdateM
     return UpdateMemory(
         weights=weights,
         optimizer=2 * trained * FULL / processes,
-        reference=reference if config.actor.kl_loss_coef or config.algorithm.kl_reward_coef else 0.0,
+        reference=reference if _has_reference(config) else 0.0,
         gradients=trained * FULL / processes,
         activations=tokens * _activations(shape, config, size),
         logits=_head(shape, positions, size, on_gpu=on_gpu),
         working=gathered + gradient,
+        loading=shape.parameters * FULL if processes == 1 else 0.0,
         step=(trained / processes if on_gpu else largest) * FULL,
     )
+
+
+def _has_reference(config: Config) -> bool:
+    """Return whether a reference model is loaded. The policy without its adapters is one that needs no memory."""
+    has_penalty = bool(config.actor.kl_loss_coef or config.algorithm.kl_reward_coef)
+    return has_penalty and not (config.model.lora_rank and config.actor.reference_path is None)
 
 
 def _activations(shape: ModelShape, config: Config, size: int) -> float:

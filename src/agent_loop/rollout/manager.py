@@ -94,6 +94,7 @@ class AgentLoopManager:
         )
         self._row_checks = RowChecks(context, loops=loops, default_agent_loop=config.default_agent_loop)
         self._jobs = JobFactory(config)
+        self._is_colocated = settings is not None and settings.placement.colocated is not None
         self._servers = SleepingServers(self.server_manager, free_cache_engine=config.free_cache_engine)
         self._stages = RunStages(
             self._workers,
@@ -327,6 +328,8 @@ class AgentLoopManager:
             for server in self.server_manager.servers:
                 refuse_sampling_params(server, params)
             await self._workers.start()
+            if self._is_colocated:
+                await self.sleep()  # the trainer loads its model next
             self.telemetry.start()
         except BaseException:
             await run_shielded(self.close, timeout_s=CLOSE_TIMEOUT_S)

@@ -325,18 +325,21 @@ class Actor:
 
         logprobs_BR = torch.zeros(batch["responses"].shape, dtype=torch.float32)
         for micro_batch, part_BR in compute_each(
-            logprobs_of, self._cut(batch, rows), num_threads=self._num_threads
+            logprobs_of, self._cut(batch, rows, model=model), num_threads=self._num_threads
         ):
             micro_batch.put(part_BR, into=logprobs_BR)
         return self._process_group.sum_tensor(logprobs_BR)
 
-    def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[MicroBatch]:
+    def _cut(
+        self, batch: RolloutBatch, rows: Tensor, *, model: PreTrainedModel | None = None
+    ) -> Iterator[MicroBatch]:
+        """Yield micro-batches on the device of a model; None is the policy."""
         return micro_batches_of_rank(
             batch,
             rows=rows,
             process_group=self._process_group,
             max_tokens=self._config.max_tokens_per_micro_batch,
-            device=self.model.device,
+            device=(model or self.model).device,
             use_packing=self._config.use_packing,
             share_prefixes=self._config.share_prefixes,
             pad=self._pads,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import torch
 from transformers import PreTrainedModel
 
 from agent_loop.config import Config
@@ -14,6 +17,8 @@ def load_reference(
     config: Config, *, policy: PreTrainedModel | None = None, device: str | None = None
 ) -> PreTrainedModel | None:
     """Load the reference policy of the KL penalties; None if no penalty has a weight.
+
+    `placement` may give it the CPU, or a device of its own: the second that this process sees.
 
     Args:
         config: All settings.
@@ -31,8 +36,15 @@ def load_reference(
         return policy
     if path is not None:
         _check_vocabulary(config, path)
+    placement = config.placement
+    has_own_device = (
+        placement.split is not None and placement.split.reference and torch.cuda.device_count() > 1
+    )
+    if placement.reference == "cpu" or has_own_device:
+        device = "cpu"
     changes = {"lora_rank": 0, "path": path or config.model.path, "device": device or config.model.device}
-    return load_policy(config.model.model_copy(update=changes))
+    model = load_policy(config.model.model_copy(update=changes))
+    return cast(Any, model).to("cuda:1") if has_own_device else model
 
 
 def _check_vocabulary(config: Config, path: str) -> None:
