@@ -56,7 +56,12 @@ class OptimConfig(Section):
     `seq-mean-token-sum-norm`: the sum of a trajectory is divided by `loss_length` (Dr. GRPO)."""
     loss_length: Tokens | None = None
     """Divisor of `seq-mean-token-sum-norm`; None is `rollout.response_length`."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Compute each layer again in the backward pass instead of keeping its activations. `selective` keeps the outputs
+    of attention, so that attention is computed once."""
+    optimizer_bits: Literal[32, 8] = 32
+    """Bits of each of the two numbers that the optimiser keeps for a weight. 8 saves 6 bytes per trained weight, needs
+    `bitsandbytes`, and works in one process only."""
 
 
 class CorrectionConfig(Section):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from agent_loop.config import OptimConfig
+from agent_loop.errors import ConfigError
 from agent_loop.training.master_weights import MasterWeights, whole
 
 
 class Optimizer:
-    """AdamW with a warm-up and a decay."""
+    """AdamW with a warm-up and a decay, and with 32 or 8 bits for each number of its state."""
 
     def __init__(self, weights: MasterWeights, *, config: OptimConfig, seed: int) -> None:
         """Refer to the weights.
@@ -23,23 +26,16 @@ class Optimizer:
             weights: Weights to update.
             config: Learning rates, and the number of steps of an update.
             seed: Seed of the shuffle into mini-batches.
+
+        Raises:
+            ConfigError: `optimizer_bits` is 8, and `bitsandbytes` is not installed or the weights are sharded.
         """
         self.num_updates = 0
         self._config = config
         self._generator = torch.Generator().manual_seed(seed)
         self._weights = weights
-        self._adamw = torch.optim.AdamW(
-            list(weights.tensors.values()),
-            lr=config.lr,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-        )
-        for weight in weights.tensors.values():  # AdamW does the same in its first step
-            self._adamw.state[weight] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(weight),
-                "exp_avg_sq": torch.zeros_like(weight),
-            }
+        settings = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+        self._adamw = _CLASSES[config.optimizer_bits](list(weights.tensors.values()), **settings)
 
     def start_update(self) -> float:
         """Set the learning rate of this update and return it."""
@@ -109,7 +105,42 @@ class Optimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         for name, weight in self._weights.tensors.items():
-            for key, value in self._adamw.state[weight].items():
-                value.copy_(state["adamw"][name][key])
+            own, saved = self._adamw.state[weight], state["adamw"][name]
+            for key, value in own.items():
+                if isinstance(value, Tensor):
+                    value.copy_(saved[key])
+                else:
+                    own[key] = saved[key]
         self.num_updates = int(state["num_updates"])
         self._generator.set_state(state["generator"])
+
+
+def _adamw(weights: list[Tensor], **settings: Any) -> torch.optim.Optimizer:
+    adamw = torch.optim.AdamW(weights, **settings)
+    for weight in weights:  # AdamW does the same in its first step
+        adamw.state[weight] = {
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros_like(weight),
+            "exp_avg_sq": torch.zeros_like(weight),
+        }
+    return adamw
+
+
+def _adamw_8_bits(weights: list[Tensor], **settings: Any) -> torch.optim.Optimizer:
+    """Return AdamW with 8 bits for each number of its state (arXiv 2110.02861)."""
+    try:
+        bitsandbytes: Any = importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise ConfigError("optimizer_bits=8 needs: pip install bitsandbytes") from error
+    if any(isinstance(weight, DTensor) for weight in weights):
+        raise ConfigError(
+            "optimizer_bits is 8, but the weights are sharded over several processes; set optimizer_bits=32 or "
+            "trainer.num_processes=1"
+        )
+    adamw: Any = bitsandbytes.optim.AdamW8bit(weights, **settings)
+    for number, weight in enumerate(weights):  # AdamW8bit does the same in its first step
+        adamw.init_state(adamw.param_groups[0], weight, 0, number)
+    return adamw
+
+
+_CLASSES = {32: _adamw, 8: _adamw_8_bits}

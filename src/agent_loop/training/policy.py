@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -20,6 +22,9 @@ from agent_loop.training.forward import SampledTokens, apply_at_head, outputs_at
 from agent_loop.training.logit_head import linear_head, logit_transform
 from agent_loop.training.losses import TokenLogProbs, blockwise_logprobs, token_logprobs
 from agent_loop.training.micro_batches import MicroBatch
+
+ATTENTION_PARTS = ("attention", "flash_attn")
+"""Parts of the names of operations that compute attention."""
 
 
 def load_policy(config: ModelConfig, *, path: str | Path | None = None, seed: int = 0) -> PreTrainedModel:
@@ -98,8 +103,14 @@ def device_of(config: ModelConfig) -> torch.device:
     return torch.device("cuda" if config.device != "cpu" and has_gpu else "cpu")
 
 
-def make_exact(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Switch off everything that makes two passes differ, such as dropout, because engines sample without it."""
+def make_exact(model: PreTrainedModel, *, gradient_checkpointing: bool | Literal["selective"]) -> None:
+    """Switch off everything that makes two passes differ, such as dropout, because engines sample without it.
+
+    Args:
+        model: Model to change.
+        gradient_checkpointing: Compute each layer again in the backward pass; `selective` keeps the outputs of
+            attention.
+    """
     model.eval()
     if getattr(model.config, "rescale_every", 0):
         cast(
@@ -108,10 +119,21 @@ def make_exact(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
     if gradient_checkpointing:
         older_name: Any = getattr(model, "gradient_checkpointing_enable", None)
         enable: Any = getattr(model, "activation_checkpointing_enable", older_name)
-        enable({"use_reentrant": False})
+        keep = {"context_fn": _keep_attention} if gradient_checkpointing == "selective" else {}
+        enable({"use_reentrant": False, **keep})
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True  # enables checkpointing; the modules inside are not changed
+
+
+def _keep_attention() -> Any:
+    """Return the contexts of a checkpoint that keeps the outputs of attention."""
+
+    def policy(context: object, operation: Any, *arguments: object, **options: object) -> CheckpointPolicy:
+        is_attention = any(part in operation.name() for part in ATTENTION_PARTS)
+        return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return cast(Any, checkpoint).create_selective_checkpoint_contexts(policy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def _model(model: ModelConfig, *, settings: Config) -> dict[str, Any]:
         "external_lib": None,
         "override_config": {},
         "use_shm": False,
-        "enable_gradient_checkpointing": settings.actor.gradient_checkpointing,
+        "enable_gradient_checkpointing": bool(settings.actor.gradient_checkpointing),
         "enable_activation_offload": False,
         "use_remove_padding": settings.actor.use_packing,
         "use_fused_kernels": False,
