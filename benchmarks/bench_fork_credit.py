@@ -147,9 +147,10 @@ def draw_curves(results: Sequence[Result], path: Path) -> None:
             found = [result for result in results if (result.task, result.arm) == (task, arm)]
             grid = np.linspace(0, min(result.tokens[-1] for result in found), POINTS + 1)
             values = np.stack([result.means(grid) for result in found])
-            [line] = axes.plot(grid[1:] / 1000, values.mean(axis=0), label=arm, linewidth=1.6)
+            color = f"C{list(ARMS).index(arm)}"
+            axes.plot(grid[1:] / 1000, values.mean(axis=0), label=arm, linewidth=1.6, color=color)
             low, high = values.min(axis=0), values.max(axis=0)
-            axes.fill_between(grid[1:] / 1000, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            axes.fill_between(grid[1:] / 1000, low, high, color=color, alpha=0.15, linewidth=0)
         axes.set(xlabel="thousand sampled tokens", ylabel="success", ylim=(0, 1.02), title=task)
         axes.grid(linewidth=0.4)
         axes.legend(frameon=False, loc="lower right", fontsize=8)
