@@ -49,7 +49,9 @@ class DistillationConfig(Section):
     """Distillation from teachers on the policy's own trajectories."""
 
     teachers: dict[TeacherName, TeacherConfig] = Field(default={})
-    """Teachers by name. None: no distillation."""
+    """Teachers by name, each with `path`, `tokenizer_path`, `engine`, `engine_kwargs`, `server_url`, `sources`, `hint`,
+    `hint_key`, `context_length`, `max_concurrent` and `timeout_s`, such as `{big: {path: folder}}`. Without teachers,
+    nothing is distilled."""
     objective: Objective = "forward_kl"
     """What is learned at each sampled token. `forward_kl`: the divergence of the policy's distribution from the
     teacher's, as a loss. `reverse_kl`: the divergence of the teacher's from the policy's, as a loss. `sampled_kl`: the

@@ -114,9 +114,9 @@ TOOLS = "tools/"
 returned."""
 
 BY_SOURCE = "by_source/"
-"""Prefix: `rollouts`, `reward/mean`, `reward/success_share`, `entropy`, `clip_fraction`, `kl_loss` and
-`rollout_train_logprob_diff_mean` of each data source, as in `by_source/gsm8k/entropy`. Values of tokens are means over
-sampled tokens. Absent in runs with one source."""
+"""Prefix: `rollouts`, `reward/mean`, `reward/success_share`, `entropy`, `clip_fraction`, `kl_loss`,
+`distillation_loss` and `rollout_train_logprob_diff_mean` of each data source, as in `by_source/gsm8k/entropy`. Values
+of tokens are means over sampled tokens. Absent in runs with one source."""
 BY_TURN = "by_turn/"
 """Prefix: the same metrics of each turn of the model, from 0, as in `by_turn/0/entropy`. A rollout counts at each turn
 that it has. Turns from the ninth are `8+`. Absent in steps with one turn."""
