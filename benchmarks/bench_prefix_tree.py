@@ -6,9 +6,10 @@ The model is a small Qwen3 with random weights, on one thread of a CPU. The plai
 padded rows, which are the default, and rows alone, which have no padding. With `actor.share_prefixes`, each distinct
 token is computed once. `share` is the share of distinct tokens. `weighted`
 is the share by arithmetic: products of weights and tokens, and of queries and keys. The CPU times are the smallest of
-several alternating rounds, so that other work on the machine matters little. `repeated` counts the tokens that are in
-several micro-batches. Memory is the largest resident size of a process with one update, above that of a tiny update;
-malloc returns freed memory at once there, because its free lists are not memory that the update needs.
+several alternating rounds, so that other work on the machine matters little. Smaller budgets cut a tree, and each part
+repeats the tokens above it; the second table counts them. Memory is the largest resident size of a process with one
+update, above that of a tiny update; malloc returns freed memory at once there, because its free lists are not memory
+that the update needs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ VOCABULARY = 2000
 NUM_LAYERS = 2
 BUDGET = 16_384
 """Tokens of a micro-batch."""
+BUDGETS = (16_384, 4096, 2560)
+"""Budgets for which repeated tokens are counted."""
 CASES = ("group of 8", "10 forks each", "deep, compacted", "64 tiny rows")
 AIMS = (1.4, 1.4, 1.3, None)
 """Largest CPU time, relative to the plain computation, divided by the share: of tokens, or by arithmetic if deep."""
@@ -61,6 +64,7 @@ def main() -> None:
         return
     console = Console(width=130)
     console.print(times(hidden=options.hidden, num_rounds=1 if options.quick else 3))
+    console.print(repetition())
     if not options.quick:
         console.print(memory())
 
@@ -73,7 +77,6 @@ def times(*, hidden: int, num_rounds: int) -> Table:
         "tokens",
         "share",
         "weighted",
-        "repeated",
         "plain, s",
         "tree, s",
         "/share",
@@ -88,7 +91,7 @@ def times(*, hidden: int, num_rounds: int) -> Table:
         rounds = [[cpu_time(actor, batch) for actor in (padded, alone, tree)] for _ in range(num_rounds)]
         padded_s, alone_s, tree_s = (min(each) for each in zip(*rounds, strict=True))
         plain_s = min(padded_s, alone_s)
-        share, weighted, num_repeated = shares_of(batch, tree.model)
+        share, weighted = shares_of(batch, tree.model)
         ratio = tree_s / plain_s
         is_deep = name.startswith("deep")
         measured = ratio / (weighted if is_deep else share)
@@ -99,9 +102,24 @@ def times(*, hidden: int, num_rounds: int) -> Table:
         )
         cells = (f"{plain_s:.2f}", f"{tree_s:.2f}", f"{ratio / share:.2f}", f"{ratio / weighted:.2f}")
         num_tokens = int(batch["attention_mask"].sum())
-        table.add_row(
-            name, f"{num_tokens}", f"{share:.2f}", f"{weighted:.2f}", f"{num_repeated}", *cells, verdict
-        )
+        table.add_row(name, f"{num_tokens}", f"{share:.2f}", f"{weighted:.2f}", *cells, verdict)
+    return table
+
+
+def repetition() -> Table:
+    """Return the table of tokens that micro-batches repeat, by the budget of a micro-batch."""
+    table = Table(title="Repeated tokens by budget, as a share of the distinct tokens")
+    for column in ("batch", "distinct tokens", *map(str, BUDGETS)):
+        table.add_column(column, justify="right")
+    for name in CASES:
+        batch, cells = make_batch(name), list[str]()
+        rows = torch.arange(len(batch))
+        num_distinct = sorted_rows(batch, rows).num_distinct
+        for budget in BUDGETS:
+            runs = sorted_rows(batch, rows).divided(max_tokens=budget)
+            computed = sum(sorted_rows(batch, torch.tensor(run)).num_distinct for run in runs)
+            cells.append(f"{computed / num_distinct - 1:.2f}")
+        table.add_row(name, f"{num_distinct}", *cells)
     return table
 
 
@@ -137,8 +155,8 @@ def peak_megabytes(num_tokens: int, *, hidden: int) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
-def shares_of(batch: RolloutBatch, model: PreTrainedModel) -> tuple[float, float, int]:
-    """Return the share of distinct tokens, the same weighted by arithmetic, and the number of repeated tokens."""
+def shares_of(batch: RolloutBatch, model: PreTrainedModel) -> tuple[float, float]:
+    """Return the share of distinct tokens, and the same weighted by arithmetic."""
     rows, device = torch.arange(len(batch)), torch.device("cpu")
     lengths = batch["attention_mask"].sum(dim=1).numpy()
     num_tree = num_pairs = 0
@@ -146,7 +164,6 @@ def shares_of(batch: RolloutBatch, model: PreTrainedModel) -> tuple[float, float
         layout, _ = as_tree(part)
         num_tree += layout.num_tokens
         num_pairs += int((layout.depth_T + 1).sum())
-    num_distinct = sorted_rows(batch, rows).num_distinct
     weights = sum(p.numel() for name, p in model.named_parameters() if "layers" in name)
     pair = 2 * NUM_LAYERS * model.config.num_attention_heads * model.config.head_dim
 
@@ -154,8 +171,8 @@ def shares_of(batch: RolloutBatch, model: PreTrainedModel) -> tuple[float, float
         return weights * num_tokens + pair * num_pairs
 
     plain = arithmetic(int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum()))
-    share = num_distinct / float(lengths.sum())
-    return share, arithmetic(num_tree, num_pairs) / plain, num_tree - num_distinct
+    share = sorted_rows(batch, rows).num_distinct / float(lengths.sum())
+    return share, arithmetic(num_tree, num_pairs) / plain
 
 
 def make_actor(hidden: int, *, shares: bool) -> Actor:

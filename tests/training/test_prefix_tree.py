@@ -115,6 +115,18 @@ def test_the_mask_for_gpus_selects_the_same_tokens(window: int | None) -> None:
         torch.testing.assert_close(found, attention._blockwise(query, key, value, **options))
 
 
+def test_tensors_whose_numbers_are_not_adjacent_are_copied() -> None:
+    layout = lay_out(arrays(caterpillar(40)), device=CPU)
+    spread = [each.detach().mT.contiguous().mT.requires_grad_() for each in random_heads(layout.num_tokens)]
+    found = attention._blockwise(*spread, layout=layout, window=None, scale=0.3)
+    expected = attend_densely(*spread, layout, None)
+    torch.testing.assert_close(found, expected)
+    for mine, theirs in zip(
+        torch.autograd.grad(found.sum(), spread), torch.autograd.grad(expected.sum(), spread), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_sums_of_short_floats_are_precise() -> None:
     layout = lay_out(arrays(caterpillar(150)), device=CPU)
     assert len(layout.plan.above) > 2

@@ -73,12 +73,10 @@ def _tokens(micro_batch: MicroBatch) -> list[LongArray]:
 
 def _before(places: Sequence[LongArray], micro_batch: MicroBatch) -> Tensor:
     """Return the position before each sampled token, row by row, from the positions of the tokens of each row."""
-    mask_BR, lengths_B = (
-        micro_batch.mask_BR.bool().cpu().numpy(),
-        micro_batch.is_response_BR.sum(dim=1).tolist(),
-    )
+    mask_BR = micro_batch.mask_BR.bool().cpu().numpy()
+    lengths_B: list[int] = cast(Any, micro_batch.is_response_BR.sum(dim=1)).tolist()
     before: list[LongArray] = []
     for places_of_row, mask_R, length in zip(places, mask_BR, lengths_B, strict=True):
-        first = len(places_of_row) - int(length) - 1
-        before.append(places_of_row[first:-1][mask_R[: int(length)]])
+        first = len(places_of_row) - length - 1
+        before.append(places_of_row[first:-1][mask_R[:length]])
     return cast(Any, torch).from_numpy(np.concatenate(before)).to(micro_batch.input_ids_BW.device)

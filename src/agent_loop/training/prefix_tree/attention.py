@@ -131,6 +131,7 @@ def _blockwise(
     if value_dim != query.shape[-1]:  # the kernel needs equal sizes, and zeros change nothing
         widest = max(value_dim, query.shape[-1])
         query, key, value = (pad(each, (0, widest - each.shape[-1])) for each in (query, key, value))
+    query, key, value = (_adjacent(each) for each in (query, key, value))
     attended: Tensor = cast(Any, _Blocks).apply(query, key, value, layout.plan_for(window), scale)
     return attended[..., :value_dim]
 
@@ -183,6 +184,7 @@ class _Blocks(Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, logsumexp = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
+        grad_out = _adjacent(grad_out)
         sums = tuple(_sums(each) for each in (query, key, value))
         for number, block in enumerate((*plan.own, *plan.above)):
             rows, keys = block.queries, block.keys
@@ -214,6 +216,11 @@ def _sums(like: Tensor) -> Tensor:
     return torch.empty((one, num_tokens, num_heads, size), dtype=dtype, device=like.device).transpose(1, 2)
 
 
+def _adjacent(values: Tensor) -> Tensor:
+    """Return a tensor whose last dimension is adjacent in memory, as the kernels assume without a check."""
+    return values if values.stride(-1) == 1 else values.contiguous()
+
+
 def _mask(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return None if mask is None else mask.to(query.dtype)
 
@@ -227,9 +234,10 @@ def _flex(
     def is_visible(batch: Tensor, head: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         return layout.is_visible(queries, keys, window=window)
 
-    num_tokens, device = layout.num_tokens, query.device
-    mask = create_mask(is_visible, None, None, num_tokens, num_tokens, device=str(device))
-    return attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
+    if window not in layout.flex_masks:
+        num_tokens, device = layout.num_tokens, str(query.device)
+        layout.flex_masks[window] = create_mask(is_visible, None, None, num_tokens, num_tokens, device=device)
+    return attend(query, key, value, block_mask=layout.flex_masks[window], scale=scale, enable_gqa=True)
 
 
 @cache

@@ -62,9 +62,11 @@ class TreeLayout:
     places: tuple[LongArray, ...]
     """For each row, the positions of its tokens."""
     plan: AttentionPlan
-    """Plan without a window."""
-    plans: dict[int, AttentionPlan] = field(default_factory=dict[int, AttentionPlan])
-    """Plans that have been made for sliding windows, by their length in tokens."""
+    """Blocks of a layer without a window. Their masks are not made yet."""
+    plans: dict[int | None, AttentionPlan] = field(default_factory=dict[int | None, AttentionPlan])
+    """Blocks with masks, by the length of a sliding window in tokens, so that layers share them."""
+    flex_masks: dict[int | None, Any] = field(default_factory=dict[int | None, Any])
+    """Masks of FlexAttention, likewise."""
 
     @property
     def num_tokens(self) -> int:
@@ -72,11 +74,11 @@ class TreeLayout:
 
     def plan_for(self, window: int | None) -> AttentionPlan:
         """Return the blocks of a layer with a sliding window of so many tokens, or without one."""
-        depth_T = cast(LongArray, self.depth_T.cpu().numpy())
-        if window is None or window > int(depth_T.max()):
-            return self.plan
         if window not in self.plans:
-            plan = _Windows(window, depth_T, self.plan).plan()
+            depth_T = cast(LongArray, self.depth_T.cpu().numpy())
+            plan = self.plan
+            if window is not None and window <= int(depth_T.max()):
+                plan = _Windows(window, depth_T, plan).plan()
             self.plans[window] = _with_masks(plan, self.depth_T, self.end_T, window=window)
         return self.plans[window]
 
@@ -102,8 +104,7 @@ def lay_out(rows: Sequence[LongArray], *, device: torch.device) -> TreeLayout:
         np.concatenate([np.arange(node.place, node.place + count) for node, count in nodes_of_row(root, row)])
         for row in rows
     )
-    plan = _with_masks(_plan(root), depth, end, window=None)
-    return TreeLayout(as_tensor(ids_T).to(device), depth, end, places, plan)
+    return TreeLayout(as_tensor(ids_T).to(device), depth, end, places, _plan(root))
 
 
 def _plan(root: Node) -> AttentionPlan:
