@@ -51,7 +51,7 @@ def read_scores(reply: Any, *, token_ids: IntArray, start: int, num_top: int, se
         if not num_top:
             return TokenScores(logprobs)
         places = cast(Sequence[Any], meta["input_top_logprobs"])[1:]
-        shape = (len(places), num_top)
+        shape = (len(entries), num_top)
         return TokenScores(
             logprobs,
             np.array([[int(each[1]) for each in place] for place in places], np.int32).reshape(shape),
