@@ -185,6 +185,7 @@ def _create_server(name: str, *, config: Config, context_length: int) -> AsyncSe
         response_length=context_length - 1,
         start_timeout_s=config.rollout.start_timeout_s,
         on_weight_update="keep",
+        deterministic=config.rollout.deterministic and teacher.server_url is None,
     )
     try:
         [server] = create_servers(model, rollout=rollout)
