@@ -53,6 +53,29 @@ def test_losses_are_close_to_float32_and_the_policy_learns_as_fast(saves_memory:
     assert gains[1] == pytest.approx(gains[0], rel=0.1)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_on_the_host_are_trained_in_the_same_way(dtype: torch.dtype, num_threads: int) -> None:
+    on_host, plain = (
+        Actor(
+            tiny_policy(),
+            config=ActorConfig(lr=1e-3, ppo_mini_batches=2, optimizer_on_host=is_on_host),
+            dtype=dtype,
+            num_threads=num_threads,
+        )
+        for is_on_host in (True, False)
+    )
+
+    metrics = [train(actor, num_updates=2) for actor in (on_host, plain)]
+
+    for found, expected in zip(*metrics, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    weights = dict(plain.weights())
+    for name, value in on_host.weights():
+        torch.testing.assert_close(value, weights[name], atol=1e-4, rtol=1e-2)
+    assert all(parameter.grad is None for parameter in on_host.model.parameters())
+
+
 def test_steps_too_small_for_bfloat16_add_up() -> None:
     """A weight of 1 changes by 1e-4 per step, which is below the precision of bfloat16."""
     actor = make_actor(torch.bfloat16, lr=1e-4)

@@ -102,7 +102,9 @@ class Actor:
         )
         self._process_group = process_group
         self._num_threads = num_threads
-        self._weights = take_weights(model, process_group=process_group, dtype=dtype)
+        self._weights = take_weights(
+            model, process_group=process_group, dtype=dtype, on_host=config.optimizer_on_host
+        )
         self._dtype = dtype or model.dtype
         self._adapted = (
             AdaptedModel(model, dtype=self._dtype, process_group=process_group)

@@ -73,7 +73,9 @@ class Critic:
         self._pads = prove_batching(model, config=config, section="critic", max_row_tokens=max_row_tokens)
         self._process_group = process_group
         self._num_threads = num_threads
-        self._weights = take_weights(model, process_group=process_group, dtype=dtype)
+        self._weights = take_weights(
+            model, process_group=process_group, dtype=dtype, on_host=config.optimizer_on_host
+        )
         self._optimizer = Optimizer(self._weights, config=config, seed=seed)
 
     @property

@@ -1,4 +1,5 @@
-"""The float32 weights that the optimiser updates, for models that compute in another dtype or are sharded."""
+"""The float32 weights that the optimiser updates, for models that compute in another dtype or on another device, or are
+sharded."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from agent_loop.errors import ConfigError
 from agent_loop.training.process_group import ProcessGroup
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
@@ -28,7 +30,7 @@ class MasterWeights:
     tensors: Mapping[str, Tensor]
     """Weights by the names of the parameters."""
     copies: Mapping[str, nn.Parameter]
-    """Parameters of the model that are copies in lower precision."""
+    """Parameters of the model that are copies, in lower precision or on another device."""
 
     def gradients_of(self, loss: Tensor) -> Gradients:
         """Return the gradients of a loss without adding them. Not for sharded weights."""
@@ -41,11 +43,9 @@ class MasterWeights:
             if gradient is None:
                 continue
             if weight.grad is None:
-                weight.grad = gradient.to(
-                    weight.dtype, copy=True
-                )  # two weights may share one gradient tensor
+                weight.grad = gradient.to(weight, copy=True)  # two weights may share one gradient tensor
             else:
-                weight.grad.add_(gradient.to(weight.dtype))
+                weight.grad.add_(gradient.to(weight))
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
@@ -55,18 +55,39 @@ class MasterWeights:
 
 
 def take_weights(
-    model: PreTrainedModel, *, process_group: ProcessGroup, dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    *,
+    process_group: ProcessGroup,
+    dtype: torch.dtype | None = None,
+    on_host: bool = False,
 ) -> MasterWeights:
     """Make the model compute in `dtype`, keep only this rank's shard of several, and return the weights to train.
 
     The model must be loaded in float32. Parameters that require no gradient are cast or sharded too.
+
+    Args:
+        model: Model to change.
+        process_group: Process group over which the model is sharded.
+        dtype: Dtype that the model computes in; None is the dtype of its parameters.
+        on_host: Keep the weights, and so their gradients, in CPU memory; the model's parameters are copies.
+
+    Raises:
+        ConfigError: The weights are to be on the host and sharded.
     """
+    if process_group.mesh is not None and on_host:
+        raise ConfigError(
+            "optimizer_on_host is on, but the weights are sharded over several processes; set "
+            "optimizer_on_host=false or trainer.num_processes=1"
+        )
     if process_group.mesh is not None:
         _shard(model, process_group=process_group, dtype=dtype)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if process_group.mesh is not None or dtype in (None, model.dtype):
+    dtype = dtype or model.dtype
+    if process_group.mesh is not None or (dtype == model.dtype and not on_host):
         return MasterWeights(trained, {})
     tensors = {name: parameter.detach() for name, parameter in trained.items()}
+    if on_host:
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     for name, parameter in trained.items():
@@ -113,7 +134,7 @@ def _move_gradients(parameter: nn.Parameter, *, master: Tensor) -> None:
     """Add the gradient of each pass to the master weight, in its precision."""
 
     def move(parameter: Tensor) -> None:
-        gradient = cast(Tensor, parameter.grad).to(master.dtype)
+        gradient = cast(Tensor, parameter.grad).to(master)
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         parameter.grad = None
 
