@@ -36,7 +36,8 @@ from agent_loop.training.learner import _estimate_metrics
 from agent_loop.training.losses import Aggregation, aggregate
 from agent_loop.training.optimizer import Optimizer
 from agent_loop.training.rollout_metrics import rollout_metrics
-from agent_loop.training.rollouts import _earned, _with_variance
+from agent_loop.training.rollouts import _earned
+from agent_loop.training.variance import with_variance
 from agent_loop.trajectory import AgentLoopOutput, Failure, Feedback, Segment, Trajectory
 from agent_loop.types import Origin, StopReason, as_token_ids
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
@@ -582,7 +583,7 @@ def test_a_group_is_kept_if_its_rollouts_have_different_rewards(
     batch = assemble(trajectories, pad_token_id=PAD)
     signal_B = has_signal(batch["reward"], groups_B=batch["group"], rollouts_B=rollouts_of_rows(batch))
 
-    kept = _with_variance(trajectories)
+    kept = with_variance(trajectories, algorithm=AlgorithmConfig())
 
     assert kept == (trajectories if is_kept else [])
     assert signal_B.any() == is_kept

@@ -18,6 +18,7 @@ from agent_loop.config import AlgorithmConfig, Config
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.batch import assemble
 from agent_loop.training.advantages import BatchAdvantages, estimate_batch, load_estimators
+from agent_loop.training.variance import with_variance
 from agent_loop.trajectory import Trajectory
 from tests.training.fakes import PAD
 from tests.training.samples import Branch, Rollout, Sample, Turn, compared, groups, samples_of, shares
@@ -113,6 +114,26 @@ def test_parts_that_cancel_in_the_sum_of_rewards_still_have_an_advantage() -> No
     parts = [{"a": 1, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 1}, {"a": 0, "b": 0}]
     (a, b, both, neither) = estimated(with_parts(*parts), {"a": 1.0, "b": 0.5}).advantages_BR[:, 0].tolist()
     assert both > a > b > neither
+
+
+@pytest.mark.parametrize(
+    ("parts", "weights", "is_kept"),
+    [
+        (({"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 0.0}), {"a": 1.0, "b": 1.0}, True),
+        (({"a": 0.0, "b": 1.0}, {"a": 0.0, "b": 1.0}), {"a": 1.0, "b": 1.0}, False),
+        (({"a": 0.0, "b": 1.0}, {"a": 0.0, "b": 2.0}), {"a": 1.0, "b": 0.0}, False),
+        (({"a": 0.0}, {"b": 1.0}), {"a": 1.0, "b": 1.0}, False),
+        (({"a": 0.0}, {"a": "text"}), {"a": 1.0}, False),
+    ],
+)
+def test_dynamic_sampling_keeps_groups_in_which_a_part_with_a_weight_differs(
+    parts: tuple[Mapping[str, Any], ...], weights: dict[str, float], is_kept: bool
+) -> None:
+    trajectories = with_parts(*parts)
+    algorithm = AlgorithmConfig(adv_estimator="gdpo", reward_parts=weights)
+
+    assert with_variance(trajectories, algorithm=algorithm) == (trajectories if is_kept else [])
+    assert with_variance(trajectories, algorithm=AlgorithmConfig()) == []
 
 
 def test_equal_parts_and_a_group_of_one_have_no_signal() -> None:

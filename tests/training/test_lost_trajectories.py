@@ -21,7 +21,8 @@ from agent_loop.training.evaluation import summarise
 from agent_loop.training.feedback import feedback_metrics
 from agent_loop.training.learner import load_learner
 from agent_loop.training.rollout_metrics import rollout_metrics
-from agent_loop.training.rollouts import _earned, _with_variance
+from agent_loop.training.rollouts import _earned
+from agent_loop.training.variance import with_variance
 from agent_loop.trajectory import Failure, FailureKind, Trajectory
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 from tests.training.test_branches import ESTIMATORS, WEIGHT, Group, groups, trajectories_of
@@ -147,8 +148,8 @@ def test_the_metrics_name_the_kind_of_every_lost_rollout() -> None:
 
 def test_a_group_with_one_rollout_left_has_no_variance() -> None:
     right, wrong = sampled_group(1.0, 0.0)
-    assert _with_variance([right, wrong]) == [right, wrong]
-    assert _with_variance([right, failed(wrong, FailureKind.ENVIRONMENT)]) == []
+    assert with_variance([right, wrong], algorithm=AlgorithmConfig()) == [right, wrong]
+    assert with_variance([right, failed(wrong, FailureKind.ENVIRONMENT)], algorithm=AlgorithmConfig()) == []
 
 
 def test_a_lost_greedy_rollout_is_no_baseline() -> None:

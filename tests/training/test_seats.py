@@ -12,8 +12,8 @@ from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.advantages import collect_rewards, estimate_advantages
 from agent_loop.training.rollout_metrics import rollout_metrics
-from agent_loop.training.rollouts import _with_variance
 from agent_loop.training.seats import compared_groups
+from agent_loop.training.variance import with_variance
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 
@@ -102,7 +102,7 @@ def test_whitened_advantages_count_a_rollout_once_with_any_number_of_seats() -> 
 
 def test_a_zero_sum_group_varies_if_a_seat_wins_and_loses() -> None:
     varied, fixed = game(REWARDS, group=0), game([[1.0, -1.0]] * 4, group=1)
-    assert _with_variance([*varied, *fixed]) == varied
+    assert with_variance([*varied, *fixed], algorithm=AlgorithmConfig()) == varied
 
 
 def test_metrics_have_the_mean_of_each_seat_and_leave_out_seats_without_reward() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -23,8 +22,8 @@ from agent_loop.training.distillation import Lessons
 from agent_loop.training.forked import NOT_FORKED, Forked, StepForks
 from agent_loop.training.progress import Progress
 from agent_loop.training.samplers import RowResult, RowSelector, row_results
+from agent_loop.training.variance import with_variance
 from agent_loop.trajectory import Trajectory, group_branches
-from agent_loop.trajectory.branches import seat_of
 from agent_loop.types import Row
 
 OnTrajectory: TypeAlias = Callable[[Trajectory], None]
@@ -155,7 +154,7 @@ class StepRollouts:
         num_dropped = 0
         origins = {0: (f"step={step}", 0)}
         for refill in range(1, self._config.algorithm.max_refills + 1):
-            informative = _with_variance(kept)
+            informative = with_variance(kept, algorithm=self._config.algorithm)
             num_missing = num_groups - len({t.group for t in informative})
             num_used = len(rows) - len(selection.rows)
             others = selection.spare[num_used : num_used + num_missing]
@@ -187,7 +186,10 @@ class StepRollouts:
     def complete(self, step: int, rollout: StepRollout) -> None:
         """Tell the selection of later rows the results of a step that is complete."""
         self._selector.observe(
-            step, rollout.results, informative=_with_variance(rollout.trajectories), rows=rollout.rows
+            step,
+            rollout.results,
+            informative=with_variance(rollout.trajectories, algorithm=self._config.algorithm),
+            rows=rollout.rows,
         )
 
     def _results(self, trajectories: Sequence[Trajectory], *, rows: Sequence[int]) -> list[RowResult]:
@@ -210,7 +212,11 @@ class StepRollouts:
             return label, group - first_group
 
         algorithm = self._config.algorithm
-        chosen = _with_variance(trajectories) if algorithm.drop_zero_variance_groups else trajectories
+        chosen = (
+            with_variance(trajectories, algorithm=algorithm)
+            if algorithm.drop_zero_variance_groups
+            else trajectories
+        )
         forks = StepForks(
             algorithm.fork,
             runner=self._manager,
@@ -313,22 +319,6 @@ class StepRollouts:
 def max_staleness(config: Config) -> int:
     """Return how many versions the sampling weights may be older than the trained weights."""
     return config.trainer.max_staleness if config.trainer.mode == "async" else 0
-
-
-def _with_variance(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories of groups in which several rollouts are scored and not all rewards are equal.
-
-    In games, this holds for a seat of the group.
-    """
-    rewards: defaultdict[tuple[int, Hashable], set[float]] = defaultdict(set)
-    num_scored: Counter[tuple[int, Hashable]] = Counter()
-    for branches in group_branches(trajectories):
-        scored = [(t.group, seat_of(t), t.reward) for t in branches if t.reward is not None]
-        for group, seat, reward in scored:
-            rewards[group, seat].add(reward)
-        num_scored.update({(group, seat) for group, seat, _ in scored})
-    groups = {key[0] for key, found in rewards.items() if num_scored[key] > 1 and len(found) > 1}
-    return [t for t in trajectories if t.group in groups]
 
 
 def _earned(branches: Sequence[Trajectory], *, turn_weight: float) -> float:
