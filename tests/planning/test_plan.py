@@ -100,14 +100,14 @@ DOES_NOT_FIT: list[tuple[str, str, dict[str, Any], str, tuple[str, ...]]] = [
     ),
     (
         "a KV cache that holds no row",
-        "2x24GB",
+        "2x80GB",
         {
             "model": {"lora_rank": 32},
-            "rollout": {"engine_kwargs": {"gpu_memory_utilization": 0.7}},
+            "rollout": {"engine_kwargs": {"gpu_memory_utilization": 0.22}},
             "actor": {"max_tokens_per_micro_batch": 4096},
         },
         "the KV cache of a server has 0.0 GB per device, and a row of 4096 tokens needs 0.6 GB",
-        ("rollout.engine_kwargs.gpu_memory_utilization=0.85",),
+        ("rollout.engine_kwargs.gpu_memory_utilization=0.5",),
     ),
     (
         "rows that are longer than the positions of the model",

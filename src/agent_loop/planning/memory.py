@@ -83,8 +83,12 @@ def update_memory(shape: ModelShape, config: Config, *, on_gpu: bool) -> UpdateM
     frozen = shape.parameters if rank else 0
     rows = rows_per_micro_batch(config)
     tokens, positions = rows * row_tokens(config), rows * config.rollout.response_length
+    on_host = on_gpu and processes == 1 and config.actor.optimizer_on_host
+    moments = 2 * trained * config.actor.optimizer_bits / 8
     if processes == 1:
         weights = trained * FULL + (trained * size if size < FULL else 0) + frozen * size
+        if on_host:  # the device keeps the copies that the model computes with
+            weights = (trained + frozen) * size
         reference = shape.parameters * size
         gathered = 0.0
     else:  # FSDP shards float32 weights, and gathers two layers and everything outside them
@@ -95,14 +99,14 @@ def update_memory(shape: ModelShape, config: Config, *, on_gpu: bool) -> UpdateM
     gradient = 0 if rank else largest * (FULL if size == FULL else size + FULL)
     return UpdateMemory(
         weights=weights,
-        optimizer=2 * trained * FULL / processes,
+        optimizer=0.0 if on_host else moments / processes,
         reference=reference if _has_reference(config) else 0.0,
-        gradients=trained * FULL / processes,
+        gradients=0.0 if on_host else trained * FULL / processes,
         activations=tokens * _activations(shape, config, size),
         logits=_head(shape, positions, size, on_gpu=on_gpu),
         working=gathered + gradient,
         loading=shape.parameters * FULL if processes == 1 else 0.0,
-        step=(trained / processes if on_gpu else largest) * FULL,
+        step=0.0 if on_host else (trained / processes if on_gpu else largest) * FULL,
     )
 
 
@@ -115,11 +119,15 @@ def _has_reference(config: Config) -> bool:
 def _activations(shape: ModelShape, config: Config, size: int) -> float:
     """Return the bytes that all layers keep per token.
 
-    With gradient checkpointing, a layer keeps its input, and one layer at a time is computed again.
+    With gradient checkpointing, a layer keeps its input, and one layer at a time is computed again. Selective
+    checkpointing also keeps the result of attention.
     """
     layer = _layer_activations(shape, size, is_frozen=bool(config.model.lora_rank))
     if config.actor.gradient_checkpointing:
-        return shape.layers * shape.hidden * size + 2 * layer
+        kept = (
+            shape.hidden if config.actor.gradient_checkpointing is True else shape.hidden + shape.query_width
+        )
+        return shape.layers * kept * size + 2 * layer
     return shape.layers * layer
 
 

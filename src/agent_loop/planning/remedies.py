@@ -68,6 +68,11 @@ def _options(config: Config, shape: ModelShape, machine: Machine) -> Iterator[li
     )
     yield [(f"actor.max_tokens_per_micro_batch={budget}",) for budget in budgets]
     yield list(_wider_servers(config, machine))
+    if config.trainer.num_processes == 1 and machine.devices:
+        if actor.optimizer_bits == 32:
+            yield [("actor.optimizer_bits=8",)]
+        if not actor.optimizer_on_host:
+            yield [("actor.optimizer_on_host=true",)]
     if config.model.dtype == "float32":
         yield [("model.dtype=bfloat16",)]
     if not config.model.lora_rank:
