@@ -35,13 +35,18 @@ class OneOfMany(ProcessGroup):
         return [value, *self._others]
 
 
-def shares(rows: torch.Tensor, *, size: int) -> list[list[MicroBatch]]:
+def shares(rows: torch.Tensor, *, size: int, **settings: bool) -> list[list[MicroBatch]]:
     """Return the micro-batches of each rank."""
 
     def share(process_group: ProcessGroup) -> list[MicroBatch]:
         return list(
             micro_batches_of_rank(
-                BATCH, rows=rows, process_group=process_group, max_tokens=40, device=torch.device("cpu")
+                BATCH,
+                rows=rows,
+                process_group=process_group,
+                max_tokens=40,
+                device=torch.device("cpu"),
+                **settings,
             )
         )
 
@@ -52,13 +57,14 @@ def shares(rows: torch.Tensor, *, size: int) -> list[list[MicroBatch]]:
     return [share(OneOfMany(rank=rank, size=size, others=counts)) for rank in range(size)]
 
 
+@pytest.mark.parametrize("settings", [{}, {"share_prefixes": True}])
 @pytest.mark.parametrize(("num_rows", "size"), [(24, 2), (23, 3), (2, 4), (1, 2)])
 def test_each_row_counts_in_one_process_and_all_run_equally_many_micro_batches(
-    num_rows: int, size: int
+    num_rows: int, size: int, settings: dict[str, bool]
 ) -> None:
     rows = torch.arange(24)[:num_rows]
 
-    of_processes = shares(rows, size=size)
+    of_processes = shares(rows, size=size, **settings)
 
     assert len({len(share) for share in of_processes}) == 1
     counted = [m.rows_B for share in of_processes for m in share if not m.is_spare]
