@@ -175,9 +175,11 @@ def test_a_batch_function_with_verls_parameters_scores_a_group(functions: Path) 
     assert [result.score.reward if result.score else None for result in results] == [1.0, 0.0, 2.0]
 
 
-def test_a_function_for_one_solution_is_refused_for_batches(functions: Path) -> None:
-    with pytest.raises(ConfigError, match="data_source, solution_str"):
+def test_a_function_of_the_other_form_is_refused_with_the_remedy(functions: Path) -> None:
+    with pytest.raises(ConfigError, match=r"for one solution; leave reward\.batch out"):
         load_batch_reward(f"{functions}:compute_score", timeout_s=10)
+    with pytest.raises(ConfigError, match=r"for a batch; set reward\.batch=true"):
+        load_reward(f"{functions}:batch", timeout_s=10)
 
 
 CLASS = "class Solution:\n    def twice(self, x):\n        return x"

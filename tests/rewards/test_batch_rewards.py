@@ -449,6 +449,7 @@ def batch_of_others(answers, questions): return [1.0 for _ in answers]
 def single(output, row): return 1.0
 def single_ignoring(_, row): return 1.0
 def of_verl(data_sources, solution_strs, ground_truths, extra_infos): return [1.0 for _ in solution_strs]
+def of_three(answers, questions, more): return [1.0 for _ in answers]
 """
 
 
@@ -459,7 +460,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["batch", "batch_of_others"])
+@pytest.mark.parametrize("name", ["batch", "batch_of_others", "of_verl"])
 def test_a_reference_loads_a_batch_function(file: Path, name: str) -> None:
     config = Config.model_validate({"reward": {"function": f"{file}:{name}", "batch": True}})
     function = load_reward_function(config)
@@ -472,7 +473,10 @@ def test_a_reference_loads_a_batch_function(file: Path, name: str) -> None:
     [
         ("single", r"takes \(output, row\); it is called as \(outputs, rows\): leave reward\.batch=true out"),
         ("single_ignoring", r"or name its parameters \(outputs, rows\)"),
-        ("of_verl", r"takes \(data_sources, .*\); it is called as \(outputs, rows\): missing a required"),
+        (
+            "of_three",
+            r"takes \(answers, questions, more\); it is called as \(outputs, rows\): missing a required",
+        ),
     ],
 )
 def test_a_function_of_one_trajectory_is_refused_with_batch(file: Path, name: str, says: str) -> None:

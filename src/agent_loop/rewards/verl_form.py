@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from agent_loop.errors import ConfigError
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message, Row
 
@@ -21,8 +22,17 @@ def adapt(
 
     Args:
         is_batch: Whether the returned function takes `(outputs, rows)`, and the given one verl's lists.
+
+    Raises:
+        ConfigError: The function has the parameters of the other form.
     """
-    names = BATCH if is_batch else SINGLE
+    names, others = (BATCH, SINGLE) if is_batch else (SINGLE, BATCH)
+    if others[1] in signature.parameters:
+        remedy = "leave reward.batch out" if is_batch else "set reward.batch=true"
+        raise ConfigError(
+            f"the reward function takes {signature}, as verl calls it for "
+            f"{'one solution' if is_batch else 'a batch'}; {remedy}"
+        )
     if names[1] not in signature.parameters:
         return None
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
