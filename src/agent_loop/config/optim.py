@@ -63,8 +63,8 @@ class OptimConfig(Section):
     """Bits of each of the two numbers that the optimiser keeps for a weight. 8 saves 6 bytes per trained weight, needs
     `bitsandbytes`, and works in one process only."""
     optimizer_on_host: bool = False
-    """Keep the optimiser's weights and state, and the gradients, in CPU memory, which saves up to 16 bytes of GPU memory per
-    trained weight. Each step copies gradients and weights, and is computed on the CPU. One process only."""
+    """Keep the optimiser's weights and state, and the gradients, in CPU memory, which saves up to 16 bytes of GPU
+    memory per trained weight. Each step copies gradients and weights, and is computed on the CPU. One process only."""
 
 
 class CorrectionConfig(Section):
