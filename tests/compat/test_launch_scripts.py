@@ -91,6 +91,7 @@ def test_unknown_values_are_named() -> None:
         ("A=(1 2", r"\( that is not closed"),
         ("if true; then run", "'fi' belongs"),
         ("f() { f; }; f", "calls itself"),
+        ("X=ab; for i in " + "1 " * 60 + "; do X=$X$X; done", "more than 1000000 characters"),
     ],
 )
 def test_a_broken_script_is_an_error(script: str, complaint: str) -> None:

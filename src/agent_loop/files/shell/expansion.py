@@ -234,7 +234,8 @@ def arithmetic(expression: str, variables: Variables) -> int:
         re.sub(r"\$\{?(\w+)\}?", r"\1", source).replace("!=", "≠").replace("!", " not ").replace("≠", "!=")
     )
     try:
-        return _evaluate(ast.parse(source.strip() or "0", mode="eval").body, variables)
+        value = _evaluate(ast.parse(source.strip() or "0", mode="eval").body, variables)
+        return value if abs(value) < 2**63 else 0
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, KeyError):
         return 0
 

@@ -17,6 +17,8 @@ from agent_loop.files.shell.statements import Statements
 
 MAX_STEPS = 100_000
 """Number of commands after which a script is considered endless."""
+MAX_CHARACTERS = 1_000_000
+"""Longest value of a variable."""
 MAX_DEPTH = 20
 """Depth of functions and of scripts in arguments (`bash -c`)."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=", re.DOTALL)
@@ -155,6 +157,10 @@ class _Shell:
         elif index is not None:
             self.variables.values[name] = [*old, expander.text(value)]
         else:
+            if max(map(len, [*self.variables.values.get(name, []), ""])) > MAX_CHARACTERS:
+                raise ConfigError(
+                    f"the variable {name} of the script has more than {MAX_CHARACTERS} characters"
+                )
             before = "".join(old[:1]) if is_append else ""
             self.variables.values[name] = [before + expander.text(value), *(old[1:] if is_append else [])]
 
