@@ -30,12 +30,13 @@ class RayConfig(Section):
     num_cpus_per_worker: Coefficient = 1.0
     """CPUs that Ray reserves for each of `rollout.agent.num_workers`; workers are spread over the nodes."""
     num_cpus_per_server: Coefficient = 1.0
-    num_gpus_per_server: Coefficient = 0.0
-    """GPUs of each server. A restarted server returns to its node if possible."""
+    num_gpus_per_server: Coefficient | None = None
+    """GPUs of each server. None is what the engine needs (see `placement`), or 0 in a cluster without GPUs. A restarted
+    server returns to its node if possible."""
     num_cpus_per_learner: Coefficient = 1.0
     """CPUs of each training process but the first, which is the driver."""
-    num_gpus_per_learner: Coefficient = 0.0
-    """GPUs of each training process but the first; 1 for training on GPUs."""
+    num_gpus_per_learner: Coefficient | None = None
+    """GPUs of each training process but the first. None is 1 if training is on GPUs."""
     runtime_env: dict[str, Any] = {}
     """Runtime environment of Ray: working directory, environment variables, packages. Needed if nodes do not share this
     folder."""

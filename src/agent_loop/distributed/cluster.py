@@ -9,6 +9,12 @@ from contextlib import nullcontext
 from typing import Any
 
 from agent_loop.config import Config
+from agent_loop.distributed.device_group import (
+    create_group,
+    gpus_per_server,
+    remove_group,
+    strategy_for,
+)
 from agent_loop.distributed.messages import ServerInfo
 from agent_loop.distributed.placement import Node, place_servers
 from agent_loop.distributed.ray_module import load_ray, on_loopback
@@ -75,11 +81,15 @@ class Cluster:
                 if node["Alive"]
             ],
             num_cpus=cpus,
-            num_gpus=self._ray_config.num_gpus_per_server,
+            num_gpus=self._num_gpus_per_server,
         )
+        if self._config.placement.is_set:
+            create_group(self._ray, self._config)
 
     def disconnect(self) -> None:
         """Disconnect, and stop the cluster if `connect` started it."""
+        if self._config.placement.is_set and self._ray.is_initialized():
+            remove_group(self._ray)
         if self._is_started_here:
             self._is_started_here = False
             self._ray.shutdown()
@@ -91,9 +101,11 @@ class Cluster:
         if node is not None:
             strategies: Any = self._ray.util.scheduling_strategies
             strategy = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=True)
+        if self._config.placement.is_set:
+            strategy = strategy_for(self._ray, bundle=index)
         actor_class = self._ray.remote(
             num_cpus=self._ray_config.num_cpus_per_server,
-            num_gpus=self._ray_config.num_gpus_per_server,
+            num_gpus=self._num_gpus_per_server,
             max_concurrency=NUM_COMPLETIONS,
             concurrency_groups={CONTROL_GROUP: NUM_CONTROL_CALLS},
             scheduling_strategy=strategy,
@@ -119,12 +131,17 @@ class Cluster:
         ]
 
     @property
+    def _num_gpus_per_server(self) -> float:
+        has_gpus = self._ray.cluster_resources().get("GPU", 0.0) > 0
+        return gpus_per_server(self._config, has_gpus=has_gpus)
+
+    @property
     def _num_cpus(self) -> int:
         """CPUs of a cluster that the run starts. Ray only counts CPUs, so this is enough for all actors."""
         rollout, ray = self._config.rollout, self._ray_config
         wanted = (
             rollout.num_servers * ray.num_cpus_per_server
             + rollout.agent.num_workers * ray.num_cpus_per_worker
-            + (self._config.trainer.num_processes - 1) * ray.num_cpus_per_learner
+            + self._config.trainer.num_processes * ray.num_cpus_per_learner
         )
         return max(os.cpu_count() or 1, math.ceil(wanted))

@@ -14,6 +14,7 @@ from agent_loop.distributed.remote_worker import RemoteWorker
 from agent_loop.distributed.remote_workers import RemoteWorkers
 from agent_loop.distributed.weights import WeightStore
 from agent_loop.errors import ServerError
+from agent_loop.planning.assignment import Assignment
 from agent_loop.rollout.components import load_reward_function, load_template
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.concurrency import run_together
@@ -46,7 +47,14 @@ class ClusterManager(AgentLoopManager):
                 store=store,
                 start_timeout_s=rollout.start_timeout_s + START_GRACE_S,
             )
-            for index, spec in enumerate(make_server_specs(config.model, rollout=rollout))
+            for index, spec in enumerate(
+                make_server_specs(
+                    config.model,
+                    rollout=rollout,
+                    placement=config.placement,
+                    assignment=Assignment(is_colocated=config.placement.colocated is not None),
+                )
+            )
         ]
         self.remote_workers = RemoteWorkers(
             self._make_workers,

@@ -7,6 +7,7 @@ import os
 from typing import Any, Protocol, Self
 
 from agent_loop.config import Config
+from agent_loop.distributed.device_group import first_learner_bundle, gpus_per_learner, strategy_for
 from agent_loop.distributed.ray_module import await_result, enter_folder, load_ray
 from agent_loop.runtime.describe import describe_error
 
@@ -34,17 +35,26 @@ class RayRanks:
 
     def start(self, *, port: int) -> None:
         ray_config = self._config.trainer.ray
+        has_gpus = self._ray.cluster_resources().get("GPU", 0.0) > 0
         actor_class = self._ray.remote(
-            num_cpus=ray_config.num_cpus_per_learner, num_gpus=ray_config.num_gpus_per_learner
+            num_cpus=ray_config.num_cpus_per_learner,
+            num_gpus=gpus_per_learner(self._config, has_gpus=has_gpus),
         )(RankActor)
         ranks = range(1, self._config.trainer.num_processes)
-        self._actors = [actor_class.remote() for _ in ranks]
+        self._actors = [actor_class.options(**self._place(rank)).remote() for rank in ranks]
         self._calls = [
             actor.run.remote(
                 self._run_rank, self._config, host=self.host, port=port, rank=rank, folder=os.getcwd()
             )
             for actor, rank in zip(self._actors, ranks, strict=True)
         ]
+
+    def _place(self, rank: int) -> dict[str, Any]:
+        """Return the options that place a rank in its bundle, if the run has a placement."""
+        if not self._config.placement.is_set:
+            return {}
+        bundle = first_learner_bundle(self._config) + rank
+        return {"scheduling_strategy": strategy_for(self._ray, bundle=bundle)}
 
     async def wait_for_exit(self) -> str:
         exits = {

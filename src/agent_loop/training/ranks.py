@@ -149,7 +149,7 @@ async def _monitored(ranks: OtherRanks, *, size: int) -> AsyncGenerator[None]:
 
 def _create_other_ranks(config: Config, device: torch.device) -> OtherRanks:
     if config.trainer.runtime == "ray":
-        if device.type == "cuda" and not config.trainer.ray.num_gpus_per_learner:
+        if device.type == "cuda" and config.trainer.ray.num_gpus_per_learner == 0:
             raise ConfigError(
                 "trainer.ray.num_gpus_per_learner is 0 where training is on GPUs; set it to 1, or set model.device=cpu"
             )
