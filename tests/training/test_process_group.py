@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "rollout": {"n": 6},
     },
-    "lora": {"model": {"lora_rank": 4}},
+    "lora": {"model": {"lora_rank": 4}, "actor": {"kl_loss_coef": 0.1}},
     "bfloat16": {"model": {"dtype": "bfloat16"}, "actor": {"gradient_checkpointing": True, "lr": 1e-4}},
 }
 TOLERANCE = {"bfloat16": 5e-2}
