@@ -8,7 +8,7 @@ The teacher is a trained run of `examples.run two_hop_lookup`. GRPO alone has no
 
 `sft`: a student with random weights is trained on the teacher's rewarded trajectories, and after that with GRPO.
 `distillation`: a student that knows the format and gives up is trained on its own samples, towards the teacher's
-probabilities and the reward.
+distribution at each token. It never sees a reward.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ MOST_BEFORE, LEAST_AFTER = 0.01, 0.9
 WARM_START_STEPS = 300
 HABIT = Habit(first_step_share=0.05, later_step_share=0.3)
 """Demonstrations of the student that is distilled: one of 200 reaches the answer."""
-STEPS = {"sft": 80, "distillation": 150}
+STEPS = 80
 """Steps with rollouts."""
 SFT_STEPS = 400
+WHOLE_VOCABULARY = 1024
+"""More than the number of tokens, so that whole distributions are compared."""
 EXIT_NOT_PASSED = 1
 
 
@@ -108,19 +110,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m examples.learn_from_teacher", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("how", choices=list(STEPS), help="how the student learns from the teacher")
+    parser.add_argument(
+        "how", choices=["sft", "distillation"], help="how the student learns from the teacher"
+    )
     parser.add_argument("--teacher", type=Path, default=Path("runs/demo"), help="the trained example")
     parser.add_argument("--out", type=Path, default=Path("runs/student"), help="folder of models and runs")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers (default: 0)")
     parser.add_argument("--sft-steps", type=int, default=SFT_STEPS, help="supervised steps (default: 400)")
-    parser.add_argument("--steps", type=int, help="steps with rollouts (default: 80 or 150)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps with rollouts (default: 80)")
     options = parser.parse_args(arguments)
 
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     student = Student(options.teacher, options.out, options.seed, Console())
-    steps = STEPS[options.how] if options.steps is None else options.steps
-    return asyncio.run(learn(student, how=options.how, sft_steps=options.sft_steps, steps=steps))
+    return asyncio.run(learn(student, how=options.how, sft_steps=options.sft_steps, steps=options.steps))
 
 
 async def learn(student: Student, *, how: str, sft_steps: int, steps: int) -> int:
@@ -178,15 +181,23 @@ async def _learn_trajectories(
 
 
 def distillation_config(student: Student, model: Path, *, steps: int) -> Config:
-    """Return the configuration of on-policy distillation, with the reward beside the teacher's probabilities."""
+    """Return the configuration of on-policy distillation without a reward.
+
+    Nothing compares the trajectories of a prompt, so there are more prompts and fewer trajectories of each. The
+    divergence of whole distributions is a smooth loss, so each rollout is used for several optimiser steps.
+    """
     return student.config(
         model,
         "distillation",
-        f"actor.reference_path={latest_checkpoint(student.teacher / 'train').model_path}",
-        "actor.kl_loss_coef=1.0",
-        "actor.kl_loss_type=k2",
-        "actor.ppo_epochs=1",
-        "actor.lr=5e-4",
+        f"distillation.teachers.trained.path={latest_checkpoint(student.teacher / 'train').model_path}",
+        f"distillation.top_k={WHOLE_VOCABULARY}",
+        "distillation.reward_coef=0",
+        "data.train_batch_size=32",
+        "rollout.n=2",
+        "actor.ppo_epochs=2",
+        "actor.ppo_mini_batches=4",
+        "actor.lr=2e-3",
+        "actor.warmup_steps=5",
         f"actor.decay_steps={steps}",
         f"trainer.total_steps={steps}",
     )
