@@ -101,6 +101,9 @@ bench: $(INSTALLED)  ## Run the benchmarks; they print ratios; one that misses i
 	-$(BIN)/python benchmarks/bench_tracing.py
 	-$(BIN)/python benchmarks/bench_async.py
 	-$(BIN)/python benchmarks/bench_packing.py
+	-$(BIN)/python benchmarks/bench_prefix_tree.py
+	-$(BIN)/python benchmarks/bench_update_memory.py
+	-$(BIN)/python benchmarks/bench_plan.py
 	-$(BIN)/python benchmarks/bench_trl.py
 
 bench-verl: $(INSTALLED)-ray  ## Measure the overhead against verl, in one process and under Ray, in an environment of its own (3 GB).

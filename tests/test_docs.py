@@ -161,7 +161,7 @@ def test_the_architecture_lists_the_layers_and_every_package() -> None:
     page = text_of(ROOT / "docs" / "architecture.md")
     contracts = tomllib.loads(text_of(ROOT / "pyproject.toml"))["tool"]["importlinter"]["contracts"]
     layers = [layer.replace(" | ", ", ") for layer in contracts[0]["layers"] if layer != "__main__"]
-    [shown] = re.findall(r"```\n(cli.*?)```", page, flags=re.DOTALL)
+    [shown] = re.findall(r"```\n(api.*?)```", page, flags=re.DOTALL)
     assert shown.splitlines() == layers
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     rooms = page.partition("## Rooms")[2].partition("\n## ")[0]

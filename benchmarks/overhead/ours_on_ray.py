@@ -76,7 +76,7 @@ def make_config(shape: Shape, *, folder: Path, encoder: Any, num_workers: int) -
     rollout = rollout_config(shape)
     agent = AgentConfig(
         num_workers=num_workers,
-        default_agent_loop=rollout.agent.default_agent_loop,
+        default_agent_loop=rollout.default_agent_loop,
         loop_files=[str(replies_module)],
     )
     engine_kwargs = {"folder": str(folder), "scenario": shape.name}

@@ -71,5 +71,7 @@ def test_training_resumes_exactly_from_a_saved_state(bits: int) -> None:
 def test_a_state_of_8_bits_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
 
-    with pytest.raises(ConfigError, match=r"^optimizer_bits=8 needs: pip install bitsandbytes$"):
+    with pytest.raises(
+        ConfigError, match=r"^optimizer_bits=8 needs: pip install \"agent-loop\[bitsandbytes\]\"$"
+    ):
         trained(8)

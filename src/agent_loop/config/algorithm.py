@@ -97,6 +97,7 @@ class AlgorithmConfig(Section):
     """Key under which the feedback of tools or of the interaction (`Feedback.extra`) holds the state after a turn, for
     `gigpo`. Turns with equal states are compared. None, and turns without the key, compare the observation."""
     fork: ForkConfig = ForkConfig()
+    """Continuations of `adv_estimator: fork`."""
     whiten_advantages: bool = True
     """Whiten the advantages of `gae` over all trained tokens, as `reinforce_plus_plus` always does."""
     kl_reward_coef: Coefficient = 0.0

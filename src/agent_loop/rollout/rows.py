@@ -50,8 +50,8 @@ def load_rows(
 
     Args:
         sources: One source or several: `.jsonl`, `.json` (a list of rows), `.csv`, `.parquet` or `.arrow` files;
-            folders or globs of such files; folders saved by `datasets`; folders of tasks in Harbor's form; names of tasks
-            (`suite:task?option=value`); or `file.py:function`, which returns rows.
+            folders or globs of such files; folders saved by `datasets`; folders of tasks in Harbor's form; names of
+            tasks (`suite:task?option=value`); or `file.py:function`, which returns rows.
         prompt_key: The column with the messages, or with the text of one user message. A row that has
             `raw_prompt` already needs no such column.
         workspace: Settings that are merged over the column `workspace` of every row.

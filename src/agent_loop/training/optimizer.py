@@ -131,7 +131,7 @@ def _adamw_8_bits(weights: list[Tensor], **settings: Any) -> torch.optim.Optimiz
     try:
         bitsandbytes: Any = importlib.import_module("bitsandbytes")
     except ImportError as error:
-        raise ConfigError("optimizer_bits=8 needs: pip install bitsandbytes") from error
+        raise ConfigError('optimizer_bits=8 needs: pip install "agent-loop[bitsandbytes]"') from error
     if any(isinstance(weight, DTensor) for weight in weights):
         raise ConfigError(
             "optimizer_bits is 8, but the weights are sharded over several processes; set optimizer_bits=32 or "

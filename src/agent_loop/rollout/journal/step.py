@@ -43,7 +43,9 @@ def rollout_settings(config: Config) -> dict[str, Any]:
 
 def training_settings(config: Config) -> dict[str, Any]:
     """Return the settings on which the trained weights, and thus the tokens of the rollouts, depend."""
-    return rollout_settings(config) | config.model_dump(mode="json", include={"algorithm", "actor", "distillation"})
+    return rollout_settings(config) | config.model_dump(
+        mode="json", include={"algorithm", "actor", "distillation"}
+    )
 
 
 class StepJournal:
