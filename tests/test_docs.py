@@ -16,7 +16,8 @@ import typer.main
 from pydantic import BaseModel
 
 from agent_loop.cli import app
-from agent_loop.config import VERL_FIXED_VALUES, VERL_NAMES, VERL_VALUES, Config
+from agent_loop.config import Config
+from agent_loop.config.verl.rules import GROUPS, rule_of
 from agent_loop.storage.schema import METADATA
 
 ROOT = Path(__file__).parent.parent
@@ -80,8 +81,9 @@ def is_module_or_name(dotted: str) -> bool:
 
 
 def is_setting(dotted: str) -> bool:
-    if {dotted, f"actor_rollout_ref.{dotted}"} & {*VERL_NAMES, *VERL_VALUES, *VERL_FIXED_VALUES}:
-        return True
+    for key in (dotted, f"actor_rollout_ref.{dotted}"):
+        if rule_of(key) is not None or any(key in group.keys for group in GROUPS):
+            return True
     if dotted in VERL_CONSTANTS:
         return True
     section: Any = Config

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from agent_loop.cli import app
 from agent_loop.config import Config, load_config
-from agent_loop.config.verl_conversion import Conversion, convert
-from agent_loop.config.verl_launch import read_launches
-from agent_loop.config.verl_names import KeyReport
+from agent_loop.config.verl.conversion import Conversion, convert
+from agent_loop.config.verl.launch import read_launches
+from agent_loop.config.verl.translation import KeyReport
 from agent_loop.errors import ConfigError
 from agent_loop.training.epochs import with_total_steps
 

@@ -16,7 +16,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import shown
 
 if TYPE_CHECKING:
-    from agent_loop.config.verl_names import KeyReport
+    from agent_loop.config.verl.translation import KeyReport
 
 TITLES = {
     "not supported": "not supported; what to do",
@@ -64,8 +64,8 @@ def from_verl_command(
         agent-loop from-verl outputs/2026-11-01/.hydra/config.yaml --out config.yaml
     """
     # late: keeps `--help` quick
-    from agent_loop.config.verl_conversion import convert
-    from agent_loop.config.verl_launch import read_launches
+    from agent_loop.config.verl.conversion import convert
+    from agent_loop.config.verl.launch import read_launches
 
     environment = {**os.environ, "PWD": os.getcwd()}
     launches = read_launches(source, arguments=arguments or (), environment=environment)

@@ -52,7 +52,7 @@ from agent_loop.config.values import (
     TraceBackend,
     WeightTransfer,
 )
-from agent_loop.config.verl_names import VERL_FIXED_VALUES, VERL_NAMES, VERL_VALUES
+from agent_loop.config.verl.translation import VERL_FIXED_VALUES, VERL_NAMES, VERL_VALUES
 from agent_loop.config.whole import Config
 
 __all__ = [

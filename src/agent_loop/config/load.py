@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.config.validation import parse_section
-from agent_loop.config.verl_names import Translation
+from agent_loop.config.verl.translation import Translation
 from agent_loop.config.whole import Config
 from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import (

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from agent_loop.config.validation import all_keys
-from agent_loop.config.verl_group import Group
-from agent_loop.config.verl_rollout_keys import ENGINES
-from agent_loop.config.verl_rules import (
+from agent_loop.config.verl.group import Group
+from agent_loop.config.verl.rollout_keys import ENGINES
+from agent_loop.config.verl.rules import (
     GROUPS,
     OFF,
     ROLLOUT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from agent_loop.config.verl_group import Group, Values, keys
+from agent_loop.config.verl.group import Group, Values, keys
 from agent_loop.errors import ConfigError
 
 R = "actor_rollout_ref.rollout"

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent_loop.config.verl_group import Group
-from agent_loop.config.verl_rollout_keys import ROLLOUT_GROUPS
-from agent_loop.config.verl_training_keys import TRAINING_GROUPS
+from agent_loop.config.verl.group import Group
+from agent_loop.config.verl.rollout_keys import ROLLOUT_GROUPS
+from agent_loop.config.verl.training_keys import TRAINING_GROUPS
 
 
 @dataclass(frozen=True, slots=True)

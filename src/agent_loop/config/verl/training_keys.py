@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from agent_loop.config.verl_group import Group, Values, keys
+from agent_loop.config.verl.group import Group, Values, keys
 from agent_loop.errors import ConfigError
 
 A, C = "actor_rollout_ref.actor", "algorithm.rollout_correction"

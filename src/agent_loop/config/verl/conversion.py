@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent_loop.config.verl_launch import VerlLaunch
-from agent_loop.config.verl_names import KeyReport, Translation
-from agent_loop.config.verl_rollout_keys import ENGINES, R
-from agent_loop.config.verl_rules import GPU_DEFAULTS, VERL_DEFAULTS
+from agent_loop.config.verl.launch import VerlLaunch
+from agent_loop.config.verl.rollout_keys import ENGINES, R
+from agent_loop.config.verl.rules import GPU_DEFAULTS, VERL_DEFAULTS
+from agent_loop.config.verl.translation import KeyReport, Translation
 from agent_loop.files.plain_values import merge_mappings
 
 RULES = "agent_loop.integrations.verl.rules:default_compute_score"

@@ -1,0 +1,1 @@
+"""Settings of verl: their names here, and the conversion of launch scripts."""
