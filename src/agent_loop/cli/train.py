@@ -59,3 +59,7 @@ def train_command(
     result = run_to_end(trainer.fit())
     if result.is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+    typer.echo(
+        f"the run is in {result.run_dir}; look at it with: agent-loop view {result.run_dir}; "
+        f"export the model with: agent-loop export {result.run_dir} --out FOLDER"
+    )

@@ -107,7 +107,10 @@ class TrainingLoop:
             self._drop_journals()
             await self._publish()
         elif self._config.trainer.val_before_train:
-            self._writer.write(0, await self._validate())
+            found = await self._validate()
+            self._writer.write(0, found)
+            if (success := found.get(f"{names.VALIDATION}{names.SUCCESS_SHARE}")) is not None:
+                self._progress.say(f"before training  val success {success:.1%}")
         self._progress.start(completed_steps=self._completed)
         try:
             async with self._rollouts_ahead() as ahead:

@@ -108,6 +108,7 @@ class PPOTrainer:
         own_tokenizer = None if self._manager is None else self._manager.template.tokenizer
         await run_in_thread(refuse_other_teachers, config, tokenizer=own_tokenizer)
         async with AsyncExitStack() as stack:
+            stack.enter_context(without_progress_of_transformers())
             stack.enter_context(seeing_own_devices(config))
             stack.enter_context(exclusive_folder(run_dir, name="trainer.run_dir"))
             journals = JournalFolder(run_dir)
@@ -131,7 +132,6 @@ class PPOTrainer:
             learner = await run_in_thread(
                 load_learner, config, checkpoint=checkpoint, process_group=process_group
             )
-            stack.enter_context(without_progress_of_transformers())
             prepare_run_folder(run_dir, config=config, checkpoint=checkpoint)
             if checkpoint is None and not from_journals:
                 journals.drop_after(0)
