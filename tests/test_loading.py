@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os.path
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,19 @@ def test_a_file_that_raises_can_be_fixed_and_loaded_again(tmp_path: Path) -> Non
         load_module(str(file), key="k")
     file.write_text("x = 1\n", encoding="utf-8")
     assert load_module(str(file), key="k").x == 1
+
+
+def test_a_file_imports_the_modules_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "beside_the_task.py").write_text("number = 7\n", encoding="utf-8")
+    (tmp_path / "task.py").write_text("from beside_the_task import number\n", encoding="utf-8")
+    assert load_object(f"{tmp_path / 'task.py'}:number", key="k") == 7
+
+
+def test_modules_of_the_folder_of_a_file_hide_no_installed_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "colorsys.py").write_text("raise AssertionError\n", encoding="utf-8")
+    (tmp_path / "task.py").write_text("from colorsys import rgb_to_hsv\n", encoding="utf-8")
+    assert load_object(f"{tmp_path / 'task.py'}:rgb_to_hsv", key="k")(0, 0, 0) == (0.0, 0.0, 0)

@@ -40,6 +40,8 @@ def load_object(reference: str, *, key: str) -> Any:
 def load_module(source: str, *, key: str) -> ModuleType:
     """Import a module by its dotted name, or a file by its path. A file is imported once.
 
+    A file may import modules of its folder, which is appended to `sys.path`.
+
     Raises:
         ConfigError: The module or file does not exist, or the import raised.
     """
@@ -81,6 +83,8 @@ def _import_file(path: Path, *, key: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{key}: {str(path)!r} cannot be imported as Python")
     module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

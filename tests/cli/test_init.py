@@ -162,7 +162,7 @@ def run_line(line: str, *, cwd: Path, installed: Path) -> str:
     words = shlex.split(line)
     assert words[0] == "agent-loop"
     done = subprocess.run(
-        [sys.executable, "-m", "agent_loop", *words[1:]],
+        [sys.executable, str(installed / "bin" / words[0]), *words[1:]],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
         capture_output=True,
