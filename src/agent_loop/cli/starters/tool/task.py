@@ -3,6 +3,7 @@
 import json
 
 from agent_loop import function_tool
+from agent_loop.errors import ToolError
 from warehouse import PART_OF_ORDER, SHELF_OF_PART
 
 
@@ -13,6 +14,8 @@ def part_of_order(order: int) -> int:
     Args:
         order: The number of the order.
     """
+    if order not in PART_OF_ORDER:
+        raise ToolError(f"There is no order {order}.")  # the model reads it
     return PART_OF_ORDER[order]
 
 
@@ -23,6 +26,8 @@ def shelf_of_part(part: int) -> int:
     Args:
         part: The number of the part.
     """
+    if part not in SHELF_OF_PART:
+        raise ToolError(f"There is no part {part}.")
     return SHELF_OF_PART[part]
 
 
