@@ -172,7 +172,6 @@ def test_the_engine_ends_with_the_process_that_started_it(model_path: Path) -> N
         import asyncio, time
         from agent_loop.config import ModelConfig
         from agent_loop.servers.base import Ability, ServerSpec
-from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
         from agent_loop.servers.embedded_process import EmbeddedProcess
 
         async def main():

@@ -86,7 +86,8 @@ def prove_batching(model: PreTrainedModel, *, config: OptimConfig, section: str,
         trials = _trials(model, section=section, max_row_tokens=max_row_tokens)
         tolerance = _tolerance(model, trials[0])
         if cast(Any, model).get_output_embeddings() is not None:
-            logit_transform(model, model_inputs(model, trials[0].micro_batch)[0])
+            alone = _padded(trials[0].rows[:1], device=model.device)
+            logit_transform(model, model_inputs(model, alone)[0])
         if packs or shares:
             fault = _tree_fault(model) if shares else None
             fault = fault or _fault(model, trials, tolerance=tolerance, batch=_shared if shares else _packed)
