@@ -108,6 +108,7 @@ def lines_of(folder: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_run_reports_the_cost_of_its_forks_and_trains_each_token_once(tmp_path: Path) -> None:
     make_training(tmp_path, total_steps=2)
     train(tmp_path)

@@ -72,6 +72,7 @@ SAMPLERS: Sequence[dict[str, Any]] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_resumed_run_has_the_rows_and_weights_of_a_run_that_never_stopped(
     config: Config, tmp_path: Path, sampler: dict[str, Any]
@@ -131,6 +132,7 @@ def test_replayed_groups_are_trained_and_counted_and_are_no_rollouts(config: Con
     assert all(num_rows >= 8 for num_rows in trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_asynchronous_runs_select_the_same_rows_before_and_after_a_resume(
     config: Config, tmp_path: Path, max_staleness: int
