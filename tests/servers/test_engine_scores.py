@@ -87,10 +87,16 @@ def test_sglang_is_asked_for_one_token_more_because_its_first_has_no_log_prob() 
     assert scores.logprobs.dtype == np.float32
 
 
+def test_sglang_may_write_the_last_id_of_the_vocabulary_as_0() -> None:
+    reply = reply_of_sglang([[None, 4], [-1.0, 5], [-0.5, 0]])
+    assert read_sglang(reply, num_top=0).logprobs.tolist() == [-1.0, -0.5]
+
+
 @pytest.mark.parametrize(
     ("reply", "error"),
     [
         ([], BadServerReply),
+        (reply_of_sglang([[None, 4], [-1.0, 0], [-0.5, 6]]), BadServerReply),
         (reply_of_sglang([[None, 4], [-0.5, 5]]), BadServerReply),
         (reply_of_sglang([[None, 4], [None, 5], [-0.5, 6]]), BadServerReply),
         (reply_of_sglang([[None, 4], [-1.0, 5], [-0.5, 6]], top=[None, [[-1.0, 5]]]), BadServerReply),

@@ -45,7 +45,7 @@ def read_scores(reply: Any, *, token_ids: IntArray, start: int, num_top: int, se
         if finish is not None and finish.get("type") == "abort":
             raise ServerError(f"SGLang aborted the request: {finish.get('message')}", server=server)
         entries = cast(Sequence[Any], meta["input_token_logprobs"])[1:]
-        if [int(entry[1]) for entry in entries] != token_ids[start:].tolist():
+        if not _are_ids([int(entry[1]) for entry in entries], token_ids[start:].tolist()):
             raise ValueError(f"{len(entries)} log-probs of other tokens")
         logprobs = np.array([float(entry[0]) for entry in entries], np.float32)
         if not num_top:
@@ -62,3 +62,9 @@ def read_scores(reply: Any, *, token_ids: IntArray, start: int, num_top: int, se
         raise BadServerReply(
             f"SGLang's reply has no log-probs of the prompt ({error!r}): {shown}", server=server
         ) from error
+
+
+def _are_ids(given: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Return whether a reply is about these tokens. SGLang writes the last id of the vocabulary as 0."""
+    differing = {(got, want) for got, want in zip(given, wanted, strict=False) if got != want}
+    return len(given) == len(wanted) and (not differing or differing == {(0, max(wanted))})
