@@ -18,6 +18,13 @@ from agent_loop.files.new_folder import refuse_existing
 STARTERS = Path(__file__).parent / "starters"
 COMMON = "common"
 """Starter whose files are in every folder."""
+CONVERSATIONS = {
+    "tool": "with_tools",
+    "program": "with_tools",
+    "interaction": "in_words",
+    "environment": "in_words",
+}
+"""Starter with the rows and demonstrations of each way to write the agent."""
 MODEL = "model"
 """Folder of the model, as in the `config.yaml` of each starter."""
 
@@ -60,7 +67,7 @@ def init_command(
         agent-loop init shelf --model Qwen/Qwen3-0.6B
     """
     refuse_existing(folder)
-    for part in (COMMON, template.value):
+    for part in (COMMON, CONVERSATIONS[template.value], template.value):
         shutil.copytree(
             STARTERS / part, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
         )

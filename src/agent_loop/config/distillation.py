@@ -53,7 +53,7 @@ class DistillationConfig(Section):
     `hint_key`, `context_length`, `max_concurrent` and `timeout_s`, such as `{big: {path: folder}}`. Without teachers,
     nothing is distilled."""
     objective: Objective = "forward_kl"
-    """What is learned at each sampled token. `forward_kl`: the divergence of the policy's distribution from the
+    """Objective at each sampled token. `forward_kl`: the divergence of the policy's distribution from the
     teacher's, as a loss. `reverse_kl`: the divergence of the teacher's from the policy's, as a loss. `sampled_kl`: the
     estimate `k2` of the latter from the sampled token alone, as a loss. `reward`: the sampled token's log-prob of the
     teacher less that of the policy is added to its advantage."""

@@ -33,7 +33,7 @@ class SplitConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Which devices the parts of a run take. Without settings, the servers take the first devices of the machine and
+    """Devices of the parts of a run. Without settings, the servers take the first devices of the machine and
     the trainer the devices after them. `agent-loop plan` prints the result and the memory of each device."""
 
     colocated: Replicas | Literal["all"] | None = None
@@ -44,8 +44,8 @@ class PlacementConfig(Section):
     tensor_parallel_size: Replicas | None = None
     """Devices of each server. None is the engine's own setting in `rollout.engine_kwargs`, or 1."""
     reference: Literal["trainer", "cpu"] = "trainer"
-    """Where the reference model is: on the trainer's devices, or on the CPU, which is slow. The CPU needs a single
-    training process."""
+    """Device of the reference model: those of the trainer, or the CPU, which is slow and needs a single training
+    process."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""What each device of a machine holds during a rollout and during an update."""
+"""Memory of each device during a rollout and during an update."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where the parts of a run go, and what they need."""
+    """Assignment of the parts of a run to devices, and their memory."""
 
     assignment: Assignment
     loads: tuple[Load, ...]
     faults: tuple[str, ...]
-    """What does not fit."""
+    """Reasons why the run does not fit, one line each."""
     concurrent_rows: float
     """Rows of full length that the KV caches of all servers hold."""
     host_bytes: float

@@ -31,7 +31,7 @@ class UpdateMemory:
     """Weights of the reference model."""
     gradients: float
     activations: float
-    """What the layers keep for the backward pass of a micro-batch."""
+    """Activations that the layers keep for the backward pass of a micro-batch."""
     logits: float
     """Logits, log-probs and their gradients."""
     working: float
@@ -43,7 +43,7 @@ class UpdateMemory:
 
     @property
     def resident(self) -> float:
-        """What stays during a rollout."""
+        """Memory that stays allocated during a rollout."""
         return self.weights + self.optimizer + self.reference
 
     @property

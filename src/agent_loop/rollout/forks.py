@@ -46,7 +46,7 @@ class Fork:
 
     @property
     def identity(self) -> Row:
-        """What the continuations depend on besides the weights: the row, and the tokens before the fork."""
+        """Values that, with the weights, determine the continuations: the row, and the tokens before the fork."""
         return {
             "row": dict(self.trajectory.row),
             "rollout": self.trajectory.rollout,

@@ -19,7 +19,7 @@ from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, 
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.training.advantages import estimator_needs
 from agent_loop.training.distillation import Lessons
-from agent_loop.training.forked import NOT_FORKED, Forked, StepForks
+from agent_loop.training.forked import NOT_FORKED, Forked, ForkRunner, StepForks
 from agent_loop.training.progress import Progress
 from agent_loop.training.samplers import RowResult, RowSelector, row_results
 from agent_loop.training.variance import with_variance
@@ -39,7 +39,7 @@ class RolloutTemplate(Protocol):
     def tokenizer(self) -> Any: ...
 
 
-class Rollouts(Protocol):
+class Rollouts(ForkRunner, Protocol):
     """The part of `AgentLoopManager` that the trainer uses. The methods are documented there."""
 
     @property
@@ -60,16 +60,6 @@ class Rollouts(Protocol):
         journal: StepJournal | None = None,
         label: str = "",
         greedy: bool = False,
-    ) -> list[Trajectory]: ...
-
-    async def run_forks(
-        self,
-        forks: Sequence[Fork],
-        *,
-        n: int,
-        on_trajectory: Callable[[Trajectory], None] | None = None,
-        journal: StepJournal | None = None,
-        label: str = "",
     ) -> list[Trajectory]: ...
 
     def awake(self) -> AbstractAsyncContextManager[None]: ...

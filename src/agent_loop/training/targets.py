@@ -37,7 +37,7 @@ class Targets:
     """Weight of each token's loss; None is 1."""
     past: PastLogProbs
     teachers: TeacherTargets | None = None
-    """What teachers say about the tokens, as a term of the loss."""
+    """Scores of teachers, as a term of the loss; None without such a term."""
 
 
 def importance(

@@ -36,7 +36,7 @@ class VerlLaunch:
     values: Mapping[str, Any]
     """Settings under verl's names, in nested mappings."""
     notes: Sequence[str] = field(default=())
-    """What could not be known."""
+    """Lines for the user about values that the script does not contain."""
 
 
 def read_launches(

@@ -30,7 +30,7 @@ class Words:
     values: Mapping[Any, Any]
     """Value here for each of verl's values."""
     others: str = ""
-    """What to do about other values. Empty: other values are passed on."""
+    """Advice in the error about any other value. Empty: other values are passed on unchanged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ _OWN_KEYS = frozenset(all_keys(Config))
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """What became of a key."""
+    """Result of the translation of one key."""
 
     key: str
     value: Any

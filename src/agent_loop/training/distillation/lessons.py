@@ -26,7 +26,7 @@ class Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Lessons:
-    """What the teachers said about the trajectories of a step."""
+    """Scores of the trajectories of a step by their teachers."""
 
     of_trajectories: Sequence[Lesson | None]
     """Lesson of each trajectory, in order; None for one that no teacher scored."""

@@ -32,7 +32,7 @@ COLUMNS = (TEACHER, LOG_PROBS, TOP_IDS, TOP_LOG_PROBS)
 
 @dataclass(frozen=True, slots=True)
 class TeacherTargets:
-    """What the teachers say about the sampled tokens of a batch."""
+    """Scores of the sampled tokens of a batch by their teachers."""
 
     config: DistillationConfig
     teachers_B: Tensor

@@ -24,7 +24,7 @@ _CURRICULUM = 2
 
 @dataclass(frozen=True, slots=True)
 class SamplerContext:
-    """What a sampler may look at."""
+    """Inputs of a sampler."""
 
     rows: Sequence[Row]
     history: RowHistory

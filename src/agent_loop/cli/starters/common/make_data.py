@@ -10,6 +10,7 @@ import json
 import random
 
 import task
+from conversations import new_row, solution
 from warehouse import PART_OF_ORDER
 
 NUM_ROWS, NUM_VAL_ROWS, NUM_DEMONSTRATIONS = 2048, 128, 4000
@@ -19,7 +20,7 @@ FIRST_TURN_SHARE, LATER_TURN_SHARE = 0.35, 0.85
 
 def demonstration(row, rng):
     messages, share = list(row["prompt"]), FIRST_TURN_SHARE
-    for message in task.solution(row):
+    for message in solution(row):
         if message["role"] == "assistant":
             if rng.random() > share:
                 messages.append({"role": "assistant", "content": "I do not know."})
@@ -38,7 +39,7 @@ if __name__ == "__main__":
     rng = random.Random(0)
     orders = sorted(PART_OF_ORDER)
     rng.shuffle(orders)
-    rows = [task.new_row(order) for order in orders]
+    rows = [new_row(order) | getattr(task, "COLUMNS", {}) for order in orders]
     write("val_rows.jsonl", rows[:NUM_VAL_ROWS])
     write("rows.jsonl", rows[NUM_VAL_ROWS:][:NUM_ROWS])
     write("demonstrations.jsonl", [demonstration(row, rng) for row in rows[-NUM_DEMONSTRATIONS:]])

@@ -25,27 +25,3 @@ class Warehouse(Environment):
     def reward(self, messages):
         """Return 1 if the last sentence named the right shelf, else 0."""
         return float(self.is_right)
-
-
-# The rest is for make_data.py alone.
-
-
-def new_row(order):
-    """Return a row: the prompt, and what the environment needs to know."""
-    return {
-        "prompt": [{"role": "user", "content": f"Which shelf holds the part of order {order}?"}],
-        "order": order,
-        "answer": f"Shelf {SHELF_OF_PART[PART_OF_ORDER[order]]}.",
-    }
-
-
-def solution(row):
-    """Return the turns that earn the reward."""
-    part = PART_OF_ORDER[row["order"]]
-    return [
-        {"role": "assistant", "content": f"Part of {row['order']}?"},
-        {"role": "user", "content": f"{part}."},
-        {"role": "assistant", "content": f"Shelf of {part}?"},
-        {"role": "user", "content": f"{SHELF_OF_PART[part]}."},
-        {"role": "assistant", "content": row["answer"]},
-    ]

@@ -3,6 +3,7 @@
 import unittest
 
 import task
+from conversations import new_row, solution
 
 
 class TaskTest(unittest.TestCase):
@@ -16,12 +17,12 @@ class TaskTest(unittest.TestCase):
         return warehouse.reward(messages)
 
     def test_the_solution_is_rewarded(self):
-        row = task.new_row(1234)
-        turns = [turn for turn in task.solution(row) if turn["role"] == "assistant"]
+        row = new_row(1234)
+        turns = [turn for turn in solution(row) if turn["role"] == "assistant"]
         self.assertEqual(self.play(row, turns), 1.0)
 
     def test_giving_up_is_not_rewarded(self):
-        row = task.new_row(1234)
+        row = new_row(1234)
         self.assertEqual(self.play(row, [{"role": "assistant", "content": "I do not know."}]), 0.0)
 
 

@@ -5,6 +5,9 @@ import re
 from agent_loop import BaseInteraction
 from warehouse import PART_OF_ORDER, SHELF_OF_PART
 
+COLUMNS = {"interaction_kwargs": {"name": "clerk"}}
+"""Columns of every row: the interaction of its trajectories."""
+
 
 class Clerk(BaseInteraction):
     """Answers two kinds of questions. Any other sentence ends the conversation."""
@@ -21,28 +24,3 @@ class Clerk(BaseInteraction):
 def reward(output, row):
     """Return 1 if the last answer names the right shelf, else 0."""
     return 1.0 if output.answer.strip() == row["answer"] else 0.0
-
-
-# The rest is for make_data.py alone.
-
-
-def new_row(order):
-    """Return a row: the prompt, the interaction, and what the reward needs to know."""
-    return {
-        "prompt": [{"role": "user", "content": f"Which shelf holds the part of order {order}?"}],
-        "interaction_kwargs": {"name": "clerk"},
-        "order": order,
-        "answer": f"Shelf {SHELF_OF_PART[PART_OF_ORDER[order]]}.",
-    }
-
-
-def solution(row):
-    """Return the turns that earn the reward."""
-    part = PART_OF_ORDER[row["order"]]
-    return [
-        {"role": "assistant", "content": f"Part of {row['order']}?"},
-        {"role": "user", "content": f"{part}."},
-        {"role": "assistant", "content": f"Shelf of {part}?"},
-        {"role": "user", "content": f"{SHELF_OF_PART[part]}."},
-        {"role": "assistant", "content": row["answer"]},
-    ]

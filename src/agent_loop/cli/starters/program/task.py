@@ -49,30 +49,3 @@ def look_up(function):
 def reward(output, row):
     """Return 1 if the last answer names the right shelf, else 0."""
     return 1.0 if output.answer.strip() == row["answer"] else 0.0
-
-
-# The rest is for make_data.py alone.
-
-
-def new_row(order):
-    """Return a row: the prompt, and what the reward needs to know."""
-    question = f"Which shelf holds the part of order {order}?"
-    answer = f"Shelf {SHELF_OF_PART[PART_OF_ORDER[order]]}."
-    return {"prompt": [{"role": "user", "content": question}], "order": order, "answer": answer}
-
-
-def solution(row):
-    """Return the turns that earn the reward."""
-    part = PART_OF_ORDER[row["order"]]
-    return [
-        call("part_of_order", order=row["order"]),
-        {"role": "tool", "content": str(part)},
-        call("shelf_of_part", part=part),
-        {"role": "tool", "content": str(SHELF_OF_PART[part])},
-        {"role": "assistant", "content": row["answer"]},
-    ]
-
-
-def call(name, **arguments):
-    function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
