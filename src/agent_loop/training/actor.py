@@ -152,7 +152,7 @@ class Actor:
             keep_B: True for rows to train on; None is all. Rows without a sampled token are never trained. If no row
                 remains, the weights do not change.
             past: Result of `past_logprobs` for these rows under the current weights; None computes it.
-            teachers: What teachers say about the tokens, as a term of the loss; None is no such term.
+            teachers: Scores of teachers, as a term of the loss; None without such a term.
 
         Returns:
             Metrics, by the names in `agent_loop.training.metrics`; means over the optimiser steps.
