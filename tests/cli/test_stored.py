@@ -44,6 +44,9 @@ def test_show_lists_the_trajectories_that_match() -> None:
     text = run("show", "run").output
     assert text.count("group=") == 4
     assert "4 trajectories, mean reward 0.250" in text
+    heading, *rows = text.splitlines()
+    assert [word in heading for word in ("length", "prompt", "last answer")] == [True] * 3
+    assert ["5.000" in row and "question 3" in row and "sum 4" in row for row in rows][:4].count(True) == 1
     text = run("show", "run", "--where", "reward<1", "--where", "num_failed_calls>0").output
     assert "group=3/rollout=0" in text
     assert text.count("group=") == 1

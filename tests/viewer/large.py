@@ -109,7 +109,9 @@ def _table(step: int, count: int) -> pa.Table:
         "response_ids": _lists(random.integers(0, len(PIECES), lengths.sum()), lengths),
         "response_mask": _lists(np.ones(lengths.sum()), lengths),
         "messages": [json.dumps([{"role": "user", "content": text}]) for text in texts],
-        "answer": ["word"] * count,
+        "answer": [f"It is on shelf {number}." for number in random.integers(0, 5000, count)],
+        "row": [_row_of(step, int(group)) for group in groups],
+        "reward_extra": [json.dumps({"exact": round(r, 3), "format": r > 0.5}) for r in rewards.tolist()],
         "spans": ["[]"] * count,
     }
     arrays = [
@@ -117,6 +119,11 @@ def _table(step: int, count: int) -> pa.Table:
         for field in SCHEMA
     ]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def _row_of(step: int, group: int) -> str:
+    question = f"On which shelf is part {group} of order {step}? " + "word " * 40
+    return json.dumps({"raw_prompt": [{"role": "user", "content": question}], "answer": group})
 
 
 def _array(values: Any, kind: pa.DataType) -> pa.Array:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from agent_loop.cli.arguments import (
     WIDTH_WITHOUT_TERMINAL,
@@ -22,25 +21,6 @@ from agent_loop.trajectory import mean_over_rollouts
 
 if TYPE_CHECKING:
     from agent_loop.storage.run import StoredRun
-
-COLUMNS = (
-    "step",
-    "split",
-    "trajectory_id",
-    "reward",
-    "advantage",
-    "stop_reason",
-    "num_assistant_turns",
-    "num_tool_calls",
-    "num_failed_calls",
-    "num_incidents",
-    "num_model_tokens",
-    "seconds",
-)
-"""Columns of the table."""
-ALWAYS = frozenset({"step", "split", "trajectory_id", "reward", "stop_reason"})
-"""Columns that are shown even if all values are empty or 0."""
-NUMBERS = frozenset(COLUMNS) - {"split", "trajectory_id", "stop_reason"}
 
 
 def show_command(
@@ -75,7 +55,8 @@ def show_command(
 ) -> None:
     """Print a table of stored trajectories, or a single trajectory with `--row`.
 
-    RUN is the folder of a run, a folder of Parquet files, or a Parquet file.
+    RUN is the folder of a run, a folder of Parquet files, or a Parquet file. A wide terminal also shows the texts: the
+    prompt's last message, the last answer and the target.
 
     Examples:
 
@@ -88,6 +69,7 @@ def show_command(
         agent-loop show runs/train --step 12 --row group=3/rollout=1 --tokens
     """
     # late: keeps `--help` quick
+    from agent_loop.cli.show_table import table_of
     from agent_loop.cli.show_trajectory import print_trajectory
     from agent_loop.storage.query import Condition, find
     from agent_loop.storage.run import StoredRun
@@ -106,7 +88,7 @@ def show_command(
     found = find(stored, split=split, step=step, where=conditions, text=text, sort=sort)
     if not found.num_rows and not stored.scalars(split=split, step=step, columns=("step",)).num_rows:
         raise nothing_stored(stored, step=step, split=split)
-    console.print(_table(found.slice(0, limit)))
+    console.print(table_of(found.slice(0, limit), stored, width=console.width))
     console.print(_summary(found, num_shown=min(limit, found.num_rows)), markup=False, highlight=False)
 
 
@@ -128,28 +110,6 @@ def find_row(run: StoredRun, row: str, *, split: str | None, step: int | None) -
         )
     latest = max(keys, key=lambda key: (key["step"], key["split"] == "train"))
     return run.trajectory(latest["split"], latest["step"], row)
-
-
-def _table(found: Any) -> Table:
-    from agent_loop.storage.query import HEADINGS  # late: keeps `--help` quick
-
-    headings = {column: heading for heading, column in HEADINGS.items()}
-    table = Table(box=None, pad_edge=False)
-    shown = [name for name in COLUMNS if name in ALWAYS or any(found[name].to_pylist())]
-    for name in shown:
-        is_number = name in NUMBERS
-        table.add_column(
-            headings.get(name, name), justify="right" if is_number else "left", no_wrap=not is_number
-        )
-    for values in found.select(shown).to_pylist():
-        table.add_row(*(_cell(values[name]) for name in shown))
-    return table
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _summary(found: Any, *, num_shown: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from agent_loop.storage.arrow import compute, mask_of_rows, pa, parquet
 from agent_loop.storage.files import parquet_files
+from agent_loop.storage.row_texts import SOURCES, text_columns
 from agent_loop.storage.schema import SCALARS
 from agent_loop.viewer.packets import is_sendable
 
@@ -32,7 +33,7 @@ class StoredRow:
 
 
 class RunFiles:
-    """Parquet files of a run, with a cache of their scalar columns.
+    """Parquet files of a run, with a cache of the columns that the table shows.
 
     A run may write and remove files at any time. Files that are damaged or gone are skipped and listed in `problems`.
 
@@ -66,12 +67,15 @@ class RunFiles:
             return [self._known[stamp] for stamp in stamps]
 
     def scalars(self, file: RunFile) -> Any:
-        """Return a pyarrow Table of the scalar columns, one row per trajectory; None if the file cannot be read."""
+        """Return a pyarrow Table of the scalar columns and short texts, one row per trajectory.
+
+        None if the file cannot be read.
+        """
         known = self._scalars.get(file.number)
         if known is None and file.number not in self.problems:
-            known = self._read(file, _is_scalar)
-            if known is not None:
-                self._scalars[file.number] = known
+            table = self._read(file, _is_listed)
+            if table is not None:
+                known = self._scalars[file.number] = _with_texts(table)
         return known
 
     def columns(self, file: RunFile, names: Iterable[str]) -> Any:
@@ -104,9 +108,20 @@ class RunFiles:
             return None
 
 
-def _is_scalar(field: Any) -> bool:
-    """Return whether a column is shown in the table. Unknown string columns are not, because they may be long."""
-    return is_sendable(field.type) and (field.name in SCALARS or not pa.types.is_string(field.type))
+def _is_listed(field: Any) -> bool:
+    """Return whether the table needs a column. Unknown string columns may be long, and are not shown."""
+    is_short = field.name in SCALARS or not pa.types.is_string(field.type)
+    return is_sendable(field.type) and (is_short or field.name in SOURCES)
+
+
+def _with_texts(table: Any) -> Any:
+    """Return a table with short texts and reward parts in place of the columns that hold them."""
+    texts = text_columns(table)
+    table = table.drop_columns([name for name in SOURCES if name in table.column_names])
+    for name, column in texts.items():
+        if name not in table.column_names:
+            table = table.append_column(name, column)
+    return table
 
 
 def _stamp(path: Path) -> tuple[Any, ...] | None:

@@ -21,7 +21,7 @@ from agent_loop.storage.vocabulary import Piece
 from agent_loop.viewer.metrics_tail import read_new_lines
 from agent_loop.viewer.packets import packet
 from agent_loop.viewer.run_files import RunFiles
-from agent_loop.viewer.search import rows_with
+from agent_loop.viewer.search import TextSearch
 from agent_loop.viewer.timeline import timeline
 from agent_loop.viewer.trajectory import trajectory_packet
 
@@ -47,6 +47,7 @@ class RunSource:
             )
         self.path = path
         self.files = RunFiles(path)
+        self._texts = TextSearch(self.files)
         folder = path if path.is_dir() else path.parent
         self._folder = folder.parent if folder.name == FOLDER else folder
         if (
@@ -123,7 +124,7 @@ class RunSource:
         """Return the rows of these files that contain a text, by the number of the file."""
         wanted = set(numbers)
         files = [file for file in self.files.refresh() if file.number in wanted]
-        return {file.number: rows_with(text, file=file, files=self.files) for file in files}
+        return {file.number: self._texts.rows_with(text, file=file) for file in files}
 
     def _pieces(self) -> Sequence[Piece]:
         """Return the vocabulary, reloaded when its file changes; empty until the file exists."""

@@ -39,8 +39,12 @@ const SECTIONS = [
     title: "Rollout",
     charts: [
       {
-        title: "Turns",
-        lines: [one("rollout/num_turns/mean", "turns"), one("rollout/num_tool_calls/mean", "tool calls")],
+        title: "Turns and replies",
+        lines: [
+          one("rollout/num_turns/mean", "turns and replies"),
+          one("rollout/num_tool_calls/mean", "tool calls"),
+        ],
+        about: "Prompt, turns of the model and replies, each counted once",
       },
       {
         title: "Response length",

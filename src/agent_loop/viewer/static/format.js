@@ -43,7 +43,7 @@ export function plural(count, one, many = `${one}s`) {
   return `${number(count)} ${count === 1 ? one : many}`;
 }
 
-/** Returns a label for a name: "tool" for `tool_s`, "turns" for `num_turns`. */
+/** Returns a label for a name, such as "reward / mean" for `reward/mean`. */
 export function labelOf(name) {
   return name.replaceAll("_", " ").replaceAll("/", " / ");
 }

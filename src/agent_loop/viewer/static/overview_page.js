@@ -15,7 +15,7 @@ const FIGURES = [
   { label: "Reward", name: "reward/mean", format: number },
   { label: "Success", name: "reward/success_share", format: share },
   { label: "Validation success", name: "val/reward/success_share", format: share },
-  { label: "Turns", name: "rollout/num_turns/mean", format: number },
+  { label: "Turns and replies", name: "rollout/num_turns/mean", format: number },
   { label: "Response tokens", name: "rollout/response_length/mean", format: number },
   { label: "Tokens per second", name: "perf/model_tokens_per_s", format: compact },
   { label: "Seconds per step", name: "timing_s/step", format: seconds },

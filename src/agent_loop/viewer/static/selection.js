@@ -3,6 +3,9 @@
 import { compileFilter, passing, sortRows } from "./filters.js";
 
 const PREFIX = "f.";
+/** Duration of a request of a search that is short enough to ask for more files with the next one, in ms. */
+const QUICK_MS = 120;
+const LARGEST_BATCH = 256;
 
 /** The shown rows, kept so that a trajectory's page can find the next one. */
 export class Selection {
@@ -51,6 +54,7 @@ export function sortOf(parameters) {
 export class Search {
   #found = new Map();
   #isOver = false;
+  #isRunning = false;
   numSearched = 0;
 
   constructor(text, run) {
@@ -58,17 +62,28 @@ export class Search {
     this.run = run;
   }
 
-  /** Runs the search and calls `onPart` after each result. */
+  /** Searches the files that were not searched yet, and calls `onPart` after each result. */
   async go(onPart) {
-    let batch = 1;
+    if (this.#isRunning) return;
+    this.#isRunning = true;
+    try {
+      await this.#searchAll(onPart);
+    } finally {
+      this.#isRunning = false;
+    }
+  }
+
+  async #searchAll(onPart) {
+    let batch = 2;
     for (;;) {
       const missing = this.run.files.filter((file) => !this.#found.has(file)).sort((a, b) => b - a);
       if (this.#isOver || !missing.length) return;
       const asked = missing.slice(0, batch);
+      const began = performance.now();
       const rows = await this.run.source.search(this.text, asked);
       for (const file of asked) this.#found.set(file, new Set(rows[file] ?? []));
       this.numSearched = this.#found.size;
-      batch = Math.min(2 * batch, 16);
+      if (performance.now() - began < QUICK_MS) batch = Math.min(4 * batch, LARGEST_BATCH);
       if (!this.#isOver) onPart();
     }
   }

@@ -8,7 +8,7 @@ export function summaryOf(table, rows) {
   const parts = [
     ["reward", meanOverRollouts(table, "reward", rows), number],
     ["success", meanOverRollouts(table, "is_success", rows), share],
-    ["turns", meanOverRollouts(table, "num_turns", rows), number],
+    ["turns", meanOverRollouts(table, "num_assistant_turns", rows), number],
     ["response", meanOverRollouts(table, "response_length", rows), number],
     ["time", meanOverRollouts(table, "seconds", rows), seconds],
   ].filter(([, value]) => value !== null);
