@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 demo: $(INSTALLED)  ## Train a tiny model to use a tool across turns; the report goes to runs/demo.
-	$(BIN)/python -m examples.run two_hop_lookup --out runs/demo
+	$(BIN)/agent-loop demo
 
 test: $(INSTALLED)  ## Run the tests.
 	$(BIN)/python -m pytest -n 2

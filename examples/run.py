@@ -3,6 +3,7 @@
     python -m examples.run two_hop_lookup --out runs/demo
 
 It creates a tiny model, teaches it a format and a bad habit, trains the habit away with GRPO, and writes a report.
+`agent-loop demo` runs it with the examples of the installed package.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.run_folder import METRICS_FILE
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Message, Row
-from examples.common.demonstrations import Habit, Task, TaskWithDemonstrations, TaskWithTools, demonstrations
+from examples.catalog import RECIPES, Recipe
+from examples.common.demonstrations import Task, TaskWithDemonstrations, TaskWithTools, demonstrations
 from examples.common.report import ReportInput, TargetResult, print_comparison, write_report
 from examples.common.warm_start import encode, warm_start
 
@@ -48,42 +50,6 @@ LOGGED_EVERY = 100
 EXIT_NOT_PASSED = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Warm start of a task, and the targets of its run."""
-
-    warm_start_steps: int
-    habit: Habit | None
-    """None if `task.py` has demonstrations of its own."""
-    least_after: float
-    """Least success on held-out prompts after training, sampled at temperature 1."""
-    most_before: float = 0.35
-    """Largest success after the warm start, so that GRPO has something to learn."""
-    merges_observations: bool = False
-    """Whether phrases of the observations become tokens, in a task with demonstrations of its own."""
-
-
-RECIPES = {
-    "two_hop_lookup": Recipe(warm_start_steps=700, habit=Habit(first_step_share=0.33), least_after=0.93),
-    "calculator": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.30), least_after=0.90),
-    "chain": Recipe(warm_start_steps=1800, habit=Habit(first_step_share=0.35), least_after=0.90),
-    "guess_the_number": Recipe(warm_start_steps=1200, habit=Habit(first_step_share=0.33), least_after=0.75),
-    "openai_agent": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.30), least_after=0.90),
-    "code_interpreter": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.30), least_after=0.90),
-    "two_hop_search": Recipe(warm_start_steps=900, habit=Habit(first_step_share=0.33), least_after=0.90),
-    "shell_agent": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.33), least_after=0.90),
-    "langgraph_math": Recipe(warm_start_steps=1800, habit=Habit(first_step_share=0.35), least_after=0.90),
-    "frozen_lake_4x4": Recipe(warm_start_steps=200, habit=None, least_after=0.90),
-    "frozen_lake": Recipe(warm_start_steps=200, habit=None, least_after=0.40),
-    "kuhn_poker": Recipe(
-        warm_start_steps=300, habit=None, least_after=0.60, most_before=0.55, merges_observations=True
-    ),
-    "count_friends": Recipe(
-        warm_start_steps=200, habit=None, least_after=0.90, most_before=0.20, merges_observations=True
-    ),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -189,6 +155,8 @@ async def run_example(
     print_comparison(report, console=console)
     if writes_report:
         log(7, f"report: {write_report(report, folder=out)}")
+        if not find_spec("matplotlib"):
+            log(7, 'the report has no curves; for them: pip install "agent-loop[demo]"')
     log(7, f"all trajectories: agent-loop view {result.run_dir}")
 
     # 8. The verdict.

@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from agent_loop.training.metrics import REWARD_MEAN, SUCCESS_SHARE, TOOL_CALLS_MEAN
+
 SMOOTHING_STEPS = 5
 
 
@@ -35,6 +37,13 @@ class Panel:
     """Name of the metric in `metrics.jsonl`."""
     title: str
     is_share: bool = False
+
+
+PANELS = (
+    Panel(SUCCESS_SHARE, "Success", is_share=True),
+    Panel(REWARD_MEAN, "Mean reward"),
+    Panel(TOOL_CALLS_MEAN, "Tool calls per trajectory"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,21 +19,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from agent_loop.training.evaluation import summarise
-from agent_loop.training.metrics import REWARD_MEAN, SUCCESS_SHARE, TOOL_CALLS_MEAN
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Origin
-from examples.common.curves import DARK, LIGHT, HeldOut, Panel, draw_curves
 
 NUM_COMPARED = 10
 """Number of rows in the table of answers."""
 NUM_SHOWN = 3
 """Number of prompts whose trajectories are shown in full."""
 MAX_ANSWER_CHARACTERS = 40
-PANELS = (
-    Panel(SUCCESS_SHARE, "Success", is_share=True),
-    Panel(REWARD_MEAN, "Mean reward"),
-    Panel(TOOL_CALLS_MEAN, "Tool calls per trajectory"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +103,13 @@ class KeyFigure:
 
 
 def write_report(report: ReportInput, *, folder: Path) -> Path:
-    """Write `curves.png` and `report.html`, and return the path of `report.html`."""
-    held_out = HeldOut(before=report.success_share(report.before), after=report.success_share(report.after))
-    curves = draw_curves(report.metrics, panels=PANELS, held_out=held_out, theme=LIGHT)
-    curves_dark = draw_curves(report.metrics, panels=PANELS, held_out=held_out, theme=DARK)
-    (folder / "curves.png").write_bytes(curves)
+    """Write `curves.png` and `report.html`, and return the path of `report.html`.
+
+    Without Matplotlib, there are no curves.
+    """
+    curves = _curves(report) if find_spec("matplotlib") else {}
+    if curves:
+        (folder / "curves.png").write_bytes(curves["light"])
     comparisons = _compare(report)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -125,8 +121,7 @@ def write_report(report: ReportInput, *, folder: Path) -> Path:
         subtitle=report.subtitle,
         verdict=report.verdict,
         figures=key_figures(report),
-        curves_light=base64.b64encode(curves).decode(),
-        curves_dark=base64.b64encode(curves_dark).decode(),
+        curves={name: base64.b64encode(image).decode() for name, image in curves.items()},
         curves_alt=f"Success on training prompts over {len(report.metrics)} steps: {report.verdict.sentence}.",
         comparisons=comparisons[:NUM_COMPARED],
         trajectories=[line for line in comparisons if not line.before.is_right][:NUM_SHOWN],
@@ -134,6 +129,23 @@ def write_report(report: ReportInput, *, folder: Path) -> Path:
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def _curves(report: ReportInput) -> dict[str, bytes]:
+    """Return the plots of the run as PNG, on a light and on a dark page."""
+    from examples.common.curves import (
+        DARK,
+        LIGHT,
+        PANELS,
+        HeldOut,
+        draw_curves,
+    )  # late: Matplotlib is optional
+
+    held_out = HeldOut(before=report.success_share(report.before), after=report.success_share(report.after))
+    return {
+        name: draw_curves(report.metrics, panels=PANELS, held_out=held_out, theme=theme)
+        for name, theme in (("light", LIGHT), ("dark", DARK))
+    }
 
 
 def print_comparison(report: ReportInput, *, console: Console) -> None:

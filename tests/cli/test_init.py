@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +14,11 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_loop.cli.init import Starter
+from tests.cli.installed import ROOT, installed, run_line
 from tests.cli.test_cli import Command, command
 
-assert command  # (a fixture)
-ROOT = Path(__file__).parents[2]
+assert command  # (fixtures)
+assert installed
 LOOKUP = """
 from agent_loop import function_tool
 
@@ -146,31 +145,6 @@ def test_a_folder_for_a_model_of_the_user_has_rows_and_passing_tests(
     )
     assert tests.returncode == 0, tests.stderr
     assert "OK" in tests.stderr
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder in which the package is installed as a user installs it, from a wheel."""
-    folder = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(ROOT)]
-    subprocess.run(pip, check=True, cwd=folder)
-    return folder
-
-
-def run_line(line: str, *, cwd: Path, installed: Path) -> str:
-    """Run a command of the tutorial with the installed package, and return its output."""
-    words = shlex.split(line)
-    assert words[0] == "agent-loop"
-    done = subprocess.run(
-        [sys.executable, str(installed / "bin" / words[0]), *words[1:]],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, line + done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
 
 
 def success_of(run: Path) -> list[float]:

@@ -9,6 +9,7 @@ from agent_loop import __version__
 from agent_loop.cli.check import check_app
 from agent_loop.cli.compare import compare_command
 from agent_loop.cli.config_show import config_app
+from agent_loop.cli.demo import demo_command
 from agent_loop.cli.doctor import doctor_command
 from agent_loop.cli.eval import eval_command
 from agent_loop.cli.export import export_command
@@ -38,6 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+app.command("demo")(demo_command)
 app.command("init")(init_command)
 app.command("train")(train_command)
 app.command("sft")(sft_command)
