@@ -200,7 +200,8 @@ def test_an_update_equals_that_of_full_logits(batch: RolloutBatch, num_threads: 
     with full_logits():
         expected = updated()
     for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], atol=1e-4, rtol=0)  # 1 % of the step
+        # 5 % of the step, because AdamW scales the smallest gradients up, with their rounding errors.
+        torch.testing.assert_close(value, expected[name], atol=5e-4, rtol=0)
 
 
 class LargestTensor(TorchDispatchMode):
