@@ -115,7 +115,7 @@ docs: $(INSTALLED)  ## Build the documentation into build/docs.
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_metrics.py
 	$(BIN)/python docs/generate_templates.py
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/docs
+	$(BIN)/zensical build --strict --clean
 	@echo "open build/docs/index.html"
 
 clean:  ## Remove everything that the targets created, including .venv.

@@ -15,6 +15,9 @@ import pytest
 import typer.main
 from pydantic import BaseModel
 
+import agent_loop.api
+import agent_loop.checks
+import agent_loop.training
 from agent_loop.cli import app
 from agent_loop.config import Config
 from agent_loop.config.verl.rules import GROUPS, rule_of
@@ -61,7 +64,7 @@ def code_spans(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as MkDocs and GitHub derive them."""
+    """Return the anchors of a page's headings, as Zensical and GitHub derive them."""
     headings = re.findall(r"^#+ (.*)$", without_code(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
@@ -114,9 +117,7 @@ def test_every_link_leads_to_a_page_and_a_section(page: Path) -> None:
         linked = page.parent / target if target else page
         assert linked.exists(), target
         if page.is_relative_to(DOCS):
-            assert linked.resolve().is_relative_to(DOCS), (
-                f"{target} is not among the pages that MkDocs builds"
-            )
+            assert linked.resolve().is_relative_to(DOCS), f"{target} is not among the pages of the site"
         if anchor:
             assert anchor in anchors(linked), f"{target}#{anchor}"
 
@@ -157,6 +158,20 @@ def test_every_named_command_exists(page: Path) -> None:
         if match := re.match(r"agent-loop ([a-z][a-z-]*)(?: ([a-z]+))?", span):
             name = f"{match[1]} {match[2]}" if match[1] == "check" and match[2] else match[1]
             assert name in names, span
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    modules = (agent_loop, agent_loop.api, agent_loop.checks, agent_loop.training)
+    pages = "\n".join(text_of(page) for page in (DOCS / "reference").glob("*.md"))
+    shown = re.findall(r"^::: agent_loop\.(?:[\w.]+\.)?(\w+)$", pages, flags=re.MULTILINE)
+    assert {name: shown.count(name) for module in modules for name in module.__all__} == {
+        name: 1 for module in modules for name in module.__all__
+    }
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    navigation = re.findall(r'= "([\w/-]+\.md)"', text_of(ROOT / "zensical.toml"))
+    assert sorted(navigation) == sorted(str(page.relative_to(DOCS)) for page in DOCS.glob("**/*.md"))
 
 
 def test_the_architecture_lists_the_layers_and_every_package() -> None:

@@ -227,7 +227,9 @@ class ChatTemplate:
         """Return a bridge with the images that are attached to its tokens. See `bridge`.
 
         Args:
-            messages, last_token_id, calls: See `bridge`.
+            messages: As in `bridge`.
+            last_token_id: As in `bridge`.
+            calls: As in `bridge`.
             read: The images in the messages, as returned by `read`.
 
         Raises:
