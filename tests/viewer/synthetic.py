@@ -200,7 +200,7 @@ class _Row:
         num_turns = sum(segment["origin"] == "model" for segment in self._segments)
         version = max(0, self._split_and_step - 1)
         return {
-            "row": json.dumps({"answer": 41}),
+            "row": json.dumps({"raw_prompt": self._messages[:2], "answer": 41}),
             "num_turns": len(self._segments),
             "num_assistant_turns": num_turns,
             "num_tool_calls": len(self._feedback),

@@ -28,10 +28,13 @@ class LineChart {
   constructor(series, options) {
     this.options = options;
     this.series = options.isStacked ? stacked(series) : series;
-    this.readout = h(".readout");
+    this.at = h("span.at");
+    this.readout = h(".readout", { style: { "--item": `${longestLabel(this.series) + 9}ch` } });
     this.cursor = svg("line.cursor", { y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom, visibility: "hidden" });
     this.scale = scaleOf(this.series, options);
-    const summary = this.series.map((one) => `${one.label}: ${options.format(lastOf(one))}`).join(", ");
+    const summary = this.series
+      .map((one) => `${one.label}: ${options.format(latest(one).value)}`)
+      .join(", ");
     const drawing = svg(
       "svg",
       { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${options.title}; last ${summary}` },
@@ -44,7 +47,8 @@ class LineChart {
     this.element = h(
       "figure.chart",
       { title: options.about },
-      h("figcaption", {}, h("span.chart-title", {}, options.title), this.readout),
+      h("figcaption", {}, h("span.chart-title", {}, options.title), this.at),
+      this.readout,
       drawing,
     );
     this.show(null);
@@ -57,17 +61,24 @@ class LineChart {
       this.cursor.setAttribute("x1", this.scale.x(step));
       this.cursor.setAttribute("x2", this.scale.x(step));
     }
+    this.at.textContent = `step ${isShown ? step : this.scale.last}`;
     const named = this.series.filter((one) => !one.isBand).reverse();
-    const items = (this.options.isStacked ? named : named.reverse()).map((one) => {
-      const value = isShown ? valueAt(one, step) : lastOf(one);
-      return h(
-        `span.c${one.color}`,
-        {},
-        this.series.length > 1 ? `${one.label} ` : "",
-        h("b", {}, this.options.format(value)),
-      );
-    });
-    replaceChildren(this.readout, isShown ? h("span.at", {}, `step ${step}`) : null, items);
+    const items = (this.options.isStacked ? named : named.reverse()).map((one) =>
+      this.#item(one, isShown ? { step, value: valueAt(one, step) } : latest(one)),
+    );
+    replaceChildren(this.readout, items);
+  }
+
+  /** Returns the value of a series. A value of an earlier step than the chart's last one names its step. */
+  #item(one, { step, value }) {
+    const isOld = step !== null && step !== shared.step && step !== this.scale.last;
+    return h(
+      `span.c${one.color}`,
+      { title: one.label },
+      this.series.length > 1 ? `${one.label} ` : "",
+      h("b", {}, this.options.format(value)),
+      isOld && h("span.at", {}, ` at ${step}`),
+    );
   }
 
   #point(event, drawing) {
@@ -230,9 +241,9 @@ function stacked(series) {
   const places = new Map(steps.map((step, index) => [step, index]));
   let floor = steps.map(() => 0);
   return series.map((one) => {
-    const own = steps.map(() => 0);
-    one.steps.forEach((step, index) => (own[places.get(step)] = one.values[index] ?? 0));
-    const values = floor.map((below, index) => below + own[index]);
+    const own = steps.map(() => null);
+    one.steps.forEach((step, index) => (own[places.get(step)] = one.values[index]));
+    const values = floor.map((below, index) => below + (own[index] ?? 0));
     const layer = { ...one, steps, values, floor, own };
     floor = values;
     return layer;
@@ -244,8 +255,15 @@ function valueAt(one, step) {
   return index < 0 ? null : (one.own ?? one.values)[index];
 }
 
-function lastOf(one) {
-  return (one.own ?? one.values).at(-1) ?? null;
+/** Returns the last value of a series, and its step; nulls without a value. */
+function latest(one) {
+  const values = one.own ?? one.values;
+  const index = values.findLastIndex(isNumber);
+  return index < 0 ? { step: null, value: null } : { step: one.steps[index], value: values[index] };
+}
+
+function longestLabel(series) {
+  return series.length > 1 ? Math.max(...series.map(({ label }) => label.length)) : 0;
 }
 
 function nearest(series, step) {

@@ -29,6 +29,7 @@ export function overviewPage(run, parameters) {
   const view = {
     smoothing: Number(parameters.get("smooth") ?? 0.6),
     wanted: parameters.get("metric") ?? "",
+    isRestOpen: false,
   };
 
   const drawCharts = () => {
@@ -153,7 +154,8 @@ function digestOf({ table }) {
   ];
 }
 
-function chartSections({ metrics }, { smoothing, wanted }) {
+function chartSections({ metrics }, view) {
+  const { smoothing, wanted } = view;
   const matches = (chart) =>
     !wanted ||
     [chart.title, ...chart.series.map((one) => one.label)].some((text) =>
@@ -170,7 +172,11 @@ function chartSections({ metrics }, { smoothing, wanted }) {
       );
     if (!isRest || wanted) return h("section", {}, h("h3", {}, title), drawn());
     const rest = h("details.more", {}, h("summary", {}, `${title} (${found.length})`));
-    rest.addEventListener("toggle", () => rest.open && rest.children.length === 1 && rest.append(drawn()));
+    rest.addEventListener("toggle", () => {
+      view.isRestOpen = rest.open;
+      if (rest.open && rest.children.length === 1) rest.append(drawn());
+    });
+    rest.open = view.isRestOpen;
     return rest;
   });
 }

@@ -5,6 +5,7 @@ import { linkTo } from "./digest.js";
 import { debounced, h, oncePerFrame, replaceChildren } from "./dom.js";
 import { NUMBER_FORMS, TEXT_FORMS } from "./filters.js";
 import { columnHistogram } from "./histogram.js";
+import { listenToPopovers } from "./popovers.js";
 import { quickChips } from "./quick_filters.js";
 import { adjust, go, here } from "./router.js";
 import { lastShown, Search, selection, sortOf } from "./selection.js";
@@ -27,8 +28,9 @@ class TablePage {
   #inputs = new Map();
   #current = 0;
   #stop;
+  #stopMenus = listenToPopovers();
   #template = null;
-  #redraw = oncePerFrame(() => this.#draw());
+  #redraw = oncePerFrame(() => this.#draw({ keepsPlace: true }));
 
   constructor(run, parameters) {
     this.#run = run;
@@ -79,13 +81,15 @@ class TablePage {
 
   leave() {
     this.#stop();
+    this.#stopMenus();
     this.#search?.stop();
   }
 
-  #draw() {
+  #draw({ keepsPlace = false } = {}) {
     const { table } = this.#run;
     lastShown.address = location.hash || "#/trajectories";
     const opened = selection.rows[this.#current];
+    const atTop = keepsPlace ? this.#rowAtTop() : null;
     const rows = selection.compute(table, this.#parameters, this.#search);
     this.#drawHead(table, rows);
     replaceChildren(
@@ -96,7 +100,23 @@ class TablePage {
     this.#current = Math.max(0, opened === undefined ? 0 : rows.indexOf(opened));
     this.rows.element.setAttribute("aria-rowcount", rows.length + 2);
     this.rows.reset(rows.length);
+    this.#keepInPlace(atTop, rows);
     this.#mark();
+  }
+
+  /** Returns the row at the top of a scrolled table, and its offset; null at the start of the table. */
+  #rowAtTop() {
+    const { scrollTop } = this.rows.element;
+    const row = scrollTop > 0 ? selection.rows[Math.floor(scrollTop / ROW_HEIGHT)] : undefined;
+    return row === undefined ? null : { row, offset: scrollTop % ROW_HEIGHT };
+  }
+
+  /** Scrolls so that rows which a running run adds above do not move the rows in sight. */
+  #keepInPlace(atTop, rows) {
+    const place = atTop ? rows.indexOf(atTop.row) : -1;
+    if (place < 0) return;
+    this.rows.element.scrollTop = place * ROW_HEIGHT + atTop.offset;
+    this.rows.draw();
   }
 
   #summaryText(table, rows) {

@@ -18,8 +18,17 @@ export function tokenDetails(trajectory, token) {
     ),
     item("origin", block ? `${block.origin}${block.turn ? `, turn ${block.turn}` : ""}` : "–"),
     item("mask", mask[token]),
-    isModel && isNumber(logProb) && item("log-prob", `${number(logProb)} (${share(Math.exp(logProb))})`),
-    isModel && isNumber(trainLogProbs?.[token]) && item("trainer", number(trainLogProbs[token])),
+    isModel &&
+      item(
+        "log-prob",
+        isNumber(logProb) ? `${number(logProb)} (${share(Math.exp(logProb))})` : "none from the server",
+      ),
+    item(
+      "trainer",
+      isModel && isNumber(trainLogProbs?.[token])
+        ? number(trainLogProbs[token])
+        : whyNoTrainer(trajectory, block, isModel),
+    ),
     isNumber(difference) && item("difference", signed(difference)),
     isModel && isNumber(advantages?.[token]) && item("advantage", signed(advantages[token])),
     versions[token] >= 0 && item("weights", `version ${versions[token]}`),
@@ -27,3 +36,14 @@ export function tokenDetails(trajectory, token) {
 }
 
 const item = (label, value) => h("span.item", {}, h("span.muted", {}, `${label} `), value);
+
+/** Returns the reason why the trainer has no log-prob of a token. */
+function whyNoTrainer({ meta, trainLogProbs }, block, isModel) {
+  if (!isModel && block?.origin === "model") return "none: a grammar forced this token";
+  if (!isModel) return "none: the model did not sample this token";
+  if (trainLogProbs) return "none for this token";
+  if (meta.split !== "train") return `none: trajectories of ${meta.split} are not trained on`;
+  if (meta.failure) return "none: the trajectory failed, and was not trained on";
+  if (typeof meta.advantage !== "number") return "none: the trajectory was not trained on";
+  return "none: the trainer did not compute log-probs before the update";
+}

@@ -22,7 +22,11 @@ export class TokenView {
     this.#trajectory = trajectory;
     this.colorings = colorings(trajectory);
     this.color = this.colorings[color] ? color : "origin";
-    this.details = h(".token-details", { role: "status", "aria-label": "The token under the pointer" });
+    this.details = h(".token-details", {
+      role: "status",
+      tabindex: "0",
+      "aria-label": "The token under the pointer",
+    });
     this.legend = h(".legend");
     this.rows = new VirtualRows({
       render: (line) => this.#lineOf(line),
@@ -45,6 +49,16 @@ export class TokenView {
     this.setColor(this.color);
     new ResizeObserver(() => this.#fit()).observe(this.rows.element);
     this.#describe(null);
+  }
+
+  /** Shows the colour scheme and the token that the address names. */
+  follow({ color, token }) {
+    const name = this.colorings[color] ? color : "origin";
+    if (name !== this.color) {
+      this.element.querySelector(`input[value=${name}]`).checked = true;
+      this.setColor(name);
+    }
+    if (token !== null && token !== this.#cursor) this.reveal(token);
   }
 
   setColor(name) {
@@ -77,8 +91,8 @@ export class TokenView {
 
   #choose(name) {
     this.element.querySelector(`input[value=${name}]`).checked = true;
-    adjust({ color: name });
     this.setColor(name);
+    adjust({ color: name });
   }
 
   #switch() {
