@@ -47,10 +47,10 @@ class Viewer:
 
 
 @contextmanager
-def viewing(run: Path) -> Generator[Viewer]:
+def viewing(run: Path, *arguments: str) -> Generator[Viewer]:
     """Serve a run on a free port until the body ends."""
     process = subprocess.Popen(
-        [*COMMAND, str(run), "--no-open", "--port", "0"],
+        [*COMMAND, str(run), "--no-open", "--port", "0", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -50,6 +50,15 @@ def view_command(
             "--max-trajectories", min=0, help="Maximum number of trajectories in the exported file."
         ),
     ] = 200,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server",
+            help="Server for forks of trajectories with an edited turn: its URL, or `run` for the engine in the "
+            "settings of the run.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Show a run in the browser: metrics, trajectories token by token, groups side by side, and time spent.
 
@@ -62,6 +71,8 @@ def view_command(
         agent-loop view eval.parquet --no-open --port 8080
 
         agent-loop view runs/demo/train --export report.html
+
+        agent-loop view runs/demo/train --server http://127.0.0.1:8000
     """
     if any(find_spec(package) is None for package in NEEDS):
         raise ConfigError('agent-loop view needs: pip install "agent-loop[view]"')
@@ -76,6 +87,6 @@ def view_command(
 
     from agent_loop.viewer.command import view  # late: the extra is optional, and `--help` is to be quick
 
-    stopped_by = view(run, host=host, port=port, opens_browser=opens_browser, console=console)
+    stopped_by = view(run, host=host, port=port, opens_browser=opens_browser, console=console, server=server)
     if stopped_by is not None:
         raise typer.Exit(EXIT_BY_SIGNAL + stopped_by)

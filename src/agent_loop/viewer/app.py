@@ -1,4 +1,4 @@
-"""HTTP application of the viewer. It is read-only and loads nothing from other hosts."""
+"""HTTP application of the viewer. It never changes the run and loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agent_loop.errors import DataError
 from agent_loop.runtime.describe import one_line
 from agent_loop.serving.hosts import MISDIRECTED, HostGuard
+from agent_loop.viewer.forks import Forks, fork_routes
 from agent_loop.viewer.page import FIRST_PAGE, first_page, media_type, static_files
 from agent_loop.viewer.plain_json import encode_json
 from agent_loop.viewer.source import RunSource
@@ -41,18 +42,23 @@ MAX_MESSAGE = 300
 """Most characters of an error message."""
 
 
-def create_viewer_app(source: RunSource, *, hosts: Iterable[str] | None) -> Starlette:
+def create_viewer_app(
+    source: RunSource, *, hosts: Iterable[str] | None, forks: Forks | None = None
+) -> Starlette:
     """Return an ASGI application that shows a run.
 
     Args:
         source: Data of the run.
         hosts: Host names that requests may use, so that pages of other sites cannot reach the viewer. None allows all.
+        forks: What-if forks that the page may start; None is no forks.
     """
+    forks = forks or Forks(source, server=None, host="")
     app = Starlette(
         routes=[
             Route("/", _page),
             Route("/static/{name}", _static),
             *(Route(f"/api/{name}", _make_endpoint(handler, source)) for name, handler in HANDLERS.items()),
+            *fork_routes(forks),
         ],
         middleware=[
             Middleware(HeadersMiddleware),

@@ -13,13 +13,22 @@ from agent_loop.errors import ConfigError
 from agent_loop.serving.hosts import answered_hosts
 from agent_loop.serving.process import base_url, listening_socket, run_app
 from agent_loop.viewer.app import create_viewer_app
+from agent_loop.viewer.forks import Forks
 from agent_loop.viewer.source import RunSource
 
 FIRST_PORT = 7321
 PORTS_TRIED = 20
 
 
-def view(path: Path, *, host: str, port: int | None, opens_browser: bool, console: Console) -> int | None:
+def view(
+    path: Path,
+    *,
+    host: str,
+    port: int | None,
+    opens_browser: bool,
+    console: Console,
+    server: str | None = None,
+) -> int | None:
     """Serve the page of a run until a signal arrives, and return the signal's number.
 
     Args:
@@ -28,12 +37,14 @@ def view(path: Path, *, host: str, port: int | None, opens_browser: bool, consol
         port: Port to listen at. None tries ports from `FIRST_PORT` on; 0 takes any free port.
         opens_browser: Whether to open the page in a browser.
         console: Receives the address of the page.
+        server: Server for forks of trajectories; see `Forks`.
 
     Raises:
         DataError: There is no such run.
-        ConfigError: The address is not available.
+        ConfigError: The address is not available, or the server cannot be used.
     """
     source = RunSource(path)
+    forks = Forks(source, server=server, host=host)
     source.warm_up()
     hosts = answered_hosts(host)
     with free_listener(host, port) as listener:
@@ -42,11 +53,13 @@ def view(path: Path, *, host: str, port: int | None, opens_browser: bool, consol
         console.print("Ctrl-C stops the viewer; the run continues.", highlight=False)
         if opens_browser:
             _open(url)
-        return asyncio.run(_serve(source, listener=listener, hosts=hosts))
+        return asyncio.run(_serve(source, listener=listener, hosts=hosts, forks=forks))
 
 
-async def _serve(source: RunSource, *, listener: socket.socket, hosts: frozenset[str] | None) -> int | None:
-    return await run_app(create_viewer_app(source, hosts=hosts), listener=listener)
+async def _serve(
+    source: RunSource, *, listener: socket.socket, hosts: frozenset[str] | None, forks: Forks
+) -> int | None:
+    return await run_app(create_viewer_app(source, hosts=hosts, forks=forks), listener=listener)
 
 
 def free_listener(host: str, port: int | None) -> socket.socket:

@@ -49,11 +49,12 @@ class RunSource:
         self.files = RunFiles(path)
         self._texts = TextSearch(self.files)
         folder = path if path.is_dir() else path.parent
-        self._folder = folder.parent if folder.name == FOLDER else folder
+        self.folder = folder.parent if folder.name == FOLDER else folder
+        """Folder of the settings, the metrics and the vocabulary."""
         if (
             not self.files.refresh()
-            and not (self._folder / METRICS_FILE).exists()
-            and not (self._folder / CONFIG_FILE).exists()
+            and not (self.folder / METRICS_FILE).exists()
+            and not (self.folder / CONFIG_FILE).exists()
         ):
             raise DataError(
                 f"{str(path)!r} holds no run: it has neither {METRICS_FILE} nor {CONFIG_FILE} nor stored trajectories; "
@@ -69,7 +70,7 @@ class RunSource:
     def state(self) -> dict[str, Any]:
         """Return the current files and the time of the last change. File numbers are valid within a `session`."""
         files = self.files.refresh()
-        paths = [self._folder / METRICS_FILE, *(file.path for file in files[-1:])]
+        paths = [self.folder / METRICS_FILE, *(file.path for file in files[-1:])]
         return {
             "session": self._session,
             "name": self.path.resolve().name,
@@ -83,13 +84,13 @@ class RunSource:
     def config(self) -> Any:
         """Return the configuration as plain values; None if it is missing or cannot be read."""
         try:
-            return yaml.safe_load((self._folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            return yaml.safe_load((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
             return None
 
     def metrics(self, cursor: str = "") -> dict[str, Any]:
         """Return the metrics after the cursor of the previous call."""
-        return asdict(read_new_lines(self._folder / METRICS_FILE, cursor))
+        return asdict(read_new_lines(self.folder / METRICS_FILE, cursor))
 
     def table(self, numbers: Sequence[int]) -> bytes:
         """Return the scalar columns of these files as a packet. Files that are gone are skipped."""
@@ -114,7 +115,7 @@ class RunSource:
                 f"no trajectory {trajectory_id} of {split} step {step} is stored; it may have been removed"
             )
         row = StoredRun(stored_rows[-1].file.path).trajectory(split, step, trajectory_id)
-        return trajectory_packet(row, self._pieces())
+        return trajectory_packet(row, self.pieces())
 
     def timeline(self, *, split: str, step: int) -> list[dict[str, Any]]:
         """Return the times and spans of the trajectories of a step."""
@@ -126,9 +127,9 @@ class RunSource:
         files = [file for file in self.files.refresh() if file.number in wanted]
         return {file.number: self._texts.rows_with(text, file=file) for file in files}
 
-    def _pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[Piece]:
         """Return the vocabulary, reloaded when its file changes; empty until the file exists."""
-        modified_at = _modified_at(self._folder / VOCABULARY_FILE)
+        modified_at = _modified_at(self.folder / VOCABULARY_FILE)
         if modified_at != self._vocabulary[0]:
             self._vocabulary = modified_at, StoredRun(self.path).vocabulary() or ()
         return self._vocabulary[1]

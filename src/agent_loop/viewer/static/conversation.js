@@ -6,8 +6,11 @@ import { clipped, contentText, number, plural, seconds } from "./format.js";
 
 const MOST_LETTERS = 6000;
 
-/** @param onTokens  Called with the index of a token to show in the token view. */
-export function conversation(trajectory, { onTokens }) {
+/**
+ * @param onTokens  Called with the index of a token to show in the token view.
+ * @param forkOf  Returns the address of the what-if page of a turn.
+ */
+export function conversation(trajectory, { onTokens, forkOf }) {
   const turnOf = new Map(
     trajectory.turns.filter((block) => block.message).map((block) => [block.message, block]),
   );
@@ -22,15 +25,15 @@ export function conversation(trajectory, { onTokens }) {
     const block = turnOf.get(message);
     if (message.role === "assistant") [asking, place] = [block ?? null, 0];
     const call = message.role === "tool" && asking ? callOf(asking, place++) : null;
-    items.push(messageOf(message, { block, call, trajectory, onTokens }));
+    items.push(messageOf(message, { block, call, trajectory, onTokens, forkOf }));
   }
   const withoutMessage = trajectory.turns.filter((block) => !block.message);
-  items.push(...withoutMessage.map((block) => turnWithoutMessage(block, trajectory, onTokens)));
+  items.push(...withoutMessage.map((block) => turnWithoutMessage(block, trajectory, { onTokens, forkOf })));
   if (!items.length) items.push(h("p.empty", {}, "No messages are stored. See the token view."));
   return h(".conversation", {}, items, ending(trajectory));
 }
 
-function messageOf(message, { block, call, trajectory, onTokens }) {
+function messageOf(message, { block, call, trajectory, onTokens, forkOf }) {
   const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
   const reasoning = message.reasoning_content ?? message.reasoning;
   return h(
@@ -41,7 +44,7 @@ function messageOf(message, { block, call, trajectory, onTokens }) {
       {},
       h("span.role", {}, roleOf(message, block)),
       call && callFacts(call),
-      block && turnFacts(block, trajectory, onTokens),
+      block && turnFacts(block, trajectory, { onTokens, forkOf }),
     ),
     reasoning && h("details.reasoning", {}, h("summary", {}, "reasoning"), prose(contentText(reasoning))),
     prose(contentText(message.content)),
@@ -49,9 +52,10 @@ function messageOf(message, { block, call, trajectory, onTokens }) {
   );
 }
 
-function turnFacts(block, trajectory, onTokens) {
+function turnFacts(block, trajectory, { onTokens, forkOf }) {
   const show = { onclick: () => onTokens(block.start), "aria-label": `Tokens of turn ${block.turn}` };
-  return [facts(block, trajectory), h("button.link", show, "tokens")];
+  const fork = { href: forkOf(block.turn), "aria-label": `What if turn ${block.turn} were different?` };
+  return [facts(block, trajectory), h("button.link", show, "tokens"), h("a.link", fork, "what if…")];
 }
 
 function roleOf(message, block) {
@@ -114,7 +118,7 @@ export function clippable(text, tag, most = MOST_LETTERS) {
   return [element, more];
 }
 
-function turnWithoutMessage(block, trajectory, onTokens) {
+function turnWithoutMessage(block, trajectory, handlers) {
   return h(
     "article.message",
     { "data-role": "assistant" },
@@ -122,7 +126,7 @@ function turnWithoutMessage(block, trajectory, onTokens) {
       "header",
       {},
       h("span.role", {}, `assistant · turn ${block.turn}`),
-      turnFacts(block, trajectory, onTokens),
+      turnFacts(block, trajectory, handlers),
     ),
     prose(trajectory.text(block.start, block.end)),
   );

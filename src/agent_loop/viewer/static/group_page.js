@@ -1,15 +1,14 @@
 // The trajectories of a group side by side, from their first difference.
 
 import { commonLength } from "./branches.js";
-import { clippable } from "./conversation.js";
 import { h, replaceChildren } from "./dom.js";
-import { contentText, number, plural, seconds } from "./format.js";
+import { number, plural, seconds } from "./format.js";
 import { address, go } from "./router.js";
 import { siblingRows, toneOf } from "./siblings.js";
 import { Trajectory } from "./trajectory.js";
+import { firstDifference, turnRows, turnsOf } from "./turn_grid.js";
 
 const MOST = 16;
-const LETTERS = 600;
 
 export function groupPage(run, parameters) {
   return new GroupPage(run, parameters);
@@ -92,14 +91,11 @@ class GroupPage {
       parting === null ? "all turns are equal." : `the first difference is in turn ${parting + 1}.`,
       count > MOST && ` The first ${MOST} are shown.`,
     );
-    const depth = Math.max(0, ...columns.map(({ turns }) => turns.length));
     this.grid.style.setProperty("--siblings", columns.length);
     replaceChildren(
       this.grid,
       columns.map((column, place) => this.#headOf(column, place)),
-      Array.from({ length: depth }, (_, turn) =>
-        columns.map((column) => cellOf(column, { turn, leader: loaded[0], isParting: turn === parting })),
-      ),
+      turnRows(columns, { leader: loaded[0], parting }),
     );
     this.#mark();
   }
@@ -142,84 +138,4 @@ class GroupPage {
     const link = this.grid.querySelectorAll(".sibling-head a")[this.#current];
     if (link) go(link.getAttribute("href"));
   }
-}
-
-/** Returns each turn with its replies. */
-function turnsOf(trajectory) {
-  const { messages, turns } = trajectory;
-  const own = new Map(turns.filter((block) => block.message).map((block) => [block.message, block]));
-  if (!own.size)
-    return turns.map((block) => ({
-      block,
-      text: trajectory.text(block.start, block.end),
-      calls: [],
-      replies: [],
-    }));
-  const found = [];
-  for (const message of messages) {
-    const block = own.get(message);
-    if (block)
-      found.push({ block, text: contentText(message.content), calls: callsOf(message), replies: [] });
-    else if (found.length) found.at(-1).replies.push(contentText(message.content));
-  }
-  return found;
-}
-
-function callsOf({ tool_calls: calls }) {
-  return (Array.isArray(calls) ? calls : []).map((call) => {
-    const { name, arguments: given } = call?.function ?? call ?? {};
-    return `${name}(${argumentsText(given)})`;
-  });
-}
-
-/** Formats arguments as `order: 31, note: "urgent"`. Invalid JSON is returned unchanged. */
-function argumentsText(given) {
-  let values = given;
-  try {
-    values = typeof given === "string" ? JSON.parse(given) : given;
-  } catch {
-    return given;
-  }
-  if (!values || typeof values !== "object" || Array.isArray(values)) return JSON.stringify(values) ?? "";
-  return Object.entries(values)
-    .map(([name, value]) => `${name}: ${JSON.stringify(value)}`)
-    .join(", ");
-}
-
-const wordsOf = (turn) => (turn ? JSON.stringify([turn.text, turn.calls]) : "");
-
-function firstDifference(columns) {
-  const depth = Math.max(0, ...columns.map(({ turns }) => turns.length));
-  for (let turn = 0; turn < depth; turn++) {
-    if (new Set(columns.map(({ turns }) => wordsOf(turns[turn]))).size > 1) return turn;
-  }
-  return null;
-}
-
-function cellOf({ turns }, { turn, leader, isParting }) {
-  const own = turns[turn];
-  if (!own) return h(".turn-cell.gone", {});
-  const isSame = leader && leader.turns !== turns && wordsOf(own) === wordsOf(leader.turns[turn]);
-  const { block } = own;
-  return h(
-    `.turn-cell${isSame ? ".same" : ""}${isParting ? ".parting" : ""}`,
-    {},
-    h(
-      ".turn-name",
-      {},
-      `turn ${block.turn}`,
-      h(
-        "span.muted",
-        {},
-        ` ${plural(block.length, "token")}${block.seconds ? ` · ${seconds(block.seconds)}` : ""}`,
-      ),
-      isSame && h("span.muted", {}, " · same"),
-    ),
-    own.text && clippable(own.text, ".prose", LETTERS),
-    own.calls.map((call) => h(".call-line", {}, clippable(call, "code", LETTERS))),
-    block.incidents.map(({ kind, detail }) =>
-      h("span.pill.bad", { title: detail }, String(kind).replaceAll("_", " ")),
-    ),
-    own.replies.map((reply) => h(".reply", {}, clippable(reply, ".prose", LETTERS))),
-  );
 }

@@ -9,7 +9,6 @@ import { lastShown, selection } from "./selection.js";
 import { siblingChips, siblingRows } from "./siblings.js";
 import { dataOf, numbersOf, timeOf, whyOf } from "./trajectory_facts.js";
 import { suspects } from "./suspects.js";
-import { linkTo } from "./digest.js";
 import { TokenView } from "./token_view.js";
 import { Trajectory } from "./trajectory.js";
 
@@ -19,6 +18,10 @@ export function trajectoryPage(run, parameters) {
 
 function viewOf(parameters) {
   return parameters.get("view") === "tokens" ? "tokens" : "conversation";
+}
+
+function tokenIn(parameters) {
+  return parameters.has("token") ? Number(parameters.get("token")) : null;
 }
 
 class TrajectoryPage {
@@ -36,7 +39,7 @@ class TrajectoryPage {
     this.id = parameters.get("id") ?? "";
     this.view = viewOf(parameters);
     this.color = parameters.get("color") ?? "origin";
-    this.token = parameters.has("token") ? Number(parameters.get("token")) : null;
+    this.token = tokenIn(parameters);
     this.head = h("header.trajectory-head", {}, h("h1", {}, this.id));
     this.siblings = h("nav.siblings", { "aria-label": "The group" });
     this.content = h(".trajectory-content", {}, h("p.muted", {}, "Loading…"));
@@ -63,6 +66,9 @@ class TrajectoryPage {
     const same = ["split", "step", "id"].every((name) => parameters.get(name) === String(this[name]));
     if (!same || viewOf(parameters) !== this.view) return false;
     this.color = parameters.get("color") ?? "origin";
+    this.token = tokenIn(parameters);
+    if (this.view === "tokens" && this.#tokens) this.#tokens.follow(this);
+    this.#drawSiblings();
     return true;
   }
 
@@ -123,13 +129,15 @@ class TrajectoryPage {
     );
   }
 
+  /** The part of the address that stays the same on the pages of other trajectories. */
+  get #shared() {
+    return this.view === "tokens" ? { view: "tokens", color: this.color } : {};
+  }
+
   #drawSiblings() {
     const group = this.#trajectory?.meta.group ?? Number(/group=(\d+)/.exec(this.id)?.[1]);
     const rows = siblingRows(this.#run.table, { split: this.split, step: this.step, group });
-    const keep = {
-      view: this.view === "tokens" ? "tokens" : null,
-      color: this.view === "tokens" ? this.color : null,
-    };
+    const keep = this.#shared;
     replaceChildren(
       this.siblings,
       rows.length > 0 && h("span.muted", {}, `group ${group}`),
@@ -170,7 +178,10 @@ class TrajectoryPage {
       replaceChildren(
         scroller,
         whyOf(this.#trajectory),
-        conversation(this.#trajectory, { onTokens: (token) => this.#showToken(token) }),
+        conversation(this.#trajectory, {
+          onTokens: (token) => this.#showToken(token),
+          forkOf: (turn) => address("fork", { split: this.split, step: this.step, id: this.id, turn }),
+        }),
       );
       return scroller;
     }
@@ -224,7 +235,9 @@ class TrajectoryPage {
         table.value("split", row) === this.split,
     );
     const row = own === undefined ? null : selection.beside(own, by);
-    if (row !== null) go(linkTo(table, row));
+    if (row === null) return;
+    const [split, step, id] = ["split", "step", "trajectory_id"].map((name) => table.value(name, row));
+    go(address("trajectory", { split, step, id, ...this.#shared }));
   }
 
   #keyBindings() {

@@ -1,0 +1,91 @@
+"""Process that forks a trajectory: replays the turns before one, takes a text as that turn, and continues live.
+
+Reads a `ForkJob` as JSON from standard input. An error is one line on standard error, with the exit code 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from agent_loop.config import Config, load_config
+from agent_loop.errors import AgentLoopError, DataError
+from agent_loop.recording.recorded_responses import RecordedResponses, extract_responses
+from agent_loop.recording.serialization import deserialize_completion, serialize_completion
+from agent_loop.rollout.components import load_template
+from agent_loop.rollout.replay import replay_trajectory
+from agent_loop.runtime.describe import one_line
+from agent_loop.runtime.event_loop import exit_process, run_to_end
+from agent_loop.servers.factory import REMOTE_ENGINES
+from agent_loop.storage.reading import to_trajectory
+from agent_loop.storage.run import StoredRun
+from agent_loop.storage.writer import write_trajectories
+from agent_loop.types import TokenOutput
+from agent_loop.viewer.fork_job import ForkJob
+
+MAX_MESSAGE = 600
+
+
+def run_fork(job: ForkJob) -> None:
+    """Run a fork and write its trajectory.
+
+    Raises:
+        AgentLoopError: The trajectory cannot be forked at this turn, or the settings do not fit.
+    """
+    config = load_config(Path(job.config))
+    config = load_config(Path(job.config), overrides=_overrides(config, job.server_url))
+    stored = StoredRun(Path(job.file)).trajectory(job.split, job.step, job.trajectory_id)
+    old = to_trajectory(stored)
+    recorded = _with_text(extract_responses(old), job, config)
+    fork, *_ = run_to_end(replay_trajectory(config, old, recorded=recorded, continue_live=True))
+    write_trajectories(
+        Path(job.out),
+        [fork],
+        step=job.step,
+        split=job.split,
+        success_threshold=config.reward.success_threshold,
+    )
+
+
+def _overrides(config: Config, server_url: str | None) -> Sequence[str]:
+    if server_url is None:
+        return ["rollout.num_servers=1"]
+    engine = config.rollout.engine if config.rollout.engine in REMOTE_ENGINES else "openai"
+    kept = [] if engine == config.rollout.engine else ["rollout.engine_kwargs={}"]
+    return [f"rollout.server_urls=[{server_url}]", f"rollout.engine={engine}", *kept]
+
+
+def _with_text(recorded: RecordedResponses, job: ForkJob, config: Config) -> RecordedResponses:
+    """Return the responses before the turn, and the text as the completion of the turn."""
+    num_turns = len(recorded.completions)
+    if not 1 <= job.turn <= num_turns:
+        raise DataError(
+            f"turn {job.turn} does not exist; {job.trajectory_id} has {num_turns} turns of the model"
+        )
+    template = load_template(config)
+    ids = template.encoder.encode(job.text)
+    sampled = deserialize_completion(recorded.completions[job.turn - 1]).token_ids
+    if not ids or ids[-1] not in template.end_ids:
+        ends = [*sampled[-1:], *sorted(template.end_ids)]
+        ids += [end for end in ends if end in template.end_ids][:1]
+    before = recorded.before(job.turn)
+    turn = serialize_completion(TokenOutput(ids, None, "stop"))
+    return replace(before, completions=[*before.completions, turn])
+
+
+def main() -> None:
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=ForkJob)
+    try:
+        run_fork(job)
+    except (AgentLoopError, ValueError) as error:
+        print(one_line(str(error), max_length=MAX_MESSAGE), file=sys.stderr)
+        exit_process(1)
+    exit_process(0)
+
+
+if __name__ == "__main__":
+    main()
