@@ -4,6 +4,7 @@ import { h, replaceChildren } from "./dom.js";
 import { themeSwitch } from "./color_theme.js";
 import { forgetCharts } from "./chart.js";
 import { EmbeddedSource } from "./embedded_source.js";
+import { forkPage } from "./fork_page.js";
 import { number } from "./format.js";
 import { groupPage } from "./group_page.js";
 import { listenToKeys, setKeys, showHelp } from "./keys.js";
@@ -22,10 +23,11 @@ const PAGES = {
   trajectories: tablePage,
   trajectory: trajectoryPage,
   group: groupPage,
+  fork: forkPage,
   time: timePage,
 };
 const MENU = { overview: "Overview", trajectories: "Trajectories", time: "Time" };
-const PART_OF = { trajectory: "trajectories", group: "trajectories" };
+const PART_OF = { trajectory: "trajectories", group: "trajectories", fork: "trajectories" };
 
 async function start() {
   const run = new Run((await EmbeddedSource.find()) ?? new LiveSource());
