@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Tests of real processes are retried once, and the summary lists every retry.
 RETRY := --reruns 1 -rR
 
-.PHONY: help install install-ray install-integrations install-browser install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-containers check format bench bench-verl docs clean
+.PHONY: help install install-ray install-integrations install-browser install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-containers test-gpu check format bench bench-verl docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,6 +59,9 @@ test-environments: $(VENV)-environments/.installed  ## Play environments that ot
 
 test-containers: install-containers  ## Run the tests in containers of Podman; installs it with apt-get.
 	$(BIN)/python -m pytest -m containers $(RETRY)
+
+test-gpu: $(INSTALLED)  ## Check the package on a GPU in stages, and print a table of verdicts; see docs/gpu.md.
+	$(BIN)/python -m tests.gpu
 
 $(INSTALLED)-ray $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb $(INSTALLED)-browser: $(INSTALLED)-%: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,$*]"
