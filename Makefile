@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Tests of real processes are retried once, and the summary lists every retry.
 RETRY := --reruns 1 -rR
 
-.PHONY: help install install-ray install-integrations install-browser install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-containers test-gpu check format bench bench-verl docs clean
+.PHONY: help install install-ray install-integrations install-browser install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-containers test-gpu check format bench bench-verl docs test-docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -121,5 +121,8 @@ docs: $(INSTALLED)  ## Build the documentation into build/docs.
 	$(BIN)/zensical build --strict --clean
 	@echo "open build/docs/index.html"
 
+test-docs: docs install-browser  ## Check the built documentation in a headless browser without a network: links, width, search.
+	$(BIN)/python -m pytest -m browser $(RETRY) tests/docs
+
 clean:  ## Remove everything that the targets created, including .venv.
-	rm -rf $(VENV) $(VENV)-* build dist runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-* build dist runs .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
