@@ -3,7 +3,7 @@
 import { h, replaceChildren } from "./dom.js";
 import { go } from "./router.js";
 
-const EVERYWHERE = [
+let everywhere = [
   { keys: ["g o"], about: "overview", action: () => go("#/overview") },
   { keys: ["g t"], about: "trajectories", action: () => go("#/trajectories") },
   { keys: ["g w"], about: "time page", action: () => go("#/time") },
@@ -13,6 +13,11 @@ const EVERYWHERE = [
 let ofPage = [];
 let prefix = "";
 let dialog = null;
+
+/** Sets the shortcuts of all pages, in addition to `?`. */
+export function setKeysEverywhere(bindings) {
+  everywhere = [...bindings, everywhere.at(-1)];
+}
 
 /** Sets the shortcuts of the current page: `[{keys, about, action}]`. */
 export function setKeys(bindings) {
@@ -28,7 +33,7 @@ export function listenToKeys() {
     }
     if (dialog?.open) return;
     const pressed = prefix ? `${prefix} ${event.key}` : event.key;
-    const found = [...ofPage, ...EVERYWHERE].find(({ keys }) => keys.includes(pressed));
+    const found = [...ofPage, ...everywhere].find(({ keys }) => keys.includes(pressed));
     prefix = "";
     if (found) {
       event.preventDefault();
@@ -47,7 +52,7 @@ export function showHelp() {
     h("h2", { id: "help-title" }, "Keys"),
     ofPage.length > 0 && [h("h3", {}, "On this page"), listOf(ofPage)],
     h("h3", {}, "Everywhere"),
-    listOf(EVERYWHERE),
+    listOf(everywhere),
     h("form", { method: "dialog" }, h("button", {}, "Close")),
   );
   dialog.showModal();

@@ -4,7 +4,12 @@ const listeners = [];
 
 export function here() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split(/\?(.*)/s);
-  return { page: path || "overview", parameters: new URLSearchParams(query) };
+  return { page: path || homePage(), parameters: new URLSearchParams(query) };
+}
+
+/** Returns the page that is shown if the address names none. */
+export function homePage() {
+  return document.documentElement.dataset.home ?? "overview";
 }
 
 export function address(page, parameters = {}) {
