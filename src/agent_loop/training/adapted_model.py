@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agent_loop.training.adapters import ADAPTER, BASE, persistent_buffers
+from agent_loop.servers.embedded.file_names import has_own_names, to_file_weights
+from agent_loop.training.adapters import ADAPTER, BASE
 from agent_loop.training.master_weights import whole
 from agent_loop.training.process_group import ProcessGroup
 from agent_loop.weights import AdaptedWeights, Factors
 
 
 def are_low_rank(model: PreTrainedModel) -> bool:
-    """Return whether only adapters are trained, and each adds a product of two matrices to a weight."""
+    """Return whether only adapters are trained, and each adds a product of two matrices to a weight of the files."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not names or not all(ADAPTER in name for name in names):
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return all(is_low_rank(layer) for layer in model.modules() if isinstance(layer, BaseTunerLayer))
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    return all(is_low_rank(layer) for layer in layers) and _file_names(model) is not None
 
 
 class AdaptedModel:
@@ -37,11 +39,13 @@ class AdaptedModel:
             dtype: Dtype of the weights that servers receive.
             process_group: Process group over which the model is sharded. With several ranks, rank 0 copies the base to
                 CPU memory at the first call of `weights`. With one rank, the base shares the model's memory, and gets a
-                new id if it has been written to.
+                new id if it has been written to. It is in CPU memory too if the model's files have other weights.
         """
         self._model = model
         self._dtype = dtype
         self._process_group = process_group
+        self._file_names = _file_names(model) or {}
+        self._is_converted = has_own_names(model)
         self._base: dict[str, Tensor] = {}
         self._base_id = ""
         self._places: list[tuple[int, int]] = []
@@ -56,32 +60,59 @@ class AdaptedModel:
         factors: dict[str, Factors] = {}
         for name, layer in cast(Any, self._model).named_modules():
             if hasattr(layer, "base_layer") and (found := _factors_of(layer)) is not None:
-                factors[f"{name}.weight"] = found
+                factors[self._file_names[f"{name}.weight"]] = found
         return AdaptedWeights(
             self._base, base_id=self._base_id, factors=factors if self._process_group.rank == 0 else {}
         )
 
     def _update_base_id(self) -> None:
         tensors = list(self._below_adapters())
-        places = [(tensor.data_ptr(), cast(Any, tensor)._version) for _, tensor, _ in tensors]
+        places = [(tensor.data_ptr(), cast(Any, tensor)._version) for _, tensor in tensors]
         if places != self._places:
             self._places, self._base_id = places, secrets.token_hex(8)
-            self._base = {name: tensor.to(dtype) for name, tensor, dtype in tensors}
+            self._base = dict(self._for_servers(tensors, device="cpu" if self._is_converted else None))
 
     def _gather_base(self) -> None:
-        for name, tensor, dtype in self._below_adapters():
-            gathered = whole(tensor)
+        gathered = ((name, whole(tensor)) for name, tensor in self._below_adapters())
+        for name, tensor in self._for_servers(gathered):
             if self._process_group.rank == 0:  # copied, because gathered weights are freed after a forward
-                self._base[name] = gathered.to("cpu", dtype, copy=True)
+                self._base[name] = tensor.to("cpu", copy=True)
         self._base_id = secrets.token_hex(8)
 
-    def _below_adapters(self) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-        """Yield the name, the tensor, and the dtype for servers of all weights that are not adapters."""
+    def _for_servers(
+        self, weights: Iterable[tuple[str, Tensor]], *, device: str | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights by the names of the files and in the dtype for servers. Buffers keep their dtype."""
+        buffers = {name for name, _ in self._model.named_buffers()}
+        cast_weights = (
+            (name, tensor.to(device or tensor.device, tensor.dtype if name in buffers else self._dtype))
+            for name, tensor in weights
+        )
+        return to_file_weights(self._model, cast_weights)
+
+    def _below_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights that are not adapters, by the names that they have without adapters."""
         for name, parameter in self._model.named_parameters():
             if ADAPTER not in name:
-                yield name.replace(BASE, "."), parameter.detach(), self._dtype
-        for name, buffer in persistent_buffers(self._model):
-            yield name, buffer, buffer.dtype
+                yield name.replace(BASE, "."), parameter.detach()
+        persistent = self._model.state_dict().keys()
+        for name, buffer in self._model.named_buffers():
+            if name in persistent:
+                yield name, buffer.detach()
+
+
+def _file_names(model: PreTrainedModel) -> dict[str, str] | None:
+    """Return the names in the model's files of the weights with an adapter, or None if a file has parts of one."""
+    names: dict[str, str] = {}
+    for name, layer in cast(Any, model).named_modules():
+        if not hasattr(layer, "base_layer"):
+            continue
+        weight = torch.empty(layer.base_layer.weight.shape, device="meta")
+        in_files = list(to_file_weights(model, [(f"{name}.weight", weight)]))
+        if len(in_files) != 1 or in_files[0][1].shape != weight.shape:
+            return None
+        names[f"{name}.weight"] = in_files[0][0]
+    return names
 
 
 def is_low_rank(layer: Any) -> bool:

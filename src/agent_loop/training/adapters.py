@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
+from agent_loop.servers.embedded.file_names import to_file_weights
 from agent_loop.training.master_weights import whole
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -63,7 +64,9 @@ def load_adapters(model: PreTrainedModel, *, config: ModelConfig, folder: Path) 
             f"model.lora_rank is {config.lora_rank}, but the adapters in {folder} have {rank}; set "
             f"model.lora_rank={rank}"
         )
+    conversions = getattr(model, "_weight_conversions", None)
     cast(Any, model).load_adapter(str(folder), is_trainable=True)
+    cast(Any, model)._weight_conversions = conversions  # loading replaced those of the model's files
 
 
 @contextmanager
@@ -98,13 +101,24 @@ def is_adapter_folder(path: str | Path) -> bool:
     return (Path(path) / ADAPTER_CONFIG).is_file()
 
 
-@torch.no_grad()
 def merged_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters, with adapters merged, by the names that they have without adapters; tied ones once.
+    """Yield all parameters for servers, with adapters merged, by the names of the model's files; tied ones once.
 
-    Parameters without an adapter share the model's memory. If the model is sharded, all ranks must call this, and the
-    parameters are gathered.
+    Parameters without an adapter share the model's memory, unless the files have them in several parts. If the model is
+    sharded, all ranks must call this, and the parameters are gathered.
     """
+    return to_file_weights(model, _merged(model))
+
+
+def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of the model's state dict, by the names of its files. They share the model's memory."""
+    persistent = model.state_dict().keys()
+    named = ((name, buffer.detach()) for name, buffer in model.named_buffers() if name in persistent)
+    return to_file_weights(model, named)
+
+
+def _merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield all parameters, with adapters merged, by the names that they have without adapters."""
     for name, parameter in model.named_parameters():
         if ADAPTER in name:
             continue
@@ -115,17 +129,12 @@ def merged_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         merged = whole(parameter.detach())
         if own_name == "weight":
             layer: Any = model.get_submodule(owner)
-            delta = sum(whole(layer.get_delta_weight(adapter)).float() for adapter in layer.active_adapters)
-            merged = (merged.float() + delta).to(parameter.dtype)
+            with torch.no_grad():
+                delta = sum(
+                    whole(layer.get_delta_weight(adapter)).float() for adapter in layer.active_adapters
+                )
+                merged = (merged.float() + delta).to(parameter.dtype)
         yield f"{owner}.{own_name}", merged
-
-
-def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of the model's state dict. They share the model's memory."""
-    persistent = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            yield name, buffer.detach()
 
 
 def _needs_peft() -> ConfigError:

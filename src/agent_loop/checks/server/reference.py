@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from agent_loop.servers.embedded.file_names import to_file_weights
 from agent_loop.types import FloatArray, SamplingParams
 
 NEAR_TIE = 2e-3
@@ -78,8 +79,9 @@ class Reference:
         return Reference(other)
 
     def weights(self) -> list[tuple[str, Tensor]]:
-        """Return the name and value of every parameter once, as a trainer publishes them."""
-        return [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
+        """Return the name in the files and the value of every weight once, as a trainer publishes them."""
+        own = ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        return list(to_file_weights(self.model, own))
 
     @torch.no_grad()
     def _logits(self, context: Sequence[int]) -> Tensor:

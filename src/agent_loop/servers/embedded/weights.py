@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from agent_loop.errors import WeightsError, did_you_mean
+from agent_loop.servers.embedded.file_names import from_file_weights
 
 
-def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
+def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     """Validate all weights, then copy them into the model's tensors.
 
+    Names are those of the model's files or of its state dict; see `agent_loop.servers.embedded.file_names`.
     One name is enough for tied weights, such as an embedding that is also the output head. If several names are given,
     their values must be equal. Buffers may be missing.
 
     Raises:
         WeightsError: A name or shape does not fit, or a weight is missing. The model is unchanged.
     """
+    weights = from_file_weights(model, weights)
     targets = _targets(model)
     for name, weight in weights.items():
         if name not in targets:
@@ -39,12 +43,12 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
             targets[name].copy_(weight)
 
 
-def _targets(model: torch.nn.Module) -> dict[str, Tensor]:
-    state: dict[str, Any] = model.state_dict()
+def _targets(model: PreTrainedModel) -> dict[str, Tensor]:
+    state: dict[str, Any] = cast(Any, model).state_dict()
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _check_tied(model: torch.nn.Module, *, weights: Mapping[str, Tensor]) -> None:
+def _check_tied(model: PreTrainedModel, *, weights: Mapping[str, Tensor]) -> None:
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
