@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from agent_loop.errors import DataError
+from agent_loop.storage import write_trajectories
 from agent_loop.training.evaluation import (
     Evaluation,
     EvaluationSummary,
     MeanEstimate,
     RowResult,
     categories_of,
+    changed_pairs,
     difference,
+    evaluate_stored,
     pair_rows,
     pass_at_k,
     read_summary,
@@ -26,7 +29,7 @@ from agent_loop.training.evaluation import (
     summarise,
 )
 from agent_loop.training.evaluation.estimates import estimate_difference, estimate_mean, estimate_share
-from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, Failure, FailureKind, Incident, IncidentKind, Trajectory
 from agent_loop.types import StopReason
 from tests.helpers import user
 
@@ -362,3 +365,42 @@ def test_evaluations_of_other_rows_are_not_compared(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match="has none of the rows that were evaluated"):
         summary_of([[1.0]], other=(tmp_path, other))
+
+
+def test_stored_trajectories_are_evaluated_like_those_in_memory(tmp_path: Path) -> None:
+    lost = Failure("ServerError: gone", "", FailureKind.SERVER)
+    broken = Failure("ValueError: no", "", FailureKind.CODE)
+    incident = Incident(kind=IncidentKind.UNKNOWN_TOOL, detail="", assistant_turn=1)
+    trajectories = [
+        trajectory(0, 0, 1.0, branch=0),
+        trajectory(0, 0, 0.0, branch=1),
+        trajectory(0, 1, 0.4, incidents=[incident]),
+        trajectory(2, 0, None, stop_reason=StopReason.FAILED, failure=lost),
+        trajectory(2, 1, None, stop_reason=StopReason.FAILED, failure=broken),
+        trajectory(2, 2, 0.5),
+    ]
+    path = tmp_path / "trajectories.parquet"
+    write_trajectories(path, trajectories, step=0, split="eval", success_threshold=0.5)
+    stored = evaluate_stored([path])
+    assert stored.evaluation == summarise(trajectories, success_threshold=0.5)
+    assert [row.get("raw_prompt", [{}])[-1].get("content") for row in stored.rows] == [
+        "question 0",
+        None,
+        "question 2",
+    ]
+    scores = evaluate_stored([path], with_prompts=False).evaluation.scores
+    assert scores == stored.evaluation.scores
+
+
+def test_rows_that_flip_come_first_and_equal_rows_are_left_out() -> None:
+    rows = [
+        result(0, num_correct=2, num_samples=4),
+        result(1, num_correct=1),
+        result(2, num_correct=4, num_samples=4),
+    ]
+    others = [
+        result(0, num_correct=1, num_samples=4),
+        result(1, num_correct=1),
+        result(2, num_correct=2, num_samples=4),
+    ]
+    assert [row.group for row, _ in changed_pairs(pair_rows(rows, others=others))] == [0, 2]

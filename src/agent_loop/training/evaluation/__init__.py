@@ -1,7 +1,13 @@
 """Scores of trajectories: pass@k and rewards with confidence intervals, per category, and compared; groups of runs."""
 
 from agent_loop.training.evaluation.categories import categories_of, score_categories
-from agent_loop.training.evaluation.comparison import EvaluationDifference, difference, pair_rows
+from agent_loop.training.evaluation.comparison import (
+    EvaluationDifference,
+    changed_pairs,
+    difference,
+    is_passed,
+    pair_rows,
+)
 from agent_loop.training.evaluation.estimates import MeanEstimate, pass_at_k
 from agent_loop.training.evaluation.run_groups import (
     RunGroup,
@@ -19,7 +25,14 @@ from agent_loop.training.evaluation.scores import (
     summarise,
 )
 from agent_loop.training.evaluation.seeds import MetricComparison, compare_metric
-from agent_loop.training.evaluation.summary import SUMMARY_FILE, Comparison, EvaluationSummary, read_summary
+from agent_loop.training.evaluation.stored import StoredEvaluation, evaluate_stored
+from agent_loop.training.evaluation.summary import (
+    SUMMARY_FILE,
+    Comparison,
+    EvaluationSummary,
+    compare_evaluations,
+    read_summary,
+)
 
 __all__ = [
     "SUMMARY_FILE",
@@ -32,11 +45,16 @@ __all__ = [
     "RowResult",
     "RunGroup",
     "Scores",
+    "StoredEvaluation",
     "TrainingRun",
     "categories_of",
+    "changed_pairs",
     "choose_metrics",
+    "compare_evaluations",
     "compare_metric",
     "difference",
+    "evaluate_stored",
+    "is_passed",
     "pair_rows",
     "pass_at_k",
     "prompt_digest",

@@ -53,6 +53,24 @@ def difference(pairs: Sequence[Pair]) -> EvaluationDifference | None:
     )
 
 
+def is_passed(row: RowResult) -> bool:
+    """Return whether at least half of the samples of a row are successes."""
+    return 2 * row.num_correct >= row.num_samples
+
+
+def changed_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the pairs whose shares of successes differ, the largest difference first.
+
+    Pairs of which one side is passed and the other is not come before the others.
+    """
+
+    def order(pair: Pair) -> tuple[bool, float, int]:
+        row, other = pair
+        return is_passed(row) == is_passed(other), -abs(_share(row) - _share(other)), row.group
+
+    return sorted((pair for pair in pairs if _share(pair[0]) != _share(pair[1])), key=order)
+
+
 def _namer() -> Callable[[RowResult], tuple[str, int]]:
     seen: Counter[str] = Counter()
 

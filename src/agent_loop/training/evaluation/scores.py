@@ -111,7 +111,12 @@ def summarise(trajectories: Sequence[Trajectory], *, success_threshold: float) -
     for trajectory in without_lost(trajectories):
         groups[trajectory.group].append(trajectory)
     rows = tuple(
-        _row_result(group, samples, success_threshold=success_threshold)
+        row_result(
+            group,
+            row=samples[-1].row,
+            samples=[(each.rollout, each.reward) for each in samples],
+            success_threshold=success_threshold,
+        )
         for group, samples in sorted(groups.items())
     )
     return Evaluation(
@@ -143,19 +148,26 @@ def prompt_digest(row: Row) -> str:
     return digest(row.get("raw_prompt"))
 
 
-def _row_result(group: int, trajectories: Iterable[Trajectory], *, success_threshold: float) -> RowResult:
-    row: Row = {}
-    samples: dict[int, float | None] = {}
-    for trajectory in trajectories:
-        row = trajectory.row
-        known = [r for r in (samples.get(trajectory.rollout), trajectory.reward) if r is not None]
-        samples[trajectory.rollout] = max(known, default=None)
-    rewards = [reward for reward in samples.values() if reward is not None]
+def row_result(
+    group: int, *, row: Row, samples: Iterable[tuple[int, float | None]], success_threshold: float
+) -> RowResult:
+    """Return the result of a row of the data set.
+
+    Args:
+        group: Index of the row.
+        row: The row.
+        samples: Index of the rollout and reward of each trajectory. Those of one rollout are one sample.
+        success_threshold: Least reward that counts as a success.
+    """
+    best: dict[int, float | None] = {}
+    for rollout, reward in samples:
+        best[rollout] = max((r for r in (best.get(rollout), reward) if r is not None), default=None)
+    rewards = [reward for reward in best.values() if reward is not None]
     return RowResult(
         group=group,
         prompt=_prompt_of(row),
         prompt_digest=prompt_digest(row),
-        num_samples=len(samples),
+        num_samples=len(best),
         num_scored=len(rewards),
         num_correct=sum(reward >= success_threshold for reward in rewards),
         mean_reward=sum(rewards) / len(rewards) if rewards else None,

@@ -79,7 +79,14 @@ class EvaluationSummary(BaseModel):
                 column: score_categories(evaluation.rows, categories=categories)
                 for column, categories in columns.items()
             },
-            comparison=other and _compare(evaluation, *other, columns=columns),
+            comparison=other
+            and compare_evaluations(
+                evaluation,
+                path=str(other[0]),
+                other=other[1].evaluation,
+                other_model=other[1].model,
+                columns=columns,
+            ),
         )
 
     def write(self, path: Path) -> None:
@@ -113,14 +120,31 @@ def read_summary(path: Path) -> EvaluationSummary:
         ) from None
 
 
-def _compare(
-    evaluation: Evaluation, path: Path, other: EvaluationSummary, *, columns: Mapping[str, Sequence[str]]
+def compare_evaluations(
+    evaluation: Evaluation,
+    *,
+    other: Evaluation,
+    path: str,
+    other_model: str,
+    columns: Mapping[str, Sequence[str]],
 ) -> Comparison:
-    pairs = pair_rows(evaluation.rows, others=other.evaluation.rows)
+    """Return how much better an evaluation is than another one, on the rows that are in both.
+
+    Args:
+        evaluation: The evaluation.
+        other: The other evaluation.
+        path: Name of the other evaluation.
+        other_model: Name of its model.
+        columns: Category of each row of the data set, by column.
+
+    Raises:
+        DataError: The other evaluation has none of the rows.
+    """
+    pairs = pair_rows(evaluation.rows, others=other.rows)
     total = difference(pairs)
     if total is None:
         raise DataError(
-            f"{str(path)!r} has none of the rows that were evaluated; compare evaluations of the same rows"
+            f"{path!r} has none of the rows that were evaluated; compare evaluations of the same rows"
         )
     by_column: dict[str, dict[str, EvaluationDifference]] = {}
     for column, categories in columns.items():
@@ -129,4 +153,4 @@ def _compare(
             name: difference([p for p in pairs if categories[p[0].group] == name]) for name in sorted(names)
         }
         by_column[column] = {name: found for name, found in by_name.items() if found is not None}
-    return Comparison(path=str(path), other_model=other.model, total=total, categories=by_column)
+    return Comparison(path=path, other_model=other_model, total=total, categories=by_column)
