@@ -15,7 +15,7 @@ from agent_loop.chat.bridge import BridgeBuilder
 from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ToolError
-from agent_loop.rollout.trajectory_jsonl import write_records
+from agent_loop.storage.json_lines import write_lines
 from agent_loop.types import MalformedCall, ToolCall
 from tests.chat.families import (
     ARGUMENTS_ARE_TEXT,
@@ -295,6 +295,6 @@ def test_an_unpaired_surrogate_in_a_tool_reply_is_a_question_mark_in_the_stored_
         [tool_call_reply("add", a=1, b=2), text_reply("It is 3.")], tools=[tool]
     ).run_one()
     assert trajectory.output.failure is None
-    write_records(tmp_path / "records.jsonl", [trajectory])
+    write_lines(tmp_path / "records.jsonl", [trajectory], split="rollout")
     [line] = (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()
     assert "half ?" in [message["content"] for message in json.loads(line)["messages"]]

@@ -70,9 +70,9 @@ def test_rollout_writes_complete_trajectories(command: Command) -> None:
     assert [(r["group"], r["rollout"]) for r in records] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     for record in records:
         prompt, sampled = record["segments"]
-        assert prompt["origin"] == "prompt"
-        assert len(sampled["token_ids"]) == len(sampled["logprobs"]) <= 8
-        assert record["reward"] == len(sampled["token_ids"]) % 2
+        assert (prompt["origin"], prompt["num_tokens"]) == ("prompt", len(record["prompt_ids"]))
+        assert sampled["num_tokens"] == len(record["response_ids"]) == len(record["response_logprobs"]) <= 8
+        assert record["reward"] == len(record["response_ids"]) % 2
         assert record["row"]["raw_prompt"] == record["messages"][:1]
 
 
@@ -82,7 +82,7 @@ def test_a_stopped_rollout_keeps_its_finished_trajectories(command: Command) -> 
     assert "ZeroDivisionError" in result.err
     records = [json.loads(line) for line in Path("sampled.jsonl").read_text().splitlines()]
     assert records
-    assert all(record["failure"]["error"].startswith("RewardError") for record in records)
+    assert all(record["failure"].startswith("RewardError") for record in records)
     assert f"the {len(records)} finished trajectories are in sampled.jsonl" in result.out
 
 
@@ -158,7 +158,7 @@ def test_a_row_without_the_prompt_names_the_row(command: Command) -> None:
 def test_a_folder_is_refused_as_the_file_of_a_rollout(command: Command) -> None:
     result = command("rollout", "config.yaml", "--out", ".")
     assert result.exit_code == 2
-    assert "ConfigError: --out is '.', which is a folder; give a file, such as sampled.jsonl" in result.err
+    assert "ConfigError: --out is '.', which is a folder; give a file, such as sampled.parquet" in result.err
 
 
 def test_sampling_parameters_are_checked_before_any_row_runs(command: Command) -> None:

@@ -144,7 +144,7 @@ def test_a_killed_rollout_resumes_with_the_same_tokens_and_runs_no_tool_twice(
         output = run([*command, "--resume"], tmp_path)
 
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    after = {line["trajectory_id"]: [t for s in line["segments"] for t in s["token_ids"]] for line in lines}
+    after = {line["trajectory_id"]: line["prompt_ids"] + line["response_ids"] for line in lines}
     recorded = tokens_by_row(before)
     assert sorted(after) == sorted(recorded) == [f"group={g}/rollout={r}" for g in range(6) for r in range(2)]
     for row, tokens in recorded.items():

@@ -15,6 +15,8 @@ from transformers import AutoTokenizer
 
 from agent_loop.cli import main
 from agent_loop.config import ModelConfig
+from agent_loop.storage import StoredRun
+from agent_loop.storage.json_lines import read_lines
 from agent_loop.training.policy import load_policy
 from tests.cli.scripted_eval import make_eval_project
 
@@ -61,7 +63,8 @@ def evaluate(
 
 
 def trajectories(folder: str = "runs/eval") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(folder, "trajectories.jsonl").read_text().splitlines()]
+    lines = Path(folder, "trajectories.jsonl")  # is there until the evaluation has ended
+    return list(read_lines(lines) if lines.exists() else StoredRun(folder).rows())
 
 
 def keys(folder: str = "runs/eval") -> list[tuple[int, int]]:
@@ -128,7 +131,7 @@ def test_evaluation_uses_the_sampling_parameters_of_validation(evaluate: Evaluat
 
     cut = evaluate("rollout.val.max_turn_tokens=1", "--overwrite")
     assert cut.exit_code == 0, cut.err
-    assert {len(record["segments"][1]["token_ids"]) for record in trajectories()} == {1}
+    assert {record["segments"][1]["num_tokens"] for record in trajectories()} == {1}
 
 
 def test_an_evaluation_is_not_overwritten_by_accident(evaluate: Evaluate) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from agent_loop.recording.record import RecordKind
+from agent_loop.storage import StoredRun
+from agent_loop.storage.json_lines import read_lines
 from tests.cli.scripted_eval import make_eval_project
 from tests.rollout.journaled import records_of
 
@@ -41,13 +42,14 @@ def test_a_killed_evaluation_resumes_and_runs_nothing_twice(tmp_path: Path) -> N
     running.kill()
     running.communicate()
     (tmp_path / "hang").unlink()
-    before = {r["trajectory_id"]: r["segments"] for r in map(json.loads, lines.read_text().splitlines())}
+    before = {row["trajectory_id"]: row["segments"] for row in read_lines(lines)}
 
     done = subprocess.run([*EVAL, "--resume"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    after = {r["trajectory_id"]: r["segments"] for r in map(json.loads, lines.read_text().splitlines())}
+    after = {row["trajectory_id"]: row["segments"] for row in StoredRun(lines.parent).rows()}
     assert len(after) == 12
+    assert not lines.exists()
     assert {name: after[name] for name in before} == before
     calls = [line.split()[0] for line in (tmp_path / "calls.log").read_text().splitlines()]
     assert [calls.count(number) for number in "024"] == [2, 2, 2]

@@ -125,10 +125,10 @@ def test_every_kind_of_file_is_recognised(project: Path, name: str, kind: FileKi
 
 
 READERS = {
-    "show": [RUN, EVALUATION, STORED_TRAJECTORIES],
-    "view": [RUN, EVALUATION, STORED_TRAJECTORIES],
-    "rescore": [RUN, EVALUATION, STORED_TRAJECTORIES],
-    "replay": [RUN, EVALUATION, STORED_TRAJECTORIES],
+    "show": [RUN, EVALUATION, STORED_TRAJECTORIES, RECORDS],
+    "view": [RUN, EVALUATION, STORED_TRAJECTORIES, RECORDS],
+    "rescore": [RUN, EVALUATION, STORED_TRAJECTORIES, RECORDS],
+    "replay": [RUN, EVALUATION, STORED_TRAJECTORIES, RECORDS],
     "traces": [TRACES],
     "export": [RUN, CHECKPOINT],
     "train": [SETTINGS],
@@ -201,7 +201,7 @@ def test_a_context_longer_than_that_of_the_model_is_refused_by_the_name_of_the_o
         ["simulate", "--prefill", "0"],
         ["simulate", "--step-ms", "-1"],
         ["simulate", "--fail", "1@nan"],
-        ["simulate", "--replay", "sampled.parquet"],
+        ["simulate", "--replay", "cut.parquet"],
         ["rescore", "evaluated", "--reward", "script.py:reward", "--threshold", "nan"],
         ["check", "tool", "calculator", "--call", "[" * 100_000],
         ["check", "tool", "calculator", "--call", "{}", "--timeout-s", "inf"],

@@ -194,8 +194,6 @@ def test_no_error_advises_to_remove_a_good_file(command: Command) -> None:
     Path("sampled.journal").write_bytes(b"agent-loop journal ....")
     Path("nothing.parquet").touch()
     for path, advice in {
-        "runs/eval/trajectories.jsonl": "give 'runs/eval/trajectories.parquet', which holds the same",
-        "sampled.jsonl": "what `agent-loop rollout --out FILE.parquet` writes",
         "rows.jsonl": "is a file of rows",
         "config.yaml": "is a YAML file of settings",
         "cut.parquet": "is a Parquet file that is damaged or was cut off (read by no command: copy it again",

@@ -21,9 +21,9 @@ from agent_loop.config import Config, MultiTurnConfig
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.jobs import Job
-from agent_loop.rollout.trajectory_jsonl import write_records
 from agent_loop.runtime.isolated_task import num_abandoned
 from agent_loop.runtime.threads import num_idle_threads
+from agent_loop.storage.json_lines import write_lines
 from agent_loop.storage.writer import write_trajectories
 from agent_loop.testing import run_virtual
 from agent_loop.training import metrics as names
@@ -188,7 +188,7 @@ def test_a_thousand_hostile_rows_end_with_a_reason_leak_nothing_and_do_not_chang
     assert open_files() == num_files
     assert list((tmp_path / "temp").iterdir()) == []
 
-    write_records(tmp_path / "records.jsonl", trajectories)
+    write_lines(tmp_path / "records.jsonl", trajectories, split="rollout")
     records = json_lines((tmp_path / "records.jsonl").read_text(encoding="utf-8"))
     assert [record["trajectory_id"] for record in records] == [t.trajectory_id for t in trajectories]
     write_trajectories(tmp_path / "step.parquet", trajectories, step=1, split="train")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +20,6 @@ from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.jobs import Job
-from agent_loop.rollout.trajectory_jsonl import to_record
 from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.manager import AsyncLLMServerManager
@@ -33,6 +31,7 @@ from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import Origin, ParsedCompletion, StopReason, ToolCall
 from tests.helpers import call_text, user
 from tests.rollout.harness import SCHEMA, WorkerHarness
+from tests.rollout.one_line import as_line
 from tests.tiny_vision import (
     data_url,
     idefics_template,
@@ -134,10 +133,9 @@ def test_a_video_of_a_tool_reaches_the_server_and_the_record() -> None:
     whole = np.concatenate([output.prompt_ids, output.response_ids])
     mask = np.concatenate([np.zeros(len(output.prompt_ids)), output.response_mask])
     assert not mask[np.isin(whole, [PAD_ID, VIDEO_PAD_ID])].any()
-    record = to_record(harness.run_one(raw_prompt=video_message("a", video_frames(0), fps=3)))
+    record = as_line(harness.run_one(raw_prompt=video_message("a", video_frames(0), fps=3)))
     [video, _] = record["messages"][0]["content"]
     assert video["video"] == "5 frames, the first Image of size (32, 24) at 3 per second"
-    assert json.loads(json.dumps(record)) == record
 
 
 def test_the_error_for_a_video_to_a_model_without_video_input_names_the_tool() -> None:
@@ -188,16 +186,12 @@ def test_an_unreadable_image_fails_its_trajectory_alone() -> None:
 
 def test_records_describe_images_without_their_pixels() -> None:
     messages = image_message("a", picture(0), data_url(picture(1)))
-    record = to_record(make_harness(ToolResponse(image=[picture(1)])).run_one(raw_prompt=messages))
-    image, _ = record["segments"][0]["attachments"]
-    assert (image["kind"], image["num_tokens"]) == ("image", 12)
-    assert image["features"] == {"pixel_values": [48, 96], "image_grid_thw": [1, 3]}
+    record = as_line(make_harness(ToolResponse(image=[picture(1)])).run_one(raw_prompt=messages))
     first, second, _ = record["messages"][0]["content"]
     assert first == {"type": "image", "image": "Image of size (32, 24)"}
     assert second["image"].startswith("'data:image/png;base64,")
     assert len(second["image"]) < 80
     assert record["messages"][2]["content"] == [first]
-    assert json.loads(json.dumps(record)) == record
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from agent_loop.cli import app
 from agent_loop.errors import ConfigError, DataError
-from agent_loop.rollout.trajectory_jsonl import write_records
 from agent_loop.simulation.replay import read_plans, repeat_plans
 from agent_loop.simulation.workload import PlannedTurn
+from agent_loop.storage.json_lines import write_lines
 from agent_loop.trajectory import AgentLoopMetrics, AgentLoopOutput, Trajectory
 
 
@@ -28,7 +28,7 @@ def recorded(folder: Path) -> Path:
         Trajectory(output=out, row={}, group=group, rollout=0, reward=None, reward_extra={})
         for group, out in enumerate([output, silent, output])
     ]
-    write_records(folder / "step" / "trajectories.jsonl", trajectories)
+    write_lines(folder / "step" / "trajectories.jsonl", trajectories, split="rollout")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     return folder
 
@@ -56,7 +56,7 @@ def test_files_without_records_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         read_plans(tmp_path / "missing.jsonl")
     (tmp_path / "torn.jsonl").write_text('{"segments": [', encoding="utf-8")
-    with pytest.raises(DataError, match=r"torn.jsonl' line 1 is not JSON"):
+    with pytest.raises(DataError, match=r"torn.jsonl' is a file of another kind"):
         read_plans(tmp_path)
 
 

@@ -59,7 +59,7 @@ def test_conditions_texts_splits_and_orders_can_be_combined(run: StoredRun) -> N
         ("rewrd<1", "did you mean 'reward'"),
         ("messages=x", "no column 'messages' to compare"),
         ("reward", "is not a comparison"),
-        ("reward<high", "compares reward, of type double, with 'high'"),
+        ("reward<high", "compares reward, which is a number, with 'high'; give a number after"),
         ("is_success=1", "of type bool"),
         ("reward<null", "only = and != can"),
     ],

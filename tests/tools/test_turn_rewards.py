@@ -18,7 +18,6 @@ from agent_loop.recording.serialization import deserialize_trajectories, seriali
 from agent_loop.recording.values import pack, unpack
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble
-from agent_loop.rollout.trajectory_jsonl import to_record
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.training.advantages import collect_rewards, estimate_advantages, turn_advantages
 from agent_loop.training.feedback import feedback_metrics
@@ -26,6 +25,7 @@ from agent_loop.trajectory import AgentLoopOutput, Feedback, IncidentKind, Traje
 from agent_loop.types import Message, Origin, ToolCall
 from tests.helpers import call_text, encoded, text_reply, tool_call_reply, user
 from tests.rollout.harness import WorkerHarness
+from tests.rollout.one_line import as_line
 
 
 class Payer(BaseTool):
@@ -160,8 +160,7 @@ def test_feedback_survives_the_journal_and_is_written_to_records() -> None:
     form = unpack(pack(serialize_trajectories([trajectory], find_episode=lambda segments: None)))
     [read] = deserialize_trajectories(form, episodes={}, row=trajectory.row, group=0, rollout=0)
     assert read.output.feedback == trajectory.output.feedback
-    record = to_record(trajectory)
-    assert record["tool_rewards"] == [0.5, 2.0]
+    record = as_line(trajectory)
     assert record["feedback"][0]["place"] == trajectory.output.feedback[0].place
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import typer
 from rich.console import Console
 
@@ -27,6 +29,7 @@ from agent_loop.cli.simulate import simulate_command
 from agent_loop.cli.tasks import tasks_app
 from agent_loop.cli.traces import traces_command
 from agent_loop.cli.train import train_command
+from agent_loop.cli.verbosity import VERBOSITY, add_verbosity
 from agent_loop.cli.verify_template import verify_template_command
 from agent_loop.cli.view import view_command
 from agent_loop.errors import AgentLoopError
@@ -62,12 +65,14 @@ app.command("simulate")(simulate_command)
 app.command("view")(view_command)
 app.command("doctor")(doctor_command)
 app.command("from-verl")(from_verl_command)
+add_verbosity(app)
 
 
 def main() -> None:
     """Run the command line.
 
-    An `AgentLoopError`, or an `OSError` about a file, is printed without a traceback and ends with exit code 2.
+    An `AgentLoopError`, or an `OSError` about a file, is printed without a traceback and ends with exit code 2. With
+    `-v`, the traceback is printed too.
     """
     try:
         app()
@@ -87,6 +92,8 @@ def main() -> None:
 
 
 def _show(error: Exception, message: str) -> None:
+    if VERBOSITY.verbose:
+        traceback.print_exception(error)
     console = Console(stderr=True)
     console.print(f"[bold red]{type(error).__name__}[/]", end=": ")
     console.print(message, markup=False, highlight=False, soft_wrap=True)

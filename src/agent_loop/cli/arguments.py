@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +17,7 @@ from agent_loop.errors import CheckpointError, ConfigError, DataError
 from agent_loop.files.file_kinds import (
     CHECKPOINT,
     MODEL,
+    RECORDS,
     SAVED_DATASET,
     SETTINGS,
     STORED_TRAJECTORIES,
@@ -88,9 +92,7 @@ DataOption = Annotated[
 ]
 RunArgument = Annotated[
     Path,
-    typer.Argument(
-        metavar="RUN", help="Folder of a run, or Parquet file of trajectories.", show_default=False
-    ),
+    typer.Argument(metavar="RUN", help="Folder of a run, or file of trajectories.", show_default=False),
 ]
 WhereOption = Annotated[
     list[str] | None,
@@ -104,23 +106,37 @@ StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Only this
 SplitOption = Annotated[
     str | None, typer.Option("--split", help="Only `train`, `val`, `eval` or `rollout`.", show_default=False)
 ]
+JsonLinesOption = Annotated[
+    bool,
+    typer.Option("--jsonl", help="Write JSON lines with the columns of the Parquet files, one value each."),
+]
 MaxRowsOption = Annotated[int | None, typer.Option("--max-rows", min=1, help="Maximum number of rows.")]
 SamplesOption = Annotated[
     int | None, typer.Option("-n", min=1, max=MAX_SAMPLES, help="Trajectories per row.")
 ]
 
 
-WANTED_RUN = "the folder of a run, or a Parquet file of trajectories"
+WANTED_RUN = "the folder of a run, or a file of trajectories"
+JSON_LINES = frozenset({".jsonl", ".ndjson", ".json"})
+"""Ends of the names of files that are written as JSON lines."""
 
 
 def find_run(path: Path) -> Path:
     """Return the run at a path: the path itself, or the only run in that folder.
+
+    The trajectories of JSON lines are copied to a Parquet file, which is removed when the process ends.
 
     Raises:
         DataError: The path holds something else. The error names its kind and the command that reads it.
     """
     path = only_run(path)
     kind = kind_of(path)
+    if kind is RECORDS:
+        from agent_loop.storage.json_lines import stored_copy  # late: keeps `--help` quick
+
+        folder = tempfile.mkdtemp(prefix="agent-loop-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return stored_copy(path, folder=Path(folder))
     is_other = kind in (CHECKPOINT, MODEL, SAVED_DATASET) or (
         path.is_file() and kind is not STORED_TRAJECTORIES
     )

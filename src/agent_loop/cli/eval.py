@@ -13,6 +13,7 @@ from rich.console import Console
 from agent_loop.cli.arguments import (
     ConfigArgument,
     DataOption,
+    JsonLinesOption,
     MaxRowsOption,
     ModelOption,
     OverridesArgument,
@@ -21,9 +22,11 @@ from agent_loop.cli.arguments import (
     load_named_rows,
     read_config,
 )
+from agent_loop.cli.dry_run import DryRunOption, check_before
 from agent_loop.cli.eval_folder import EvalFolder
 from agent_loop.cli.eval_tables import print_summary
 from agent_loop.cli.running import key_of, run_rows
+from agent_loop.cli.verbosity import print_hint
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, DataError, RolloutError
 from agent_loop.runtime.event_loop import run_to_end
@@ -89,7 +92,9 @@ def eval_command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the evaluation in `--out`.")
     ] = False,
+    jsonl: JsonLinesOption = False,
     table_rows: Annotated[int, typer.Option("--table-rows", min=0, help="Rows of the per-row table.")] = 50,
+    dry_run: DryRunOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Evaluate a model on rows: pass@k and rewards with 95% confidence intervals, in total and per category.
@@ -115,6 +120,8 @@ def eval_command(
     settings = _settings(config, overrides, checkpoint=checkpoint, model=model)
     source = _source(settings, data=data, on=on)
     rows = load_named_rows(settings, source.files, max_rows=max_rows)
+    if check_before(settings, rows=rows, is_dry_run=dry_run):
+        return
     columns = {column: categories_of(rows, column=column) for column in by or ()}
     other = compare and (compare, _read_other(compare, rows=rows))
     num_samples = n or settings.rollout.val.n
@@ -144,12 +151,22 @@ def eval_command(
             other=other,
         )
         if finished is None:
-            folder.finish(trajectories, summary=summary, success_threshold=settings.reward.success_threshold)
+            folder.finish(
+                trajectories,
+                summary=summary,
+                success_threshold=settings.reward.success_threshold,
+                as_jsonl=jsonl,
+            )
     if as_json:
         typer.echo(summary.model_dump_json(indent=2))
     else:
         print_summary(summary, console=console, num_rows=table_rows)
-    console.print(f"results in {out}", markup=False)
+    console.print(f"results in {out}", markup=False, soft_wrap=True)
+    print_hint(
+        console,
+        f"look at the trajectories with: agent-loop view {out}; compare another evaluation with: "
+        f"agent-loop eval {config} --out OTHER --compare {out}",
+    )
 
 
 class RowSource(NamedTuple):

@@ -1,8 +1,8 @@
 """Folder of an evaluation: its files, and whether an evaluation may start or resume there.
 
 runs/eval/
-    trajectories.jsonl   trajectories; during the evaluation in the order in which they end
-    trajectories.parquet the same trajectories for `agent-loop show` and others; written at the end
+    trajectories.jsonl   trajectories in the order in which they end, during the evaluation
+    trajectories.parquet trajectories; written at the end
     rollout.journal      turns; removed at the end
     summary.json         scores; written at the end
 """
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from agent_loop.cli.running import by_id
 from agent_loop.errors import ConfigError, JournalError, OutputError
-from agent_loop.rollout.trajectory_jsonl import write_records, writing_records
 from agent_loop.runtime.describe import describe_error
 from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.training.evaluation import SUMMARY_FILE, EvaluationSummary, read_summary
@@ -25,6 +24,8 @@ from agent_loop.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from agent_loop.rollout.journal.step import StepKey
+
+SPLIT = "eval"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +109,11 @@ class EvalFolder:
         Raises:
             OutputError: The file cannot be written, when it is opened or later.
         """
+        from agent_loop.storage.json_lines import writing_lines  # late: keeps `--help` quick
+
         with ExitStack() as stack:
             try:
-                write = stack.enter_context(writing_records(self.trajectories))
+                write = stack.enter_context(writing_lines(self.trajectories, split=SPLIT))
             except OSError as error:
                 raise self._unwritten(self.trajectories, error) from error
 
@@ -123,19 +126,32 @@ class EvalFolder:
             yield add
 
     def finish(
-        self, trajectories: Iterable[Trajectory], *, summary: EvaluationSummary, success_threshold: float
+        self,
+        trajectories: Iterable[Trajectory],
+        *,
+        summary: EvaluationSummary,
+        success_threshold: float,
+        as_jsonl: bool = False,
     ) -> None:
         """Write the sorted trajectories and the summary.
+
+        Args:
+            as_jsonl: Keep a file of JSON lines beside the Parquet file.
 
         Raises:
             OutputError: A file cannot be written.
         """
-        from agent_loop.storage.writer import write_trajectories  # late: keeps `--help` quick
+        # late: keeps `--help` quick
+        from agent_loop.storage.json_lines import write_lines
+        from agent_loop.storage.writer import write_trajectories
 
         in_order, stored = sorted(trajectories, key=by_id), self.trajectories.with_suffix(".parquet")
         try:
-            write_records(self.trajectories, in_order)
-            write_trajectories(stored, in_order, step=0, split="eval", success_threshold=success_threshold)
+            write_trajectories(stored, in_order, step=0, split=SPLIT, success_threshold=success_threshold)
+            if as_jsonl:
+                write_lines(self.trajectories, in_order, split=SPLIT)
+            else:
+                self.trajectories.unlink(missing_ok=True)
             summary.write(self.summary)
             self.journal.unlink(missing_ok=True)
         except OSError as error:

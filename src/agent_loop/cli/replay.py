@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_loop.cli.arguments import (
+    JSON_LINES,
     OverridesArgument,
     RunArgument,
     SplitOption,
@@ -190,10 +191,10 @@ def _messages_from(trajectory: Trajectory, *, turn: int) -> list[dict[str, objec
 
 
 def _write(out: Path, trajectory: Trajectory, *, step: int, split: str) -> None:
-    from agent_loop.rollout.trajectory_jsonl import write_records
+    from agent_loop.storage.json_lines import write_lines
     from agent_loop.storage.writer import write_trajectories
 
-    if out.suffix == ".parquet":
-        write_trajectories(out, [trajectory], step=step, split=split)
+    if out.suffix in JSON_LINES:
+        write_lines(out, [trajectory], step=step, split=split)
     else:
-        write_records(out, [trajectory])
+        write_trajectories(out, [trajectory], step=step, split=split)

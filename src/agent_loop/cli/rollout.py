@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_loop.cli.arguments import (
+    JSON_LINES,
     ConfigArgument,
     DataOption,
+    JsonLinesOption,
     MaxRowsOption,
     ModelOption,
     OverridesArgument,
@@ -21,8 +23,10 @@ from agent_loop.cli.arguments import (
     read_config,
     read_rows,
 )
+from agent_loop.cli.dry_run import DryRunOption, check_before
 from agent_loop.cli.rollout_file import RolloutFile
 from agent_loop.cli.running import by_id, run_rows
+from agent_loop.cli.verbosity import print_hint
 from agent_loop.errors import AgentLoopError, ConfigError
 from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.storage.exclusive import exclusive_file
@@ -34,11 +38,10 @@ def rollout_command(
     overrides: OverridesArgument = None,
     *,
     out: Annotated[
-        Path,
-        typer.Option(
-            "--out", help="File for the trajectories: Parquet if the name ends in .parquet, else JSON lines."
-        ),
-    ] = Path("trajectories.jsonl"),
+        Path | None,
+        typer.Option("--out", help="File for the trajectories.", show_default="trajectories.parquet"),
+    ] = None,
+    jsonl: JsonLinesOption = False,
     model: ModelOption = None,
     data: DataOption = None,
     max_rows: MaxRowsOption = None,
@@ -46,6 +49,7 @@ def rollout_command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume a run with this `--out` that was stopped or killed.")
     ] = False,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Run agent loops on rows and write their trajectories: tokens, masks, log-probs, messages, rewards.
 
@@ -53,23 +57,27 @@ def rollout_command(
 
         agent-loop rollout config.yaml
 
-        agent-loop rollout config.yaml --data rows.jsonl --max-rows 8 -n 4 --out sampled.jsonl
+        agent-loop rollout config.yaml --data rows.jsonl --max-rows 8 -n 4 --out sampled.parquet
 
         agent-loop rollout config.yaml --data 'shards/train-*.parquet' --data saved:train
 
-        agent-loop rollout config.yaml --out sampled.parquet
+        agent-loop rollout config.yaml --jsonl --out sampled.jsonl
 
-        agent-loop rollout config.yaml --out sampled.jsonl --resume
+        agent-loop rollout config.yaml --out sampled.parquet --resume
 
         agent-loop rollout config.yaml --model runs/train/checkpoints/step-000040/model rollout.temperature=0.7
     """
+    as_jsonl = jsonl or (out is not None and out.suffix in JSON_LINES)
+    out = out or Path("trajectories.jsonl" if jsonl else "trajectories.parquet")
     if out.is_dir():
         raise ConfigError(
-            f"--out is {str(out)!r}, which is a folder; give a file, such as {out / 'sampled.jsonl'}"
+            f"--out is {str(out)!r}, which is a folder; give a file, such as {out / 'sampled.parquet'}"
         )
     settings = read_config(config, overrides, model=model)
     rows = read_rows(settings, data=data, max_rows=max_rows)
-    console, target = Console(), RolloutFile(out, settings)
+    if check_before(settings, rows=rows, is_dry_run=dry_run):
+        return
+    console, target = Console(), RolloutFile(out, settings, as_jsonl)
     if resume:
         target.require_journal()
     with exclusive_file(out, name="--out"):
@@ -101,7 +109,10 @@ def rollout_command(
         target.write(trajectories)
         target.journal.unlink(missing_ok=True)
     console.print(_summary(trajectories))
-    console.print(f"{len(trajectories)} trajectories in {out}", markup=False)
+    console.print(f"{len(trajectories)} trajectories in {out}", markup=False, soft_wrap=True)
+    print_hint(
+        console, f"look at them with: agent-loop view {out}, or in the terminal: agent-loop show {out}"
+    )
 
 
 def _summary(trajectories: Sequence[Trajectory]) -> Table:

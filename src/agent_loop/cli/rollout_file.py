@@ -11,7 +11,6 @@ from rich.console import Console
 
 from agent_loop.config import Config
 from agent_loop.errors import JournalError, OutputError
-from agent_loop.rollout.trajectory_jsonl import write_records
 from agent_loop.runtime.describe import describe_error
 from agent_loop.trajectory import Trajectory
 
@@ -22,6 +21,8 @@ class RolloutFile:
 
     path: Path
     config: Config
+    as_jsonl: bool = False
+    """Whether to write JSON lines, and not Parquet."""
 
     @property
     def journal(self) -> Path:
@@ -78,14 +79,15 @@ class RolloutFile:
             ) from error
 
     def _write(self, trajectories: Sequence[Trajectory]) -> None:
-        if self.path.suffix != ".parquet":
-            write_records(self.path, trajectories)
-            return
-        # late: JSON lines do not need it
+        # late: keeps `--help` quick
+        from agent_loop.storage.json_lines import write_lines
         from agent_loop.storage.writer import write_trajectories
 
-        threshold = self.config.reward.success_threshold
-        write_trajectories(self.path, trajectories, step=0, split="rollout", success_threshold=threshold)
+        if self.as_jsonl:
+            write_lines(self.path, trajectories, split="rollout")
+        else:
+            threshold = self.config.reward.success_threshold
+            write_trajectories(self.path, trajectories, step=0, split="rollout", success_threshold=threshold)
 
     def _rescue(self, trajectories: Sequence[Trajectory]) -> str:
         """Write the trajectories to a temporary file unless the journal has them, and return a text with its path."""
@@ -94,6 +96,8 @@ class RolloutFile:
                 f"the trajectories are in the journal {str(self.journal)!r}. Free the disk or correct the permissions, "
                 "and run the same command with --resume; no trajectory is run again"
             )
+        from agent_loop.storage.json_lines import write_lines  # late: keeps `--help` quick
+
         spare = Path(tempfile.mkdtemp(prefix="agent-loop-rollout-")) / f"{self.path.stem}.jsonl"
-        write_records(spare, trajectories)
+        write_lines(spare, trajectories, split="rollout")
         return f"the trajectories are in {str(spare)!r}, as JSON lines"

@@ -16,6 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from agent_loop.cli.verbosity import VERBOSITY
 from agent_loop.config import Config
 from agent_loop.runtime.garbage_collection import frozen_objects
 from agent_loop.trajectory import Trajectory
@@ -54,7 +55,10 @@ async def run_rows(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     async with create_manager(config) as manager:
-        with frozen_objects(), Progress(*columns, *times, console=console) as progress:
+        with (
+            frozen_objects(),
+            Progress(*columns, *times, console=console, disable=VERBOSITY.quiet) as progress,
+        ):
             task = progress.add_task("trajectories", total=len(rows) * num_samples)
 
             ended: set[tuple[int, int]] = set()

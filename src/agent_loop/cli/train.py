@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import typer
+from rich.console import Console
 
 from agent_loop.cli.arguments import (
     ConfigArgument,
@@ -12,6 +16,10 @@ from agent_loop.cli.arguments import (
     ResumeOption,
     read_config,
 )
+from agent_loop.cli.dry_run import DryRunOption, print_checks
+from agent_loop.cli.verbosity import VERBOSITY, print_hint
+from agent_loop.config import Config
+from agent_loop.errors import ConfigError
 from agent_loop.runtime.event_loop import run_to_end
 
 EXIT_INTERRUPTED = 130
@@ -24,6 +32,7 @@ def train_command(
     resume: ResumeOption = False,
     resume_from: ResumeFromOption = None,
     overwrite: OverwriteOption = False,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Train a model with reinforcement learning on rollouts of agent loops.
 
@@ -36,6 +45,8 @@ def train_command(
 
         agent-loop train config.yaml actor.lr=1e-5 rollout.n=16 trainer.run_dir=runs/second
 
+        agent-loop train config.yaml --dry-run
+
         agent-loop train config.yaml --resume trainer.total_steps=200
 
         agent-loop train config.yaml trainer.num_processes=4
@@ -43,6 +54,12 @@ def train_command(
         torchrun --nproc-per-node 4 -m agent_loop train config.yaml
     """
     settings = read_config(config, overrides)
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other; give one of them")
+    if dry_run or os.environ.get("RANK", "0") == "0":
+        _check(settings, resume=resume, resume_from=resume_from, overwrite=overwrite, is_dry_run=dry_run)
+    if dry_run:
+        return
 
     # late: keeps `--help` and config errors quick
     from agent_loop.training.ppo_trainer import PPOTrainer
@@ -54,12 +71,47 @@ def train_command(
             run_rank(settings, local_rank=local_rank)
         return
     trainer = PPOTrainer(
-        settings, resume=str(resume_from) if resume_from else resume and "auto", overwrite=overwrite
+        settings,
+        resume=str(resume_from) if resume_from else resume and "auto",
+        overwrite=overwrite,
+        console=Console(quiet=VERBOSITY.quiet),
     )
     result = run_to_end(trainer.fit())
     if result.is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
-    typer.echo(
-        f"the run is in {result.run_dir}; look at it with: agent-loop view {result.run_dir}; "
-        f"export the model with: agent-loop export {result.run_dir} --out FOLDER"
+    typer.echo(f"the run is in {result.run_dir}")
+    print_hint(
+        Console(),
+        f"look at it with: agent-loop view {result.run_dir}; "
+        f"export the model with: agent-loop export {result.run_dir} --out FOLDER",
     )
+
+
+def _check(
+    settings: Config, *, resume: bool, resume_from: Path | None, overwrite: bool, is_dry_run: bool
+) -> None:
+    """Check what the run needs before torch is imported, which takes seconds."""
+    from agent_loop.checks.before_start import (
+        PlannedRun,
+        check_resume_source,
+        refuse_faults,
+    )  # late: as above
+
+    if resume_from is not None:
+        check_resume_source(resume_from)
+    wants_validation = settings.trainer.val_every is not None or settings.trainer.val_before_train
+    sources = {"data.train_files": settings.data.train_files}
+    if wants_validation:
+        sources["data.val_files"] = settings.data.val_files
+    run = PlannedRun(
+        settings,
+        sources=sources,
+        trains=True,
+        resumes=resume or resume_from is not None,
+        overwrites=overwrite,
+        is_thorough=is_dry_run,
+    )
+    if is_dry_run:
+        print_checks(run)
+    else:
+        refuse_faults(run)

@@ -58,7 +58,7 @@ DAMAGED_PARQUET = FileKind(
 )
 RECORDS = FileKind(
     "a file of trajectories as JSON lines",
-    "`agent-loop simulate --replay`; the other commands read what `agent-loop rollout --out FILE.parquet` writes",
+    "`agent-loop show`, `view`, `rescore`, `replay` and `simulate --replay`",
 )
 TRACES = FileKind("a file of traces", "`agent-loop traces`")
 METRICS = FileKind("the metrics of a run", "`agent-loop view`, given the folder that it is in")
@@ -80,9 +80,6 @@ def explain(path: Path, *, wanted: str) -> str:
     if not path.exists():
         return f"{named} does not exist; give {wanted}"
     kind = kind_of(path)
-    same = path.with_suffix(".parquet")
-    if kind is RECORDS and same.is_file():
-        wanted = f"{str(same)!r}, which holds the same"
     if kind is not None:
         return f"{named} is {kind.what} (read by {kind.read_by}); give {wanted}"
     runs = runs_in(path)

@@ -14,4 +14,4 @@ def refuse_existing(folder: Path) -> None:
         OutputError: There is a file, or a folder with files.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OutputError(f"{str(folder)!r} exists already; give a new folder, or remove it")
+        raise OutputError(f"{str(folder)!r} exists already; give the name of a new folder")

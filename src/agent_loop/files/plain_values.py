@@ -17,7 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from agent_loop.errors import ConfigError
+from agent_loop.errors import ConfigError, did_you_mean
 
 MAX_DEPTH = 50
 """Depth of nested lists and mappings in configuration and tool files."""
@@ -56,7 +56,9 @@ def read_yaml(path: str | Path, *, what: str, resolve: bool = False) -> Any:
     named = f"{what} {str(path)!r}"
     if not Path(path).is_file():
         found = "is a folder" if Path(path).is_dir() else "does not exist"
-        raise ConfigError(f"{named} {found}; give the path of a YAML file")
+        folder = Path(path).parent
+        others = [str(file) for file in folder.glob("*.y*ml")] if folder.is_dir() else []
+        raise ConfigError(f"{named} {found}{did_you_mean(str(path), others)}; give the path of a YAML file")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from agent_loop.errors import DataError
-from agent_loop.files.file_kinds import explain, kind_of
+from agent_loop.files.file_kinds import RECORDS, STORED_TRAJECTORIES, explain, kind_of
 from agent_loop.files.plain_values import parse_json
 from agent_loop.simulation.workload import PlannedTurn, TrajectoryPlan
+from agent_loop.storage.json_lines import read_lines
+from agent_loop.storage.run import StoredRun
 from agent_loop.types import Origin
+
+ENDS = frozenset({".parquet", ".jsonl"})
+"""Ends of the names of files that are read of a folder."""
 
 
 def read_plans(path: Path) -> list[TrajectoryPlan]:
@@ -26,7 +31,7 @@ def read_plans(path: Path) -> list[TrajectoryPlan]:
     Raises:
         DataError: There are no records, or one cannot be read.
     """
-    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+    files = sorted(file for file in path.rglob("*") if file.suffix in ENDS) if path.is_dir() else [path]
     plans: list[TrajectoryPlan] = []
     for record in _records(files):
         plan = _plan(record, number=len(plans))
@@ -55,28 +60,23 @@ def repeat_plans(plans: Sequence[TrajectoryPlan], *, times: int) -> list[Traject
     ]
 
 
-def _records(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
+def _records(files: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
     for file in files:
         if not file.is_file():
-            raise DataError(f"{str(file)!r} does not exist; give the records of a run")
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    record = parse_json(line)
-                except ValueError as error:
-                    if number == 1 and kind_of(file) is not None:
-                        raise DataError(
-                            explain(file, wanted="a file that `agent-loop rollout --out` wrote")
-                        ) from error
-                    raise DataError(f"{str(file)!r} line {number} is not JSON: {error}") from error
-                if isinstance(record, dict) and "segments" in record:
-                    yield cast(Mapping[str, Any], record)
+            raise DataError(f"{str(file)!r} does not exist; give the trajectories of a rollout")
+        kind = kind_of(file)
+        if kind is STORED_TRAJECTORIES:
+            yield from StoredRun(file).rows()
+        elif kind is RECORDS:
+            yield from read_lines(file)
+        elif len(files) == 1:
+            raise DataError(explain(file, wanted="a file that `agent-loop rollout --out` wrote"))
 
 
 def _plan(record: Mapping[str, Any], *, number: int) -> TrajectoryPlan | None:
     """Return the plan of a record. Consecutive model segments form a turn; other segments form a reply."""
     runs = [
-        (is_model, sum(len(segment["token_ids"]) for segment in segments))
+        (is_model, sum(segment["num_tokens"] for segment in segments))
         for is_model, segments in groupby(record["segments"], key=lambda s: s["origin"] == Origin.MODEL)
     ]
     if not runs or runs[0][0] or len(runs) < 2:
@@ -86,7 +86,7 @@ def _plan(record: Mapping[str, Any], *, number: int) -> TrajectoryPlan | None:
         [n for is_model, n in runs[1:] if not is_model],
     )
     waits = len(sampled) - 1
-    tool_s = float(record.get("metrics", {}).get("tool_calls", 0.0)) / max(waits, 1)
+    tool_s = float(parse_json(record["metrics"]).get("tool_calls", 0.0)) / max(waits, 1)
     turns = tuple(
         PlannedTurn(
             max(num_tokens, 1), tool_s if turn < waits else 0.0, replies[turn] if turn < len(replies) else 0

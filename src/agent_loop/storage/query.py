@@ -68,9 +68,9 @@ class Condition:
         try:
             return cls(column, _OPERATIONS[operation], _value(value, SCHEMA.field(column).type))
         except ValueError:
-            kind = SCHEMA.field(column).type
+            kind = "true or false" if pa.types.is_boolean(SCHEMA.field(column).type) else "a number"
             raise DataError(
-                f"{text!r} compares {column}, of type {kind}, with {value!r}; give such a value"
+                f"{text!r} compares {column}, which is {kind}, with {value!r}; give {kind} after one of < <= = != >= >"
             ) from None
 
     def holds(self, table: Any) -> Any:

@@ -81,14 +81,6 @@ def rewrite_scores(
     Raises:
         OSError: The file cannot be written; an existing file is unchanged.
     """
-    metadata = {
-        METADATA.schema_version: SCHEMA_VERSION,
-        METADATA.success_threshold: repr(success_threshold),
-    }
-    for key, column in ((METADATA.step, "step"), (METADATA.split, "split")):
-        held = {str(row[column]) for row in rows}
-        if len(held) == 1:
-            metadata[key] = held.pop()
     changed = [
         {
             **row,
@@ -98,8 +90,25 @@ def rewrite_scores(
         }
         for row, (reward, extra) in zip(rows, scores, strict=True)
     ]
-    starts = range(0, len(changed), ROWS_PER_GROUP)
-    _write(path, (changed[start : start + ROWS_PER_GROUP] for start in starts), metadata=metadata)
+    write_rows(path, changed, success_threshold=success_threshold)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, success_threshold: float) -> None:
+    """Write rows of one or more steps, with the columns of `storage.schema`.
+
+    Raises:
+        OSError: The file cannot be written; an existing file is unchanged.
+    """
+    metadata = {
+        METADATA.schema_version: SCHEMA_VERSION,
+        METADATA.success_threshold: repr(success_threshold),
+    }
+    for key, column in ((METADATA.step, "step"), (METADATA.split, "split")):
+        held = {str(row[column]) for row in rows}
+        if len(held) == 1:
+            metadata[key] = held.pop()
+    starts = range(0, len(rows), ROWS_PER_GROUP)
+    _write(path, (rows[start : start + ROWS_PER_GROUP] for start in starts), metadata=metadata)
 
 
 def _write(path: Path, chunks: Iterable[Sequence[Mapping[str, Any]]], *, metadata: Mapping[str, str]) -> None:
