@@ -6,11 +6,16 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.runtime.user_frames import short_traceback
+
+USER_MODULE = "agent_loop_user_"
+"""Start of the names of modules that were imported from a file."""
 
 
 def load_object(reference: str, *, key: str) -> Any:
@@ -52,7 +57,9 @@ def load_module(source: str, *, key: str) -> ModuleType:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{key}: importing {source} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{key}: importing {source} raised {type(error).__name__}: {error}{_place(error)}"
+        ) from error
 
 
 def import_extra(module: str, *, extra: str, by: str) -> Any:
@@ -76,7 +83,7 @@ def _import_file(path: Path, *, key: str) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise ConfigError(f"{key}: file {str(path)!r} does not exist")
-    name = f"agent_loop_user_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    name = f"{USER_MODULE}{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -92,6 +99,14 @@ def _import_file(path: Path, *, key: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _place(error: Exception) -> str:
+    """Return the line of user code that raised, for the end of a message."""
+    if isinstance(error, SyntaxError):
+        return ""  # its message has the line
+    file, *code = [line.strip() for line in short_traceback("".join(traceback.format_exception(error)))[:2]]
+    return f" ({file}: {code[0]})" if file.startswith("File ") and code else ""
 
 
 def _names(module: ModuleType) -> list[str]:

@@ -62,6 +62,10 @@ class FunctionRegistry:
             self._functions[name] = function
         self._options[id(function)] = function, options
 
+    def has(self, name: str) -> bool:
+        """Return whether a function is registered under a name."""
+        return name in self._functions
+
     def options_of(self, reference: str) -> Any:
         """Return the options of a function's decorator; None if the function has none.
 

@@ -106,13 +106,27 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _section_at(section: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
+    """Return the section at a path of keys and, in mappings of sections, of the user's names."""
+    is_name = False
     for part in path:
+        if is_name:
+            is_name = False
+            continue
         info = section.model_fields.get(part)
-        inner = _section_of(info.annotation) if info is not None else None
+        inner = None if info is None else _section_of(info.annotation)
+        if info is not None and inner is None:
+            inner, is_name = _named_section(info.annotation), True
         if inner is None:
             return None
         section = inner
-    return section
+    return None if is_name else section
+
+
+def _named_section(annotation: Any) -> type[BaseModel] | None:
+    """Return the section of each value of a mapping, such as `distillation.teachers`."""
+    if get_origin(annotation) is not dict:
+        return None
+    return _section_of(get_args(annotation)[1])
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:

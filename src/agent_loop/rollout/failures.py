@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections import Counter
+from typing import Any, cast
 
 from agent_loop.errors import (
     AgentLoopError,
@@ -19,14 +21,17 @@ from agent_loop.errors import (
     WorkspaceError,
     WorkspaceFileMissing,
 )
-from agent_loop.runtime.describe import describe_error
+from agent_loop.runtime.describe import describe_error, one_line
 from agent_loop.runtime.isolated_task import Abandoned
+from agent_loop.runtime.user_frames import short_traceback
 from agent_loop.trajectory import Failure, FailureKind, Trajectory
+
+logger = logging.getLogger(__name__)
 
 MAX_TRACEBACK = 100_000
 """Characters of a failure's traceback. The middle of a longer traceback is omitted."""
-MAX_TRACEBACK_LINES = 25
-"""Lines of a traceback in an error message: about a screen."""
+MAX_PROMPT = 80
+"""Characters of a prompt in an error message."""
 UNAVAILABLE: tuple[tuple[type[AgentLoopError], FailureKind], ...] = (
     (EnvironmentUnavailable, FailureKind.ENVIRONMENT),
     (InteractionUnavailable, FailureKind.INTERACTION),
@@ -71,13 +76,16 @@ class FailureBudget:
         self._num_trajectories = num_trajectories
         self._max_share = max_share
         self._failures: list[Failure] = []
+        self._places: dict[str, str] = {}
+        """The first trajectory of each error, with its prompt."""
         self._with_branches: set[tuple[int, int]] = set()
 
     def count(self, trajectory: Trajectory) -> None:
         """Count a trajectory if it failed, and if no other branch of its rollout failed before.
 
         Raises:
-            RolloutError: Too many trajectories failed. The message holds the most common error in full.
+            RolloutError: Too many trajectories failed. The message holds the most common error, its row, and the line
+                of user code that raised it. The log has the whole traceback.
         """
         if trajectory.output.failure is None:
             return
@@ -87,23 +95,32 @@ class FailureBudget:
                 return
             self._with_branches.add(rollout)
         self._failures.append(trajectory.output.failure)
+        self._places.setdefault(trajectory.output.failure.error, _place_of(trajectory))
         if len(self._failures) > self._max_share * self._num_trajectories:
             raise RolloutError(self._explanation())
 
     def _explanation(self) -> str:
         [(error, count)] = Counter(failure.error for failure in self._failures).most_common(1)
         example = next(failure for failure in self._failures if failure.error == error)
-        lines = example.traceback.splitlines()
-        shown = lines if len(lines) <= MAX_TRACEBACK_LINES else ["...", *lines[-MAX_TRACEBACK_LINES:]]
+        logger.info("traceback of the error of %s:\n%s", self._places[error], example.traceback)
         return (
             f"{len(self._failures)} of {self._num_trajectories} trajectories failed ({self._kinds()}), more than "
-            f"rollout.max_failed_share {self._max_share} allows; {count} of them with {error}\n\n"
-            + "\n".join(shown)
+            f"rollout.max_failed_share {self._max_share} allows; {count} of them with {error}\n"
+            f"first in {self._places[error]}:\n" + "\n".join(short_traceback(example.traceback))
         )
 
     def _kinds(self) -> str:
         counts = Counter(failure.kind for failure in self._failures).most_common()
         return ", ".join(f"{count} {kind}" for kind, count in counts)
+
+
+def _place_of(trajectory: Trajectory) -> str:
+    """Return the name of a trajectory, and the start of its prompt's last message."""
+    messages: Any = trajectory.row.get("raw_prompt")
+    last: Any = cast(list[Any], messages)[-1] if isinstance(messages, list) and messages else {}
+    content: Any = last.get("content")
+    text = f", {one_line(content, max_length=MAX_PROMPT)!r}" if isinstance(content, str) else ""
+    return f"{trajectory.trajectory_id}{text}"
 
 
 def failure_of(error: Exception) -> Failure:

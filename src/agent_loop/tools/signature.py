@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -11,6 +12,7 @@ from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
 
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.loading import USER_MODULE
 from agent_loop.tools.docstring import Docstring, parse_docstring
 
 
@@ -61,7 +63,10 @@ def arguments_model(function: Callable[..., Any]) -> type[BaseModel]:
 
 def _location(function: Callable[..., Any]) -> str:
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"tool function {getattr(function, '__module__', '?')}.{name}"
+    module = getattr(function, "__module__", "?")
+    if module.startswith(USER_MODULE) and hasattr(function, "__code__"):
+        return f"tool function {Path(function.__code__.co_filename).name}:{name}"
+    return f"tool function {module}.{name}"
 
 
 def _hinted(function: Callable[..., Any]) -> Any:

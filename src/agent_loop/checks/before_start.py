@@ -1,0 +1,287 @@
+"""Checks of a run before it starts. None of them imports torch or transformers, loads a model or starts a server."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from agent_loop.checks.model_files import check_model, check_template
+from agent_loop.config import Config
+from agent_loop.environments.factory import load_environments
+from agent_loop.errors import AgentLoopError, CheckpointError, ConfigError, DataError, did_you_mean
+from agent_loop.interactions.registry import load_interactions
+from agent_loop.loading import load_object
+from agent_loop.loops.registry import LoopEntry
+from agent_loop.planning.loads import GB, make_plan, this_machine
+from agent_loop.planning.shapes import read_shape
+from agent_loop.registries import FunctionRegistry
+from agent_loop.rollout.components import load_loops, load_reward_function
+from agent_loop.rollout.row_sources import find_shards
+from agent_loop.rollout.rows import load_rows
+from agent_loop.servers.factory import ENGINES, REMOTE_ENGINES, find_server_class
+from agent_loop.storage.metrics_file import METRICS_FILE
+from agent_loop.tools.registry import load_tools
+from agent_loop.training.learnable import refuse_without_reward
+from agent_loop.training.registry import ESTIMATORS, POLICY_LOSSES, SAMPLERS
+from agent_loop.types import Row
+
+COMPARING_ESTIMATORS = frozenset(
+    {"grpo", "rloo", "reinforce_plus_plus_baseline", "gdpo", "turn_grpo", "gigpo"}
+)
+"""Advantage estimators of this package that compare the trajectories of a group."""
+BUILT_IN_ESTIMATORS = COMPARING_ESTIMATORS | {"remax", "reinforce_plus_plus", "gae", "fork"}
+BUILT_IN_LOSSES = frozenset({"ppo", "gspo", "cispo", "dppo", "sapo"})
+BUILT_IN_SAMPLERS = frozenset({"uniform", "curriculum"})
+QUICK_BYTES = 1 << 26
+"""Files of rows up to this size are read before a run starts, and larger ones only by `--dry-run`."""
+CONNECT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """What a command is about to do."""
+
+    config: Config
+    sources: Mapping[str, Sequence[str]]
+    """Sources of the rows, by the setting or option that names them."""
+    trains: bool = False
+    resumes: bool = False
+    overwrites: bool = False
+    is_thorough: bool = False
+    """Whether to run functions that return rows, read large files, connect to servers and compute the memory too."""
+    rows: list[Row] = field(default_factory=list[Row])
+    """Rows that were read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one check."""
+
+    check: str
+    found: str
+    """What was found, on one line; the message of the error if there is one."""
+    error: AgentLoopError | None = None
+
+
+def findings(run: PlannedRun) -> Iterator[Finding]:
+    """Run the checks one after the other, and yield the result of each one that applies."""
+    for name, check in _checks(run).items():
+        try:
+            found = check()
+        except AgentLoopError as error:
+            yield Finding(name, str(error), error)
+        else:
+            if found:
+                yield Finding(name, found)
+
+
+def refuse_faults(run: PlannedRun) -> None:
+    """Raise the first error of the checks.
+
+    Raises:
+        AgentLoopError: Something that the run needs is missing or does not fit.
+    """
+    for finding in findings(run):
+        if finding.error is not None:
+            raise finding.error
+
+
+def _checks(run: PlannedRun) -> Mapping[str, Callable[[], str]]:
+    config, multi_turn = run.config, run.config.rollout.multi_turn
+    checks: dict[str, Callable[[], str]] = {}
+    checks["engine"] = partial(_check_engine, config, connects=run.is_thorough)
+    checks |= {name: partial(_check_rows, run, sources, where=name) for name, sources in run.sources.items()}
+    checks["reward"] = partial(_check_reward, run)
+    checks["tools"] = lambda: ", ".join(load_tools(multi_turn.tools, config_path=multi_turn.tool_config_path))
+    checks["interactions"] = lambda: ", ".join(load_interactions(multi_turn.interaction_config_path))
+    checks["environments"] = lambda: ", ".join(load_environments(multi_turn.environments))
+    checks["agent loop"] = partial(_check_loops, run)
+    if run.trains:
+        checks["algorithm"] = partial(_check_algorithm, config)  # after the code that may register names
+    checks["model"] = partial(check_model, config)
+    checks["chat template"] = partial(check_template, config)
+    if run.trains:
+        checks["run folder"] = partial(_check_run_folder, run)
+        if run.is_thorough:
+            checks["memory"] = partial(_check_memory, config)
+    return checks
+
+
+def _check_algorithm(config: Config) -> str:
+    estimator, loss = config.algorithm.adv_estimator, config.actor.policy_loss
+    _check_name(estimator, BUILT_IN_ESTIMATORS, registry=ESTIMATORS)
+    _check_name(loss, BUILT_IN_LOSSES, registry=POLICY_LOSSES)
+    _check_name(config.data.sampler.name, BUILT_IN_SAMPLERS, registry=SAMPLERS)
+    if config.rollout.n < 2 and estimator in COMPARING_ESTIMATORS:
+        raise ConfigError(
+            f"rollout.n is {config.rollout.n}, but algorithm.adv_estimator={estimator} compares the trajectories of "
+            "one prompt; give at least 2"
+        )
+    return f"{estimator}, {config.rollout.n} trajectories per prompt"
+
+
+def _check_name(name: str, built_in: frozenset[str], *, registry: FunctionRegistry) -> None:
+    """Check a registered name, or that the file of `file.py:name` defines the name. Other modules are not imported."""
+    key = registry.key
+    source, colon, wanted = name.rpartition(":")
+    if not colon and "." not in name and name not in built_in and not registry.has(name):
+        raise ConfigError(
+            f"{key} is {name!r}: no such {registry.kind}{did_you_mean(name, built_in)}; there are "
+            f"{', '.join(sorted(built_in))}"
+        )
+    if source.endswith(".py"):
+        defined = _names_defined_in(Path(source), key=key)
+        if wanted not in defined:
+            raise ConfigError(f"{key} is {name!r}: {source} has no {wanted!r}{did_you_mean(wanted, defined)}")
+
+
+def _names_defined_in(path: Path, *, key: str) -> list[str]:
+    """Return the names at the top level of a Python file, without running it."""
+    if not path.is_file():
+        raise ConfigError(f"{key}: file {str(path)!r} does not exist")
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{key}: {str(path)!r} is not valid Python: {error}") from error
+    names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    names += [
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    return names + [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _check_engine(config: Config, *, connects: bool) -> str:
+    rollout = config.rollout
+    known = REMOTE_ENGINES if rollout.server_urls else ENGINES
+    if rollout.engine not in known and ":" not in rollout.engine:
+        find_server_class(rollout)  # raises, and says which engines there are
+    if connects:
+        for url in rollout.server_urls:
+            _check_reachable(url)
+    return f"{rollout.engine} at {', '.join(rollout.server_urls)}" if rollout.server_urls else rollout.engine
+
+
+def _check_reachable(url: str) -> None:
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), timeout=CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"rollout.server_urls has {url!r}, which does not answer ({error}); start the server, or correct the URL"
+        ) from error
+
+
+def _check_rows(run: PlannedRun, sources: Sequence[str], *, where: str) -> str:
+    if not sources:
+        raise ConfigError(f"{where} is empty; give at least one file, or file.py:function")
+    data = run.config.data
+    shards = {source: find_shards(source) for source in sources}
+    read = [
+        source
+        for source, files in shards.items()
+        if run.is_thorough
+        or (files is not None and sum(file.path.stat().st_size for file in files) <= QUICK_BYTES)
+    ]
+    if not read:
+        return f"{', '.join(sources)}, not read"
+    rows = load_rows(read, prompt_key=data.prompt_key, workspace=data.workspace)
+    run.rows.extend(rows)
+    if where == "data.train_files" and len(read) == len(sources) and len(rows) < data.train_batch_size:
+        raise DataError(
+            f"the data set has {len(rows)} rows, fewer than data.train_batch_size={data.train_batch_size}; "
+            "give more rows or lower the batch size"
+        )
+    return f"{len(rows)} rows of {', '.join(read)}"
+
+
+def _check_reward(run: PlannedRun) -> str:
+    config = run.config
+    load_reward_function(config)
+    if run.trains and run.rows and not config.distillation.teachers:
+        refuse_without_reward(config, run.rows)
+    names = [config.reward.function] if config.reward.function else [*config.reward.functions]
+    return ", ".join(filter(None, names)) or "none by its own function"
+
+
+def _check_loops(run: PlannedRun) -> str:
+    config = run.config.rollout
+    loops = load_loops(config)
+    name = config.default_agent_loop
+    for wanted in sorted({name, *(str(row["agent_name"]) for row in run.rows if row.get("agent_name"))}):
+        entry = loops.get(wanted, where="agent_name") if wanted != name else loops.get(wanted)
+        _check_program(entry, key=f"the program of agent loop {wanted!r}")
+    return name
+
+
+def _check_program(entry: LoopEntry, *, key: str) -> None:
+    """Import the program of an agent loop, or find its command."""
+    program: Any = entry.kwargs.get("program")
+    if isinstance(program, str):
+        load_object(program, key=key)
+    command: Any = entry.kwargs.get("command")
+    if isinstance(command, list) and command and not entry.kwargs.get("workspace"):
+        first = str(cast(list[Any], command)[0])
+        if shutil.which(first) is None:
+            raise ConfigError(
+                f"{key}: the command {first!r} is not installed here; install it, or give its path"
+            )
+
+
+def _check_run_folder(run: PlannedRun) -> str:
+    folder = Path(run.config.trainer.run_dir)
+    parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        what = "is a file" if not parent.is_dir() else "cannot be written"
+        raise ConfigError(
+            f"trainer.run_dir is {str(folder)!r}, but {str(parent)!r} {what}; give another folder"
+        )
+    metrics = folder / METRICS_FILE
+    has_steps = metrics.is_file() and metrics.stat().st_size > 0
+    written = [
+        name
+        for name, is_there in (("checkpoints", (folder / "checkpoints").exists()), (METRICS_FILE, has_steps))
+        if is_there
+    ]
+    if written and not run.resumes and not run.overwrites:
+        raise ConfigError(
+            f"trainer.run_dir {str(folder)!r} holds a run already ({' and '.join(written)}); resume it with --resume, "
+            "replace it with --overwrite, or set trainer.run_dir to a new folder"
+        )
+    return f"{folder}, {'resumed' if written and run.resumes else 'new'}"
+
+
+def _check_memory(config: Config) -> str:
+    try:
+        shape, machine = read_shape(config.model.path), this_machine()
+    except ConfigError as error:
+        return f"not computed: {error}"
+    plan = make_plan(config, shape, machine=machine)
+    if plan.faults:
+        raise ConfigError(f"{'; '.join(plan.faults)}; `agent-loop plan` shows what would make it fit")
+    largest = max(plan.loads, key=lambda load: load.total)
+    return f"{largest.total / GB:.2f} of {largest.capacity / GB:.2f} GB at most"
+
+
+def check_resume_source(path: Path) -> None:
+    """Check that there is something to resume from.
+
+    Raises:
+        CheckpointError: The path is no checkpoint and no run.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"--resume-from is {str(path)!r}, which does not exist; give a checkpoint, or the folder of a training run"
+        )

@@ -1,0 +1,210 @@
+"""Typical mistakes: each ends with one screen that names what is wrong, what was found and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cli.project import make_project
+from tests.cli.test_cli import Command, command
+
+assert command  # (a fixture)
+AGENT_LOOP = Path(sys.executable).with_name("agent-loop")
+FILES = {
+    "torn.jsonl": '{"prompt": "x"}\n{"prompt": \n{"prompt": "y"}\n',
+    "empty.jsonl": "",
+    "columns.jsonl": '{"question_text": "x"}\n',
+    "syntax.py": "def reward(output, row)\n    return 1\n",
+    "raises.py": "limit = {}['limit']\n\ndef reward(output, row):\n    return 1.0\n",
+    "one.py": "def reward(output):\n    return 1.0\n",
+    "bare.py": "import agent_loop\n\n@agent_loop.function_tool\ndef bare(a: int) -> int:\n    return a\n",
+    "untyped.py": "import agent_loop\n\n@agent_loop.function_tool\ndef untyped(a):\n    '''Same.'''\n    return a\n",
+    "double.py": (
+        "import agent_loop\n\n@agent_loop.function_tool\ndef double(a: int) -> int:\n"
+        '    """Double a number.\n\n    Args:\n        a: A number.\n    """\n    return 2 * a\n'
+    ),
+    "words.py": 'def reward(output, row):\n    return "good"\n',
+    "loops.yaml": "- name: mine\n  _target_: agent_loop.gateway.program.AgentProgramLoop\n  program: agent.py:solve\n",
+    "agent.py": "import a_package_that_is_missing\n\ndef solve(row, base_url, api_key):\n    return {}\n",
+}
+TOOLS = "rollout.multi_turn.tools"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A command line, and what its error must name."""
+
+    line: str
+    names: tuple[str, ...]
+    """What the user wrote, what was found, and what to do."""
+
+
+MISTAKES = {
+    "misspelled-key": Mistake(
+        "train config.yaml rollout.temprature=1", ("rollout.temprature", "did you mean 'temperature'")
+    ),
+    "misspelled-key-of-a-teacher": Mistake(
+        "train config.yaml distillation.teachers.big.pth=x",
+        ("distillation.teachers.big.pth", "did you mean 'path'"),
+    ),
+    "wrong-type": Mistake("train config.yaml rollout.n=four", ("rollout.n is 'four'", "valid integer")),
+    "override-without-value": Mistake("train config.yaml rollout.n 4", ("'rollout.n'", "key=value")),
+    "negative-temperature": Mistake(
+        "train config.yaml rollout.temperature=-1",
+        ("rollout.temperature is -1", "greater than or equal to 0"),
+    ),
+    "missing-config": Mistake(
+        "train confg.yaml", ("'confg.yaml' does not exist", "did you mean 'config.yaml'")
+    ),
+    "missing-model": Mistake(
+        "train config.yaml model.path=modle", ("model.path is 'modle'", "did you mean 'model'")
+    ),
+    "missing-tokenizer": Mistake(
+        "train config.yaml model.path=no_tokenizer",
+        ("model.path is 'no_tokenizer'", "no tokenizer", "model.tokenizer_path"),
+    ),
+    "no-chat-template": Mistake(
+        "train config.yaml model.path=no_template",
+        ("'no_template'", "no chat template", "model.chat_template_path"),
+    ),
+    "missing-rows": Mistake(
+        "train config.yaml data.train_files=[row.jsonl]", ("'row.jsonl' does not exist", "give")
+    ),
+    "torn-line-of-rows": Mistake(
+        "train config.yaml data.train_files=[torn.jsonl]", ("torn.jsonl line 2", "not JSON")
+    ),
+    "empty-rows": Mistake("train config.yaml data.train_files=[empty.jsonl]", ("empty.jsonl", "no rows")),
+    "missing-column": Mistake(
+        "train config.yaml data.train_files=[columns.jsonl]",
+        ("columns.jsonl", "'prompt'", "data.prompt_key", "question_text"),
+    ),
+    "batch-larger-than-the-rows": Mistake(
+        "train config.yaml data.train_batch_size=64", ("6 rows", "data.train_batch_size=64", "lower")
+    ),
+    "missing-reward": Mistake(
+        "train config.yaml reward.function=task.py:rewrad",
+        ("reward.function", "task.py", "did you mean 'reward'"),
+    ),
+    "reward-with-one-parameter": Mistake(
+        "train config.yaml reward.function=one.py:reward",
+        ("reward.function is 'one.py:reward'", "(output, row)"),
+    ),
+    "reward-file-raises": Mistake(
+        "train config.yaml reward.function=raises.py:reward",
+        ("reward.function", "raises.py", "KeyError", "line 1"),
+    ),
+    "syntax-error": Mistake(
+        "train config.yaml reward.function=syntax.py:reward",
+        ("reward.function", "syntax.py", "SyntaxError", "line 1"),
+    ),
+    "reward-is-no-number": Mistake(
+        "rescore stored.jsonl --reward words.py:reward", ("words.py:reward returned 'good'", "number")
+    ),
+    "tool-without-docstring": Mistake(
+        f"train config.yaml {TOOLS}=[bare.py:bare]", ("bare.py:bare", "docstring")
+    ),
+    "tool-without-types": Mistake(
+        f"train config.yaml {TOOLS}=[untyped.py:untyped]", ("untyped.py:untyped", "'a'", "type")
+    ),
+    "tool-twice": Mistake(
+        f"train config.yaml {TOOLS}=[double.py:double,double.py:double]",
+        ("both named 'double'", "rename one"),
+    ),
+    "program-cannot-be-imported": Mistake(
+        "train config.yaml rollout.agent.agent_loop_config_path=loops.yaml rollout.agent.default_agent_loop=mine",
+        ("agent loop 'mine'", "agent.py", "a_package_that_is_missing"),
+    ),
+    "unknown-engine": Mistake("train config.yaml rollout.engine=vlm", ("rollout.engine is 'vlm'", "vllm")),
+    "unreachable-server": Mistake(
+        "rollout config.yaml rollout.engine=openai rollout.server_urls=[http://127.0.0.1:9] --dry-run",
+        ("rollout.server_urls", "http://127.0.0.1:9", "start the server"),
+    ),
+    "unknown-estimator": Mistake(
+        "train config.yaml algorithm.adv_estimator=gpro",
+        ("algorithm.adv_estimator is 'gpro'", "did you mean 'grpo'"),
+    ),
+    "groups-of-one": Mistake(
+        "train config.yaml rollout.n=1", ("rollout.n is 1", "algorithm.adv_estimator=grpo", "at least 2")
+    ),
+    "placement-that-does-not-add-up": Mistake(
+        "train config.yaml trainer.num_processes=2 placement.split.trainer=3", ("placement.split", "3", "2")
+    ),
+    "run-folder-in-use": Mistake(
+        "train config.yaml trainer.run_dir=used", ("trainer.run_dir 'used'", "--resume", "--overwrite")
+    ),
+    "nothing-to-resume": Mistake(
+        "eval config.yaml --resume", ("'runs/eval'", "no evaluation", "without --resume")
+    ),
+    "resume-from-nowhere": Mistake(
+        "train config.yaml --resume-from runs/nowhere", ("--resume-from is 'runs/nowhere'", "does not exist")
+    ),
+    "wrong-condition": Mistake(
+        "show stored.jsonl --where reward=>1",
+        ("'reward=>1'", "reward, which is a number", "'>1'", "give a number after one of"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which all these mistakes can be made."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    make_project(folder)
+    add_files(folder)
+    return folder
+
+
+def add_files(folder: Path) -> None:
+    for name, text in FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    for name, missing in {"no_tokenizer": "tokenizer.json", "no_template": "chat_template.jinja"}.items():
+        shutil.copytree(folder / "model", folder / name)
+        (folder / name / missing).unlink()
+    (folder / "used" / "checkpoints").mkdir(parents=True)
+    from tests.storage.test_json_lines import EARLIER
+
+    (folder / "stored.jsonl").write_text(json.dumps(EARLIER) + "\n", encoding="utf-8")
+
+
+def assert_explained(output: str, mistake: Mistake) -> None:
+    shown = " ".join(output.split())
+    assert [name for name in mistake.names if name not in shown] == [], output
+    assert "Traceback" not in output
+    assert len(output.splitlines()) <= 24, output
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_explained_on_one_screen(
+    project: Path, command: Command, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    result = command(*MISTAKES[name].line.split())
+    assert result.exit_code != 0
+    assert_explained(result.out + result.err, MISTAKES[name])
+    assert not (project / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found_without_torch(project: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "raise RuntimeError('torch was imported')", encoding="utf-8"
+    )
+    done = subprocess.run(
+        [str(AGENT_LOOP), *MISTAKES[name].line.split()],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert_explained(done.stdout + done.stderr, MISTAKES[name])
