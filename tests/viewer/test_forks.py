@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from agent_loop.viewer.fork_job import ForkJob
 from agent_loop.viewer.fork_process import run_fork
 from agent_loop.viewer.forks import MAX_BODY_BYTES, Forks
 from agent_loop.viewer.source import RunSource
-from tests.cli.stored_project import make_stored_project, run
+from tests.cli.stored_project import make_stored_project
 from tests.helpers import small_tokenizer
-from tests.viewer.browser import Viewer, shoot, viewing
+from tests.viewer.browser import COMMAND, Viewer, shoot, viewing
 
 GIVEN = {"split": "train", "step": 1, "id": "group=0/rollout=0", "turn": 1, "text": "x"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 10, "b": 7}}\n</tool_call>'
@@ -39,9 +40,10 @@ def stored_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a project with a run of a scripted model, which calls a tool and answers."""
     folder = tmp_path_factory.mktemp("forks")
     make_stored_project(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        run("rollout", "config.yaml", "--out", "run/rollout.parquet")
+    command = [*COMMAND[:-1], "rollout", "config.yaml", "--out", "run/rollout.parquet"]
+    subprocess.run(
+        command, cwd=folder, check=True, capture_output=True
+    )  # the browser's event loop is running here
     write_vocabulary(folder / "run" / "vocabulary.json", small_tokenizer())
     (folder / "run" / "config.yaml").write_bytes((folder / "config.yaml").read_bytes())
     return folder
@@ -112,6 +114,7 @@ def test_a_run_without_settings_cannot_be_forked(run_folder: Path, tmp_path: Pat
         Forks(RunSource(path), server="run", host="127.0.0.1")
 
 
+@pytest.mark.slow
 def test_a_fork_has_the_turns_before_and_continues_after_the_text(
     stored_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +143,7 @@ def test_a_fork_has_the_turns_before_and_continues_after_the_text(
 
 
 @pytest.mark.browser
+@pytest.mark.timeout(400)
 def test_a_turn_is_edited_and_original_and_fork_are_shown(
     page: Any, stored_project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ PAGES = {
     "tokens": "#/trajectory?split=train&step=6&id=group%3D0%2Frollout%3D2&view=tokens&color=logprob",
     "branches": "#/trajectory?split=train&step=6&id=group%3D1%2Frollout%3D0%2Fbranch%3D1",
     "siblings": "#/group?split=train&step=6&group=0",
+    "fork": "#/fork?split=train&step=6&id=group%3D0%2Frollout%3D2&turn=2",
     "time": "#/time?split=train&step=6",
 }
 READY = {
@@ -30,6 +31,7 @@ READY = {
     "tokens": ".t",
     "branches": ".tree a",
     "siblings": ".turn-cell",
+    "fork": ".turn-cell",
     "time": ".gantt-row",
 }
 

@@ -19,9 +19,7 @@ EXIT_BY_SIGNAL = 128
 def view_command(
     run: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN", help="Folder of a run, or Parquet file of trajectories.", show_default=False
-        ),
+        typer.Argument(metavar="RUN", help="Folder of a run, or file of trajectories.", show_default=False),
     ],
     *,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
@@ -54,8 +52,8 @@ def view_command(
         str | None,
         typer.Option(
             "--server",
-            help="Server for forks of trajectories with an edited turn: its URL, or `run` for the engine in the "
-            "settings of the run.",
+            help="Server for forks of trajectories with an edited turn: the URL of a vLLM or SGLang server, or `run` "
+            "for the engine in the settings of the run.",
             show_default=False,
         ),
     ] = None,
@@ -68,7 +66,7 @@ def view_command(
 
         agent-loop view runs/demo/train
 
-        agent-loop view eval.parquet --no-open --port 8080
+        agent-loop view rollouts.jsonl --no-open --port 8080
 
         agent-loop view runs/demo/train --export report.html
 

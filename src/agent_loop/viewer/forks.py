@@ -31,8 +31,8 @@ TOKEN_HEADER = "x-viewer-token"
 MAX_BODY_BYTES = 1 << 20
 MAX_MESSAGE = 600
 NO_SERVER = (
-    "Forks need a server. Start the viewer with `agent-loop view RUN --server URL`, the URL of a running server of the "
-    "model, or with `--server run` for the engine in the settings of the run."
+    "Forks need a server. Start the viewer with `agent-loop view RUN --server URL`, the URL of a vLLM or SGLang "
+    "server of the model, or with `--server run` for the engine in the settings of the run."
 )
 
 
