@@ -60,7 +60,7 @@ def test_conditions_texts_splits_and_orders_can_be_combined(run: StoredRun) -> N
         ("messages=x", "no column 'messages' to compare"),
         ("reward", "is not a comparison"),
         ("reward<high", "compares reward, which is a number, with 'high'; give a number after"),
-        ("is_success=1", "of type bool"),
+        ("is_success=1", "which is true or false"),
         ("reward<null", "only = and != can"),
     ],
 )

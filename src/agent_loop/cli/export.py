@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
 
 from agent_loop.cli.arguments import WhereOption, find_checkpoint_source, find_run
+from agent_loop.cli.verbosity import print_hint
 
 
 def export_command(
@@ -68,6 +70,10 @@ def export_command(
     checkpoint = named_checkpoint(find_checkpoint_source(source), parts=[MODEL_FOLDER])
     export_model(checkpoint, out, dtype=dtype, keep_adapter=keep_adapter)
     typer.echo(f"step {checkpoint.step} is in {out}")
+    if not keep_adapter:
+        print_hint(
+            Console(), f"serve it with: agent-loop serve {out}; train or evaluate it with: model.path={out}"
+        )
 
 
 def _export_pairs(source: Path, out: Path, *, where: list[str] | None) -> None:
@@ -85,3 +91,4 @@ def _export_pairs(source: Path, out: Path, *, where: list[str] | None) -> None:
             file.write(to_json(pair.record()) + "\n")
             count += 1
     typer.echo(f"{count} preference pairs are in {out}")
+    print_hint(Console(), f'load them with: datasets.load_dataset("json", data_files="{out}")')

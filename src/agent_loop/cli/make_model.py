@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from agent_loop.cli.arguments import read_config
+from agent_loop.cli.verbosity import VERBOSITY, print_hint
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError
 from agent_loop.runtime.event_loop import run_to_end
@@ -105,6 +106,8 @@ def make_model_command(
             size=Size(size.value),
             num_steps=steps,
             seed=settings.trainer.seed if seed is None else seed,
-            console=Console(),
+            console=Console(quiet=VERBOSITY.quiet),
         )
     )
+    if config is None:
+        print_hint(Console(), f"train it with: agent-loop train CONFIG model.path={out}")

@@ -20,6 +20,7 @@ from agent_loop.cli.arguments import (
     read_config,
 )
 from agent_loop.cli.show import find_row
+from agent_loop.cli.verbosity import print_hint
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.runtime.event_loop import run_to_end
@@ -103,7 +104,10 @@ def replay_command(
         _print_both(old, new, console, from_turn=from_turn)
     if out is not None:
         _write(out, new, step=found["step"], split=found["split"])
-        console.print(f"new trajectory written to {out}", markup=False)
+        console.print(f"new trajectory written to {out}", markup=False, soft_wrap=True)
+        print_hint(
+            console, f"look at it with: agent-loop view {out}, or in the terminal: agent-loop show {out}"
+        )
     if not is_same or (from_turn is not None and new.output.failure is not None):
         raise typer.Exit(EXIT_DIFFERS)
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption, find_run, finite, nothing_stored
+from agent_loop.cli.verbosity import print_hint
 from agent_loop.errors import ConfigError, OutputError, RewardError
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.event_loop import run_to_end
@@ -141,7 +142,11 @@ def rescore_command(
         _print_disagreements(rescored, console, limit=limit)
         if out is not None:
             _write(out, rescored, threshold=new_threshold)
-            console.print(f"{len(rescored)} trajectories in {out}", markup=False)
+            console.print(f"{len(rescored)} trajectories in {out}", markup=False, soft_wrap=True)
+            print_hint(
+                console,
+                f"look at them with: agent-loop view {out}, or in the terminal: agent-loop show {out}",
+            )
     if any(each.error for each in rescored):
         raise typer.Exit(EXIT_FAILED)
 

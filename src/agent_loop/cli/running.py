@@ -50,34 +50,38 @@ async def run_rows(
     # late: keeps `--help` quick
     from agent_loop.distributed import create_manager
     from agent_loop.rollout.journal.step import open_journal
+    from agent_loop.training.progress import without_progress_of_transformers
 
     num_samples = n or (config.rollout.val.n if validate else config.rollout.n)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
-    async with create_manager(config) as manager:
-        with (
-            frozen_objects(),
-            Progress(*columns, *times, console=console, disable=VERBOSITY.quiet) as progress,
-        ):
-            task = progress.add_task("trajectories", total=len(rows) * num_samples)
+    with without_progress_of_transformers():
+        async with create_manager(config) as manager:
+            with (
+                frozen_objects(),
+                Progress(*columns, *times, console=console, disable=VERBOSITY.quiet) as progress,
+            ):
+                task = progress.add_task("trajectories", total=len(rows) * num_samples)
 
-            ended: set[tuple[int, int]] = set()
+                ended: set[tuple[int, int]] = set()
 
-            def count_trajectory(trajectory: Trajectory) -> None:
-                on_trajectory(trajectory)
-                ended.add((trajectory.group, trajectory.rollout))
-                progress.update(task, completed=len(ended))
+                def count_trajectory(trajectory: Trajectory) -> None:
+                    on_trajectory(trajectory)
+                    ended.add((trajectory.group, trajectory.rollout))
+                    progress.update(task, completed=len(ended))
 
-            if journal_path is None:
-                return await manager.run(rows, n=n, validate=validate, on_trajectory=count_trajectory)
-            key = key_of(config, rows=rows, num_samples=num_samples)
-            opening = open_journal(journal_path, key=key, rows=rows, resume=resume, refuse=True, lock=False)
-            async with opening as journal:
-                for note in journal.notes:
-                    console.print(note, markup=False)
-                return await manager.run(
-                    rows, n=n, validate=validate, on_trajectory=count_trajectory, journal=journal
+                if journal_path is None:
+                    return await manager.run(rows, n=n, validate=validate, on_trajectory=count_trajectory)
+                key = key_of(config, rows=rows, num_samples=num_samples)
+                opening = open_journal(
+                    journal_path, key=key, rows=rows, resume=resume, refuse=True, lock=False
                 )
+                async with opening as journal:
+                    for note in journal.notes:
+                        console.print(note, markup=False)
+                    return await manager.run(
+                        rows, n=n, validate=validate, on_trajectory=count_trajectory, journal=journal
+                    )
 
 
 def key_of(config: Config, *, rows: Sequence[Row], num_samples: int) -> StepKey:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import typer
+from rich.console import Console
 
 from agent_loop.cli.arguments import (
     ConfigArgument,
@@ -15,6 +16,7 @@ from agent_loop.cli.arguments import (
     read_config,
 )
 from agent_loop.cli.train import EXIT_INTERRUPTED
+from agent_loop.cli.verbosity import VERBOSITY, print_hint
 from agent_loop.runtime.event_loop import run_to_end
 
 
@@ -52,8 +54,17 @@ def sft_command(
         run_rank(supervised_config(settings), local_rank=int(os.environ["LOCAL_RANK"]))
         return
     trainer = SupervisedTrainer(
-        settings, resume=str(resume_from) if resume_from else resume and "auto", overwrite=overwrite
+        settings,
+        resume=str(resume_from) if resume_from else resume and "auto",
+        overwrite=overwrite,
+        console=Console(quiet=VERBOSITY.quiet),
     )
     result = run_to_end(trainer.fit())
     if result.is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+    typer.echo(f"the run is in {result.run_dir}")
+    print_hint(
+        Console(),
+        f"look at it with: agent-loop view {result.run_dir}; "
+        f"export the model with: agent-loop export {result.run_dir} --out FOLDER",
+    )
