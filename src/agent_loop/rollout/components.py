@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from agent_loop.chat.template import ChatTemplate, load_chat_template
@@ -22,6 +22,7 @@ from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.policy import BalancerConfig
 from agent_loop.servers.pool import ServerPool
+from agent_loop.tools.base import BaseTool
 from agent_loop.tools.registry import load_tools
 
 
@@ -77,6 +78,7 @@ def load_context(
     server_manager: AsyncLLMServerManager,
     template: ChatTemplate,
     settings: Config | None = None,
+    tools: Mapping[str, BaseTool] | None = None,
 ) -> LoopContext:
     """Return the context of every loop, with tools, interactions and environments loaded.
 
@@ -85,6 +87,7 @@ def load_context(
         server_manager: Client of the servers.
         template: The model's chat template.
         settings: The settings of the run outside `config`, which loops may read. None if there are no others.
+        tools: Tools by name, in addition to those of `config`.
 
     Raises:
         ConfigError: A tool or an interaction does not exist or cannot be created.
@@ -95,7 +98,7 @@ def load_context(
         template=template,
         limits=_limits(config),
         multi_turn=multi_turn,
-        tools=load_tools(multi_turn.tools, config_path=multi_turn.tool_config_path),
+        tools={**load_tools(multi_turn.tools, config_path=multi_turn.tool_config_path), **(tools or {})},
         interactions=load_interactions(multi_turn.interaction_config_path),
         environments=load_environments(multi_turn.environments),
         settings=(settings or Config()).model_copy(update={"rollout": config}),

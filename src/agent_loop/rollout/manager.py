@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Self
 
@@ -38,6 +38,7 @@ from agent_loop.runtime.concurrency import run_shielded, running_in_background
 from agent_loop.runtime.garbage_collection import infrequent_collections
 from agent_loop.servers.base import AsyncServerBase, refuse_sampling_params
 from agent_loop.servers.factory import create_servers
+from agent_loop.tools.base import BaseTool
 from agent_loop.tracing.tracer import with_trace_names
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row, SamplingParams
@@ -61,6 +62,7 @@ class AgentLoopManager:
             wherever its workers run. The workers made here call any other.
         workers: Run the loops. None makes `rollout.agent.num_workers` in this process. Closed with the manager.
         settings: The settings of the run outside `config`, for loops that read them, as verl's do.
+        tools: Tools by name, in addition to those that `config` names. Workers made here have them.
 
     Raises:
         ConfigError: A loop, tool or interaction that the config names does not exist or cannot be loaded.
@@ -75,6 +77,7 @@ class AgentLoopManager:
         reward: RewardFunction | BatchRewardFunction | None = None,
         workers: Workers | None = None,
         settings: Config | None = None,
+        tools: Mapping[str, BaseTool] | None = None,
     ) -> None:
         self.config = config
         self.template = template
@@ -82,7 +85,7 @@ class AgentLoopManager:
             server.template = server.template or template
         self.server_manager = make_server_manager(config, servers, vocab_size=template.vocab_size)
         context = load_context(
-            config, server_manager=self.server_manager, template=template, settings=settings
+            config, server_manager=self.server_manager, template=template, settings=settings, tools=tools
         )
         loops = load_loops(config)
         self._context, self._has_batch_reward = context, isinstance(reward, BatchRewardFunction)

@@ -14,6 +14,7 @@ LOADED_LATER = {
     "AsyncSGLangServer": "agent_loop.servers.sglang:SGLangServer",
     "AsyncvLLMServer": "agent_loop.servers.vllm:VLLMServer",
     "SearchTool": "agent_loop.tools.search.tool:SearchTool",
+    "VerlAgentLoopManager": "agent_loop.integrations.verl.manager.manager:VerlAgentLoopManager",
 }
 """Classes whose modules are slow to import or need optional packages."""
 

@@ -1,0 +1,94 @@
+"""verl's client of its LLM servers as a server of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agent_loop.errors import BadServerReply
+from agent_loop.integrations.verl.manager.record import current_record
+from agent_loop.servers.base import Ability, AsyncServerBase
+from agent_loop.trajectory.attachments import Attachment
+from agent_loop.types import IntArray, SamplingParams, TokenOutput
+
+
+class VerlClientServer(AsyncServerBase):
+    """All servers of a verl run, behind verl's client. verl balances, wakes, updates and restarts them.
+
+    Args:
+        client: verl's `LLMServerClient`, or a subclass of it.
+        with_logprobs: Whether completions have log-probs, as `calculate_log_probs` of verl's rollout says.
+        is_deterministic: Whether request ids are the rows' priorities, as `full_determinism` of verl's rollout says.
+    """
+
+    abilities = frozenset({Ability.LOG_PROBS, Ability.PENALTIES, Ability.MIN_P})
+
+    def __init__(self, client: Any, *, with_logprobs: bool, is_deterministic: bool) -> None:
+        self.name = "verl"
+        self._client = client
+        self._with_logprobs = with_logprobs
+        self._is_deterministic = is_deterministic
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> TokenOutput:
+        record = current_record.get()
+        options: dict[str, Any] = {}
+        if record is not None and record.priority:
+            options["priority"] = record.priority
+        if record is not None and self._is_deterministic:
+            request_id = f"det-{record.priority}"
+        output = await self._client.generate(
+            request_id,
+            prompt_ids=prompt_ids.tolist(),
+            sampling_params=self._params(sampling_params),
+            **options,
+        )
+        if record is not None:
+            record.add_completion(output)
+        fields = output.extra_fields
+        if self._with_logprobs and output.token_ids and not output.log_probs:
+            raise BadServerReply(
+                "verl's server returned no log-probs, but actor_rollout_ref.rollout.calculate_log_probs is true",
+                server=self.name,
+                request_id=request_id,
+            )
+        return TokenOutput(
+            output.token_ids,
+            output.log_probs if self._with_logprobs else None,
+            _stop_reason(output, sampling_params.max_tokens),
+            fields.get("max_global_steps") or 0,
+            output.num_preempted or 0,
+            fields.get("num_cached_tokens"),
+        )
+
+    def _params(self, params: SamplingParams) -> dict[str, Any]:
+        """Return the parameters under verl's names. Engines get only those that have an effect."""
+        named: dict[str, Any] = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "repetition_penalty": params.repetition_penalty,
+            "logprobs": self._with_logprobs,
+        }
+        if params.max_tokens is not None:
+            named["max_tokens"] = params.max_tokens
+        if params.stop_token_ids:
+            named["stop_token_ids"] = list(params.stop_token_ids)
+        for name in ("presence_penalty", "frequency_penalty", "min_p"):
+            if getattr(params, name):
+                named[name] = getattr(params, name)
+        return named
+
+
+def _stop_reason(output: Any, max_tokens: int | None) -> Any:
+    """Return the stop reason. verl calls a completion `completed` whether it stopped or reached its limit."""
+    if output.stop_reason in ("aborted", "abort"):
+        return "aborted"
+    is_cut = max_tokens is not None and len(output.token_ids) >= max_tokens
+    return "length" if is_cut or output.stop_reason == "length" else "stop"

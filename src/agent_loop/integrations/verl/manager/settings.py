@@ -1,0 +1,66 @@
+"""Settings of this package from the configuration of a verl run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from agent_loop.config import Config
+from agent_loop.files.plain_values import merge_mappings
+
+TRACE_NAMES = ("project_name", "experiment_name")
+OWN_SECTION = "agent_loop"
+"""Section of verl's configuration with settings that only this package has."""
+
+
+def read_settings(config: DictConfig) -> Config:
+    """Return the settings of a verl run.
+
+    Time limits of trajectories and requests are off, as in verl. The section `agent_loop` overrides all values, for
+    example `+agent_loop.rollout.trajectory_timeout_s=900`.
+
+    Raises:
+        ConfigError: A value of the section `agent_loop` is invalid.
+    """
+    rollout: Any = config.actor_rollout_ref.rollout
+    settings: dict[str, Any] = {
+        "model": {"path": str(config.actor_rollout_ref.model.path)},
+        "rollout": _rollout_settings(rollout),
+        "trainer": {
+            name: value for name in TRACE_NAMES if (value := OmegaConf.select(config, f"trainer.{name}"))
+        },
+    }
+    own = OmegaConf.select(config, OWN_SECTION)
+    if own is not None:
+        settings = merge_mappings(
+            settings, cast(Mapping[str, Any], OmegaConf.to_container(own, resolve=True))
+        )
+    return Config.model_validate(settings)
+
+
+def _rollout_settings(rollout: Any) -> dict[str, Any]:
+    turns, val = rollout.multi_turn, rollout.val_kwargs
+    return {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "val": {"temperature": val.temperature, "top_p": val.top_p, "top_k": val.top_k},
+        "prompt_length": rollout.prompt_length,
+        "response_length": rollout.response_length,
+        "truncate_prompt": "left",
+        "free_cache_engine": False,
+        "max_concurrent": None,
+        "trajectory_timeout_s": None,
+        "request_timeout_s": None,
+        "agent": {"default_agent_loop": rollout.agent.default_agent_loop},
+        "multi_turn": {
+            "max_assistant_turns": turns.max_assistant_turns or None,
+            "max_user_turns": turns.max_user_turns or None,
+            "max_parallel_calls": turns.max_parallel_calls,
+            # verl's tools truncate their own replies, in characters
+            "max_tool_response_length": rollout.response_length,
+            "format": turns.format,
+        },
+    }
