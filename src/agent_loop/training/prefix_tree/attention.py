@@ -230,9 +230,13 @@ def _flex(
 ) -> Tensor:
     """Return the attention of each query, [1, H, T, D], by FlexAttention."""
     attend, create_mask = _flex_functions(query.device.type)
+    depth_T, end_T = layout.depth_T, layout.end_T
+    # A tensor instead of the number: compiled masks do not support numbers that differ from call to call.
+    lowest_T = None if window is None else depth_T - (window - 1)
 
     def is_visible(batch: Tensor, head: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        return layout.is_visible(queries, keys, window=window)
+        is_below = (keys <= queries) & (queries < end_T[keys])
+        return is_below if lowest_T is None else is_below & (depth_T[keys] >= lowest_T[queries])
 
     if window not in layout.flex_masks:
         num_tokens, device = layout.num_tokens, str(query.device)
