@@ -266,8 +266,8 @@ def _check_run_folder(run: PlannedRun) -> str:
 def _check_memory(config: Config) -> str:
     try:
         shape, machine = read_shape(config.model.path), this_machine()
-    except ConfigError as error:
-        return f"not computed: {error}"
+    except ConfigError:
+        return "not computed: the sizes of the model or of the devices are not known here"
     plan = make_plan(config, shape, machine=machine)
     if plan.faults:
         raise ConfigError(f"{'; '.join(plan.faults)}; `agent-loop plan` shows what would make it fit")
