@@ -79,6 +79,8 @@ class WeightWorker:
         with _vllm_config_of(self):
             self.model_runner.reload_weights(weights_iterator=iter(weights))
             pack_tied_heads(self.model_runner.get_model())
+            if self.model_runner.device.type == "cpu":
+                pack_experts(self.model_runner.get_model())
 
     def _agent_loop_receiver(self) -> WeightReceiver:
         receiver: WeightReceiver | None = self.__dict__.get("_agent_loop_weights")
@@ -149,6 +151,15 @@ def pack_tied_heads(model: nn.Module) -> None:
         # vLLM's output heads are subclasses of the embedding.
         if isinstance(layer, embeddings.VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+def pack_experts(model: nn.Module) -> None:
+    """Pack the experts of a mixture. vLLM for CPUs packs them when it loads a model, but not after a reload."""
+    layers: list[Any] = list(model.modules())
+    for layer in layers:
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _vllm_config_of(worker: Any) -> Any:
