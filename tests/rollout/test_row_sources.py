@@ -215,7 +215,7 @@ def test_an_empty_shard_is_refused_by_name(folder: Path) -> None:
     write("data/a.jsonl", ROWS)
     (folder / "data" / "b.jsonl").write_text("\n")
 
-    assert "data/b.jsonl, one of 2 files of 'data', holds no rows; remove it" in refusal("data")
+    assert "data/b.jsonl, one of 2 files of 'data', holds no rows; write it again" in refusal("data")
 
 
 def test_a_bad_row_is_refused_with_its_shard_and_line() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from agent_loop.cli.arguments import (
     JSON_LINES,
@@ -116,7 +116,7 @@ def rollout_command(
 
 
 def _summary(trajectories: Sequence[Trajectory]) -> Table:
-    table = Table("ended with", "trajectories", "mean reward", "mean response tokens")
+    table = Table(Column("ended with", no_wrap=True), "trajectories", "mean reward", "mean response tokens")
     for reason, count in Counter(t.output.stop_reason for t in trajectories).most_common():
         ended = [t for t in trajectories if t.output.stop_reason is reason]
         means = [

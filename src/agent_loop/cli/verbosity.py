@@ -36,11 +36,12 @@ class Verbosity:
 
     verbose: int = 0
     quiet: bool = False
+    handler: logging.Handler | None = None
+    """Handler of the log, if the command prints it."""
 
 
 VERBOSITY = Verbosity()
-_HANDLER = logging.StreamHandler()
-_HANDLER.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+LINE = logging.Formatter("%(levelname)s %(name)s: %(message)s")
 
 
 def add_verbosity(app: typer.Typer) -> None:
@@ -51,6 +52,23 @@ def add_verbosity(app: typer.Typer) -> None:
     for group in app.registered_groups:
         if group.typer_instance is not None:
             add_verbosity(group.typer_instance)
+
+
+def set_verbosity(*, verbose: int, quiet: bool) -> None:
+    """Set how much the command prints: its log, and its progress and hints."""
+    if verbose and quiet:
+        raise typer.BadParameter("-v and -q exclude each other; give one of them")
+    VERBOSITY.verbose, VERBOSITY.quiet = verbose, quiet
+    logger = logging.getLogger(LOGGER)
+    if VERBOSITY.handler is not None:
+        logger.removeHandler(VERBOSITY.handler)
+        VERBOSITY.handler = None
+    logger.setLevel(logging.ERROR if quiet else logging.NOTSET)
+    if verbose:
+        logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
+        VERBOSITY.handler = logging.StreamHandler()
+        VERBOSITY.handler.setFormatter(LINE)
+        logger.addHandler(VERBOSITY.handler)
 
 
 def print_hint(console: Console, text: str) -> None:
@@ -70,7 +88,7 @@ def _with_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ]
 
     def run(*, verbose: int, quiet: bool, **arguments: Any) -> Any:
-        _set(verbose=verbose, quiet=quiet)
+        set_verbosity(verbose=verbose, quiet=quiet)
         return command(**arguments)
 
     described: Any = update_wrapper(run, command)
@@ -80,15 +98,3 @@ def _with_options(command: Callable[..., Any]) -> Callable[..., Any]:
         [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
     )
     return run
-
-
-def _set(*, verbose: int, quiet: bool) -> None:
-    if verbose and quiet:
-        raise typer.BadParameter("-v and -q exclude each other; give one of them")
-    VERBOSITY.verbose, VERBOSITY.quiet = verbose, quiet
-    logger = logging.getLogger(LOGGER)
-    logger.removeHandler(_HANDLER)
-    logger.setLevel(logging.ERROR if quiet else logging.NOTSET)
-    if verbose:
-        logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
-        logger.addHandler(_HANDLER)

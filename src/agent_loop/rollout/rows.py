@@ -163,7 +163,8 @@ def _load(source: str, *, prompt_key: str, workspace: Mapping[str, Any]) -> Iter
             columns.add(row)
         if not prepared and len(shards) > 1 and not shard.may_be_empty:
             raise DataError(
-                f"{shard.path}, one of {len(shards)} files of {source!r}, holds no rows; remove it, or write it again"
+                f"{shard.path}, one of {len(shards)} files of {source!r}, holds no rows; write it again, or name the "
+                "files one by one without it"
             )
         if prepared and first is not None:
             columns.check_matches(first)

@@ -60,9 +60,7 @@ def root_folder() -> Path:
     root.mkdir(mode=0o700, exist_ok=True)
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise WorkspaceError(
-            f"{root} is not a folder of this user; remove it, or set TMPDIR to another folder"
-        )
+        raise WorkspaceError(f"{root} is not a folder of this user; set TMPDIR to another folder")
     return root
 
 

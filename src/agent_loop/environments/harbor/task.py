@@ -68,7 +68,7 @@ def read_task(folder: Path) -> HarborTask:
     faults = unsupported_keys(file)
     if faults:
         raise DataError(
-            f"{where}: {TASK_FILE} asks for {', '.join(faults)}, which is not supported; remove the task"
+            f"{where}: {TASK_FILE} asks for {', '.join(faults)}, which is not supported; leave the task out"
         )
     _check_files(folder, file, where=where)
     return HarborTask(folder, instruction, file, tuple(ignored_keys(file)))
@@ -107,7 +107,7 @@ def _check_files(folder: Path, file: TaskFile, *, where: str) -> None:
     compose = [name for name in COMPOSE_FILES if (environment / name).is_file()]
     if compose:
         raise DataError(
-            f"{where}: {ENVIRONMENT}/{compose[0]} describes several containers, which is not supported; remove the task"
+            f"{where}: {ENVIRONMENT}/{compose[0]} describes several containers, which is not supported; leave the task out"
         )
     if file.environment.docker_image is None and not (environment / DOCKERFILE).is_file():
         raise DataError(
