@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -10,16 +11,22 @@ import typer
 from rich.console import Console
 
 from agent_loop.cli.arguments import find_run
-from agent_loop.errors import ConfigError
+from agent_loop.errors import ConfigError, DataError
+from agent_loop.files.file_kinds import explain
+from agent_loop.viewer.find_runs import find_runs
 
 NEEDS = ("starlette", "uvicorn")
 EXIT_BY_SIGNAL = 128
 
 
 def view_command(
-    run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="Folder of a run, or file of trajectories.", show_default=False),
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folder of a run or an evaluation, or file of trajectories; or several, or a folder of them.",
+            show_default=False,
+        ),
     ],
     *,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
@@ -60,11 +67,16 @@ def view_command(
 ) -> None:
     """Show a run in the browser: metrics, trajectories token by token, groups side by side, and time spent.
 
+    Several runs are shown together: a list, curves over each other, differences of settings, prompts and evaluations.
     The page updates while the run continues. It never changes the run, and loads nothing from other hosts.
 
     Examples:
 
         agent-loop view runs/demo/train
+
+        agent-loop view runs
+
+        agent-loop view evals/base evals/trained
 
         agent-loop view rollouts.jsonl --no-open --port 8080
 
@@ -74,7 +86,17 @@ def view_command(
     """
     if any(find_spec(package) is None for package in NEEDS):
         raise ConfigError('agent-loop view needs: pip install "agent-loop[view]"')
-    console, run = Console(), find_run(run)
+    console = Console()
+    if export is None and server is None and _are_several(runs):
+        from agent_loop.viewer.command import view_collection  # late: the extra is optional
+
+        stopped_by = view_collection(runs, host=host, port=port, opens_browser=opens_browser, console=console)
+        _exit(stopped_by)
+        return
+    if len(runs) > 1:
+        option = "--export" if export is not None else "--server"
+        raise ConfigError(f"{option} is for one run, and {len(runs)} are given; give one of them")
+    run = find_run(runs[0])
     if export is not None:
         from agent_loop.viewer.export import write_export  # late: keeps `--help` quick
 
@@ -86,5 +108,22 @@ def view_command(
     from agent_loop.viewer.command import view  # late: the extra is optional, and `--help` is to be quick
 
     stopped_by = view(run, host=host, port=port, opens_browser=opens_browser, console=console, server=server)
+    _exit(stopped_by)
+
+
+def _are_several(paths: Sequence[Path]) -> bool:
+    """Return whether the paths lead to several runs.
+
+    Raises:
+        DataError: One of several paths leads to none.
+    """
+    if len(paths) > 1:
+        for path in paths:
+            if not find_runs([path]) or not path.exists():
+                raise DataError(explain(path, wanted="folders of runs or evaluations"))
+    return len(find_runs(paths)) > 1
+
+
+def _exit(stopped_by: int | None) -> None:
     if stopped_by is not None:
         raise typer.Exit(EXIT_BY_SIGNAL + stopped_by)

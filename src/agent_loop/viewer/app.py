@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,9 +15,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agent_loop.errors import DataError
-from agent_loop.runtime.describe import one_line
 from agent_loop.serving.hosts import MISDIRECTED, HostGuard
+from agent_loop.viewer.endpoints import MAX_TEXT, endpoint, numbers_of, parse_number
+from agent_loop.viewer.evaluation_routes import evaluation_routes, home_page
+from agent_loop.viewer.evaluations import Evaluations
 from agent_loop.viewer.forks import Forks, fork_routes
 from agent_loop.viewer.page import FIRST_PAGE, first_page, media_type, static_files
 from agent_loop.viewer.plain_json import encode_json
@@ -34,12 +35,6 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-MAX_TEXT = 500
-"""Most characters of a search text."""
-MAX_DIGITS = 18
-"""Most digits of a number in a query, so that the number fits into 64 bits."""
-MAX_MESSAGE = 300
-"""Most characters of an error message."""
 
 
 def create_viewer_app(
@@ -53,13 +48,42 @@ def create_viewer_app(
         forks: What-if forks that the page may start; None is no forks.
     """
     forks = forks or Forks(source, server=None, host="")
+    evaluations = Evaluations(lambda: {"": source.path})
+    routes = [
+        *run_routes(lambda _: source),
+        *evaluation_routes(lambda _: evaluations),
+        *fork_routes(forks),
+    ]
+    return finished_app(routes, hosts=hosts)
+
+
+def run_routes(source_of: Callable[[Request], RunSource], *, prefix: str = "", up: str = "") -> list[Route]:
+    """Return the routes of the page of a run.
+
+    Args:
+        source_of: Returns the data of the run that a request names.
+        prefix: Start of the paths.
+        up: Address of the page of all runs; empty if there is none.
+    """
+
+    def page(request: Request) -> Response:
+        text = first_page(home=home_page(source_of(request).folder), up=up)
+        return Response(text, media_type=media_type(FIRST_PAGE))
+
+    def reader(handler: Callable[[RunSource, Request], Any]) -> Callable[[Request], Any]:
+        return lambda request: handler(source_of(request), request)
+
+    return [
+        Route(f"{prefix}/", endpoint(page)),
+        Route(f"{prefix}/static/{{name}}", static_file),
+        *(Route(f"{prefix}/api/{name}", endpoint(reader(handler))) for name, handler in HANDLERS.items()),
+    ]
+
+
+def finished_app(routes: Sequence[Route], *, hosts: Iterable[str] | None) -> Starlette:
+    """Return an application with these routes, that rejects requests under other host names."""
     app = Starlette(
-        routes=[
-            Route("/", _page),
-            Route("/static/{name}", _static),
-            *(Route(f"/api/{name}", _make_endpoint(handler, source)) for name, handler in HANDLERS.items()),
-            *fork_routes(forks),
-        ],
+        routes=routes,
         middleware=[
             Middleware(HeadersMiddleware),
             Middleware(HostGuard, hosts=hosts, refuse=_refuse_host),
@@ -89,11 +113,7 @@ def _refuse_host(_: Request, message: str) -> Response:
     return _error(message, status=MISDIRECTED)
 
 
-def _page(_: Request) -> Response:
-    return Response(first_page(), media_type=media_type(FIRST_PAGE))
-
-
-def _static(request: Request) -> Response:
+def static_file(request: Request) -> Response:
     return _file(request.path_params["name"])
 
 
@@ -117,7 +137,7 @@ def _metrics(source: RunSource, request: Request) -> Any:
 
 
 def _table(source: RunSource, request: Request) -> Any:
-    return source.table(_file_numbers(request))
+    return source.table(numbers_of(request, "files"))
 
 
 def _trajectory(source: RunSource, request: Request) -> Any:
@@ -134,7 +154,7 @@ def _search(source: RunSource, request: Request) -> Any:
     text = request.query_params.get("text", "")
     if not 0 < len(text) <= MAX_TEXT:
         raise HTTPException(400, f"text has {len(text)} characters; give 1 to {MAX_TEXT}")
-    return source.search(text, _file_numbers(request))
+    return source.search(text, numbers_of(request, "files"))
 
 
 HANDLERS: dict[str, Callable[[RunSource, Request], Any]] = {
@@ -149,46 +169,14 @@ HANDLERS: dict[str, Callable[[RunSource, Request], Any]] = {
 """Functions that return the data of a request, by the last part of the request's path."""
 
 
-def _make_endpoint(
-    handler: Callable[[RunSource, Request], Any], source: RunSource
-) -> Callable[[Request], Response]:
-    """Return the endpoint of a handler. It is synchronous, so that Starlette runs it in a thread while it reads
-    files."""
-
-    def endpoint(request: Request) -> Response:
-        try:
-            reply = handler(source, request)
-        except DataError as error:
-            raise HTTPException(404, one_line(str(error), max_length=MAX_MESSAGE)) from error
-        if isinstance(reply, bytes):
-            return Response(reply, media_type="application/octet-stream")
-        return Response(encode_json(reply), media_type="application/json")
-
-    return endpoint
-
-
 def _split_and_step(request: Request) -> tuple[str, int]:
     split, step = request.query_params.get("split", ""), request.query_params.get("step", "")
-    number = _parse_number(step)
+    number = parse_number(step)
     if not split or number is None:
         raise HTTPException(
             400, f"split is {split[:80]!r} and step is {step[:80]!r}; give a name and a number"
         )
     return split, number
-
-
-def _file_numbers(request: Request) -> list[int]:
-    given = request.query_params.get("files", "")
-    numbers = [_parse_number(part) for part in given.split(",")]
-    known = [number for number in numbers if number is not None]
-    if len(known) < len(numbers):
-        raise HTTPException(400, f"files is {given[:80]!r}; give numbers, with commas between them")
-    return known
-
-
-def _parse_number(text: str) -> int | None:
-    """Return the integer that a text holds; None if it is not an integer or has more than `MAX_DIGITS` digits."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS else None
 
 
 def _on_http_error(_: Request, error: Exception) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +14,8 @@ from agent_loop.errors import ConfigError
 from agent_loop.serving.hosts import answered_hosts
 from agent_loop.serving.process import base_url, listening_socket, run_app
 from agent_loop.viewer.app import create_viewer_app
+from agent_loop.viewer.collection import RunCollection
+from agent_loop.viewer.collection_app import create_collection_app
 from agent_loop.viewer.forks import Forks
 from agent_loop.viewer.source import RunSource
 
@@ -54,6 +57,33 @@ def view(
         if opens_browser:
             _open(url)
         return asyncio.run(_serve(source, listener=listener, hosts=hosts, forks=forks))
+
+
+def view_collection(
+    paths: Sequence[Path], *, host: str, port: int | None, opens_browser: bool, console: Console
+) -> int | None:
+    """Serve a page of several runs until a signal arrives, and return the signal's number.
+
+    Args:
+        paths: Folders of runs, runs, or files of trajectories.
+        host: See `view`.
+        port: See `view`.
+        opens_browser: See `view`.
+        console: See `view`.
+
+    Raises:
+        ConfigError: The address is not available.
+    """
+    collection = RunCollection(paths)
+    num_runs = len(collection.folders())
+    hosts = answered_hosts(host)
+    with free_listener(host, port) as listener:
+        url = base_url(listener, host=host).removesuffix("v1")
+        console.print(f"{num_runs} runs at [bold]{url}[/]", highlight=False, soft_wrap=True)
+        console.print("Ctrl-C stops the viewer; the runs continue.", highlight=False)
+        if opens_browser:
+            _open(url)
+        return asyncio.run(run_app(create_collection_app(collection, hosts=hosts), listener=listener))
 
 
 async def _serve(

@@ -11,6 +11,10 @@ HEAD_END = "</head>"
 STYLE = re.compile(r'<link rel="stylesheet" href="static/([\w.]+)">')
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FIRST_PAGE = "index.html"
+"""Page of one run."""
+RUNS_PAGE = "runs.html"
+"""Page of several runs."""
+HTML_TAG = '<html lang="en">'
 
 
 @cache
@@ -25,13 +29,21 @@ def static_files() -> Mapping[str, str]:
 
 
 @cache
-def first_page() -> str:
-    """Return the HTML page. It preloads all modules, so that the browser requests them in parallel."""
+def first_page(name: str = FIRST_PAGE, *, home: str = "", up: str = "") -> str:
+    """Return an HTML page. It preloads all modules, so that the browser requests them in parallel.
+
+    Args:
+        name: Name of the page.
+        home: Page that is shown first; empty for the usual one.
+        up: Address of the page of all runs; empty if there is none.
+    """
     texts = static_files()
     preloads = (
         f'<link rel="modulepreload" href="static/{name}">\n' for name in texts if name.endswith(".js")
     )
-    return texts[FIRST_PAGE].replace(HEAD_END, "".join(preloads) + HEAD_END)
+    data = "".join(f' data-{key}="{value}"' for key, value in {"home": home, "up": up}.items() if value)
+    page = texts[name].replace(HTML_TAG, f"{HTML_TAG[:-1]}{data}>")
+    return page.replace(HEAD_END, "".join(preloads) + HEAD_END)
 
 
 def style_names() -> list[str]:

@@ -165,7 +165,7 @@ def row_result(
     rewards = [reward for reward in best.values() if reward is not None]
     return RowResult(
         group=group,
-        prompt=_prompt_of(row),
+        prompt=prompt_text(row),
         prompt_digest=prompt_digest(row),
         num_samples=len(best),
         num_scored=len(rewards),
@@ -187,7 +187,7 @@ def _counts(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(names).most_common())
 
 
-def _prompt_of(row: Mapping[str, Any]) -> str:
+def prompt_text(row: Mapping[str, Any]) -> str:
     """Return the text of the last message of a row's prompt, shortened."""
     messages: Sequence[Mapping[str, Any]] = row.get("raw_prompt", ())
     content: Any = (messages[-1].get("content") if len(messages) else None) or ""

@@ -2,6 +2,9 @@
 
 import { h, replaceChildren } from "./dom.js";
 import { EmbeddedSource } from "./embedded_source.js";
+import { EvaluationSource } from "./evaluation_source.js";
+import { evaluationsPage } from "./evaluations_page.js";
+import { flipsPage } from "./flips_page.js";
 import { forkPage } from "./fork_page.js";
 import { number } from "./format.js";
 import { groupPage } from "./group_page.js";
@@ -20,19 +23,33 @@ const PAGES = {
   group: groupPage,
   fork: forkPage,
   time: timePage,
+  evaluations: evaluationsPage,
+  flips: flipsPage,
 };
 const MENU = { overview: "Overview", trajectories: "Trajectories", time: "Time" };
-const PART_OF = { trajectory: "trajectories", group: "trajectories", fork: "trajectories" };
+const PART_OF = { trajectory: "trajectories", group: "trajectories", fork: "trajectories", flips: "evaluations" };
 
 async function start() {
   const run = new Run((await EmbeddedSource.find()) ?? new LiveSource());
   const shell = new Shell({ pages: PAGES, menu: MENU, partOf: PART_OF, data: run });
+  run.evaluations = run.source.isLive ? new EvaluationSource(() => "") : null;
+  let numFiles = -1;
   run.onChange(() => {
+    if (run.evaluations && run.state && run.state.files.length !== numFiles) {
+      numFiles = run.state.files.length;
+      showEntry(run.evaluations, shell);
+    }
     showStatus(run, shell);
     shell.main.ariaBusy = String(!run.isLoaded);
   });
   shell.open();
   await run.follow();
+}
+
+/** Adds the page of evaluations to the menu if there are any. */
+async function showEntry(evaluations, shell) {
+  const listed = await evaluations.list().catch(() => []);
+  shell.setEntry("evaluations", listed.length ? "Evaluations" : null);
 }
 
 const WORDS = {

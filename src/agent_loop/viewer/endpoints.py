@@ -1,0 +1,84 @@
+"""Endpoints that return JSON or a packet, and the parameters of their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from agent_loop.errors import DataError
+from agent_loop.runtime.describe import one_line
+from agent_loop.viewer.plain_json import encode_json
+
+MAX_TEXT = 500
+"""Most characters of a search text."""
+MAX_DIGITS = 18
+"""Most digits of a number in a query, so that the number fits into 64 bits."""
+MAX_MESSAGE = 300
+"""Most characters of an error message."""
+
+
+def endpoint(read: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    """Return an endpoint that sends what `read` returns: a response, a packet, or values as JSON.
+
+    The endpoint is synchronous, so that Starlette runs it in a thread while it reads files.
+    """
+
+    def respond(request: Request) -> Response:
+        try:
+            reply = read(request)
+        except DataError as error:
+            raise HTTPException(404, one_line(str(error), max_length=MAX_MESSAGE)) from error
+        if isinstance(reply, Response):
+            return reply
+        if isinstance(reply, bytes):
+            return Response(reply, media_type="application/octet-stream")
+        return Response(encode_json(reply), media_type="application/json")
+
+    return respond
+
+
+def numbers_of(request: Request, name: str) -> list[int]:
+    """Return the whole numbers of a parameter, which are separated by commas.
+
+    Raises:
+        HTTPException: A part is not a number.
+    """
+    given = request.query_params.get(name, "")
+    numbers = [parse_number(part) for part in given.split(",")]
+    known = [number for number in numbers if number is not None]
+    if len(known) < len(numbers):
+        raise HTTPException(400, f"{name} is {given[:80]!r}; give numbers, with commas between them")
+    return known
+
+
+def names_of(request: Request, name: str, *, most: int) -> list[str]:
+    """Return the texts of a parameter that may be given several times.
+
+    Raises:
+        HTTPException: There are more than `most`, or one is too long.
+    """
+    given = request.query_params.getlist(name)
+    if len(given) > most or any(len(text) > MAX_TEXT for text in given):
+        raise HTTPException(400, f"{name} has {len(given)} values; give at most {most} short ones")
+    return given
+
+
+def text_of(request: Request, name: str) -> str:
+    """Return a text of at most `MAX_TEXT` characters; empty if it is not given.
+
+    Raises:
+        HTTPException: The text is too long.
+    """
+    text = request.query_params.get(name, "")
+    if len(text) > MAX_TEXT:
+        raise HTTPException(400, f"{name} has {len(text)} characters; give at most {MAX_TEXT}")
+    return text
+
+
+def parse_number(text: str) -> int | None:
+    """Return the integer that a text holds; None if it is not an integer or has more than `MAX_DIGITS` digits."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS else None

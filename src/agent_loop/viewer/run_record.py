@@ -1,0 +1,140 @@
+"""Settings and metrics of one run, read as far as a list or a chart needs them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from agent_loop.errors import DataError
+from agent_loop.runtime.numeric import as_finite_number
+from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE
+from agent_loop.training.evaluation import SUMMARY_FILE, EvaluationSummary, TrainingRun, read_summary
+from agent_loop.training.loggers import flat
+from agent_loop.training.metrics import REWARD_MEAN, STEP, VALIDATION
+from agent_loop.viewer.metrics_tail import read_new_lines
+
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+TAIL_BYTES = 1 << 18
+"""Bytes at the end of a metrics file that are read first, and four times as many until the wanted metrics are found."""
+MAX_TAIL_BYTES = 1 << 24
+HELD_OUT = f"{VALIDATION}{REWARD_MEAN}"
+
+
+class RunRecord:
+    """Settings and metrics of the run in a folder. Files are read again when they change. Methods are thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._settings: tuple[Any, dict[str, Any]] = (None, {})
+        self._latest: tuple[Any, dict[str, float]] = (None, {})
+        self._summary: tuple[Any, EvaluationSummary | None] = (None, None)
+        self._curves: dict[str, dict[int, float]] = {}
+        self._cursor = ""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings by their dotted names; empty if there are none."""
+        stamp = stamp_of(self.folder / CONFIG_FILE)
+        if stamp != self._settings[0]:
+            self._settings = stamp, _read_settings(self.folder / CONFIG_FILE)
+        return self._settings[1]
+
+    def latest(self) -> dict[str, float]:
+        """Return the last value of each metric. Metrics that were measured long ago may be missing."""
+        stamp = stamp_of(self.folder / METRICS_FILE)
+        if stamp != self._latest[0]:
+            self._latest = stamp, _read_latest(self.folder / METRICS_FILE)
+        return self._latest[1]
+
+    def summary(self) -> EvaluationSummary | None:
+        """Return the summary of an evaluation; None if there is none, or it cannot be read."""
+        stamp = stamp_of(self.folder / SUMMARY_FILE)
+        if stamp != self._summary[0]:
+            try:
+                found = read_summary(self.folder) if stamp else None
+            except DataError:
+                found = None
+            self._summary = stamp, found
+        return self._summary[1]
+
+    def curves(self) -> Mapping[str, Mapping[int, float]]:
+        """Return the finite values of each metric by step."""
+        with self._lock:
+            new = read_new_lines(self.folder / METRICS_FILE, self._cursor)
+            curves = {} if new.is_new else {name: {**curve} for name, curve in self._curves.items()}
+            if not new.lines and not new.is_new:
+                return self._curves
+            self._cursor = new.cursor
+            for line in new.lines:
+                for name, value in _numbers(line).items():
+                    curves.setdefault(name, {})[line[STEP]] = value
+            self._curves = curves
+            return curves
+
+    def training_run(self) -> TrainingRun:
+        """Return the metrics as `agent-loop compare` uses them."""
+        seed = self.settings().get("trainer.seed")
+        return TrainingRun(str(self.folder), seed if isinstance(seed, int) else None, self.curves())
+
+    def changed_at(self) -> float:
+        """Return the time of the last change, in seconds since 1970; 0 if unknown."""
+        names = (METRICS_FILE, SUMMARY_FILE, "rollout.journal", CONFIG_FILE)
+        stamps = [stamp for name in names if (stamp := stamp_of(self.folder / name))]
+        return max((stamp[0] / 1e9 for stamp in stamps), default=0.0)
+
+
+def stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """Return a key that changes when a file changes, which begins with the time in nanoseconds; None if it is gone."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        loaded: Any = yaml.load(path.read_bytes(), LOADER)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return flat(cast(dict[str, Any], loaded)) if isinstance(loaded, dict) else {}
+
+
+def _read_latest(path: Path) -> dict[str, float]:
+    num_bytes = TAIL_BYTES
+    while True:
+        try:
+            latest, is_whole = _latest_in_tail(path, num_bytes)
+        except OSError:
+            return {}
+        if is_whole or num_bytes >= MAX_TAIL_BYTES or {REWARD_MEAN, HELD_OUT} <= latest.keys():
+            return latest
+        num_bytes *= 4
+
+
+def _latest_in_tail(path: Path, num_bytes: int) -> tuple[dict[str, float], bool]:
+    """Return the last values in the last bytes of a file, and whether these are the whole file."""
+    with path.open("rb") as file:
+        start = max(0, path.stat().st_size - num_bytes)
+        file.seek(start)
+        data = file.read()
+    lines = data[: data.rfind(b"\n") + 1].splitlines()
+    latest: dict[str, float] = {}
+    for line in lines[1:] if start else lines:
+        try:
+            values: Any = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict):
+            latest |= _numbers(cast(dict[str, Any], values), with_step=True)
+    return latest, start == 0
+
+
+def _numbers(line: Mapping[str, Any], *, with_step: bool = False) -> dict[str, float]:
+    found = {name: as_finite_number(value) for name, value in line.items() if with_step or name != STEP}
+    return {name: value for name, value in found.items() if value is not None}
