@@ -111,6 +111,16 @@ def test_a_generated_page_is_up_to_date(name: str) -> None:
     assert generator.TARGET.read_text(encoding="utf-8") == generator.render()
 
 
+def test_the_diagrams_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = load_generator("generate_diagrams")
+    monkeypatch.setattr(generator, "FOLDER", tmp_path)
+    for draw in (each for name, each in vars(generator).items() if name.startswith("draw_")):
+        draw()
+    drawn = {path.name: text_of(path) for path in tmp_path.iterdir()}
+    assert drawn
+    assert drawn == {name: text_of(DOCS / "images" / name) for name in drawn}
+
+
 @every_page
 def test_every_link_leads_to_a_page_and_a_section(page: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", without_code(page)):
