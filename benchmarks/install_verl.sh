@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Creates an environment with verl for bench_overhead.py. Needs Python 3.11 and about 3 GB.
+# Creates an environment with verl and this package, for tests/verl and the benchmarks that compare with verl. Needs
+# Python 3.11 and about 3 GB.
 #   benchmarks/install_verl.sh VENV
 set -euo pipefail
 venv=${1:?usage: install_verl.sh VENV}
@@ -15,5 +16,10 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${pip[@]}" --no-deps verl==0.9.1 TransferQueue==0.1.11
 "${pip[@]}" torch==2.13.0 'ray[default]==2.60.0' transformers==5.10.4 tensordict==0.10.0 hydra-core omegaconf datasets \
     peft accelerate codetiming cachetools dill torchdata pybind11 pylatexenc msgspec pyzmq pillow psutil uvicorn fastapi
+
+"${pip[@]}" aiohttp google-re2 jsonschema orjson rich safetensors tiktoken typer \
+    'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-rerunfailures>=15'
+# verl needs an older tensordict than this package declares. Both work with what this package uses of it.
+"${pip[@]}" --no-deps --editable "$(dirname "$0")/.."
 
 "$venv/bin/python" -c 'import verl; print("verl", verl.__version__, "is installed")'

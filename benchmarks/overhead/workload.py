@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -25,8 +26,21 @@ MODEL_CONFIG = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 """Configuration of a model that is never loaded, for sides that need a model folder."""
 
 
-def make_workloads(folder: Path, *, shapes: Sequence[Shape] = SHAPES, seed: int = 0) -> None:
-    """Write a tokenizer and one file for each scenario."""
+def make_workloads(
+    folder: Path,
+    *,
+    shapes: Sequence[Shape] = SHAPES,
+    variants: Mapping[str, Sequence[Shape]] = MappingProxyType({}),
+    seed: int = 0,
+) -> None:
+    """Write a tokenizer and one file for each scenario.
+
+    Args:
+        folder: Folder of the files.
+        shapes: The scenarios.
+        variants: Shapes of the single conversations, by scenario. By default they all have the scenario's shape.
+        seed: Seed of the texts.
+    """
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "model")
     (folder / "model" / "config.json").write_text(json.dumps(MODEL_CONFIG))
@@ -34,8 +48,8 @@ def make_workloads(folder: Path, *, shapes: Sequence[Shape] = SHAPES, seed: int 
     for shape in shapes:
         schemas = [function_schema(function) for function in TOOLS] if shape.has_tools else []
         conversations = [
-            _conversation(f"{shape.name} {number}", shape, schemas, tokenizer=tokenizer, writer=writer)
-            for number in range(shape.num_conversations)
+            _conversation(f"{shape.name} {number}", variant, schemas, tokenizer=tokenizer, writer=writer)
+            for number, variant in enumerate(variants.get(shape.name, [shape] * shape.num_conversations))
         ]
         Workload(shape, conversations, schemas).write(folder)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent_loop.errors import BadServerReply
-from agent_loop.integrations.verl.manager.record import current_record
+from agent_loop.integrations.verl.manager.record import GREEDY, current_record
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
@@ -39,6 +39,9 @@ class VerlClientServer(AsyncServerBase):
     ) -> TokenOutput:
         record = current_record.get()
         options: dict[str, Any] = {}
+        params = self._params(sampling_params)
+        if record is not None and record.is_greedy:
+            params |= GREEDY
         if record is not None and record.priority:
             options["priority"] = record.priority
         if record is not None and self._is_deterministic:
@@ -46,7 +49,7 @@ class VerlClientServer(AsyncServerBase):
         output = await self._client.generate(
             request_id,
             prompt_ids=prompt_ids.tolist(),
-            sampling_params=self._params(sampling_params),
+            sampling_params=params,
             **options,
         )
         if record is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from agent_loop.integrations.verl.manager.record import RECORD, VerlRecord, current_record
+from agent_loop.integrations.verl.manager.record import GREEDY, RECORD, VerlRecord, current_record
+from agent_loop.integrations.verl.manager.scoring import VerlParts
 from agent_loop.integrations.verl.manager.verl_package import load_verl
 from agent_loop.integrations.verl.shipped_loops import AgentData
 from agent_loop.loops import base, single_turn, tool_agent
@@ -51,15 +52,19 @@ class ToolLoop(tool_agent.ToolAgentLoop):
 class LoopFromVerl(base.AgentLoopBase):
     """A loop written for verl. It calls verl's client itself, and its output is kept as it is."""
 
-    make_loop: Any = None
-    """Function that creates a loop of verl from its name in verl's registry. Set by the worker."""
+    parts: VerlParts
+    """Parts of verl that create the loop. Set by the worker of the process."""
 
     async def run(
         self, sampling_params: dict[str, Any], **row: Any
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
         record = _begin(row)
-        loop = type(self).make_loop(record.agent_name)
-        returned: Any = await loop.run(sampling_params, **record.row)
+        params = {
+            **sampling_params,
+            "logprobs": self.parts.has_logprobs,
+            **(GREEDY if record.is_greedy else {}),
+        }
+        returned: Any = await self.parts.make_loop(record.agent_name).run(params, **record.row)
         is_list = isinstance(returned, list)
         record.loop_outputs = cast(list[Any], returned) if is_list else [returned]
         outputs = [_own_output(output) for output in record.loop_outputs]

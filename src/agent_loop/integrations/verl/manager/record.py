@@ -10,6 +10,8 @@ from agent_loop.trajectory import Trajectory
 
 RECORD = "__verl_record__"
 """Column of a row with its `VerlRecord`."""
+GREEDY: Mapping[str, Any] = {"temperature": 0, "top_p": 1.0, "top_k": -1}
+"""Sampling parameters of verl for rows that ask for the likeliest tokens."""
 SPECULATION_COUNTERS = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")
 """Fields of completions that verl adds up over the turns."""
 
@@ -20,11 +22,13 @@ class VerlRecord:
     Args:
         row: The columns that verl passes to a loop.
         agent_name: Name of the loop in verl's registry.
+        is_greedy: Whether the row asks for the likeliest tokens.
     """
 
-    def __init__(self, row: Mapping[str, Any], *, agent_name: str) -> None:
+    def __init__(self, row: Mapping[str, Any], *, agent_name: str, is_greedy: bool) -> None:
         self.row = row
         self.agent_name = agent_name
+        self.is_greedy = is_greedy
         self.trajectories: list[Trajectory] = []
         """The finished trajectory, or its branches."""
         self.begin()

@@ -46,15 +46,16 @@ def read_tensordict(batch: Any) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def make_row(columns: dict[str, Any], names: KnownNames) -> tuple[Row, VerlRecord]:
-    """Return a row for a loop of this package, and its record.
+def make_row(columns: dict[str, Any], names: KnownNames, *, is_greedy: bool = False) -> Row:
+    """Return a row for a loop of this package, with its record in the column `RECORD`.
 
     Args:
         columns: The columns in verl's form, without those that verl removes before it calls a loop.
         names: Names that the row may use.
+        is_greedy: Whether the row asks for the likeliest tokens.
     """
     agent_name = str(columns.pop("agent_name", names.default_agent_loop))
-    record = VerlRecord(columns, agent_name=agent_name)
+    record = VerlRecord(columns, agent_name=agent_name, is_greedy=is_greedy)
     row = {
         **columns,
         "raw_prompt": list(columns["raw_prompt"]),
@@ -69,7 +70,7 @@ def make_row(columns: dict[str, Any], names: KnownNames) -> tuple[Row, VerlRecor
     selection = _mapping(columns.get("extra_info")).get("tool_selection")
     if selection is not None and len(selection):
         row["tool_selection"] = [name for name in selection if name in names.tools]
-    return row, record
+    return row
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -34,6 +34,7 @@ class VerlParts:
         self.tokenizer: Any = self._worker.tokenizer
         self.processor: Any = self._worker.processor
         self.hf_config: Any = self._worker.model_config.hf_config
+        self.has_logprobs: bool = config.actor_rollout_ref.rollout.calculate_log_probs
         self.has_rewards = clients.get("reward_loop_worker_handles") is not None
 
     def make_loop(self, agent_name: str) -> Any:

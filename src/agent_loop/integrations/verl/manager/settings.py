@@ -54,7 +54,6 @@ def _rollout_settings(rollout: Any) -> dict[str, Any]:
         "max_concurrent": None,
         "trajectory_timeout_s": None,
         "request_timeout_s": None,
-        "agent": {"default_agent_loop": rollout.agent.default_agent_loop},
         "multi_turn": {
             "max_assistant_turns": turns.max_assistant_turns or None,
             "max_user_turns": turns.max_user_turns or None,

@@ -63,7 +63,7 @@ class VerlRolloutWorker:
                 "reward_loop_worker_handles": reward_loop_worker_handles,
             },
         )
-        LoopFromVerl.make_loop = staticmethod(self._parts.make_loop)
+        LoopFromVerl.parts = self._parts
         template, problem = _make_template(self._parts, config, tool_format=rollout.multi_turn.format)
         if problem:
             logger.warning("verl's own single_turn_agent and tool_agent run in this rollout: %s", problem)
@@ -107,14 +107,11 @@ class VerlRolloutWorker:
             DataError: A loop returned several outputs, which only V1 supports.
         """
         validate = bool(batch.meta_info.get("validate", False))
-        greedy: list[bool] = []
-        records: list[VerlRecord] = []
         rows: list[Row] = []
         for values in read_batch(batch):
-            greedy.append(not validate and not bool(values.pop("__do_sample__", True)))
-            row, record = make_row(values, self._names)
-            rows.append(row)
-            records.append(record)
+            is_greedy = not bool(values.pop("__do_sample__", True)) and not validate
+            rows.append(make_row(values, self._names, is_greedy=is_greedy))
+        records: list[VerlRecord] = [row[RECORD] for row in rows]
         outputs: dict[int, Any] = {}
 
         async def finish(number: int) -> None:
@@ -129,7 +126,7 @@ class VerlRolloutWorker:
             if not record.is_failed:
                 await self._parts.score([output], record.row, validate=validate)
 
-        await self._run(rows, greedy, validate=validate, finish=finish)
+        await self._run(rows, validate=validate, finish=finish)
         ordered = [outputs[number] for number in range(len(rows))]
         failed = [number for number, record in enumerate(records) if record.is_failed]
         self._refuse_failures(records, failed)
@@ -204,21 +201,20 @@ class VerlRolloutWorker:
         """Start the trajectories of a `TensorDict`, and return without waiting. They go to the queue as they end."""
         validate = bool(batch["validate"]) if "validate" in batch else False
         rows: list[Row] = []
-        greedy: list[bool] = []
         sizes: dict[str, int] = {}
         for values in read_tensordict(batch):
             values.pop("validate", None)
             n = int(values.pop("__rollout_n__", self._val_n if validate else self._n))
-            is_greedy = not validate and not bool(values.pop("__do_sample__", True))
+            is_greedy = not bool(values.pop("__do_sample__", True)) and not validate
             sizes[str(values["uid"])] = n
-            for session in range(n):
-                row, _ = make_row({**values, "session_id": session}, self._names)
-                rows.append(row)
-                greedy.append(is_greedy)
+            rows += [
+                make_row({**values, "session_id": session}, self._names, is_greedy=is_greedy)
+                for session in range(n)
+            ]
         writer = self._writer("val" if validate else "train")
         await writer.put([QueueEntry(uid, {"status": "running"}) for uid in sizes])
         task = asyncio.get_running_loop().create_task(
-            self._run_to_queue(rows, greedy, sizes=sizes, validate=validate, writer=writer)
+            self._run_to_queue(rows, sizes=sizes, validate=validate, writer=writer)
         )
         self._running.add(task)  # the event loop keeps no reference
         task.add_done_callback(self._running.discard)
@@ -226,7 +222,6 @@ class VerlRolloutWorker:
     async def _run_to_queue(
         self,
         rows: Sequence[Row],
-        greedy: Sequence[bool],
         *,
         sizes: Mapping[str, int],
         validate: bool,
@@ -252,7 +247,7 @@ class VerlRolloutWorker:
                 await writer.put([QueueEntry(uid, {"status": status})])
 
         try:
-            await self._run(rows, greedy, validate=validate, finish=finish)
+            await self._run(rows, validate=validate, finish=finish)
         except Exception:  # nobody awaits this task; verl's trainer reads the statuses
             logger.exception("a batch failed")
             await writer.put([QueueEntry(uid, {"status": "failure"}) for uid, num in left.items() if num])
@@ -294,48 +289,27 @@ class VerlRolloutWorker:
 
     # -- both ----------------------------------------------------------------------------------------------------
 
-    async def _run(
-        self,
-        rows: Sequence[Row],
-        greedy: Sequence[bool],
-        *,
-        validate: bool,
-        finish: Callable[[int], Any],
-    ) -> None:
+    async def _run(self, rows: Sequence[Row], *, validate: bool, finish: Callable[[int], Any]) -> None:
         """Run one trajectory per row, and call `finish` with the number of each row as its trajectory ends."""
         await self._start()
         async with asyncio.TaskGroup() as tasks:
-            for is_greedy in sorted(set(greedy)):
-                numbers = [number for number, value in enumerate(greedy) if value is is_greedy]
-                chosen = [rows[number] for number in numbers]
 
-                def ended(trajectory: Trajectory, numbers: Sequence[int] = numbers) -> None:
-                    number = numbers[trajectory.group]
-                    record: VerlRecord = rows[number][RECORD]
-                    record.trajectories.append(trajectory)
-                    if len(record.trajectories) == 1:
-                        # The task begins when all branches of the trajectory are here.
-                        tasks.create_task(finish(number))
+            def ended(trajectory: Trajectory) -> None:
+                record: VerlRecord = rows[trajectory.group][RECORD]
+                record.trajectories.append(trajectory)
+                if len(record.trajectories) == 1:
+                    # The task begins when all branches of the trajectory are here.
+                    tasks.create_task(finish(trajectory.group))
 
-                run = self._manager.run(
-                    chosen,
-                    n=1,
-                    validate=validate,
-                    greedy=is_greedy,
-                    label=str(next(self._labels)),
-                    on_trajectory=ended,
-                )
-                tasks.create_task(_discard_result(run))
+            await self._manager.run(
+                rows, n=1, validate=validate, label=str(next(self._labels)), on_trajectory=ended
+            )
 
     async def _start(self) -> None:
         async with self._starting:
             if not self._is_started:
                 await self._manager.start()
                 self._is_started = True
-
-
-async def _discard_result(call: Any) -> None:
-    await call
 
 
 def _make_template(parts: VerlParts, config: DictConfig, *, tool_format: str) -> tuple[ChatTemplate, str]:

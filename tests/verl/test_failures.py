@@ -1,0 +1,64 @@
+"""What this package does where verl's own worker loses the batch, and its own settings in verl's configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+
+from omegaconf import OmegaConf
+
+from agent_loop.errors import RolloutError
+from tests.verl.harness import RewardWorker, ScriptedClient, batch_of, run_ours, save_model, verl_config
+
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("verl"))
+
+
+def test_a_row_that_breaks_has_no_gradient_and_the_mean_score_of_its_group(model: Path) -> None:
+    import tests.verl.user_code  # noqa: F401
+
+    config = verl_config(model, agent__default_agent_loop="two_turns")
+    handles = [RewardWorker(lambda text: float(text.count("hello")))]
+    batch = batch_of(["a", "break", "a", "a"], uid=["1", "1", "1", "2"])
+    output = run_ours(
+        config, ScriptedClient(lambda text: "hello<|im_end|>"), batch, reward_loop_worker_handles=handles
+    )
+    assert output.batch["response_mask"].sum(dim=1).tolist()[1] == 0
+    assert output.batch["rm_scores"].sum(dim=1).tolist() == [2, 2, 2, 2]
+    assert output.batch["attention_mask"][1, 400:].sum() == 1
+    assert len(handles[0].requests) == 3
+
+
+def test_a_batch_that_mostly_breaks_stops_the_run_with_the_error(model: Path) -> None:
+    import tests.verl.user_code  # noqa: F401
+
+    config = verl_config(model, agent__default_agent_loop="two_turns")
+    with pytest.raises(RolloutError, match=r"2 of 3 trajectories failed(.|\n)*this row breaks"):
+        run_ours(config, ScriptedClient(lambda text: "hi<|im_end|>"), batch_of(["break", "a", "break"]))
+
+
+def test_an_interaction_yaml_of_an_earlier_verl_continues_the_conversation(model: Path) -> None:
+    config = verl_config(model, agent__default_agent_loop="tool_agent")
+    OmegaConf.update(
+        config,
+        "agent_loop.rollout.multi_turn.interaction_config_path",
+        str(FOLDER / "interactions.yaml"),
+        force_add=True,
+    )
+
+    def reply(text: str) -> str:
+        return f"#### {1 + text.count('<|im_start|>assistant')}<|im_end|>"
+
+    rows = batch_of(["one plus two?"], interaction_kwargs=[{"name": "gsm8k", "ground_truth": "3"}])
+    output = run_ours(config, ScriptedClient(reply), rows)
+    assert output.non_tensor_batch["turn_scores"].tolist() == [[0.0, 1.0]]
+    assert output.non_tensor_batch["__num_turns__"].tolist() == [4]
