@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Tests of real processes are retried once, and the summary lists every retry.
 RETRY := --reruns 1 -rR
 
-.PHONY: help install install-ray install-integrations install-browser install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-containers test-gpu check format bench bench-verl docs test-docs clean
+.PHONY: help install install-ray install-integrations install-browser install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-verl test-containers test-gpu check format bench bench-verl docs test-docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,6 +57,9 @@ test-agents: $(VENV)-agents/.installed install-containers  ## Run agents that ot
 test-environments: $(VENV)-environments/.installed  ## Play environments that others wrote, in an environment of their own (3 GB).
 	$(VENV)-environments/bin/python -m pytest -m environments $(RETRY) tests/environments
 
+test-verl: $(VENV)-verl/.installed  ## Run rollouts inside verl's trainer, in an environment of its own (3 GB).
+	$(VENV)-verl/bin/python -m pytest -m verl $(RETRY) tests/verl
+
 test-containers: install-containers  ## Run the tests in containers of Podman; installs it with apt-get.
 	$(BIN)/python -m pytest -m containers $(RETRY)
 
@@ -69,7 +72,8 @@ $(INSTALLED)-ray $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb $(INSTA
 
 $(VENV)-agents/.installed: tests/agents/install_agents.sh pyproject.toml
 $(VENV)-environments/.installed: tests/environments/install_environments.sh pyproject.toml
-$(VENV)-agents/.installed $(VENV)-environments/.installed:
+$(VENV)-verl/.installed: benchmarks/install_verl.sh pyproject.toml
+$(VENV)-agents/.installed $(VENV)-environments/.installed $(VENV)-verl/.installed:
 	rm -rf $(@D)
 	PYTHON=$(PYTHON) bash $< $(@D)
 	@touch $@
@@ -109,9 +113,10 @@ bench: $(INSTALLED)  ## Run the benchmarks; they print ratios; one that misses i
 	-$(BIN)/python benchmarks/bench_plan.py
 	-$(BIN)/python benchmarks/bench_trl.py
 
-bench-verl: $(INSTALLED)-ray  ## Measure the overhead against verl, in one process and under Ray, in an environment of its own (3 GB).
+bench-verl: $(INSTALLED)-ray $(VENV)-verl/.installed  ## Measure the overhead against verl, in one process and under Ray, in an environment of its own (3 GB).
 	PYTHON=$(PYTHON) $(BIN)/python benchmarks/bench_overhead.py --environment $(VENV)-verl
 	PYTHON=$(PYTHON) $(BIN)/python benchmarks/bench_overhead_ray.py --environment $(VENV)-verl
+	$(VENV)-verl/bin/python benchmarks/bench_verl_manager.py
 
 docs: $(INSTALLED)  ## Build the documentation into build/docs.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
