@@ -8,6 +8,7 @@ line; no machine with a GPU has run it. T tokens, H query heads, D numbers per h
 
 from __future__ import annotations
 
+import importlib
 import re
 from functools import cache
 from typing import Any, cast
@@ -29,6 +30,9 @@ from agent_loop.training.prefix_tree.layout import AttentionPlan, TreeLayout
 ATTENTION_NAME = "agent_loop_prefix_tree"
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers that can be computed over a tree, by their names in `layer_types` of a configuration."""
+MAX_COMPILATIONS = 64
+"""Variants of compiled attention: types, windows, gradients and sizes multiply. Beyond torch's own limit of 8,
+FlexAttention would hold the scores of all pairs."""
 _OTHER_LAYERS = re.compile("Mamba|Rwkv|SSM|DeltaNet|LinearAttention|Recurrent|ShortConv|LSTM")
 _plain: Any = cast(Any, AttentionInterface())["sdpa"]
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -251,6 +255,8 @@ def _flex_functions(device: str) -> tuple[Any, Any]:
 
     if device == "cpu":
         return flex.flex_attention, flex.create_block_mask
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_COMPILATIONS)
     compiled: Any = cast(Any, torch).compile
     return compiled(flex.flex_attention, dynamic=True), compiled(flex.create_block_mask, dynamic=True)
 
