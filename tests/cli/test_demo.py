@@ -63,7 +63,7 @@ def test_an_installed_package_runs_the_demo_and_a_new_task(tmp_path: Path, insta
     made = tmp_path / "runs" / "demo"
     assert (made / "report.html").is_file()
     assert (made / "examples" / "two_hop_lookup" / "task.py").is_file()
-    assert "2 trajectories" in run_line(
+    assert "128 trajectories" in run_line(
         "agent-loop show train --step 2 --limit 2", cwd=made, installed=installed
     )
 

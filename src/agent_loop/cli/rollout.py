@@ -116,7 +116,12 @@ def rollout_command(
 
 
 def _summary(trajectories: Sequence[Trajectory]) -> Table:
-    table = Table(Column("ended with", no_wrap=True), "trajectories", "mean reward", "mean response tokens")
+    table = Table(
+        Column("ended with", no_wrap=True),
+        Column("trajectories", no_wrap=True),
+        "mean reward",
+        "mean response tokens",
+    )
     for reason, count in Counter(t.output.stop_reason for t in trajectories).most_common():
         ended = [t for t in trajectories if t.output.stop_reason is reason]
         means = [

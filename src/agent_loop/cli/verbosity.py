@@ -52,6 +52,13 @@ def add_verbosity(app: typer.Typer) -> None:
     for group in app.registered_groups:
         if group.typer_instance is not None:
             add_verbosity(group.typer_instance)
+            itself = group.typer_instance.registered_callback
+            if (
+                itself is not None
+                and itself.callback is not None
+                and group.typer_instance.info.invoke_without_command is True
+            ):
+                itself.callback = _with_options(itself.callback)
 
 
 def set_verbosity(*, verbose: int, quiet: bool) -> None:
