@@ -42,6 +42,11 @@ def test_a_rollout_of_rows_in_memory_is_scored_and_shown_as_html(project: Path) 
     assert all(f"{t.trajectory_id} · reward {t.reward:g}" in page for t in found)
     assert page.count("log-prob -") == sum(len(t.output.response_ids) for t in found)
     assert len(found[:2]) == 2
+    assert repr(found) == f"Rollout of 4 trajectories, mean reward {found.mean_reward}"
+    one = found.show(3)._repr_html_()
+    assert repr(found.show(3)).startswith(f"{found[3].trajectory_id} · reward")
+    assert f"{found[3].trajectory_id} · reward {found[3].reward:g}" in one
+    assert one.count("log-prob -") == len(found[3].output.response_ids)
 
 
 def test_the_html_shows_messages_as_text_and_not_as_markup(project: Path) -> None:

@@ -8,7 +8,15 @@
 while an event loop is running too.
 """
 
-from agent_loop.api.runs import Rollout, Trainer, evaluate, evaluate_sync, rollout, rollout_sync
+from agent_loop.api.runs import (
+    Rollout,
+    Trainer,
+    TrajectoryPage,
+    evaluate,
+    evaluate_sync,
+    rollout,
+    rollout_sync,
+)
 from agent_loop.config import Config, load_config
 from agent_loop.rollout.rows import load_rows
 
@@ -16,6 +24,7 @@ __all__ = [
     "Config",
     "Rollout",
     "Trainer",
+    "TrajectoryPage",
     "evaluate",
     "evaluate_sync",
     "load_config",

@@ -35,11 +35,24 @@ def batch_html(trajectories: Sequence[Trajectory], *, tokens: Mapping[int, str])
     shown = "".join(_unfolding(each, tokens=tokens) for each in trajectories[:MAX_SHOWN])
     more = len(trajectories) - MAX_SHOWN
     rest = f"<p>and {more} more</p>" if more > 0 else ""
-    return f'<div style="color: #1c1e21; background: #ffffff; padding: 4px">{shown}{rest}{_legend()}</div>'
+    return _page(shown + rest)
 
 
 def trajectory_html(trajectory: Trajectory, *, tokens: Mapping[int, str]) -> str:
-    """Return the messages of a trajectory, and below them its tokens with log-probs in their tooltips."""
+    """Return the reward and messages of a trajectory, and below them its tokens with log-probs in their tooltips.
+
+    Args:
+        trajectory: The trajectory.
+        tokens: Text of each token id.
+    """
+    return _page(f"<p>{html.escape(summary(trajectory))}</p>{_body(trajectory, tokens=tokens)}")
+
+
+def _page(body: str) -> str:
+    return f'<div style="color: #1c1e21; background: #ffffff; padding: 4px">{body}{_legend()}</div>'
+
+
+def _body(trajectory: Trajectory, *, tokens: Mapping[int, str]) -> str:
     messages = "".join(_message(message) for message in trajectory.output.messages)
     pieces = "".join(
         piece for segment in trajectory.output.segments for piece in _tokens(segment, tokens=tokens)
@@ -49,12 +62,16 @@ def trajectory_html(trajectory: Trajectory, *, tokens: Mapping[int, str]) -> str
 
 
 def _unfolding(trajectory: Trajectory, *, tokens: Mapping[int, str]) -> str:
+    head, body = html.escape(summary(trajectory)), _body(trajectory, tokens=tokens)
+    return f"<details><summary>{head}</summary>{body}</details>"
+
+
+def summary(trajectory: Trajectory) -> str:
+    """Return the id, reward, stop reason and answer of a trajectory in one line."""
     output = trajectory.output
     reward = "not scored" if trajectory.reward is None else f"reward {trajectory.reward:g}"
     answer = output.answer if len(output.answer) <= MAX_TEXT else output.answer[:MAX_TEXT] + "…"
-    head = f"{trajectory.trajectory_id} · {reward} · {output.stop_reason} · {answer}"
-    body = trajectory_html(trajectory, tokens=tokens)
-    return f"<details><summary>{html.escape(head)}</summary>{body}</details>"
+    return f"{trajectory.trajectory_id} · {reward} · {output.stop_reason} · {answer}"
 
 
 def _message(message: Message) -> str:

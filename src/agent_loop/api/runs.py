@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, TypeAlias, overload
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from agent_loop.api.html import batch_html
+from agent_loop.api.html import batch_html, summary, trajectory_html
+from agent_loop.api.progress import counting
 from agent_loop.api.sync import run_sync
 from agent_loop.config import Config, load_config, parse_section
 from agent_loop.distributed import create_manager
@@ -18,6 +18,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.rollout.rows import load_rows, prepare_rows
 from agent_loop.training.evaluation import Evaluation, summarise
 from agent_loop.training.ppo_trainer import PPOTrainer
+from agent_loop.training.progress import without_progress_of_transformers
 from agent_loop.training.result import TrainResult
 from agent_loop.trajectory import Trajectory, mean_over_rollouts
 from agent_loop.types import Row
@@ -28,7 +29,7 @@ RowsLike: TypeAlias = Sequence[Mapping[str, Any]] | Sequence[str] | str
 """Rows, each with a `prompt` (text or messages), or sources of rows as in `data.train_files`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Rollout(Sequence[Trajectory]):
     """Trajectories of a rollout, ordered by group and rollout. A notebook shows them as a page."""
 
@@ -55,8 +56,30 @@ class Rollout(Sequence[Trajectory]):
             (None if t.branch is None else (t.group, t.rollout), t.reward) for t in self.trajectories
         )
 
+    def show(self, index: int) -> TrajectoryPage:
+        """Return the page of one trajectory, for the last line of a cell."""
+        return TrajectoryPage(self.trajectories[index], self.tokens)
+
+    def __repr__(self) -> str:
+        return f"Rollout of {len(self)} trajectories, mean reward {self.mean_reward}"
+
     def _repr_html_(self) -> str:
         return batch_html(self.trajectories, tokens=self.tokens)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TrajectoryPage:
+    """Messages of a trajectory, and its tokens coloured by origin and log-prob. A notebook shows it as a page."""
+
+    trajectory: Trajectory
+    tokens: Mapping[int, str]
+    """Text of each token id that occurs."""
+
+    def __repr__(self) -> str:
+        return summary(self.trajectory)
+
+    def _repr_html_(self) -> str:
+        return trajectory_html(self.trajectory, tokens=self.tokens)
 
 
 async def rollout(
@@ -145,20 +168,18 @@ async def _run(
 ) -> Rollout:
     prepared = _rows(config, rows, validate=validate)
     num_samples = n or (config.rollout.val.n if validate else config.rollout.n)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    async with create_manager(config) as manager:
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("trajectories", total=len(prepared) * num_samples)
-            ended: set[tuple[int, int]] = set()
+    ended: set[tuple[int, int]] = set()
+    with without_progress_of_transformers(), counting(len(prepared) * num_samples, console=console) as show:
 
-            def count(trajectory: Trajectory) -> None:
-                ended.add((trajectory.group, trajectory.rollout))
-                progress.update(task, completed=len(ended))
+        def count(trajectory: Trajectory) -> None:
+            ended.add((trajectory.group, trajectory.rollout))
+            show(len(ended))
 
+        async with create_manager(config) as manager:
             trajectories = await manager.run(prepared, n=n, validate=validate, on_trajectory=count)
-        ids = {int(token_id) for t in trajectories for s in t.output.segments for token_id in s.token_ids}
-        decode = manager.template.tokenizer.decode
-        return Rollout(trajectories, {token_id: str(decode([token_id])) for token_id in sorted(ids)})
+            tokenizer = manager.template.tokenizer
+    ids = {int(token_id) for t in trajectories for s in t.output.segments for token_id in s.token_ids}
+    return Rollout(trajectories, {token_id: str(tokenizer.decode([token_id])) for token_id in sorted(ids)})
 
 
 def _settings(config: ConfigLike) -> Config:
