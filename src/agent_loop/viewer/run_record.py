@@ -23,6 +23,8 @@ TAIL_BYTES = 1 << 18
 """Bytes at the end of a metrics file that are read first, and four times as many until the wanted metrics are found."""
 MAX_TAIL_BYTES = 1 << 24
 HELD_OUT = f"{VALIDATION}{REWARD_MEAN}"
+LISTED = frozenset({STEP, REWARD_MEAN, HELD_OUT})
+"""Metrics that the list of runs shows."""
 
 
 class RunRecord:
@@ -45,7 +47,7 @@ class RunRecord:
         return self._settings[1]
 
     def latest(self) -> dict[str, float]:
-        """Return the last value of each metric. Metrics that were measured long ago may be missing."""
+        """Return the last values of the metrics of `LISTED`. A value that is far from the file's end may be missing."""
         stamp = stamp_of(self.folder / METRICS_FILE)
         if stamp != self._latest[0]:
             self._latest = stamp, _read_latest(self.folder / METRICS_FILE)
@@ -71,8 +73,9 @@ class RunRecord:
                 return self._curves
             self._cursor = new.cursor
             for line in new.lines:
+                step = line.pop(STEP)
                 for name, value in _numbers(line).items():
-                    curves.setdefault(name, {})[line[STEP]] = value
+                    curves.setdefault(name, {})[step] = value
             self._curves = curves
             return curves
 
@@ -112,7 +115,7 @@ def _read_latest(path: Path) -> dict[str, float]:
             latest, is_whole = _latest_in_tail(path, num_bytes)
         except OSError:
             return {}
-        if is_whole or num_bytes >= MAX_TAIL_BYTES or {REWARD_MEAN, HELD_OUT} <= latest.keys():
+        if is_whole or num_bytes >= MAX_TAIL_BYTES or latest.keys() == LISTED:
             return latest
         num_bytes *= 4
 
@@ -125,16 +128,19 @@ def _latest_in_tail(path: Path, num_bytes: int) -> tuple[dict[str, float], bool]
         data = file.read()
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     latest: dict[str, float] = {}
-    for line in lines[1:] if start else lines:
+    for line in reversed(lines[1:] if start else lines):
         try:
             values: Any = json.loads(line)
         except ValueError:
             continue
         if isinstance(values, dict):
-            latest |= _numbers(cast(dict[str, Any], values), with_step=True)
+            missing = LISTED & cast(dict[str, Any], values).keys() - latest.keys()
+            latest |= _numbers({name: values[name] for name in missing})
+        if latest.keys() == LISTED:
+            break
     return latest, start == 0
 
 
-def _numbers(line: Mapping[str, Any], *, with_step: bool = False) -> dict[str, float]:
-    found = {name: as_finite_number(value) for name, value in line.items() if with_step or name != STEP}
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    found = {name: as_finite_number(value) for name, value in line.items()}
     return {name: value for name, value in found.items() if value is not None}

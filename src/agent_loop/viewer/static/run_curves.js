@@ -114,7 +114,7 @@ export class RunCurves {
     const line = { label: name, steps: mean.steps, values: mean.mean, color };
     if (mean.num_runs < 2) return [line];
     const [floor, values] = this.band === "range" ? [mean.min, mean.max] : [mean.low, mean.high];
-    return [{ label: "band", steps: mean.steps, values, floor, color, isBand: true }, line];
+    return [{ label: `${name} to`, steps: mean.steps, values, floor, color, isBand: true }, line];
   }
 
   #meansTable(groups) {
