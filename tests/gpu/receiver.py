@@ -80,10 +80,10 @@ def checksums(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 def main(device: str, rank: str) -> None:
     """Receive offers until the standard input ends."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.set_device(torch.device(device))
-    else:
-        torch.set_num_threads(1)
+    index = torch.device(device).index
+    if index is not None:
+        torch.cuda.set_device(index)
+    torch.set_num_threads(1)
     with WeightReceiver(int(rank)) as receiver:
         for line in sys.stdin:
             own = {

@@ -79,6 +79,7 @@ def _offers(check: Check, device: torch.device, transport: Transport) -> None:
         num_bytes = sum(weight.nbytes for weight in weights.values())
         check.figure("fastest offer", num_bytes / min(seconds[1:]) / GB, "GB/s")
         if device.type == "cuda":
+            torch.cuda.ipc_collect()
             left = allocated_bytes(device) - before
             check.at_most("left after the last offer", left / GB, 0.01, "GB")
 

@@ -29,6 +29,10 @@ CPU_TOLERANCE = 0.9
 USABLE_SHARE = 0.85
 """Share of the free memory that a plan may take."""
 NUM_ROWS = 8
+SIZES = ("1.7B", "0.6B")
+"""Models to try, large enough that the libraries' own memory does not count."""
+HOST_BYTES = 16
+"""Bytes per weight of an optimiser on the host: weight, gradient, and both moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +113,17 @@ def _largest_that_fits(case: Case, device: torch.device) -> tuple[dict[str, Any]
     if device.type == "cpu":
         return {**small_model_sizes(device), "vocab_size": 4000}, 64
     room = USABLE_SHARE * free_bytes(device)
-    for name in QWEN3:
+    host_room = USABLE_SHARE * free_bytes(torch.device("cpu"))
+    for name in SIZES:
         for num_layers in (QWEN3[name]["num_hidden_layers"], 14):
             sizes = {**qwen3_sizes(name), "num_hidden_layers": num_layers}
-            plan = planned(sizes, config_with(case, device, row_tokens=1024), device)
-            if max(plan.peak, plan.loading) < room:
+            config = config_with(case, device, row_tokens=1024)
+            plan = planned(sizes, config, device)
+            num_weights = parse_shape(sizes, where="sizes").parameters
+            on_host = HOST_BYTES * num_weights if config.actor.optimizer_on_host else 0
+            if max(plan.peak, plan.loading) < room and on_host < host_room:
                 return sizes, 1024
-    raise NotRun(f"the smallest model needs more than {room / GB:.1f} GB")
+    raise NotRun(f"the smallest model does not fit into {room / GB:.1f} GB")
 
 
 def _update(sizes: dict[str, Any], case: Case, device: torch.device, *, row_tokens: int = 64) -> float:

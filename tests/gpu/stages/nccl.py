@@ -23,12 +23,12 @@ from agent_loop.weights import WeightSender
 from tests.gpu.devices import GB, elapsed_s
 from tests.gpu.models import copy_of, random_model, small_config
 from tests.gpu.receiver import checksums, receiving
-from tests.gpu.report import Check, StageReport
+from tests.gpu.report import Check, NotRun, StageReport
 from tests.gpu.rows import actor_gradients, actor_of, batch_near, random_rows
 from tests.gpu.stages.cuda_ipc import random_weights
 
-TOLERANCE = 2e-5
-BFLOAT16_TOLERANCE = 0.02
+TOLERANCE = 5e-5
+BFLOAT16_TOLERANCE = 0.05
 TIMEOUT_S = 60.0
 CASES: tuple[tuple[str, torch.dtype, dict[str, Any]], ...] = (
     ("float32", torch.float32, {}),
@@ -48,9 +48,12 @@ def run(device: torch.device, report: StageReport) -> None:
                 _compare(check, device, process_group, dtype=dtype, settings=settings)
         with report.check("collective calls") as check:
             _collectives(check, device, process_group)
-    has_second = device.type == "cpu" or torch.cuda.device_count() > 1
-    with report.check(f"broadcast of weights, {2 if has_second else 1} ranks") as check:
-        _broadcast(check, device, has_receiver=has_second)
+    with report.check("broadcast of weights, 1 rank") as check:
+        _broadcast_alone(check, device)
+    with report.check("broadcast of weights, 2 ranks") as check:
+        if device.type == "cuda" and torch.cuda.device_count() < 2:
+            raise NotRun("NCCL needs a second GPU")
+        _broadcast(check, device)
 
 
 @contextmanager
@@ -111,27 +114,27 @@ def _collectives(check: Check, device: torch.device, process_group: ProcessGroup
     check.require(process_group.size == 1 and process_group.mesh is not None, "the group has no mesh")
 
 
-def _broadcast(check: Check, device: torch.device, *, has_receiver: bool) -> None:
-    """Broadcast weights from this process, to a process on another device if there is one."""
+def _broadcast_alone(check: Check, device: torch.device) -> None:
+    """Broadcast weights in a group of the sender alone."""
+    weights = random_weights(device)
+    with WeightSender("broadcast", num_receivers=0, timeout_s=TIMEOUT_S) as sender:
+        for version in range(2):
+            with sender.offer(weights.items(), weight_version=version):
+                pass
+    check.figure("sent", 2 * sum(weight.nbytes for weight in weights.values()) / GB, "GB")
+
+
+def _broadcast(check: Check, device: torch.device) -> None:
+    """Broadcast weights from this process to another, on a device of its own."""
     weights = random_weights(device)
     expected = checksums(weights.items())
-    num_bytes = sum(weight.nbytes for weight in weights.values())
     other = torch.device("cuda", 1) if device.type == "cuda" else device
-    options = {"num_receivers": int(has_receiver), "timeout_s": TIMEOUT_S}
-    with WeightSender("broadcast", **options) as sender:
-        if not has_receiver:
-            for version in range(2):
-                with sender.offer(weights.items(), weight_version=version):
-                    pass
-            check.figure("sent", 2 * num_bytes / GB, "GB")
-            return
-        with receiving(other) as receiver:
+    with WeightSender("broadcast", timeout_s=TIMEOUT_S) as sender, receiving(other) as receiver:
 
-            def send(version: int) -> None:
-                with sender.offer(weights.items(), weight_version=version) as handle:
-                    check.require(
-                        receiver.receive(handle.to_json()) == expected, "the weights arrived changed"
-                    )
+        def send(version: int) -> None:
+            with sender.offer(weights.items(), weight_version=version) as handle:
+                check.require(receiver.receive(handle.to_json()) == expected, "the weights arrived changed")
 
-            seconds = [elapsed_s(device, lambda version=version: send(version)) for version in range(3)]
-            check.figure("fastest", num_bytes / min(seconds) / GB, "GB/s")
+        seconds = [elapsed_s(device, lambda version=version: send(version)) for version in range(3)]
+    num_bytes = sum(weight.nbytes for weight in weights.values())
+    check.figure("fastest", num_bytes / min(seconds) / GB, "GB/s")

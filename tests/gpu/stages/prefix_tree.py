@@ -1,7 +1,8 @@
 """Training on prefix trees (`actor.share_prefixes`) against single rows, and its attention against a dense mask.
 
 On a GPU the attention is FlexAttention, which is compiled; on a CPU it is a sum over blocks. Tolerances are those of
-the trainer's stage: the order of sums in float32, and 1.5 times the error of the plain computation in bfloat16.
+the trainer's stage: the order of sums in float32, and in bfloat16 twice the error of the plain computation. The
+attention alone may have an error of a few roundings in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from tests.gpu.models import copy_of, random_model, small_config, windowed_confi
 from tests.gpu.report import Check, NotRun, StageReport
 from tests.gpu.rows import Row, actor_gradients, actor_of, as_batch, batch_near, plain_gradients, random_rows
 
-TOLERANCE = 2e-5
-BFLOAT16_FACTOR = 1.5
+TOLERANCE = 5e-5
+BFLOAT16_FACTOR = 2.0
+BFLOAT16_TOLERANCE = 0.01
+"""Largest error of the attention in bfloat16: a few roundings of 0.002 each, of the weights, their sums and gradients.
+"""
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 WINDOWS = (None, 40)
 MOST_COMPILATIONS = 4
@@ -77,26 +81,34 @@ def _compare_attention(check: Check, device: torch.device, *, dtype: torch.dtype
     rows = tree_rows(prompt=70, response=60, num_rows=6, vocabulary=500)
     layout = layout_of(rows, device=device)
     inputs = _random_heads(layout, device=device, dtype=dtype)
-    positions = torch.arange(layout.num_tokens, device=device)
-    mask = layout.is_visible(positions[:, None], positions, window=window)
+    mask = _dense_mask(layout, window=window).to(device)
 
-    def dense(of_dtype: torch.dtype) -> list[Tensor]:
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-        return _with_gradients(attend, [each.to(of_dtype) for each in inputs])
+    def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
     def tree(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         module = SimpleNamespace()
         options = {"sliding_window": window, "prefix_tree": layout}
         return attention._attend(module, query, key, value, None, **options)[0].transpose(1, 2)
 
-    exact, ours, plain = dense(torch.float32), _with_gradients(tree, inputs), dense(dtype)
-    for name, found, rounded, expected in zip(
-        ("outputs", "gradients of queries", "of keys", "of values"), ours, plain, exact, strict=True
-    ):
-        limit = TOLERANCE if dtype == torch.float32 else BFLOAT16_FACTOR * _error(rounded, expected)
+    exact = _with_gradients(dense, [each.float() for each in inputs])
+    limit = TOLERANCE if dtype == torch.float32 else BFLOAT16_TOLERANCE
+    names = ("outputs", "gradients of queries", "of keys", "of values")
+    for name, found, expected in zip(names, _with_gradients(tree, inputs), exact, strict=True):
         check.at_most(name, _error(found, expected), limit)
+
+
+def _dense_mask(layout: TreeLayout, *, window: int | None) -> Tensor:
+    """Return which keys each query sees, from the positions of the tokens of each row."""
+    mask = torch.zeros((layout.num_tokens, layout.num_tokens), dtype=torch.bool)
+    for places in layout.places:
+        steps = torch.arange(len(places))
+        is_seen = steps[:, None] >= steps
+        if window is not None:
+            is_seen &= steps[:, None] - steps < window
+        index = torch.from_numpy(places)
+        mask[index[:, None], index] |= is_seen
+    return mask
 
 
 def _random_heads(layout: TreeLayout, *, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -205,5 +217,5 @@ def _compare_cost(check: Check, device: torch.device) -> None:
     check.figure("share of distinct tokens", num_distinct / (num_rows * (prompt + response)))
     check.figure("time, tree / rows", seconds[True] / seconds[False])
     if is_gpu:
-        check.figure("memory, tree / rows", peaks[True] / peaks[False])
+        check.at_most("memory, tree / rows", peaks[True] / peaks[False], 1.0)
         check.figure("memory of the tree", peaks[True] / GB, "GB")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from agent_loop.config import Config
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.training.actor import Actor
 from agent_loop.types import SamplingParams
 from tests.gpu.completions import complete, random_prompts
@@ -19,12 +20,9 @@ from tests.gpu.devices import elapsed_s, free_bytes, peak_flops
 from tests.gpu.models import QWEN3, config_of, qwen3_sizes, random_model
 from tests.gpu.report import Check, NotRun, StageReport
 from tests.gpu.rows import as_batch, random_rows
-from tests.gpu.stages.engine import serve
 from tests.gpu.stages.memory import USABLE_SHARE, planned, small_model_sizes
 
 BATCHES = (1, 16, 64)
-KV_SHARE = 0.5
-"""Share of the free memory that weights and KV cache of the engine may take."""
 
 
 def run(device: torch.device, report: StageReport) -> None:
@@ -70,13 +68,14 @@ def _decode(
     config = config_of(sizes)
     num_weights = _num_weights(config, device)
     kv_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * context * batch
-    if is_gpu and 2 * num_weights + kv_bytes > KV_SHARE * free_bytes(device):
+    if is_gpu and 2 * num_weights + kv_bytes > USABLE_SHARE * free_bytes(device):
         raise NotRun("the weights and the cache do not fit")
     model = random_model(config, device=device, dtype=torch.bfloat16)
     prompts = random_prompts([prompt] * batch, vocabulary=config.vocab_size)
 
     async def measure() -> float:
-        server = serve(model, max_slots=batch, max_model_len=context, verify=not is_gpu)
+        options = {"max_slots": batch, "max_model_len": context, "verify": not is_gpu}
+        server = EmbeddedServer(model, config=EmbeddedConfig(device=device.type, **options))
         try:
             seconds: dict[int, float] = {}
             for number, length in enumerate((8, 8, num_tokens)):  # the first one is the warm-up

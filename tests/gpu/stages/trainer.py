@@ -1,7 +1,7 @@
 """Loss, gradients and optimiser of the trainer, against a plain computation on the same device and on the CPU.
 
-Tolerances. In float32 the computations differ in the order of sums alone: 1e-5 of the loss, and 2e-5 of the norm of the
-gradients, on the same device; five times that against the CPU, whose kernels sum in other orders. In bfloat16, both the
+Tolerances. In float32 the computations differ in the order of sums alone: 1e-5 of the loss, and 5e-5 of the norm of the
+gradients, on the same device; four times that against the CPU, whose kernels sum in other orders. In bfloat16, both the
 trainer and the plain computation are compared with float32 on the CPU at the same bfloat16 weights: the trainer's error
 may be 1.5 times the plain one's. AdamW is compared with torch's own on the CPU, from the trainer's own gradients.
 """
@@ -28,7 +28,7 @@ from tests.gpu.rows import (
     trained_weights,
 )
 
-LOSS_TOLERANCE, GRADIENT_TOLERANCE, CPU_FACTOR = 1e-5, 2e-5, 5.0
+LOSS_TOLERANCE, GRADIENT_TOLERANCE, CPU_FACTOR = 1e-5, 5e-5, 4.0
 BFLOAT16_FACTOR = 1.5
 STEP_TOLERANCE = {32: 1e-3, 8: 0.05}
 """Largest mean error of two steps of AdamW as a share of their mean length, by the bits of its state."""

@@ -82,10 +82,6 @@ class TreeLayout:
             self.plans[window] = _with_masks(plan, self.depth_T, self.end_T, window=window)
         return self.plans[window]
 
-    def is_visible(self, queries: Tensor, keys: Tensor, *, window: int | None) -> Tensor:
-        """Return whether queries attend to keys, for positions that broadcast."""
-        return _is_visible(queries, keys, self.depth_T, self.end_T, window=window)
-
 
 def lay_out(rows: Sequence[LongArray], *, device: torch.device) -> TreeLayout:
     """Return the layout of rows of token ids, none of which is empty."""
