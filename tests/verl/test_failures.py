@@ -11,6 +11,7 @@ pytest.importorskip("verl")
 from omegaconf import OmegaConf
 
 from agent_loop.errors import RolloutError
+from tests.helpers import call_text
 from tests.verl.harness import RewardWorker, ScriptedClient, batch_of, run_ours, save_model, verl_config
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
@@ -61,4 +62,20 @@ def test_an_interaction_yaml_of_an_earlier_verl_continues_the_conversation(model
     rows = batch_of(["one plus two?"], interaction_kwargs=[{"name": "gsm8k", "ground_truth": "3"}])
     output = run_ours(config, ScriptedClient(reply), rows)
     assert output.non_tensor_batch["turn_scores"].tolist() == [[0.0, 1.0]]
+    assert output.non_tensor_batch["__num_turns__"].tolist() == [4]
+
+
+def test_a_tool_that_hangs_ends_its_call_at_the_time_limit(model: Path) -> None:
+    config = verl_config(
+        model,
+        multi_turn__function_tool_path=str(FOLDER / "hanging_tools.py"),
+        agent__default_agent_loop="tool_agent",
+    )
+    OmegaConf.update(config, "agent_loop.rollout.multi_turn.tool_timeout_s", 0.2, force_add=True)
+
+    def reply(text: str) -> str:
+        called = "<tool_response>" in text
+        return "done<|im_end|>" if called else f"{call_text('wait_for_ever')}<|im_end|>"
+
+    output = run_ours(config, ScriptedClient(reply), batch_of(["a"]))
     assert output.non_tensor_batch["__num_turns__"].tolist() == [4]
