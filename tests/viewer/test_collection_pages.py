@@ -88,9 +88,7 @@ def test_curves_have_bands_over_seeds_that_can_be_replaced_by_single_runs(page: 
     chart.locator("path.line").nth(3).wait_for()
     assert chart.locator("path.band").count() == 0
     page.get_by_role("button", name=re.compile("^A")).click()
-    page.wait_for_function(
-        "document.querySelectorAll('.chart')[0].querySelectorAll('path.line').length === 2"
-    )
+    expect(chart.locator("path.line")).to_have_count(2)
     page.get_by_label("Find a metric").fill("entropy")
     page.locator(".chart", has_text="actor / entropy").wait_for()
     expect(page.locator(".chart")).to_have_count(1)

@@ -73,6 +73,7 @@ class RunCollection:
         changed = changed_settings(differing)
         groups = groups_of(records)
         return {
+            "name": ", ".join(path.name for path in self._paths),
             "path": ", ".join(map(str, self._paths)),
             "now": time.time(),
             "differing": differing,

@@ -7,6 +7,8 @@ import { QUIET_AFTER_S } from "./run.js";
 const POLL_MS = 5000;
 
 export class Collection {
+  /** Names and paths of the folders that hold the runs. */
+  name = "";
   path = "";
   runs = [];
   /** Values of the settings that differ, by setting and run. */
@@ -70,8 +72,8 @@ export class Collection {
     return getJson("api/prompt", { digest });
   }
 
-  #take({ path, now, differing, runs }) {
-    Object.assign(this, { path, differing, trouble: "" });
+  #take({ name, path, now, differing, runs }) {
+    Object.assign(this, { name, path, differing, trouble: "" });
     this.runs = runs.map((run) => ({ ...run, status: statusOf(run, now) }));
     const seen = JSON.stringify([this.runs, differing]);
     if (seen === this.#last && this.isLoaded) return;

@@ -96,7 +96,7 @@ function trajectories(run, steps, color) {
       number(one.reward),
     );
   return h(
-    "section",
+    "section.prompt-run",
     { "aria-label": run.name },
     h("h2", {}, h(`b.c${color}`, {}, run.group ?? ""), ` ${run.name}`, h("span.aside", {}, plural(count, "trajectory", "trajectories"))),
     h(

@@ -37,7 +37,7 @@ async function start() {
   collection.onChange(() => {
     replaceChildren(
       shell.status,
-      h("span.run-name", { title: collection.path }, collection.path),
+      h("span.run-name", { title: collection.path }, collection.name),
       h("span", {}, plural(collection.runs.length, "run")),
     );
     shell.main.ariaBusy = String(!collection.isLoaded);
