@@ -191,9 +191,38 @@ def test_a_mistake_is_explained_on_one_screen(
     assert not (project / "run").exists()
 
 
+WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = None  # an import of torch raises
+from agent_loop.cli import main
+for line in json.load(sys.stdin):
+    sys.argv = ["agent-loop", *line.split()]
+    try:
+        main()
+    except SystemExit as ended:
+        assert ended.code, line
+    except BaseException as error:
+        raise AssertionError(line) from error
+"""
+
+
+def test_every_mistake_is_found_without_torch(project: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        input=json.dumps([mistake.line for mistake in MISTAKES.values()]),
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_found_without_torch(project: Path, tmp_path: Path, name: str) -> None:
+def test_the_console_script_explains_a_mistake_without_torch(
+    project: Path, tmp_path: Path, name: str
+) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(
         "raise RuntimeError('torch was imported')", encoding="utf-8"

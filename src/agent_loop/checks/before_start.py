@@ -28,7 +28,7 @@ from agent_loop.rollout.row_sources import find_shards
 from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.factory import ENGINES, REMOTE_ENGINES, find_server_class
 from agent_loop.storage.metrics_file import METRICS_FILE
-from agent_loop.tools.registry import load_tools
+from agent_loop.tools.registry import BUILTIN_TOOLS, load_tools
 from agent_loop.training.learnable import refuse_without_reward
 from agent_loop.training.registry import ESTIMATORS, POLICY_LOSSES, SAMPLERS
 from agent_loop.types import Row
@@ -56,7 +56,8 @@ class PlannedRun:
     resumes: bool = False
     overwrites: bool = False
     is_thorough: bool = False
-    """Whether to run functions that return rows, read large files, connect to servers and compute the memory too."""
+    """Whether to run functions that return rows, read large files, create all tools, interactions and environments,
+    connect to servers, and compute the memory too."""
     rows: list[Row] = field(default_factory=list[Row])
     """Rows that were read."""
 
@@ -100,9 +101,10 @@ def _checks(run: PlannedRun) -> Mapping[str, Callable[[], str]]:
     checks["engine"] = partial(_check_engine, config, connects=run.is_thorough)
     checks |= {name: partial(_check_rows, run, sources, where=name) for name, sources in run.sources.items()}
     checks["reward"] = partial(_check_reward, run)
-    checks["tools"] = lambda: ", ".join(load_tools(multi_turn.tools, config_path=multi_turn.tool_config_path))
-    checks["interactions"] = lambda: ", ".join(load_interactions(multi_turn.interaction_config_path))
-    checks["environments"] = lambda: ", ".join(load_environments(multi_turn.environments))
+    checks["tools"] = partial(_check_tools, run)
+    if run.is_thorough:
+        checks["interactions"] = lambda: ", ".join(load_interactions(multi_turn.interaction_config_path))
+        checks["environments"] = lambda: ", ".join(load_environments(multi_turn.environments))
     checks["agent loop"] = partial(_check_loops, run)
     if run.trains:
         checks["algorithm"] = partial(_check_algorithm, config)  # after the code that may register names
@@ -214,6 +216,14 @@ def _check_reward(run: PlannedRun) -> str:
         refuse_without_reward(config, run.rows)
     names = [config.reward.function] if config.reward.function else [*config.reward.functions]
     return ", ".join(filter(None, names)) or "none by its own function"
+
+
+def _check_tools(run: PlannedRun) -> str:
+    """Load the tools. Those that may connect to servers or read an index are loaded by `--dry-run` alone."""
+    multi_turn = run.config.rollout.multi_turn
+    if run.is_thorough:
+        return ", ".join(load_tools(multi_turn.tools, config_path=multi_turn.tool_config_path))
+    return ", ".join(load_tools(name for name in multi_turn.tools if name not in BUILTIN_TOOLS))
 
 
 def _check_loops(run: PlannedRun) -> str:
