@@ -16,7 +16,7 @@ STAGES = (
     ),
     Stage("memory", "peak of an update against `agent-loop plan`", "tests.gpu.stages.memory", 540),
     Stage(
-        "prefix-tree", "attention over prefix trees against single rows", "tests.gpu.stages.prefix_tree", 540
+        "prefix-tree", "attention over prefix trees against single rows", "tests.gpu.stages.prefix_tree", 580
     ),
     Stage("sleep", "sleep and wake of the embedded server", "tests.gpu.stages.sleep", 300),
     Stage("cuda-ipc", "weights through GPU memory to another process", "tests.gpu.stages.cuda_ipc", 300),

@@ -27,7 +27,7 @@ BFLOAT16_FACTOR = 2.0
 BFLOAT16_TOLERANCE = 0.01
 """Largest error of the attention in bfloat16: a few roundings of 0.002 each, of the weights, their sums and gradients.
 """
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 128
 WINDOWS = (None, 40)
 MOST_COMPILATIONS = 4
 """Largest number of compilations per function, however many trees of different sizes there are."""
