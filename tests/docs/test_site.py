@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
-KINDS = {".html", ".css", ".js", ".svg", ".png", ".json", ".map", ".xml", ".inv", ".ipynb"}
+KINDS = {".html", ".css", ".js", ".svg", ".png", ".json", ".map", ".xml", ".inv"}
 
 
 class Links(HTMLParser):
