@@ -123,6 +123,7 @@ docs: $(INSTALLED)  ## Build the documentation into build/docs.
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_metrics.py
 	$(BIN)/python docs/generate_templates.py
+	$(BIN)/python docs/generate_diagrams.py
 	$(BIN)/zensical build --strict --clean
 	@echo "open build/docs/index.html"
 
