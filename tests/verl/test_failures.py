@@ -51,7 +51,7 @@ def test_an_interaction_yaml_of_an_earlier_verl_continues_the_conversation(model
     config = verl_config(model, agent__default_agent_loop="tool_agent")
     OmegaConf.update(
         config,
-        "agent_loop.rollout.multi_turn.interaction_config_path",
+        "agent_loop_config.rollout.multi_turn.interaction_config_path",
         str(FOLDER / "interactions.yaml"),
         force_add=True,
     )
@@ -71,7 +71,7 @@ def test_a_tool_that_hangs_ends_its_call_at_the_time_limit(model: Path) -> None:
         multi_turn__function_tool_path=str(FOLDER / "hanging_tools.py"),
         agent__default_agent_loop="tool_agent",
     )
-    OmegaConf.update(config, "agent_loop.rollout.multi_turn.tool_timeout_s", 0.2, force_add=True)
+    OmegaConf.update(config, "agent_loop_config.rollout.multi_turn.tool_timeout_s", 0.2, force_add=True)
 
     def reply(text: str) -> str:
         called = "<tool_response>" in text

@@ -11,18 +11,18 @@ from agent_loop.config import Config
 from agent_loop.files.plain_values import merge_mappings
 
 TRACE_NAMES = ("project_name", "experiment_name")
-OWN_SECTION = "agent_loop"
+OWN_SECTION = "agent_loop_config"
 """Section of verl's configuration with settings that only this package has."""
 
 
 def read_settings(config: DictConfig) -> Config:
     """Return the settings of a verl run.
 
-    Time limits of trajectories and requests are off, as in verl. The section `agent_loop` overrides all values, for
-    example `+agent_loop.rollout.trajectory_timeout_s=900`.
+    Time limits of trajectories and requests are off, as in verl. The section `agent_loop_config` overrides all values:
+    `+agent_loop_config.rollout.trajectory_timeout_s=900`, for example.
 
     Raises:
-        ConfigError: A value of the section `agent_loop` is invalid.
+        ConfigError: A value of the section `agent_loop_config` is invalid.
     """
     rollout: Any = config.actor_rollout_ref.rollout
     settings: dict[str, Any] = {

@@ -172,7 +172,7 @@ class VerlRolloutWorker:
         if len(failed) > share * len(records):
             failure = records[failed[0]].trajectories[0].output.failure
             raise RolloutError(
-                f"{len(failed)} of {len(records)} trajectories failed, over agent_loop.rollout.max_failed_share="
+                f"{len(failed)} of {len(records)} trajectories failed, over agent_loop_config.rollout.max_failed_share="
                 f"{share}; the first error: {failure.traceback if failure else ''}"
             )
 
