@@ -190,3 +190,14 @@ def test_a_damaged_configuration_or_metrics_file_does_not_hide_the_other_runs(tm
     assert runs["good"]["step"] == 6
     assert runs["bad"]["step"] is None
     assert runs["bad"]["changed"] == {}
+
+
+def test_an_evaluation_that_has_not_ended_is_listed_without_pages(tmp_path: Path) -> None:
+    write_training(tmp_path / "run", rate=RATES["low"], seed=0)
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "rollout.journal").write_bytes(b"agent-loop journal")
+    (tmp_path / "eval" / "trajectories.jsonl").touch()
+    collection = RunCollection([tmp_path])
+    entries = {run["key"]: (run["kind"], run["has_pages"]) for run in collection.runs()["runs"]}
+    assert entries == {"eval": ("evaluation", False), "run": ("run", True)}
+    assert [one["key"] for one in Evaluations(collection.folders).listed()] == ["run|val-3", "run|val-6"]

@@ -109,9 +109,11 @@ def _entry(key: str, record: RunRecord) -> dict[str, Any]:
     summary = None if latest else record.summary()
     scores = summary and summary.evaluation.scores
     reward = scores and scores.mean_reward
+    is_unfinished = record.is_unfinished_evaluation
     return {
         "key": key,
-        "kind": "evaluation" if summary else "run",
+        "kind": "evaluation" if summary or is_unfinished else "run",
+        "has_pages": not is_unfinished,
         "model": settings.get("model.path") or (summary and summary.model),
         "seed": seed_of(settings),
         "step": latest.get(STEP),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from agent_loop.training.metrics import REWARD_MEAN, STEP, VALIDATION
 from agent_loop.viewer.metrics_tail import read_new_lines
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+JOURNAL_FILE = "rollout.journal"
 TAIL_BYTES = 1 << 18
 """Bytes at the end of a metrics file that are read first, and four times as many until the wanted metrics are found."""
 MAX_TAIL_BYTES = 1 << 24
@@ -84,9 +86,16 @@ class RunRecord:
         seed = self.settings().get("trainer.seed")
         return TrainingRun(str(self.folder), seed if isinstance(seed, int) else None, self.curves())
 
+    @property
+    def is_unfinished_evaluation(self) -> bool:
+        """Whether the folder is of an evaluation that has not ended, whose scores and trajectories are written at the
+        end."""
+        is_run = any((self.folder / name).exists() for name in (METRICS_FILE, CONFIG_FILE, SUMMARY_FILE))
+        return not is_run and (self.folder / JOURNAL_FILE).exists()
+
     def changed_at(self) -> float:
         """Return the time of the last change, in seconds since 1970; 0 if unknown."""
-        names = (METRICS_FILE, SUMMARY_FILE, "rollout.journal", CONFIG_FILE)
+        names = (METRICS_FILE, SUMMARY_FILE, JOURNAL_FILE, CONFIG_FILE)
         stamps = [stamp for name in names if (stamp := stamp_of(self.folder / name))]
         return max((stamp[0] / 1e9 for stamp in stamps), default=0.0)
 
@@ -142,5 +151,12 @@ def _latest_in_tail(path: Path, num_bytes: int) -> tuple[dict[str, float], bool]
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    found = {name: as_finite_number(value) for name, value in line.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    numbers: dict[str, float] = {}
+    for name, value in line.items():
+        # Almost all values are floats, for which the general check is slow.
+        if isinstance(value, float):
+            if math.isfinite(value):
+                numbers[name] = value
+        elif (number := as_finite_number(value)) is not None:
+            numbers[name] = number
+    return numbers

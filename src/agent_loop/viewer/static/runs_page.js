@@ -47,7 +47,11 @@ function runRow(run, color) {
     "tr",
     {},
     h("td", {}, run.group ? h(`b.c${color}`, {}, run.group) : h("span.muted", {}, "–")),
-    h("th.name", { scope: "row" }, h("a", { href: addressOf(run.key) }, run.name)),
+    h(
+      "th.name",
+      { scope: "row" },
+      run.has_pages ? h("a", { href: addressOf(run.key) }, run.name) : run.name,
+    ),
     h(
       "td",
       {},
