@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agent_loop.config.values import NotNegative, Section
+from agent_loop.errors import ConfigError
 
 
 class ModelConfig(Section):
@@ -32,3 +33,15 @@ class ModelConfig(Section):
     """The product of an adapter is multiplied by this value and divided by the rank."""
     target_modules: str | list[str] = "all-linear"
     """Modules with adapters: names, a regular expression, or `all-linear` for all but the head."""
+    base_bits: Literal[4] | None = None
+    """4 trains adapters on base weights in 4 bits (QLoRA), which needs `bitsandbytes` and a single process. Servers get
+    the rounded weights too, and so does an export. None keeps the base weights in `dtype`."""
+
+    @model_validator(mode="after")
+    def _has_adapters_on_a_base_of_few_bits(self) -> ModelConfig:
+        if self.base_bits is not None and not self.lora_rank:
+            raise ConfigError(
+                f"model.base_bits is {self.base_bits}, but model.lora_rank is 0, and weights of {self.base_bits} bits "
+                "cannot be trained; set model.lora_rank=32, or unset model.base_bits"
+            )
+        return self

@@ -57,6 +57,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_one_process_for_a_base_of_few_bits(self) -> Config:
+        if self.model.base_bits is not None and self.trainer.num_processes > 1:
+            raise ConfigError(
+                f"model.base_bits is {self.model.base_bits}, but trainer.num_processes is "
+                f"{self.trainer.num_processes}, which would shard the weights; set trainer.num_processes=1, or unset "
+                "model.base_bits"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_a_penalty_for_its_reference(self) -> Config:
         actor = self.actor
         if actor.reference_path is not None and not (actor.kl_loss_coef or self.algorithm.kl_reward_coef):

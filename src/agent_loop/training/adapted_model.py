@@ -14,6 +14,7 @@ from agent_loop.servers.embedded.file_names import has_own_names, to_file_weight
 from agent_loop.training.adapters import ADAPTER, BASE
 from agent_loop.training.master_weights import whole
 from agent_loop.training.process_group import ProcessGroup
+from agent_loop.training.quantized_base import dequantized, is_quantized, shape_of
 from agent_loop.weights import AdaptedWeights, Factors
 
 
@@ -39,13 +40,14 @@ class AdaptedModel:
             dtype: Dtype of the weights that servers receive.
             process_group: Process group over which the model is sharded. With several ranks, rank 0 copies the base to
                 CPU memory at the first call of `weights`. With one rank, the base shares the model's memory, and gets a
-                new id if it has been written to. It is in CPU memory too if the model's files have other weights.
+                new id if it has been written to. It is in CPU memory too if the model's files have other weights, or
+                weights of few bits were dequantised.
         """
         self._model = model
         self._dtype = dtype
         self._process_group = process_group
         self._file_names = _file_names(model) or {}
-        self._is_converted = has_own_names(model)
+        self._is_copied = has_own_names(model) or any(map(is_quantized, model.parameters()))
         self._base: dict[str, Tensor] = {}
         self._base_id = ""
         self._places: list[tuple[int, int]] = []
@@ -70,7 +72,7 @@ class AdaptedModel:
         places = [(tensor.data_ptr(), cast(Any, tensor)._version) for _, tensor in tensors]
         if places != self._places:
             self._places, self._base_id = places, secrets.token_hex(8)
-            self._base = dict(self._for_servers(tensors, device="cpu" if self._is_converted else None))
+            self._base = dict(self._for_servers(tensors, device="cpu" if self._is_copied else None))
 
     def _gather_base(self) -> None:
         gathered = ((name, whole(tensor)) for name, tensor in self._below_adapters())
@@ -85,7 +87,12 @@ class AdaptedModel:
         """Yield weights by the names of the files and in the dtype for servers. Buffers keep their dtype."""
         buffers = {name for name, _ in self._model.named_buffers()}
         cast_weights = (
-            (name, tensor.to(device or tensor.device, tensor.dtype if name in buffers else self._dtype))
+            (
+                name,
+                dequantized(tensor).to(
+                    device or tensor.device, tensor.dtype if name in buffers else self._dtype
+                ),
+            )
             for name, tensor in weights
         )
         return to_file_weights(self._model, cast_weights)
@@ -94,7 +101,7 @@ class AdaptedModel:
         """Yield all weights that are not adapters, by the names that they have without adapters."""
         for name, parameter in self._model.named_parameters():
             if ADAPTER not in name:
-                yield name.replace(BASE, "."), parameter.detach()
+                yield name.replace(BASE, "."), parameter  # as it is: detached, it may lose its quantisation
         persistent = self._model.state_dict().keys()
         for name, buffer in self._model.named_buffers():
             if name in persistent:
@@ -107,7 +114,7 @@ def _file_names(model: PreTrainedModel) -> dict[str, str] | None:
     for name, layer in cast(Any, model).named_modules():
         if not hasattr(layer, "base_layer"):
             continue
-        weight = torch.empty(layer.base_layer.weight.shape, device="meta")
+        weight = torch.empty(shape_of(layer.base_layer.weight), device="meta")
         in_files = list(to_file_weights(model, [(f"{name}.weight", weight)]))
         if len(in_files) != 1 or in_files[0][1].shape != weight.shape:
             return None
@@ -117,9 +124,10 @@ def _file_names(model: PreTrainedModel) -> dict[str, str] | None:
 
 def is_low_rank(layer: Any) -> bool:
     """Return whether a layer of `peft` adds a product of two matrices to a weight, and nothing else."""
-    from peft.tuners.lora import Embedding, Linear
+    from peft.tuners import lora
 
-    is_plain = type(layer) in (Linear, Embedding)
+    plain = (lora.Linear, lora.Embedding, getattr(lora, "Linear4bit", None))
+    is_plain = type(layer) in plain
     return is_plain and not layer.lora_variant and not any(layer.lora_bias.values())
 
 

@@ -16,6 +16,7 @@ from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.file_names import to_file_weights
 from agent_loop.training.master_weights import whole
+from agent_loop.training.quantized_base import dequantized
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = ".lora_"
@@ -124,16 +125,16 @@ def _merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             continue
         owner, is_adapted, own_name = name.partition(BASE)
         if not is_adapted:
-            yield name, whole(parameter.detach())
+            yield name, whole(dequantized(parameter))
             continue
-        merged = whole(parameter.detach())
+        merged = whole(dequantized(parameter))
         if own_name == "weight":
             layer: Any = model.get_submodule(owner)
             with torch.no_grad():
                 delta = sum(
                     whole(layer.get_delta_weight(adapter)).float() for adapter in layer.active_adapters
                 )
-                merged = (merged.float() + delta).to(parameter.dtype)
+                merged = (merged.float() + delta).to(merged.dtype)
         yield f"{owner}.{own_name}", merged
 
 

@@ -18,7 +18,7 @@ from agent_loop.servers.embedded.vision import auto_model_class
 from agent_loop.training.adapters import is_adapter_folder, merged_adapters
 from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint, named_checkpoint
 from agent_loop.training.manifest import find_damage, manifest_form, manifest_of, read_manifest
-from agent_loop.training.policy import compute_dtype
+from agent_loop.training.policy import compute_dtype, load_base
 
 MERGED_FOLDER = "merged"
 """Subfolder of a checkpoint of adapters with the merged model, which the first evaluation writes."""
@@ -87,9 +87,12 @@ def _load_model(checkpoint: Checkpoint, config: ModelConfig) -> PreTrainedModel:
     source = config.path if has_adapters else str(checkpoint.model_path)
     try:
         loader = auto_model_class(source, trust_remote_code=config.trust_remote_code)
-        model = loader.from_pretrained(
-            source, dtype=torch.float32, trust_remote_code=config.trust_remote_code
-        )
+        if config.base_bits:  # the adapters were trained on the rounded weights
+            model = cast(Any, load_base(config, path=source)).dequantize()
+        else:
+            model = loader.from_pretrained(
+                source, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+            )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"{str(checkpoint.path)!r} is from a training of {source!r}, which cannot be loaded: {error}; run this "

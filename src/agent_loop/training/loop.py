@@ -105,8 +105,11 @@ class TrainingLoop:
         if checkpoint is not None:
             self._completed, self._saved = checkpoint.step, (checkpoint.step, checkpoint.path)
             self._drop_journals()
+        if (
+            checkpoint is not None or self._config.model.base_bits
+        ):  # servers have the weights of the model's files
             await self._publish()
-        elif self._config.trainer.val_before_train:
+        if checkpoint is None and self._config.trainer.val_before_train:
             found = await self._validate()
             self._writer.write(0, found)
             if (success := found.get(f"{names.VALIDATION}{names.SUCCESS_SHARE}")) is not None:

@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agent_loop.errors import ConfigError
 from agent_loop.training.process_group import ProcessGroup
+from agent_loop.training.quantized_base import is_quantized
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 """Gradient of each weight; None if the loss does not depend on the weight."""
@@ -89,7 +90,8 @@ def take_weights(
     if on_host:
         tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if not is_quantized(parameter):
+            parameter.data = parameter.data.to(dtype)
     for name, parameter in trained.items():
         _move_gradients(parameter, master=tensors[name])
     return MasterWeights(tensors, trained)

@@ -22,13 +22,16 @@ from agent_loop.training.forward import SampledTokens, apply_at_head, outputs_at
 from agent_loop.training.logit_head import linear_head, logit_transform
 from agent_loop.training.losses import TokenLogProbs, blockwise_logprobs, token_logprobs
 from agent_loop.training.micro_batches import MicroBatch
+from agent_loop.training.quantized_base import quantized_loading
 
 ATTENTION_PARTS = ("attention", "flash_attn")
 """Parts of the names of operations that compute attention."""
 
 
 def load_policy(config: ModelConfig, *, path: str | Path | None = None, seed: int = 0) -> PreTrainedModel:
-    """Load the model in float32, move it to its device, and add adapters if `config.lora_rank` is set.
+    """Load the model, move it to its device, and add adapters if `config.lora_rank` is set.
+
+    Weights are float32, but for those in 4 bits if `config.base_bits` is set.
 
     Args:
         config: Settings of the model.
@@ -45,20 +48,30 @@ def load_policy(config: ModelConfig, *, path: str | Path | None = None, seed: in
             f"model.lora_rank is {config.lora_rank}, but {path} holds {what}; set it to the value of the run that "
             f"wrote {path}"
         )
-    model = _load(config, path=config.path if path is None or config.lora_rank else path)
+    model = load_base(config, path=config.path if path is None or config.lora_rank else path)
     if config.lora_rank and path is not None:
         load_adapters(model, config=config, folder=Path(path))
     elif config.lora_rank:
         add_adapters(model, config=config, seed=seed)
-    return cast(Any, model).to(device_of(config))
+    return model if config.base_bits else cast(Any, model).to(device_of(config))
 
 
-def _load(config: ModelConfig, *, path: str | Path) -> PreTrainedModel:
+def load_base(config: ModelConfig, *, path: str | Path) -> PreTrainedModel:
+    """Load a model without adapters, in float32 or with `config.base_bits`.
+
+    Raises:
+        ConfigError: The model does not exist, `transformers` cannot load it, or a library is missing.
+    """
+    options: dict[str, Any] = {}
+    if config.base_bits:
+        options = quantized_loading(device=device_of(config), dtype=compute_dtype(config))
     if not path:
         raise ConfigError("model.path is not set; give a folder or hub name that transformers loads")
     try:
         loader = auto_model_class(path, trust_remote_code=config.trust_remote_code)
-        return loader.from_pretrained(path, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
+        return loader.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **options
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_load(path, error) from error
 

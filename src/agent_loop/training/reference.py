@@ -42,7 +42,12 @@ def load_reference(
     )
     if placement.reference == "cpu" or has_own_device:
         device = "cpu"
-    changes = {"lora_rank": 0, "path": path or config.model.path, "device": device or config.model.device}
+    changes = {
+        "lora_rank": 0,
+        "base_bits": None,
+        "path": path or config.model.path,
+        "device": device or config.model.device,
+    }
     model = load_policy(config.model.model_copy(update=changes))
     return cast(Any, model).to("cuda:1") if has_own_device else model
 

@@ -175,6 +175,7 @@ def _create_server(name: str, *, config: Config, context_length: int) -> AsyncSe
             "path": teacher.path or config.model.path,
             "tokenizer_path": teacher.tokenizer_path,
             "lora_rank": 0,
+            "base_bits": None,
         }
     )
     rollout = RolloutConfig(
