@@ -1,4 +1,4 @@
-"""Peak memory of an update, as `agent-loop plan` predicts it and as measured, for six small models on the CPU.
+"""Peak memory of an update, as `agent-loop plan` predicts it and as measured, for small models on the CPU.
 
     python benchmarks/bench_plan.py [--only NAME] [--json FILE]
 
@@ -12,6 +12,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,31 @@ CASES = [
         {"model_type": "qwen3", **DENSE, "num_hidden_layers": 10},
         {"actor": {"gradient_checkpointing": True}},
     ),
+    Case(
+        "qwen3, selective checkpointing",
+        {"model_type": "qwen3", **DENSE, "num_hidden_layers": 10},
+        {"actor": {"gradient_checkpointing": "selective"}},
+    ),
+    Case(
+        "llama, optimizer on the host",
+        {"model_type": "llama", **DENSE},
+        {"actor": {"optimizer_on_host": True}},
+    ),
+    Case(
+        "llama, optimizer with 8 bits",
+        {"model_type": "llama", **DENSE, "hidden_size": 768, "intermediate_size": 2048},
+        {"actor": {"optimizer_bits": 8, "gradient_checkpointing": True}},
+    ),
     Case("qwen3, bfloat16", {"model_type": "qwen3", **DENSE}, {"model": {"dtype": "bfloat16"}}),
     Case(
         "mistral, LoRA",
         {"model_type": "mistral", **DENSE, "hidden_size": 512, "intermediate_size": 1536},
         {"model": {"lora_rank": 16}},
+    ),
+    Case(
+        "mistral, LoRA on 4 bits",
+        {"model_type": "mistral", **DENSE, "hidden_size": 512, "intermediate_size": 1536},
+        {"model": {"lora_rank": 16, "base_bits": 4}},
     ),
     Case(
         "qwen3_moe, 16 experts",
@@ -161,7 +182,7 @@ def measure(case: Case) -> float:
 
     from agent_loop.training.actor import Actor
     from agent_loop.training.adapters import add_adapters
-    from agent_loop.training.policy import compute_dtype
+    from agent_loop.training.policy import compute_dtype, load_base
 
     torch.set_num_threads(1)
     config = settings_of(case)
@@ -170,6 +191,8 @@ def measure(case: Case) -> float:
     batch = make_batch(case.sizes["vocab_size"])
     if config.model.lora_rank:
         import peft  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    if config.model.base_bits or config.actor.optimizer_bits == 8:
+        import bitsandbytes  # noqa: F401  # pyright: ignore[reportUnusedImport, reportMissingImports]
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the peak
     before = status("VmRSS")
@@ -185,6 +208,10 @@ def measure(case: Case) -> float:
     )
     make: Any = AutoModelForCausalLM
     model: Any = make.from_config(model_config, dtype=torch.float32)
+    if config.model.base_bits:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            model = load_base(config.model, path=folder)
     if config.model.lora_rank:
         add_adapters(model, config=config.model, seed=0)
     actor = Actor(

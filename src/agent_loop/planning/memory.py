@@ -13,6 +13,8 @@ from agent_loop.planning.shapes import ModelShape
 
 FULL = 4
 """Bytes of a float32 number."""
+QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a number in 4 bits: with a scale of 8 bits per 64 numbers, and one of 32 bits per 256 scales."""
 BLOCK_LOGITS = {False: 2**20, True: 2**26}
 """Logits of a block of the head, on a CPU and on a GPU. See `agent_loop.training.losses.vocabulary_blocks`."""
 MIN_BLOCK_TOKENS = 256
@@ -39,7 +41,8 @@ class UpdateMemory:
     step: float
     """Temporary tensors of the optimiser step, when activations and logits are free."""
     loading: float
-    """The model in float32, in which a single process loads it to its device; 0 for processes that shard it."""
+    """The model in float32, in which a single process loads it to its device; 0 for processes that shard it, and for a
+    base in 4 bits."""
 
     @property
     def resident(self) -> float:
@@ -80,23 +83,26 @@ def update_memory(shape: ModelShape, config: Config, *, on_gpu: bool) -> UpdateM
     size, processes = itemsize(config), config.trainer.num_processes
     rank = config.model.lora_rank
     trained = shape.lora_parameters(rank) if rank else shape.parameters
-    frozen = shape.parameters if rank else 0
+    frozen = _frozen_bytes(shape, config, size) if rank else 0.0
     rows = rows_per_micro_batch(config)
     tokens, positions = rows * row_tokens(config), rows * config.rollout.response_length
-    on_host = on_gpu and processes == 1 and config.actor.optimizer_on_host
+    has_host_copies = processes == 1 and config.actor.optimizer_on_host
+    on_host = has_host_copies and on_gpu
     moments = 2 * trained * config.actor.optimizer_bits / 8
     if processes == 1:
-        weights = trained * FULL + (trained * size if size < FULL else 0) + frozen * size
+        weights = trained * FULL + (trained * size if size < FULL or has_host_copies else 0) + frozen
         if on_host:  # the device keeps the copies that the model computes with
-            weights = (trained + frozen) * size
+            weights = trained * size + frozen
         reference = shape.parameters * size
         gathered = 0.0
     else:  # FSDP shards float32 weights, and gathers two layers and everything outside them
-        weights = (trained + frozen) * FULL / processes
+        weights = (trained + (shape.parameters if rank else 0)) * FULL / processes
         reference = shape.parameters * FULL / processes
         gathered = (2 * shape.layer_parameters + shape.root_parameters) * size
     largest = max(shape.embedding_parameters, shape.mlp_parameters if shape.experts else 0)
-    gradient = 0 if rank else largest * (FULL if size == FULL else size + FULL)
+    if config.model.base_bits:  # a matrix at a time is dequantised
+        gathered = max(shape.intermediate, shape.query_width) * shape.hidden * (size + FULL)
+    gradient = 0 if rank else largest * (size + FULL if size < FULL or has_host_copies else FULL)
     return UpdateMemory(
         weights=weights,
         optimizer=0.0 if on_host else moments / processes,
@@ -105,9 +111,18 @@ def update_memory(shape: ModelShape, config: Config, *, on_gpu: bool) -> UpdateM
         activations=tokens * _activations(shape, config, size),
         logits=_head(shape, positions, size, on_gpu=on_gpu),
         working=gathered + gradient,
-        loading=shape.parameters * FULL if processes == 1 else 0.0,
+        loading=shape.parameters * FULL if processes == 1 and not config.model.base_bits else 0.0,
         step=0.0 if on_host else (trained / processes if on_gpu else largest) * FULL,
     )
+
+
+def _frozen_bytes(shape: ModelShape, config: Config, size: int) -> float:
+    """Return the bytes of the weights below adapters."""
+    if config.model.base_bits is None:
+        return shape.parameters * size
+    linear = shape.attention_parameters + (0 if shape.experts else shape.mlp_parameters)
+    quantized = shape.layers * linear
+    return quantized * QUANTIZED + (shape.parameters - quantized) * size
 
 
 def _has_reference(config: Config) -> bool:
@@ -127,7 +142,7 @@ def _activations(shape: ModelShape, config: Config, size: int) -> float:
         kept = (
             shape.hidden if config.actor.gradient_checkpointing is True else shape.hidden + shape.query_width
         )
-        return shape.layers * kept * size + 2 * layer
+        return shape.layers * kept * size + layer
     return shape.layers * layer
 
 

@@ -79,6 +79,8 @@ def _options(config: Config, shape: ModelShape, machine: Machine) -> Iterator[li
         yield [(f"model.lora_rank={LORA_RANK}",)]
     shorter = [rollout.response_length >> shift for shift in range(1, 7)]
     yield [(f"rollout.response_length={length}",) for length in shorter if length >= 64]
+    if config.model.lora_rank and not config.model.base_bits and config.trainer.num_processes == 1:
+        yield [("model.base_bits=4",)]
 
 
 def _wider_servers(config: Config, machine: Machine) -> Iterator[Change]:
