@@ -51,3 +51,8 @@ def test_colocated_parts_share_a_bundle_of_one_device() -> None:
     wide = settings({"colocated": 2, "tensor_parallel_size": 2}, servers=1, processes=2)
     with pytest.raises(ConfigError, match=r"set placement\.tensor_parallel_size=1, or placement\.split"):
         bundles_of(wide, driver_ip="a")
+
+
+def test_the_process_of_the_trainer_sees_the_device_of_the_reference_model_too() -> None:
+    config = settings({"split": {"servers": 1, "trainer": 1, "reference": 1}})
+    assert [bundle["GPU"] for bundle in bundles_of(config, driver_ip="10.0.0.1")] == [1, 2]

@@ -30,13 +30,14 @@ def gpus_per_server(config: Config, *, has_gpus: bool) -> float:
 
 
 def gpus_per_learner(config: Config, *, has_gpus: bool) -> float:
-    """Return the GPUs that Ray reserves for a training process."""
+    """Return the GPUs that Ray reserves for a training process, with that of a reference model of its own."""
     given, split = config.trainer.ray.num_gpus_per_learner, config.placement.split
     if given is not None:
         return given
     if config.model.device == "cpu" or not has_gpus or (split is not None and not split.trainer):
         return 0.0
-    return SHARE if config.placement.colocated is not None else 1.0
+    own = SHARE if config.placement.colocated is not None else 1.0
+    return own + (split.reference if split is not None else 0)
 
 
 def bundles_of(config: Config, *, driver_ip: str) -> list[dict[str, float]]:
