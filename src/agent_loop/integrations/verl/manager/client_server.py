@@ -7,6 +7,7 @@ from typing import Any
 
 from agent_loop.errors import BadServerReply
 from agent_loop.integrations.verl.manager.record import GREEDY, current_record
+from agent_loop.integrations.verl.manager.verl_package import load_verl
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
@@ -25,7 +26,7 @@ class VerlClientServer(AsyncServerBase):
 
     def __init__(self, client: Any, *, with_logprobs: bool, is_deterministic: bool) -> None:
         self.name = "verl"
-        self._client = client
+        self._client = SessionClient(client) if has_leases_of_sessions(client) else client
         self._with_logprobs = with_logprobs
         self._is_deterministic = is_deterministic
 
@@ -70,6 +71,10 @@ class VerlClientServer(AsyncServerBase):
             fields.get("num_cached_tokens"),
         )
 
+    def end_session(self, request_id: str) -> None:
+        if isinstance(self._client, SessionClient):
+            self._client.end_session(request_id)
+
     def _params(self, params: SamplingParams) -> dict[str, Any]:
         """Return the parameters under verl's names. Engines get only those that have an effect."""
         named: dict[str, Any] = {
@@ -87,6 +92,63 @@ class VerlClientServer(AsyncServerBase):
             if getattr(params, name):
                 named[name] = getattr(params, name)
         return named
+
+
+class SessionClient:
+    """verl's client, with one lease of the balancer for all turns of a session instead of one for each turn.
+
+    verl sends all turns of a session to the same server in any case. The balancer then counts sessions instead of
+    requests, and two of three messages of a turn are saved.
+
+    Args:
+        client: verl's `LLMServerClient`.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._leases: dict[str, tuple[str, Any]] = {}
+        """Name and handle of each session's server."""
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **options: Any
+    ) -> Any:
+        """Sample one completion, as verl's client does."""
+        if request_id not in self._leases:
+            self._leases[request_id] = await self._client._acquire_server(request_id)
+        if self._client.config.actor_rollout_ref.rollout.name != "vllm":
+            options.pop("priority", None)  # as in verl
+        _, server = self._leases[request_id]
+        try:
+            output = await server.generate.remote(
+                request_id=self._client._vllm_request_id(request_id),
+                prompt_ids=prompt_ids,
+                sampling_params=sampling_params,
+                image_data=None,
+                video_data=None,
+                **options,
+            )
+        except BaseException:
+            self.end_session(request_id)  # the next turn gets another server if this one is gone
+            raise
+        for name in ("min_global_steps", "max_global_steps"):
+            output.extra_fields.setdefault(name, output.extra_fields.get("global_steps"))
+        return output
+
+    def end_session(self, request_id: str) -> None:
+        """Release the server of a session, if it has one."""
+        lease = self._leases.pop(request_id, None)
+        if lease is not None:
+            self._client._release_server(lease[0], request_id=request_id)
+
+
+def has_leases_of_sessions(client: Any) -> bool:
+    """Return whether a client can keep its server for a session: verl's default client and default balancer.
+
+    Subclasses may resume requests or lose servers on purpose, and other balancers read each request.
+    """
+    if type(client) is not load_verl("verl.workers.rollout.llm_server:LLMServerClient"):
+        return False
+    return not client.config.actor_rollout_ref.rollout.get("router_config_path")
 
 
 def _stop_reason(output: Any, max_tokens: int | None) -> Any:
