@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from agent_loop.cli.arguments import WIDTH_WITHOUT_TERMINAL
 from agent_loop.errors import ConfigError
@@ -44,7 +44,7 @@ def list_suites_command(context: typer.Context) -> None:
         return
     from agent_loop.environments.registry import SUITES, load_suite  # late: keeps `--help` quick
 
-    table = Table("suite", "tasks", "what", "reward")
+    table = Table(*(Column(name, overflow="fold") for name in ("suite", "tasks", "what", "reward")))
     missing: list[str] = []
     for name in sorted(SUITES):
         suite = load_suite(name)
