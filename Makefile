@@ -58,7 +58,7 @@ test-environments: $(VENV)-environments/.installed  ## Play environments that ot
 	$(VENV)-environments/bin/python -m pytest -m environments $(RETRY) tests/environments
 
 test-verl: $(VENV)-verl/.installed  ## Run rollouts inside verl's trainer, in an environment of its own (3 GB).
-	$(VENV)-verl/bin/python -m pytest -m verl $(RETRY) tests/verl
+	$(VENV)-verl/bin/python -m pytest -m verl -W default $(RETRY) tests/verl
 
 test-containers: install-containers  ## Run the tests in containers of Podman; installs it with apt-get.
 	$(BIN)/python -m pytest -m containers $(RETRY)
