@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agent_loop.config import load_config
+from agent_loop.planning.assignment import assign
 from tests.examples.test_recipes import FOLDER, tiny_config
 
 pytest.importorskip("ray", reason='needs pip install "agent-loop[ray]"')
@@ -47,13 +49,24 @@ def hosts():
 
 def reward(output, row):
     Path("servers.json").write_text(json.dumps([*hosts()]))
-    return sum(output.response_ids) % 7 / 7
+    return sum(output.response_ids) % 97 / 97
+
+
+def loss(logprobs_BT, *, old_logprobs_BT, advantages_BT, mask_BT, config):
+    """Return the loss of REINFORCE. Runs in every training process, which holds its part of the reference model too."""
+    Path(f"trainer-{os.getpid()}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+    return -logprobs_BT * advantages_BT
 '''
 
 
-def test_every_server_of_an_eight_gpu_recipe_has_a_device_of_its_own_on_ray(tmp_path: Path) -> None:
-    path = tiny_config(FOLDER / "qwen3-4b-8x80gb.yaml", tmp_path, whole=True)
+def test_every_process_of_an_eight_gpu_recipe_sees_as_many_devices_as_planned_and_its_own_on_ray(
+    tmp_path: Path,
+) -> None:
+    recipe = FOLDER / "qwen3-4b-8x80gb.yaml"
+    places = assign(load_config(recipe), devices=tuple("01234567"))
+    path = tiny_config(recipe, tmp_path, whole=True)
     values = yaml.safe_load(path.read_text())
+    values["actor"] |= {"policy_loss": "task.py:loss", "kl_loss_coef": 0.1}
     values["trainer"] |= {"runtime": "ray", "ray": {"num_cpus_per_worker": 0.1}}
     path.write_text(yaml.safe_dump(values))
     for name, text in {"task.py": TASK, "driver.py": DRIVER}.items():
@@ -69,5 +82,8 @@ def test_every_server_of_an_eight_gpu_recipe_has_a_device_of_its_own_on_ray(tmp_
     assert done.returncode == 0, done.stdout + done.stderr
 
     servers = [seen for (seen,) in json.loads((tmp_path / "servers.json").read_text())]
-    assert len(servers) == len(set(servers)) == 6
-    assert set(servers) < {str(index) for index in range(8)}
+    trainers = [file.read_text() for file in tmp_path.glob("trainer-*")]
+    assert places.servers is not None
+    assert places.trainer is not None
+    assert (len(servers), len(trainers)) == (len(places.servers), len(places.trainer)) == (6, 2)
+    assert sorted([*servers, *trainers]) == list("01234567")
