@@ -107,7 +107,8 @@ def _check_files(folder: Path, file: TaskFile, *, where: str) -> None:
     compose = [name for name in COMPOSE_FILES if (environment / name).is_file()]
     if compose:
         raise DataError(
-            f"{where}: {ENVIRONMENT}/{compose[0]} describes several containers, which is not supported; leave the task out"
+            f"{where}: {ENVIRONMENT}/{compose[0]} describes several containers, which is not supported; leave the "
+            "task out"
         )
     if file.environment.docker_image is None and not (environment / DOCKERFILE).is_file():
         raise DataError(
