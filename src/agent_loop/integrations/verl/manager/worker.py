@@ -179,7 +179,7 @@ class VerlRolloutWorker:
     def _neutralize(
         self, outputs: Sequence[Any], records: Sequence[VerlRecord], number: int, *, validate: bool
     ) -> None:
-        """Give a failed trajectory at least one token, a mask of 0, and a score that changes no advantage."""
+        """Give a failed trajectory at least one token, a mask of 0, and the mean score of its group."""
         output = outputs[number]
         if not len(output.response_ids):
             output.response_ids = [self._parts.tokenizer.eos_token_id or self._widths.pad_token_id]
