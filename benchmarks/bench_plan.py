@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from outcome import conclude
+from resident_memory import resident_bytes
 from rich.console import Console
 from rich.table import Table
 
@@ -195,7 +196,7 @@ def measure(case: Case) -> float:
         import bitsandbytes  # noqa: F401  # pyright: ignore[reportUnusedImport, reportMissingImports]
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the peak
-    before = status("VmRSS")
+    before = resident_bytes("VmRSS")
     known: Any = AutoConfig
     model_config: Any = known.for_model(
         **{
@@ -221,7 +222,7 @@ def measure(case: Case) -> float:
         max_row_tokens=sum(ROW.values()),
     )
     actor.update(batch, advantages_BR=torch.ones(1, 1))
-    return status("VmHWM") - before
+    return resident_bytes("VmHWM") - before
 
 
 def make_batch(vocabulary: int) -> Any:
@@ -248,14 +249,6 @@ def make_batch(vocabulary: int) -> Any:
         return Trajectory(output=output, row={}, group=index, rollout=0, reward=1.0, reward_extra={})
 
     return assemble([row(index) for index in range(NUM_ROWS)], pad_token_id=0)
-
-
-def status(name: str) -> float:
-    """Return a size of this process in bytes, from the kernel."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return float(line.split()[1]) * 1024
-    raise SystemExit(f"the kernel reports no {name}")
 
 
 if __name__ == "__main__":

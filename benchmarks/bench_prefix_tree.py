@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from random import Random
 
 import numpy as np
 import torch
+from resident_memory import resident_bytes
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -150,9 +150,9 @@ def peak_megabytes(num_tokens: int, *, hidden: int) -> float:
     """Return by how much an update of a tree of so many tokens raises the peak of the resident size."""
     actor, random = make_actor(hidden, shares=True), Random(0)
     cpu_time(actor, to_batch(group(random, num_rows=2, prompt=8, response=8)))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident_bytes("VmHWM")
     cpu_time(actor, to_batch(group(random, num_rows=8, prompt=num_tokens // 2, response=num_tokens // 16)))
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return (resident_bytes("VmHWM") - before) / 1e6
 
 
 def shares_of(batch: RolloutBatch, model: PreTrainedModel) -> tuple[float, float]:

@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from outcome import conclude
+from resident_memory import resident_bytes
 from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -140,11 +140,11 @@ def _measure(way: str, hidden_size: int, gradients: Path) -> Update:
         policy_module: Any = policy
         policy_module.logit_transform = lambda model, inputs: None
     gc.collect()
-    before_kb, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before, start_s = resident_bytes("VmHWM"), time.process_time()
     actor.update(batch, advantages_BR=batch["reward"][:, None])
-    cpu_s, after_kb = time.process_time() - start_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cpu_s, after = time.process_time() - start_s, resident_bytes("VmHWM")
     _save_gradients(actor, batch, gradients)
-    return Update(peak_mb=(after_kb - before_kb) / 1024, cpu_s=cpu_s)
+    return Update(peak_mb=(after - before) / 1e6, cpu_s=cpu_s)
 
 
 def _save_gradients(actor: Actor, batch: RolloutBatch, path: Path) -> None:
