@@ -20,7 +20,6 @@ from agent_loop.training.evaluation import (
     categories_of,
     changed_pairs,
     difference,
-    evaluate_stored,
     pair_rows,
     pass_at_k,
     read_summary,
@@ -29,6 +28,7 @@ from agent_loop.training.evaluation import (
     summarise,
 )
 from agent_loop.training.evaluation.estimates import estimate_difference, estimate_mean, estimate_share
+from agent_loop.training.evaluation.stored import evaluate_stored
 from agent_loop.trajectory import AgentLoopOutput, Failure, FailureKind, Incident, IncidentKind, Trajectory
 from agent_loop.types import StopReason
 from tests.helpers import user

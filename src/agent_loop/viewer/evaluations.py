@@ -18,16 +18,15 @@ from agent_loop.training.evaluation import (
     MeanEstimate,
     RowResult,
     Scores,
-    StoredEvaluation,
     categories_of,
     changed_pairs,
     compare_evaluations,
-    evaluate_stored,
     is_passed,
     pair_rows,
     read_summary,
     score_categories,
 )
+from agent_loop.training.evaluation.stored import StoredEvaluation, evaluate_stored
 from agent_loop.types import Row
 from agent_loop.viewer.run_record import stamp_of
 

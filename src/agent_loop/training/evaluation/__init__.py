@@ -25,7 +25,6 @@ from agent_loop.training.evaluation.scores import (
     summarise,
 )
 from agent_loop.training.evaluation.seeds import MetricComparison, compare_metric
-from agent_loop.training.evaluation.stored import StoredEvaluation, evaluate_stored
 from agent_loop.training.evaluation.summary import (
     SUMMARY_FILE,
     Comparison,
@@ -45,7 +44,6 @@ __all__ = [
     "RowResult",
     "RunGroup",
     "Scores",
-    "StoredEvaluation",
     "TrainingRun",
     "categories_of",
     "changed_pairs",
@@ -53,7 +51,6 @@ __all__ = [
     "compare_evaluations",
     "compare_metric",
     "difference",
-    "evaluate_stored",
     "is_passed",
     "pair_rows",
     "pass_at_k",
