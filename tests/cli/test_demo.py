@@ -38,7 +38,11 @@ def test_a_misspelled_example_is_refused_before_anything_is_written(command: Com
 
 def test_make_demo_is_the_command() -> None:
     planned = subprocess.run(
-        ["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--dry-run", "--no-print-directory", "demo"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert planned.stdout.splitlines()[-1].endswith("/agent-loop demo")
 
