@@ -34,7 +34,7 @@ MAX_STOPS = 16
 class RequestModel(BaseModel):
     """Base class of request models. Unknown fields are refused, because ignoring a field may change the result."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     names_here: ClassVar[Mapping[str, str]] = {}
     """Fields of this model, by what other APIs call them. Errors about unknown fields suggest them."""

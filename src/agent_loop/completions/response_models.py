@@ -12,7 +12,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 class ResponseModel(BaseModel):
     """Base class of response models. In JSON, optional fields without a value are left out, required ones are null."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, defer_build=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     @model_serializer(mode="wrap")
     def _without_absent(self, write: SerializerFunctionWrapHandler):
