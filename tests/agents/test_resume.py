@@ -97,10 +97,7 @@ def test_a_killed_rollout_of_an_agent_resumes_with_the_same_tokens(
     assert {line["stop_reason"] for line in lines} == {"answered"}
     assert {line["reward"] for line in lines} == {1.0}
     assert "restarted" not in {incident["kind"] for line in lines for incident in line["incidents"]}
-    after = [
-        (line["trajectory_id"], [token for segment in line["segments"] for token in segment["token_ids"]])
-        for line in lines
-    ]
+    after = [(line["trajectory_id"], line["prompt_ids"] + line["response_ids"]) for line in lines]
     assert len(before) >= NUM_ROLLOUTS
     for (row, _), tokens in before.items():
         assert any(name.startswith(row) and whole[: len(tokens)] == tokens for name, whole in after)

@@ -147,7 +147,7 @@ def test_a_driver_that_was_killed_resumes_on_another_cluster(tmp_path: Path) -> 
         run([*command, "--resume"], tmp_path)
 
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    after = {line["trajectory_id"]: [t for s in line["segments"] for t in s["token_ids"]] for line in lines}
+    after = {line["trajectory_id"]: line["prompt_ids"] + line["response_ids"] for line in lines}
     assert sorted(after) == sorted(recorded) == [f"group={g}/rollout={r}" for g in range(6) for r in range(2)]
     assert all(after[row][: len(tokens)] == tokens for row, tokens in recorded.items())
     assert all(after[row] == recorded[row] for row in ended)
