@@ -12,7 +12,7 @@ class Recipe:
     """Warm start of a task, and the targets of its run."""
 
     about: str
-    """What the policy must do, on one line."""
+    """Task of the policy in one line."""
     warm_start_steps: int
     habit: Habit | None
     """None if `task.py` has demonstrations of its own."""
@@ -23,7 +23,7 @@ class Recipe:
     merges_observations: bool = False
     """Whether phrases of the observations become tokens, in a task with demonstrations of its own."""
     needs: str = ""
-    """What must be installed beside the package, as a command or a program."""
+    """Command that installs what the task needs besides the package, or the name of a program."""
 
 
 RECIPES = {

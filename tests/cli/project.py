@@ -23,8 +23,8 @@ def crawls(output, row):
 """
 
 
-def make_project(folder: Path) -> Path:
-    """Write the project and return its configuration file."""
+def save_model(folder: Path) -> Path:
+    """Write a tiny model with its tokenizer, and return its folder."""
     tokenizer = small_tokenizer()
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
@@ -39,6 +39,12 @@ def make_project(folder: Path) -> Path:
     )
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def make_project(folder: Path) -> Path:
+    """Write the project and return its configuration file."""
+    save_model(folder)
     (folder / "task.py").write_text(TASK, encoding="utf-8")
     rows = [{"prompt": f"question {n}"} for n in range(6)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")

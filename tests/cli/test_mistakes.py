@@ -43,7 +43,7 @@ class Mistake:
 
     line: str
     names: tuple[str, ...]
-    """What the user wrote, what was found, and what to do."""
+    """Parts of a message: the user's words, the finding, and the remedy."""
 
 
 MISTAKES = {

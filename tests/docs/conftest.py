@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.viewer.browser import ARGUMENTS, browser_path
+from tests.viewer.browser import open_browser
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,14 +33,8 @@ def site(build_log: list[str]) -> Path:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright  # late: needed by the tests with a browser alone
-
-    path = browser_path()
-    assert path, "no browser is installed; run `make test-docs`, which installs one"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+    with open_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import verl.trainer.config
 from omegaconf import OmegaConf, open_dict
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
 from verl.protocol import DataProto
 from verl.workers.rollout.replica import TokenOutput
@@ -73,25 +72,6 @@ class RewardWorker:
         self.requests.append(data)
         score = self._score(small_tokenizer().decode(data.batch["responses"][-1]))
         return {"reward_score": score, "reward_extra_info": {"acc": score > 0, "score": score}}
-
-
-def save_model(folder: Path) -> Path:
-    """Write a tiny model with its tokenizer, and return its folder."""
-    tokenizer = small_tokenizer()
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        **sizes,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    return folder / "model"
 
 
 def verl_config(model: Path, **rollout: Any) -> Any:

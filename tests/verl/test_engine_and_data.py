@@ -27,7 +27,7 @@ from agent_loop.servers.embedded.server import EmbeddedServer
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.types import SamplingParams
 from tests.helpers import hermes_template, small_tokenizer, text_reply
-from tests.verl.harness import assert_same, save_model, verl_config
+from tests.verl.harness import assert_same, verl_config
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
 
@@ -39,11 +39,6 @@ tools:
   - class_name: "verl.tools.gsm8k_tool.Gsm8kTool"
     config: {type: native}
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("verl"))
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,11 @@ from omegaconf import OmegaConf
 
 from agent_loop.errors import RolloutError
 from tests.helpers import call_text
-from tests.verl.harness import RewardWorker, ScriptedClient, batch_of, run_ours, save_model, verl_config
+from tests.verl.harness import RewardWorker, ScriptedClient, batch_of, run_ours, verl_config
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
 
 FOLDER = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("verl"))
 
 
 def test_a_row_that_breaks_has_no_gradient_and_the_mean_score_of_its_group(model: Path) -> None:

@@ -20,7 +20,8 @@ from verl.utils import tensordict_utils
 
 import tests.verl.user_code  # noqa: F401  (registers a loop)
 from agent_loop.integrations.verl.manager.worker import VerlRolloutWorker
-from tests.verl.harness import RewardWorker, ScriptedClient, save_model, verl_config
+from tests.cli.project import save_model
+from tests.verl.harness import RewardWorker, ScriptedClient, verl_config
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
 

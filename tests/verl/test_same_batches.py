@@ -17,18 +17,12 @@ from tests.verl.harness import (
     batch_of,
     run_ours,
     run_verls,
-    save_model,
     verl_config,
 )
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
 
 FOLDER = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("verl"))
 
 
 def counting(text: str) -> str:

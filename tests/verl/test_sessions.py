@@ -12,8 +12,9 @@ pytest.importorskip("verl")
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from tests.cli.project import save_model
 from tests.helpers import call_text
-from tests.verl.harness import ScriptedClient, batch_of, run_ours, save_model, verl_config
+from tests.verl.harness import ScriptedClient, batch_of, run_ours, verl_config
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
 

@@ -19,7 +19,8 @@ from verl.trainer.ppo.metric_utils import (
 from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.trainer.ppo.reward import extract_reward
 
-from tests.verl.harness import RewardWorker, ScriptedClient, batch_of, run_ours, save_model, verl_config
+from tests.cli.project import save_model
+from tests.verl.harness import RewardWorker, ScriptedClient, batch_of, run_ours, verl_config
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
 

@@ -33,6 +33,30 @@ def browser_path() -> str:
     return next((path for name in BROWSERS if (path := shutil.which(name))), "")
 
 
+@contextmanager
+def open_browser() -> Generator[Any]:
+    """Start a headless browser until the body ends."""
+    from playwright.sync_api import sync_playwright  # late: needed by the tests with a browser alone
+
+    path = browser_path()
+    assert path, "no browser is installed; `make install-browser` installs one"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+def serious_faults(page: Any) -> list[tuple[str, str, list[str]]]:
+    """Return the serious accessibility violations of a page: rule, impact and the first elements."""
+    from axe_playwright_python.sync_playwright import Axe  # late: as above
+
+    return [
+        (fault["id"], fault["impact"], [node["html"][:200] for node in fault["nodes"]][:3])
+        for fault in Axe().run(page).response["violations"]
+        if fault["impact"] in ("serious", "critical")
+    ]
+
+
 @dataclass(frozen=True)
 class Viewer:
     """Running `agent-loop view`."""

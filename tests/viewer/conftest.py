@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.viewer.browser import ARGUMENTS, Viewer, browser_path, viewing
+from tests.viewer.browser import Viewer, open_browser, viewing
 from tests.viewer.large import write_long, write_many
 from tests.viewer.synthetic import write_run
 
@@ -45,14 +45,8 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright  # late: needed by the tests with a browser alone
-
-    path = browser_path()
-    assert path, "no browser is installed; run `make test-browser`, which installs one"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+    with open_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.viewer.browser import Viewer, shoot, viewing
+from tests.viewer.browser import Viewer, serious_faults, shoot, viewing
 from tests.viewer.collections import RATES, prompt_of, write_collection, write_training
 
 pytestmark = pytest.mark.browser
@@ -52,17 +52,10 @@ def open_page(page: Any, viewer: Viewer, name: str) -> None:
 def test_no_page_has_a_serious_accessibility_violation(
     page: Any, viewer: Viewer, name: str, scheme: str
 ) -> None:
-    from axe_playwright_python.sync_playwright import Axe  # late: needed by the tests with a browser alone
-
     page.emulate_media(color_scheme=scheme)
     open_page(page, viewer, name)
     shoot(page, f"{name}-{scheme}")
-    faults = [
-        (fault["id"], fault["impact"], [node["html"][:200] for node in fault["nodes"]][:3])
-        for fault in Axe().run(page).response["violations"]
-        if fault["impact"] in ("serious", "critical")
-    ]
-    assert faults == []
+    assert serious_faults(page) == []
 
 
 def test_runs_are_listed_with_their_state_scores_and_changed_settings(page: Any, viewer: Viewer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent_loop.viewer.export import write_export
-from tests.viewer.browser import Viewer, shoot, viewing
+from tests.viewer.browser import Viewer, serious_faults, shoot, viewing
 from tests.viewer.synthetic import add_step, write_run
 
 pytestmark = pytest.mark.browser
@@ -49,17 +49,10 @@ def open_page(page: Any, url: str, name: str) -> None:
 def test_no_page_has_a_serious_accessibility_violation(
     page: Any, small_viewer: Viewer, name: str, scheme: str
 ) -> None:
-    from axe_playwright_python.sync_playwright import Axe  # late: needed by the tests with a browser alone
-
     page.emulate_media(color_scheme=scheme)
     open_page(page, small_viewer.url, name)
     shoot(page, f"{name}-{scheme}")
-    faults = [
-        (fault["id"], fault["impact"], [node["html"][:200] for node in fault["nodes"]][:3])
-        for fault in Axe().run(page).response["violations"]
-        if fault["impact"] in ("serious", "critical")
-    ]
-    assert faults == []
+    assert serious_faults(page) == []
 
 
 def test_filters_select_rows_and_are_kept_in_the_address(page: Any, small_viewer: Viewer) -> None:

@@ -47,7 +47,7 @@ CONNECT_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """What a command is about to do."""
+    """Run of a command, before it starts."""
 
     config: Config
     sources: Mapping[str, Sequence[str]]
@@ -68,7 +68,7 @@ class Finding:
 
     check: str
     found: str
-    """What was found, on one line; the message of the error if there is one."""
+    """Result in one line; the message of the error if there is one."""
     error: AgentLoopError | None = None
 
 

@@ -19,7 +19,7 @@ DEFAULT = "two_hop_lookup"
 EXAMPLES = "examples"
 """Name of the folder with the examples: beside this file in an installed package, else at the root of the checkout."""
 UNWANTED = shutil.ignore_patterns("__pycache__", "recipes", "tasks", "gsm8k", "retool", "search_r1")
-"""What is not part of an example that this command runs."""
+"""Files that are not part of the examples of this command."""
 
 
 def demo_command(

@@ -97,9 +97,8 @@ def _text_widths(rows: Sequence[Mapping[str, Any]], *, remaining: int) -> dict[s
     if remaining < min(MIN_TEXT_WIDTH, sum(longest.values())):
         return {}
     widths: dict[str, int] = {}
-    for name in sorted(
-        longest, key=longest.__getitem__
-    ):  # what a short text does not need is for the longer ones
+    # The shortest first, because what a short text does not need is for the longer ones.
+    for name in sorted(longest, key=longest.__getitem__):
         share = remaining * TEXTS[name] // sum(TEXTS[other] for other in longest if other not in widths)
         widths[name] = min(longest[name], share)
         remaining -= widths[name]

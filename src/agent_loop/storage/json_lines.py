@@ -20,7 +20,7 @@ from agent_loop.errors import DataError
 from agent_loop.files.plain_values import parse_json, without_halves
 from agent_loop.storage.columns import StepFacts, columns_of
 from agent_loop.storage.json_text import to_json
-from agent_loop.storage.schema import SCHEMA
+from agent_loop.storage.schema import JSON_COLUMNS, SCHEMA
 from agent_loop.storage.whole_file import whole_file
 from agent_loop.storage.writer import write_rows
 from agent_loop.trajectory import (
@@ -34,21 +34,6 @@ from agent_loop.trajectory import (
 )
 from agent_loop.trajectory.codec import from_plain
 from agent_loop.types import Origin, StopReason, as_token_ids
-
-JSON_COLUMNS = frozenset(
-    {
-        "row",
-        "messages",
-        "tool_schemas",
-        "feedback",
-        "incidents",
-        "spans",
-        "metrics",
-        "reward_extra",
-        "extra_fields",
-    }
-)
-"""Columns whose text in a Parquet file is JSON."""
 
 
 def write_lines(path: Path, trajectories: Iterable[Trajectory], *, split: str, step: int = 0) -> None:

@@ -163,6 +163,20 @@ TEXTS = (
 )
 """Texts and further values."""
 
+JSON_COLUMNS = frozenset(
+    {
+        "row",
+        "messages",
+        "tool_schemas",
+        "feedback",
+        "incidents",
+        "spans",
+        "metrics",
+        "reward_extra",
+        "extra_fields",
+    }
+)
+"""Columns whose text in a Parquet file is JSON."""
 GROUPS = {"who": WHO, "result": RESULT, "time": TIME, "tokens": TOKENS, "text": TEXTS}
 """All columns, in the order of the file."""
 SCALARS = tuple(

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agent_loop.servers.embedded.file_names import has_own_names, to_file_weights
-from agent_loop.training.adapters import ADAPTER, BASE
+from agent_loop.training.adapters import ADAPTER, BASE, own_buffers
 from agent_loop.training.master_weights import whole
 from agent_loop.training.process_group import ProcessGroup
 from agent_loop.training.quantized_base import dequantized, is_quantized, shape_of
@@ -102,10 +102,7 @@ class AdaptedModel:
         for name, parameter in self._model.named_parameters():
             if ADAPTER not in name:
                 yield name.replace(BASE, "."), parameter  # as it is: detached, it may lose its quantisation
-        persistent = self._model.state_dict().keys()
-        for name, buffer in self._model.named_buffers():
-            if name in persistent:
-                yield name, buffer.detach()
+        yield from own_buffers(self._model)
 
 
 def _file_names(model: PreTrainedModel) -> dict[str, str] | None:

@@ -113,9 +113,13 @@ def merged_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers of the model's state dict, by the names of its files. They share the model's memory."""
+    return to_file_weights(model, own_buffers(model))
+
+
+def own_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of the model's state dict, by its own names. They share the model's memory."""
     persistent = model.state_dict().keys()
-    named = ((name, buffer.detach()) for name, buffer in model.named_buffers() if name in persistent)
-    return to_file_weights(model, named)
+    return ((name, buffer.detach()) for name, buffer in model.named_buffers() if name in persistent)
 
 
 def _merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -105,9 +105,8 @@ class TrainingLoop:
         if checkpoint is not None:
             self._completed, self._saved = checkpoint.step, (checkpoint.step, checkpoint.path)
             self._drop_journals()
-        if (
-            checkpoint is not None or self._config.model.base_bits
-        ):  # servers have the weights of the model's files
+        # Servers have the weights of the model's files.
+        if checkpoint is not None or self._config.model.base_bits:
             await self._publish()
         if checkpoint is None and self._config.trainer.val_before_train:
             found = await self._validate()

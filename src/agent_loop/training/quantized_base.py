@@ -31,7 +31,7 @@ def quantized_loading(*, device: torch.device, dtype: torch.dtype) -> dict[str, 
     missing = [name for name in ("bitsandbytes", "accelerate") if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            'model.base_bits=4 needs: pip install "agent-loop[bitsandbytes]" accelerate '
+            'model.base_bits=4 needs: pip install "agent-loop[bitsandbytes]" '
             f"({' and '.join(missing)} missing)"
         )
     settings: Any = cast(Any, BitsAndBytesConfig)(

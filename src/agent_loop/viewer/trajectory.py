@@ -8,21 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agent_loop.storage.schema import JSON_COLUMNS
 from agent_loop.storage.vocabulary import Piece
 from agent_loop.viewer.packets import packet
 from agent_loop.viewer.plain_json import decode_json, finite
 
-JSON_COLUMNS = (
-    "row",
-    "messages",
-    "tool_schemas",
-    "feedback",
-    "incidents",
-    "spans",
-    "metrics",
-    "reward_extra",
-    "extra_fields",
-)
 TOKEN_COLUMNS = {
     "logprobs": "response_logprobs",
     "train_logprobs": "train_logprobs",

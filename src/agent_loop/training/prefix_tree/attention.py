@@ -25,7 +25,7 @@ from transformers.modeling_utils import AttentionInterface
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.attention import UNSUPPORTED_OPTIONS
 from agent_loop.servers.embedded.runner import text_config_of
-from agent_loop.training.prefix_tree.layout import AttentionPlan, TreeLayout
+from agent_loop.training.prefix_tree.layout import AttentionPlan, TreeLayout, is_visible, lowest_visible
 
 ATTENTION_NAME = "agent_loop_prefix_tree"
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -234,17 +234,14 @@ def _flex(
 ) -> Tensor:
     """Return the attention of each query, [1, H, T, D], by FlexAttention."""
     attend, create_mask = _flex_functions(query.device.type)
-    depth_T, end_T = layout.depth_T, layout.end_T
-    # A tensor instead of the number: compiled masks do not support numbers that differ from call to call.
-    lowest_T = None if window is None else depth_T - (window - 1)
+    depth_T, end_T, lowest_T = layout.depth_T, layout.end_T, lowest_visible(layout.depth_T, window)
 
-    def is_visible(batch: Tensor, head: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        is_below = (keys <= queries) & (queries < end_T[keys])
-        return is_below if lowest_T is None else is_below & (depth_T[keys] >= lowest_T[queries])
+    def mask(batch: Tensor, head: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        return is_visible(queries, keys, depth_T=depth_T, end_T=end_T, lowest_T=lowest_T)
 
     if window not in layout.flex_masks:
         num_tokens, device = layout.num_tokens, str(query.device)
-        layout.flex_masks[window] = create_mask(is_visible, None, None, num_tokens, num_tokens, device=device)
+        layout.flex_masks[window] = create_mask(mask, None, None, num_tokens, num_tokens, device=device)
     return attend(query, key, value, block_mask=layout.flex_masks[window], scale=scale, enable_gqa=True)
 
 

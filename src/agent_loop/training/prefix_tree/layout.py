@@ -235,13 +235,15 @@ class _Windows:
 
 
 def _with_masks(plan: AttentionPlan, depth_T: Tensor, end_T: Tensor, *, window: int | None) -> AttentionPlan:
+    lowest_T = lowest_visible(depth_T, window)
+
     def with_mask(block: Block) -> Block:
         if not block.is_masked:
             return block
         positions = torch.arange(len(depth_T), device=depth_T.device)
         queries, keys = positions[block.queries, None], positions[block.keys]
-        is_visible = _is_visible(queries, keys, depth_T, end_T, window=window)
-        mask = torch.zeros(is_visible.shape, device=depth_T.device).masked_fill_(~is_visible, HIDDEN)
+        visible = is_visible(queries, keys, depth_T=depth_T, end_T=end_T, lowest_T=lowest_T)
+        mask = torch.zeros(visible.shape, device=depth_T.device).masked_fill_(~visible, HIDDEN)
         return replace(block, mask=mask[None, None])
 
     def each(blocks: Iterable[Block]) -> tuple[Block, ...]:
@@ -250,8 +252,17 @@ def _with_masks(plan: AttentionPlan, depth_T: Tensor, end_T: Tensor, *, window: 
     return AttentionPlan(each(plan.own), each(plan.above))
 
 
-def _is_visible(
-    queries: Tensor, keys: Tensor, depth_T: Tensor, end_T: Tensor, *, window: int | None
+def lowest_visible(depth_T: Tensor, window: int | None) -> Tensor | None:
+    """Return the lowest depth that each token attends to in a sliding window; None without a window.
+
+    It is a tensor, because the masks of FlexAttention cannot be compiled with a number that differs from call to call.
+    """
+    return None if window is None else depth_T - (window - 1)
+
+
+def is_visible(
+    queries: Tensor, keys: Tensor, *, depth_T: Tensor, end_T: Tensor, lowest_T: Tensor | None
 ) -> Tensor:
+    """Return whether queries attend to keys, for positions that broadcast."""
     is_below = (keys <= queries) & (queries < end_T[keys])
-    return is_below if window is None else is_below & (depth_T[queries] - depth_T[keys] < window)
+    return is_below if lowest_T is None else is_below & (depth_T[keys] >= lowest_T[queries])

@@ -1,4 +1,4 @@
-"""What a trajectory has for verl besides its tokens: the row as verl's loops get it, and fields of its completions."""
+"""Data of a trajectory for verl besides its tokens: the row as verl's loops get it, and fields of its completions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class VerlRecord:
         self.num_preempted: int | None = None
         self.routed_experts: Any = None
         self.loop_outputs: Sequence[Any] = ()
-        """What a loop in verl's form returned."""
+        """Return value of a loop in verl's form."""
         self.agent_data: Any = None
         """State of the tool loop, which verl passes to tools."""
 

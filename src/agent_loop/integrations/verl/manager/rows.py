@@ -14,7 +14,7 @@ from agent_loop.types import Row
 
 @dataclass(frozen=True, slots=True)
 class KnownNames:
-    """Names that rows may use. verl ignores all others."""
+    """Names of tools and loops that rows may use. verl ignores others."""
 
     tools: Collection[str]
     has_interactions: bool
