@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.viewer.browser import open_browser
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,12 +27,6 @@ def build_log() -> list[str]:
 @pytest.fixture(scope="session")
 def site(build_log: list[str]) -> Path:
     return ROOT / "build" / "docs"
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    with open_browser() as browser:
-        yield browser
 
 
 @pytest.fixture

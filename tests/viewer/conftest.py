@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.viewer.browser import Viewer, open_browser, viewing
+from tests.viewer.browser import Viewer, viewing
 from tests.viewer.large import write_long, write_many
 from tests.viewer.synthetic import write_run
 
@@ -41,12 +41,6 @@ def many_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_long(tmp_path_factory.mktemp("long"), num_tokens=100_000)
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    with open_browser() as browser:
-        yield browser
 
 
 @pytest.fixture
