@@ -3,10 +3,12 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Each worker runs neighbouring tests, which share fixtures; one that is done takes half of what the other has left.
+PARALLEL := -n 2 --dist worksteal
 # Tests of real processes are retried once, and the summary lists every retry.
 RETRY := --reruns 1 -rR
 
-.PHONY: help install install-ray install-integrations install-browser install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-verl test-containers test-gpu check format bench bench-verl docs test-docs clean
+.PHONY: help install install-ray install-integrations install-browser install-docs install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-verl test-containers test-gpu check format bench bench-verl docs test-docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,10 +24,10 @@ demo: $(INSTALLED)  ## Train a tiny model to use a tool across turns; the report
 	$(BIN)/agent-loop demo
 
 test: $(INSTALLED)  ## Run the tests.
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: $(INSTALLED)  ## Run the tests that take long: crashes, sandbox escapes, MCP servers, engines behind the gateway.
-	$(BIN)/python -m pytest -n 2 -m slow $(RETRY)s
+	$(BIN)/python -m pytest $(PARALLEL) -m slow $(RETRY)s
 
 test-engines: test-vllm test-sglang  ## Run the tests of real engines (CPU builds), each in an environment of its own.
 
@@ -35,6 +37,8 @@ test-vllm test-sglang: test-%: $(VENV)-%/.installed
 install-ray: $(INSTALLED)-ray
 
 install-integrations: $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb
+
+install-docs: $(INSTALLED)-docs
 
 install-browser: $(INSTALLED)-browser
 	bash tests/viewer/install_browser.sh
@@ -61,12 +65,12 @@ test-verl: $(VENV)-verl/.installed  ## Run rollouts inside verl's trainer, in an
 	$(VENV)-verl/bin/python -m pytest -m verl -W default $(RETRY) tests/verl
 
 test-containers: install-containers  ## Run the tests in containers of Podman; installs it with apt-get.
-	$(BIN)/python -m pytest -m containers $(RETRY)
+	$(BIN)/python -m pytest -m containers $(RETRY) tests/environments/harbor tests/examples tests/workspaces
 
 test-gpu: $(INSTALLED)  ## Check the package on a GPU in stages, and print a table of verdicts; see docs/gpu.md.
 	$(BIN)/python -m tests.gpu
 
-$(INSTALLED)-ray $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb $(INSTALLED)-browser: $(INSTALLED)-%: $(INSTALLED)
+$(INSTALLED)-ray $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb $(INSTALLED)-browser $(INSTALLED)-docs: $(INSTALLED)-%: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,$*]"
 	@touch $@
 
@@ -118,8 +122,7 @@ bench-verl: $(INSTALLED)-ray $(VENV)-verl/.installed  ## Measure the overhead ag
 	PYTHON=$(PYTHON) $(BIN)/python benchmarks/bench_overhead_ray.py --environment $(VENV)-verl
 	$(VENV)-verl/bin/python benchmarks/bench_verl_manager.py
 
-docs: $(INSTALLED)  ## Build the documentation into build/docs.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+docs: install-docs  ## Build the documentation into build/docs.
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_metrics.py
 	$(BIN)/python docs/generate_templates.py

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 import traceback
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from agent_loop.errors import ConfigError, did_you_mean
@@ -79,6 +80,16 @@ def import_extra(module: str, *, extra: str, by: str) -> Any:
         raise ConfigError(f'{by} needs {module}: pip install "agent-loop[{extra}]" ({error})') from error
 
 
+class _SourceLoader(importlib.machinery.SourceFileLoader):
+    """Loader of a user's file that compiles it each time, and leaves no `__pycache__` beside it.
+
+    Python's cached bytecode would hide a change of the file that keeps its size and the second of its modification.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _import_file(path: Path, *, key: str) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
@@ -86,7 +97,7 @@ def _import_file(path: Path, *, key: str) -> ModuleType:
     name = f"{USER_MODULE}{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))
     if spec is None or spec.loader is None:
         raise ConfigError(f"{key}: {str(path)!r} cannot be imported as Python")
     module = importlib.util.module_from_spec(spec)

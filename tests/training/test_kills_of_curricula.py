@@ -19,7 +19,7 @@ from tests.cli.project import make_project
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_KILLS, TOTAL_STEPS = 3, 10
+NUM_KILLS, TOTAL_STEPS = 2, 8
 CURRICULUM = {"name": "curriculum", "floor": 0.05, "success": "reward", "skip_failed": 2, "skip_for": 3}
 REPLAY = {"name": "curriculum", "replay_share": 0.5, "replay_max_age": 5}
 

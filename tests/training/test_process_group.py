@@ -30,7 +30,7 @@ from tests.training.fakes import PAD, FakeRollouts, sample_trajectories, tiny_po
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-NUM_UPDATES = 20
+NUM_UPDATES = 8
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"actor": {"ppo_mini_batches": 2, "kl_loss_coef": 0.1, "max_tokens_per_micro_batch": 60}},
     "gae": {
