@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +45,34 @@ def render() -> str:
 def _section(section: type[BaseModel], *, name: str) -> list[str]:
     keys: list[str] = []
     below: list[str] = []
+    descriptions = _descriptions(section)
     for key, field in section.model_fields.items():
         dotted = f"{name}.{key}" if name else key
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             below += _section(inner, name=dotted)
         else:
-            description = " ".join((field.description or "").split())
-            keys.append(f"| `{dotted}` | {_default(field.get_default())} | {description} |")
+            keys.append(f"| `{dotted}` | {_default(field.get_default())} | {descriptions.get(key, '')} |")
     if not name:
         return below
     title = ["", f"## {name}", "", " ".join((section.__doc__ or "").split()), ""]
     return [*title, "| key | default | |", "|---|---|---|", *keys, *below]
+
+
+def _descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """Return the strings below the fields of a section and of its base classes. Pydantic could collect them too, but in
+    every process that imports the package."""
+    found: dict[str, str] = {}
+    for cls in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
+        (definition,) = ast.parse(inspect.getsource(cls)).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in pairwise(definition.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    found[name] = " ".join(words.split())
+                case _:
+                    pass
+    return found
 
 
 def _default(value: Any) -> str:

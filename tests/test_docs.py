@@ -36,6 +36,28 @@ COMMANDS: Any = typer.main.get_command(app)
 SECTIONS = "|".join(Config.model_fields)
 VERL_CONSTANTS = {"rollout.calculate_log_probs"}
 """Settings of verl that a loop can read, but that nobody can set."""
+CLEAR_BY_NAME = {
+    "betas",
+    "custom_async_server",
+    "device",
+    "entropy_coeff",
+    "keep_checkpoints",
+    "lr",
+    "max_assistant_turns",
+    "max_ratio",
+    "num_cpus_per_server",
+    "num_servers",
+    "num_workers",
+    "seed",
+    "shuffle",
+    "temperature",
+    "top_k",
+    "top_p",
+    "trust_remote_code",
+    "val_before_train",
+    "weight_decay",
+}
+"""Settings without a description."""
 METRIC_SECTIONS = "actor|critic|reward|rollout|perf|storage|time|timing_s|tools|val"
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -109,6 +131,13 @@ def command_names(group: Any = COMMANDS, prefix: str = "") -> Iterator[str]:
 def test_a_generated_page_is_up_to_date(name: str) -> None:
     generator = load_generator(name)
     assert generator.TARGET.read_text(encoding="utf-8") == generator.render()
+
+
+def test_every_setting_is_documented_or_clear_by_its_name() -> None:
+    table = load_generator("generate_reference").render()
+    settings = re.findall(r"^\| `([\w.]+)` \| [^|]* \|(.*)\|$", table, flags=re.MULTILINE)
+    assert len(settings) > 200
+    assert {key.rpartition(".")[2] for key, text in settings if not text.strip()} <= CLEAR_BY_NAME
 
 
 def test_the_diagrams_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

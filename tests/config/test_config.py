@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.config import Config, all_keys, load_config
+from agent_loop.config import load_config
 from agent_loop.errors import ConfigError
 
 
@@ -130,39 +130,3 @@ def test_a_file_that_is_not_a_configuration_raises_an_error_that_names_the_file(
 def test_a_missing_file_raises_an_error_that_names_it() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml.*does not exist"):
         load_config("nowhere.yaml")
-
-
-def test_every_key_is_documented() -> None:
-    def undocumented(section: type) -> list[str]:
-        fields = section.model_fields.items()  # type: ignore[attr-defined]
-        return [f"{section.__name__}.{name}" for name, field in fields if not field.description]
-
-    sections = {type(getattr(Config(), name)) for name in Config.model_fields}
-    plain = {"temperature", "top_p", "top_k", "seed", "shuffle", "trust_remote_code", "dtype", "device"}
-    missing = [key for section in sections for key in undocumented(section)]
-    assert len(all_keys(Config)) > 60
-    assert [key for key in missing if key.split(".")[1] not in plain | CLEAR_BY_NAME] == []
-
-
-CLEAR_BY_NAME = {
-    "agent",
-    "multi_turn",
-    "val",
-    "max_assistant_turns",
-    "num_servers",
-    "lr",
-    "weight_decay",
-    "betas",
-    "warmup_steps",
-    "clip_ratio_low",
-    "clip_ratio_high",
-    "grad_clip",
-    "entropy_coeff",
-    "loss_agg_mode",
-    "gradient_checkpointing",
-    "adv_estimator",
-    "norm_adv_by_std_in_grpo",
-    "total_steps",
-    "val_before_train",
-    "keep_checkpoints",
-}

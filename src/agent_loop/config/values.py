@@ -82,4 +82,4 @@ TopK = Annotated[int, Field(ge=-1, le=MOST), AfterValidator(_check_top_k)]
 class Section(BaseModel):
     """Group of settings. Unknown keys and numbers that are not finite are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
