@@ -101,3 +101,38 @@ def test_large_files_are_read_only_by_a_dry_run(command: Command, monkeypatch: p
     result = command("train", "config.yaml", "--dry-run")
     assert "rows.jsonl" in result.out
     assert result.exit_code == 2
+
+
+CHAT = '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n'
+
+
+def test_supervised_training_is_checked_before_anything_is_loaded(command: Command) -> None:
+    Path("chats.jsonl").write_text(CHAT, encoding="utf-8")
+    result = command("sft", "config.yaml", "sft.files=[chats.jsonl]", "sft.where=reward>=1", "--dry-run")
+    assert result.exit_code == 0, result.err + result.out
+    for line in ("sft.files: 1 conversations of chats.jsonl", "sft.where: reward>=1", "run folder: run, new"):
+        assert line in result.out
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("sft.files=[]", "sft.files is empty"),
+        ("sft.files=[chat.jsonl]", "'chat.jsonl' does not exist"),
+        (
+            "sft.val_files=[rows.jsonl]",
+            "has no 'messages' (columns: prompt); set data.prompt_key, or sft.messages_key",
+        ),
+        ("sft.where=rewrd>=1", "did you mean 'reward'"),
+        ("model.path=absent", "model.path is 'absent'"),
+    ],
+)
+def test_a_mistake_in_supervised_training_is_named_before_it_starts(
+    command: Command, override: str, complaint: str
+) -> None:
+    Path("chats.jsonl").write_text(CHAT, encoding="utf-8")
+    result = command("sft", "config.yaml", "sft.files=[chats.jsonl]", override)
+    assert result.exit_code == 2
+    assert complaint in result.err
+    assert not Path("run").exists()

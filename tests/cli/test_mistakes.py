@@ -80,6 +80,12 @@ MISTAKES = {
     "torn-line-of-rows": Mistake(
         "train config.yaml data.train_files=[torn.jsonl]", ("torn.jsonl line 2", "not JSON")
     ),
+    "missing-conversations": Mistake(
+        "sft config.yaml sft.files=[chats.jsonl]", ("'chats.jsonl' does not exist", "give")
+    ),
+    "rows-that-are-no-conversations": Mistake(
+        "sft config.yaml sft.files=[columns.jsonl]", ("has no 'messages'", "sft.messages_key")
+    ),
     "empty-rows": Mistake("train config.yaml data.train_files=[empty.jsonl]", ("empty.jsonl", "no rows")),
     "missing-column": Mistake(
         "train config.yaml data.train_files=[columns.jsonl]",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
 from agent_loop.checks.model_files import check_model, check_template
@@ -44,6 +44,9 @@ QUICK_BYTES = 1 << 26
 """Files of rows up to this size are read before a run starts, and larger ones only by `--dry-run`."""
 CONNECT_S = 0.5
 
+Checks: TypeAlias = Mapping[str, Callable[[], str]]
+"""Checks by name. Each returns its result in one line, empty if it does not apply, or raises an `AgentLoopError`."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
@@ -72,9 +75,9 @@ class Finding:
     error: AgentLoopError | None = None
 
 
-def findings(run: PlannedRun) -> Iterator[Finding]:
-    """Run the checks one after the other, and yield the result of each one that applies."""
-    for name, check in _checks(run).items():
+def findings(checks: Checks) -> Iterator[Finding]:
+    """Run checks one after the other, and yield the result of each one that applies."""
+    for name, check in checks.items():
         try:
             found = check()
         except AgentLoopError as error:
@@ -84,18 +87,19 @@ def findings(run: PlannedRun) -> Iterator[Finding]:
                 yield Finding(name, found)
 
 
-def refuse_faults(run: PlannedRun) -> None:
-    """Raise the first error of the checks.
+def refuse_faults(checks: Checks) -> None:
+    """Raise the first error of checks.
 
     Raises:
         AgentLoopError: Something that the run needs is missing or does not fit.
     """
-    for finding in findings(run):
+    for finding in findings(checks):
         if finding.error is not None:
             raise finding.error
 
 
-def _checks(run: PlannedRun) -> Mapping[str, Callable[[], str]]:
+def checks_of(run: PlannedRun) -> Checks:
+    """Return the checks of a run with rollouts."""
     config, multi_turn = run.config, run.config.rollout.multi_turn
     checks: dict[str, Callable[[], str]] = {}
     checks["engine"] = partial(_check_engine, config, connects=run.is_thorough)
@@ -111,7 +115,9 @@ def _checks(run: PlannedRun) -> Mapping[str, Callable[[], str]]:
     checks["model"] = partial(check_model, config)
     checks["chat template"] = partial(check_template, config)
     if run.trains:
-        checks["run folder"] = partial(_check_run_folder, run)
+        checks["run folder"] = partial(
+            check_run_folder, config, resumes=run.resumes, overwrites=run.overwrites
+        )
         if run.is_thorough:
             checks["memory"] = partial(_check_memory, config)
     return checks
@@ -190,13 +196,7 @@ def _check_rows(run: PlannedRun, sources: Sequence[str], *, where: str) -> str:
     if not sources:
         raise ConfigError(f"{where} is empty; give at least one file, or file.py:function")
     data = run.config.data
-    shards = {source: find_shards(source) for source in sources}
-    read = [
-        source
-        for source, files in shards.items()
-        if run.is_thorough
-        or (files is not None and sum(file.path.stat().st_size for file in files) <= QUICK_BYTES)
-    ]
+    read = sources if run.is_thorough else small_sources(sources)
     if not read:
         return f"{', '.join(sources)}, not read"
     rows = load_rows(read, prompt_key=data.prompt_key, workspace=data.workspace)
@@ -207,6 +207,20 @@ def _check_rows(run: PlannedRun, sources: Sequence[str], *, where: str) -> str:
             "give more rows or lower the batch size"
         )
     return f"{len(rows)} rows of {', '.join(read)}"
+
+
+def small_sources(sources: Sequence[str]) -> list[str]:
+    """Return the sources that are files of at most `QUICK_BYTES` together.
+
+    Raises:
+        DataError: A file does not exist.
+    """
+    shards = {source: find_shards(source) for source in sources}
+    return [
+        source
+        for source, files in shards.items()
+        if files is not None and sum(file.path.stat().st_size for file in files) <= QUICK_BYTES
+    ]
 
 
 def _check_reward(run: PlannedRun) -> str:
@@ -250,8 +264,13 @@ def _check_program(entry: LoopEntry, *, key: str) -> None:
             )
 
 
-def _check_run_folder(run: PlannedRun) -> str:
-    folder = Path(run.config.trainer.run_dir)
+def check_run_folder(config: Config, *, resumes: bool, overwrites: bool) -> str:
+    """Return the folder of a training run.
+
+    Raises:
+        ConfigError: It cannot be written, or holds a run that is neither resumed nor overwritten.
+    """
+    folder = Path(config.trainer.run_dir)
     parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         what = "is a file" if not parent.is_dir() else "cannot be written"
@@ -265,12 +284,12 @@ def _check_run_folder(run: PlannedRun) -> str:
         for name, is_there in (("checkpoints", (folder / "checkpoints").exists()), (METRICS_FILE, has_steps))
         if is_there
     ]
-    if written and not run.resumes and not run.overwrites:
+    if written and not resumes and not overwrites:
         raise ConfigError(
             f"trainer.run_dir {str(folder)!r} holds a run already ({' and '.join(written)}); resume it with --resume, "
             "replace it with --overwrite, or set trainer.run_dir to a new folder"
         )
-    return f"{folder}, {'resumed' if written and run.resumes else 'new'}"
+    return f"{folder}, {'resumed' if written and resumes else 'new'}"
 
 
 def _check_memory(config: Config) -> str:

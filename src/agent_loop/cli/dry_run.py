@@ -12,7 +12,7 @@ from agent_loop.config import Config
 from agent_loop.types import Row
 
 if TYPE_CHECKING:
-    from agent_loop.checks.before_start import PlannedRun
+    from agent_loop.checks.before_start import Checks
 
 EXIT_FAULTS = 2
 
@@ -34,22 +34,29 @@ def check_before(settings: Config, *, rows: Sequence[Row], is_dry_run: bool) -> 
     Raises:
         AgentLoopError: Something is missing or does not fit. A dry run prints it instead, and exits with code 2.
     """
-    from agent_loop.checks.before_start import PlannedRun, refuse_faults  # late: keeps `--help` quick
+    from agent_loop.checks.before_start import PlannedRun, checks_of  # late: keeps `--help` quick
 
-    run = PlannedRun(settings, sources={}, rows=list(rows), is_thorough=is_dry_run)
-    if is_dry_run:
-        print_checks(run)
-    else:
-        refuse_faults(run)
+    run_checks(
+        checks_of(PlannedRun(settings, sources={}, rows=list(rows), is_thorough=is_dry_run)),
+        is_dry_run=is_dry_run,
+    )
     return is_dry_run
 
 
-def print_checks(run: PlannedRun) -> None:
-    """Run all checks and print one line for each; exit with code 2 if one fails."""
-    from agent_loop.checks.before_start import findings  # late: keeps `--help` quick
+def run_checks(checks: Checks, *, is_dry_run: bool) -> None:
+    """Run checks. A dry run prints one line for each, and exits with code 2 if one fails.
+
+    Raises:
+        AgentLoopError: A check failed, and this is no dry run.
+    """
+    from agent_loop.checks.before_start import findings, refuse_faults  # late: keeps `--help` quick
+
+    if not is_dry_run:
+        refuse_faults(checks)
+        return
 
     console, num_faults = Console(highlight=False, soft_wrap=True), 0
-    for finding in findings(run):
+    for finding in findings(checks):
         num_faults += finding.error is not None
         mark, style = ("ok", "green") if finding.error is None else ("ERROR", "bold red")
         console.print(f"{mark:5}", style=style, end=" ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -15,8 +16,11 @@ from agent_loop.cli.arguments import (
     ResumeOption,
     read_config,
 )
+from agent_loop.cli.dry_run import DryRunOption, run_checks
 from agent_loop.cli.train import EXIT_INTERRUPTED
 from agent_loop.cli.verbosity import VERBOSITY, print_hint
+from agent_loop.config import Config
+from agent_loop.errors import ConfigError
 from agent_loop.runtime.event_loop import run_to_end
 
 
@@ -27,6 +31,7 @@ def sft_command(
     resume: ResumeOption = False,
     resume_from: ResumeFromOption = None,
     overwrite: OverwriteOption = False,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Train a model on complete conversations, or on stored trajectories (supervised fine-tuning).
 
@@ -40,15 +45,23 @@ def sft_command(
 
         agent-loop sft config.yaml sft.files=[runs/train] "sft.where=[reward>=1]" sft.best_of_group=1
 
+        agent-loop sft config.yaml --dry-run
+
         agent-loop sft config.yaml --resume
     """
     settings = read_config(config, overrides)
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other; give one of them")
+    if dry_run or os.environ.get("RANK", "0") == "0":
+        _check(settings, resume=resume, resume_from=resume_from, overwrite=overwrite, is_dry_run=dry_run)
+    if dry_run:
+        return
 
     # late: keeps `--help` and config errors quick
     from agent_loop.training.rank_process import run_rank
     from agent_loop.training.ranks import is_nonzero_rank
     from agent_loop.training.supervised import SupervisedTrainer
-    from agent_loop.training.supervised.trainer import supervised_config
+    from agent_loop.training.supervised.settings import supervised_config
 
     if is_nonzero_rank():
         run_rank(supervised_config(settings), local_rank=int(os.environ["LOCAL_RANK"]))
@@ -68,3 +81,21 @@ def sft_command(
         f"look at it with: agent-loop view {result.run_dir}; "
         f"export the model with: agent-loop export {result.run_dir} --out FOLDER",
     )
+
+
+def _check(
+    settings: Config, *, resume: bool, resume_from: Path | None, overwrite: bool, is_dry_run: bool
+) -> None:
+    """Check what the run needs before torch is imported, which takes seconds."""
+    from agent_loop.checks.before_start import check_resume_source  # late: as above
+    from agent_loop.checks.before_supervised import supervised_checks
+
+    if resume_from is not None:
+        check_resume_source(resume_from)
+    checks = supervised_checks(
+        settings,
+        resumes=resume or resume_from is not None,
+        overwrites=overwrite,
+        is_thorough=is_dry_run,
+    )
+    run_checks(checks, is_dry_run=is_dry_run)

@@ -16,7 +16,7 @@ from agent_loop.cli.arguments import (
     ResumeOption,
     read_config,
 )
-from agent_loop.cli.dry_run import DryRunOption, print_checks
+from agent_loop.cli.dry_run import DryRunOption, run_checks
 from agent_loop.cli.verbosity import VERBOSITY, print_hint
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError
@@ -91,11 +91,7 @@ def _check(
     settings: Config, *, resume: bool, resume_from: Path | None, overwrite: bool, is_dry_run: bool
 ) -> None:
     """Check what the run needs before torch is imported, which takes seconds."""
-    from agent_loop.checks.before_start import (
-        PlannedRun,
-        check_resume_source,
-        refuse_faults,
-    )  # late: as above
+    from agent_loop.checks.before_start import PlannedRun, check_resume_source, checks_of  # late: as above
 
     if resume_from is not None:
         check_resume_source(resume_from)
@@ -111,7 +107,4 @@ def _check(
         overwrites=overwrite,
         is_thorough=is_dry_run,
     )
-    if is_dry_run:
-        print_checks(run)
-    else:
-        refuse_faults(run)
+    run_checks(checks_of(run), is_dry_run=is_dry_run)

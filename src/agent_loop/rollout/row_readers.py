@@ -106,7 +106,8 @@ def _refuse_bad_header(header: list[str], *, path: Path, prompts: Collection[str
         wanted, given = " or ".join(map(repr, sorted(prompts))), ", ".join(name[:40] for name in header)
         raise DataError(
             f"the first line of {path} is its header, and names no column {wanted} (columns: {given}); add a header, "
-            "separated by commas, or set data.prompt_key to the column with the prompt"
+            "separated by commas, or set data.prompt_key, or sft.messages_key for conversations, to the column with "
+            "the messages"
         )
 
 

@@ -182,8 +182,8 @@ def _with_prompt(row: Any, *, where: str, prompt_key: str) -> dict[str, Any]:
         near = get_close_matches(prompt_key, columns, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise DataError(
-            f"{where} has no {prompt_key!r} (columns: {names}); set data.prompt_key to the column with the "
-            f"prompt{hint}"
+            f"{where} has no {prompt_key!r} (columns: {names}); set data.prompt_key, or sft.messages_key for "
+            f"conversations, to the column with the messages{hint}"
         )
     prepared = (
         columns

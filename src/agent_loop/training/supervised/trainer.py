@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.config import AlgorithmConfig, Config, PlacementConfig
+from agent_loop.config import Config
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.components import load_template
 from agent_loop.runtime.threads import run_in_thread
@@ -35,6 +35,7 @@ from agent_loop.training.run_folder import (
     prepare_run_folder,
 )
 from agent_loop.training.supervised.examples import Examples, ExampleSampler, batches, load_examples
+from agent_loop.training.supervised.settings import supervised_config
 from agent_loop.training.timing import StepClock
 
 
@@ -111,33 +112,6 @@ class SupervisedTrainer:
             )
             stack.enter_context(interrupt.listening())
             return await loop.run(checkpoint, interrupt=interrupt, notes=notes or ())
-
-
-def supervised_config(config: Config) -> Config:
-    """Return the settings of a supervised run: without critic and reference model, at temperature 1."""
-    if not config.sft.files:
-        raise ConfigError(
-            "sft.files is empty; give at least one file of conversations, or the folder of a run"
-        )
-    if config.trainer.val_every is not None and not config.sft.val_files:
-        raise ConfigError(
-            "validation is switched on but sft.val_files is empty; give it conversations, or unset trainer.val_every"
-        )
-    return config.model_copy(
-        update={
-            "algorithm": AlgorithmConfig(),
-            "actor": config.actor.model_copy(update={"kl_loss_coef": 0.0, "reference_path": None}),
-            "rollout": config.rollout.model_copy(
-                update={
-                    "engine": "embedded",  # there are no servers, so the trainer takes the first devices
-                    "temperature": 1.0,
-                    "prompt_length": 1,
-                    "response_length": config.sft.max_tokens,
-                }
-            ),
-            "placement": PlacementConfig(),
-        }
-    )
 
 
 class _Loop:
