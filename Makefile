@@ -8,7 +8,7 @@ PARALLEL := -n 2 --dist worksteal
 # Tests of real processes are retried once, and the summary lists every retry.
 RETRY := --reruns 1 -rR
 
-.PHONY: help install install-ray install-integrations install-browser install-docs install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-verl test-containers test-gpu check format bench bench-verl docs test-docs clean
+.PHONY: help install install-ray install-integrations install-browser install-docs install-extras install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-verl test-containers test-gpu check format bench bench-verl docs test-docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,6 +39,10 @@ install-ray: $(INSTALLED)-ray
 install-integrations: $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb
 
 install-docs: $(INSTALLED)-docs
+
+install-extras: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,ray,trl,mlflow,wandb,browser,docs]"
+	@touch $(addprefix $(INSTALLED)-,ray trl mlflow wandb browser docs)
 
 install-browser: $(INSTALLED)-browser
 	bash tests/viewer/install_browser.sh
