@@ -22,15 +22,29 @@ def browser() -> Iterator[Any]:
         yield browser
 
 
+is_frozen = False
+unfreeze = gc.unfreeze
+
+
 def pytest_collection_finish() -> None:
-    freeze_modules()
+    """Keep the garbage collector from the objects of imported modules and collected tests, millions that stay."""
+    gc.unfreeze = note_unfreeze
+    freeze()
 
 
 def pytest_runtest_teardown() -> None:
-    if not gc.get_freeze_count():  # the test has trained, and a training unfreezes all objects at its end
-        freeze_modules()
+    if not is_frozen:  # the test has trained, and a training unfreezes all objects at its end
+        freeze()
 
 
-def freeze_modules() -> None:
-    """Keep the garbage collector from the objects of imported modules and collected tests, millions that stay."""
+def freeze() -> None:
+    global is_frozen
     gc.freeze()
+    is_frozen = True
+
+
+def note_unfreeze() -> None:
+    """Unfreeze all objects. `gc.get_freeze_count` would count them one by one after each test."""
+    global is_frozen
+    unfreeze()
+    is_frozen = False
