@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-pytestmark = [pytest.mark.verl, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 OURS = "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=agent_loop.integrations.verl.VerlAgentLoopManager"
@@ -28,7 +28,8 @@ trainer.device=cpu trainer.n_gpus_per_node=1 +ray_kwargs.ray_init.num_gpus=1 ray
 transfer_queue.backend.SimpleStorage.num_data_storage_units=1
 trainer.total_training_steps=2 trainer.test_freq=2 trainer.save_freq=-1 trainer.logger=[console,file]
 data.train_batch_size=2 data.max_prompt_length=400 data.max_response_length=24 data.dataloader_num_workers=0
-algorithm.adv_estimator=grpo reward.custom_reward_function.path=reward.py reward.custom_reward_function.name=score
+algorithm.adv_estimator=grpo reward.num_workers=1
+reward.custom_reward_function.path=reward.py reward.custom_reward_function.name=score
 actor_rollout_ref.model.use_remove_padding=False actor_rollout_ref.model.enable_gradient_checkpointing=False
 +actor_rollout_ref.model.override_config.attn_implementation=sdpa
 actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.use_torch_compile=False
