@@ -3,6 +3,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# What suites in .venv need beside the tools of development.
+EXTRAS := ray,trl,mlflow,wandb,browser,docs
+COMMA := ,
+EXTRAS_INSTALLED := $(addprefix $(INSTALLED)-,$(subst $(COMMA), ,$(EXTRAS)))
 # Each worker runs neighbouring tests, which share fixtures; one that is done takes half of what the other has left.
 PARALLEL := -n 2 --dist worksteal
 # Tests of real processes are retried once, and the summary lists every retry.
@@ -41,8 +45,8 @@ install-integrations: $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb
 install-docs: $(INSTALLED)-docs
 
 install-extras: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,ray,trl,mlflow,wandb,browser,docs]"
-	@touch $(addprefix $(INSTALLED)-,ray trl mlflow wandb browser docs)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,$(EXTRAS)]"
+	@touch $(EXTRAS_INSTALLED)
 
 install-browser: $(INSTALLED)-browser
 	bash tests/viewer/install_browser.sh
@@ -74,7 +78,7 @@ test-containers: install-containers  ## Run the tests in containers of Podman; i
 test-gpu: $(INSTALLED)  ## Check the package on a GPU in stages, and print a table of verdicts; see docs/gpu.md.
 	$(BIN)/python -m tests.gpu
 
-$(INSTALLED)-ray $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb $(INSTALLED)-browser $(INSTALLED)-docs: $(INSTALLED)-%: $(INSTALLED)
+$(EXTRAS_INSTALLED): $(INSTALLED)-%: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,$*]"
 	@touch $@
 

@@ -70,8 +70,6 @@ def _descriptions(section: type[BaseModel]) -> dict[str, str]:
             match field, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
                     found[name] = " ".join(words.split())
-                case _:
-                    pass
     return found
 
 

@@ -1,18 +1,14 @@
-"""What all tests share."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.viewer.browser import open_browser
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""Threads of torch in each process: the workers of pytest and what they start keep all cores busy."""
 
 
 @pytest.fixture(scope="session")

@@ -97,15 +97,15 @@ def _import_file(path: Path, *, key: str) -> ModuleType:
     name = f"{USER_MODULE}{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{key}: {str(path)!r} cannot be imported as Python")
+    loader = _SourceLoader(name, str(path))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None  # the loader gives one
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

@@ -97,7 +97,7 @@ def tiny_config(recipe: Path, folder: Path, *, whole: bool = False) -> Path:
     Args:
         recipe: The recipe.
         folder: Folder of the project.
-        whole: Whether all devices of the recipe are used; otherwise everything is in one process.
+        whole: Whether all devices of the recipe are used; otherwise one server and at most two training processes.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -115,13 +115,12 @@ def tiny_config(recipe: Path, folder: Path, *, whole: bool = False) -> Path:
     cast(Any, torch).manual_seed(0)
     make.from_config(known.for_model(sizes.pop("model_type"), **sizes)).save_pretrained(folder / "model")
 
-    processes = values["trainer"]["num_processes"] if whole else 1
+    processes = values["trainer"]["num_processes"] if whole else min(2, values["trainer"]["num_processes"])
     servers = values["rollout"]["num_servers"] if whole else 1
-    values["placement"] = {"split": {"servers": servers, "trainer": processes}} if whole else {}
+    values["placement"] = {"split": {"servers": servers, "trainer": processes}}
     values["data"] = base["data"]
     values["model"] |= {"path": "model", "device": "auto"}
-    values["rollout"] = {**base["rollout"], "engine": "embedded_process" if whole else "embedded"}
-    values["rollout"]["num_servers"] = servers
+    values["rollout"] = {**base["rollout"], "engine": "embedded_process", "num_servers": servers}
     values["reward"] = base["reward"]
     values["actor"]["max_tokens_per_micro_batch"] = 256
     values["trainer"] = {**base["trainer"], "total_steps": 1, "num_processes": processes}
@@ -148,7 +147,8 @@ def train(path: Path) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_trains_a_tiny_model_of_the_same_architecture(recipe: Path, tmp_path: Path) -> None:
-    train(tiny_config(recipe, tmp_path))
+    seen = train(tiny_config(recipe, tmp_path))
+    assert seen["servers"] == [["0"]]
 
 
 @pytest.mark.slow

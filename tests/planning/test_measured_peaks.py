@@ -7,8 +7,15 @@ import sys
 
 import pytest
 
-MODELS = ["llama, float32", "qwen3, bfloat16", "mistral, LoRA"]
-"""Models with few parts of their own. The benchmark measures all of its models."""
+MODELS = [
+    "llama, float32",
+    "qwen2, tied, large vocabulary",
+    "qwen3, selective checkpointing",
+    "qwen3, bfloat16",
+    "mistral, LoRA",
+    "qwen3_moe, 16 experts",
+]
+"""The benchmark has more models."""
 
 
 @pytest.mark.slow

@@ -32,17 +32,14 @@ class EngineActor:
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **more: Any
     ) -> replica.TokenOutput:
-        from agent_loop.types import SamplingParams
+        from tests.verl.harness import completion
 
-        params = {name: value for name, value in sampling_params.items() if name != "logprobs"}
-        output = await self._server.generate(
-            np.array(prompt_ids, np.int32), SamplingParams.parse(params), request_id
-        )
-        return replica.TokenOutput(
-            token_ids=output.token_ids,
-            log_probs=output.log_probs,
-            stop_reason="completed",
-            extra_fields={"global_steps": self._global_steps},
+        return await completion(
+            self._server,
+            request_id,
+            prompt_ids=prompt_ids,
+            sampling_params=sampling_params,
+            global_steps=self._global_steps,
         )
 
     async def update_weights(self, weights: dict[str, Any], global_steps: int) -> None:

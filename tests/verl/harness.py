@@ -17,6 +17,8 @@ from verl.workers.rollout.replica import TokenOutput
 
 from agent_loop.integrations.verl.manager.batch import joined
 from agent_loop.integrations.verl.manager.worker import VerlRolloutWorker
+from agent_loop.servers.embedded.server import EmbeddedServer
+from agent_loop.types import SamplingParams
 from tests.helpers import encoded, small_tokenizer
 
 CONFIG = Path(verl.trainer.config.__file__).parent / "_generated_ppo_trainer.yaml"
@@ -55,6 +57,25 @@ class ScriptedClient:
                 "max_global_steps": self._global_steps,
             },
         )
+
+
+async def completion(
+    server: EmbeddedServer,
+    request_id: str,
+    *,
+    prompt_ids: list[int],
+    sampling_params: dict[str, Any],
+    **fields: Any,
+) -> TokenOutput:
+    """Return an embedded engine's completion as verl's servers return it, with extra fields."""
+    params = {name: value for name, value in sampling_params.items() if name != "logprobs"}
+    output = await server.generate(np.array(prompt_ids, np.int32), SamplingParams.parse(params), request_id)
+    return TokenOutput(
+        token_ids=output.token_ids,
+        log_probs=output.log_probs,
+        stop_reason="completed",
+        extra_fields=fields,
+    )
 
 
 class RewardWorker:

@@ -23,9 +23,8 @@ from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.embedded.server import EmbeddedServer
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.types import SamplingParams
 from tests.helpers import hermes_template, small_tokenizer, text_reply
-from tests.verl.harness import assert_same, verl_config
+from tests.verl.harness import assert_same, completion, verl_config
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
 
@@ -48,16 +47,12 @@ class EngineClient:
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **more: Any
     ) -> TokenOutput:
-        params = {name: value for name, value in sampling_params.items() if name != "logprobs"}
-        params["max_tokens"] = min(MAX_TOKENS, params.get("max_tokens", MAX_TOKENS))
-        output = await self._server.generate(
-            np.array(prompt_ids, np.int32), SamplingParams.parse(params), request_id
-        )
-        return TokenOutput(
-            token_ids=output.token_ids,
-            log_probs=output.log_probs,
-            stop_reason="completed",
-            extra_fields=dict(VERSIONS),
+        params = {
+            **sampling_params,
+            "max_tokens": min(MAX_TOKENS, sampling_params.get("max_tokens", MAX_TOKENS)),
+        }
+        return await completion(
+            self._server, request_id, prompt_ids=prompt_ids, sampling_params=params, **VERSIONS
         )
 
 

@@ -85,5 +85,5 @@ def test_two_steps_of_verls_trainer_update_the_weights_that_sample(
         assert (
             ours[step]["training/rollout_probs_diff_max"] < 1e-3
         )  # sampled with the weights that are trained
-        assert verls[step].keys() - ours[step].keys() == set()
+        assert verls[step].keys() <= ours[step].keys()
     assert ours[2].keys() >= ours[0].keys()  # validation after the last step

@@ -27,7 +27,7 @@ from agent_loop.rollout.components import load_loops, load_reward_function
 from agent_loop.rollout.row_sources import find_shards
 from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.factory import ENGINES, REMOTE_ENGINES, find_server_class
-from agent_loop.storage.metrics_file import METRICS_FILE
+from agent_loop.storage.metrics_file import written_parts
 from agent_loop.tools.registry import BUILTIN_TOOLS, load_tools
 from agent_loop.training.learnable import refuse_without_reward
 from agent_loop.training.registry import ESTIMATORS, POLICY_LOSSES, SAMPLERS
@@ -115,9 +115,7 @@ def checks_of(run: PlannedRun) -> Checks:
     checks["model"] = partial(check_model, config)
     checks["chat template"] = partial(check_template, config)
     if run.trains:
-        checks["run folder"] = partial(
-            check_run_folder, config, resumes=run.resumes, overwrites=run.overwrites
-        )
+        checks["run folder"] = partial(check_run_dir, config, resumes=run.resumes, overwrites=run.overwrites)
         if run.is_thorough:
             checks["memory"] = partial(_check_memory, config)
     return checks
@@ -210,7 +208,7 @@ def _check_rows(run: PlannedRun, sources: Sequence[str], *, where: str) -> str:
 
 
 def small_sources(sources: Sequence[str]) -> list[str]:
-    """Return the sources that are files of at most `QUICK_BYTES` together.
+    """Return the sources whose files have at most `QUICK_BYTES` together.
 
     Raises:
         DataError: A file does not exist.
@@ -264,7 +262,7 @@ def _check_program(entry: LoopEntry, *, key: str) -> None:
             )
 
 
-def check_run_folder(config: Config, *, resumes: bool, overwrites: bool) -> str:
+def check_run_dir(config: Config, *, resumes: bool, overwrites: bool) -> str:
     """Return the folder of a training run.
 
     Raises:
@@ -277,13 +275,7 @@ def check_run_folder(config: Config, *, resumes: bool, overwrites: bool) -> str:
         raise ConfigError(
             f"trainer.run_dir is {str(folder)!r}, but {str(parent)!r} {what}; give another folder"
         )
-    metrics = folder / METRICS_FILE
-    has_steps = metrics.is_file() and metrics.stat().st_size > 0
-    written = [
-        name
-        for name, is_there in (("checkpoints", (folder / "checkpoints").exists()), (METRICS_FILE, has_steps))
-        if is_there
-    ]
+    written = written_parts(folder)
     if written and not resumes and not overwrites:
         raise ConfigError(
             f"trainer.run_dir {str(folder)!r} holds a run already ({' and '.join(written)}); resume it with --resume, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from agent_loop.checks.before_start import Checks, check_run_folder, small_sources
+from agent_loop.checks.before_start import Checks, check_run_dir, small_sources
 from agent_loop.checks.model_files import check_model, check_template
 from agent_loop.config import Config
 from agent_loop.rollout.rows import load_rows
@@ -26,10 +26,10 @@ def supervised_checks(config: Config, *, resumes: bool, overwrites: bool, is_tho
     return {
         "sft.files": partial(_check_training, config, is_thorough=is_thorough),
         "sft.val_files": partial(_check_examples, config, sft.val_files, is_thorough=is_thorough),
-        "sft.where": partial(_check_conditions, [sft.where] if isinstance(sft.where, str) else sft.where),
+        "sft.where": partial(_check_conditions, sft.conditions),
         "model": partial(check_model, config),
         "chat template": partial(check_template, config),
-        "run folder": partial(check_run_folder, config, resumes=resumes, overwrites=overwrites),
+        "run folder": partial(check_run_dir, config, resumes=resumes, overwrites=overwrites),
     }
 
 

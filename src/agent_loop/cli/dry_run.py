@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from agent_loop.config import Config
+from agent_loop.errors import ConfigError
 from agent_loop.types import Row
 
 if TYPE_CHECKING:
@@ -40,6 +43,40 @@ def check_before(settings: Config, *, rows: Sequence[Row], is_dry_run: bool) -> 
         checks_of(PlannedRun(settings, sources={}, rows=list(rows), is_thorough=is_dry_run)),
         is_dry_run=is_dry_run,
     )
+    return is_dry_run
+
+
+def check_training(
+    checks_of: Callable[[bool], Checks],
+    *,
+    resume: bool,
+    resume_from: Path | None,
+    overwrite: bool,
+    is_dry_run: bool,
+) -> bool:
+    """Check what a training needs before torch is imported. Of several processes, that of rank 0 does.
+
+    Args:
+        checks_of: Returns the checks. Its argument is whether the run is resumed.
+        resume: Whether the run in the folder is resumed.
+        resume_from: Checkpoint or run to resume from.
+        overwrite: Whether the run may replace another one.
+        is_dry_run: Whether the checks are all that was asked for.
+
+    Returns:
+        `is_dry_run`.
+
+    Raises:
+        AgentLoopError: As for `check_before`.
+    """
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other; give one of them")
+    if is_dry_run or os.environ.get("RANK", "0") == "0":
+        from agent_loop.checks.before_start import check_resume_source  # late: keeps `--help` quick
+
+        if resume_from is not None:
+            check_resume_source(resume_from)
+        run_checks(checks_of(resume or resume_from is not None), is_dry_run=is_dry_run)
     return is_dry_run
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from functools import partial
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -16,12 +17,14 @@ from agent_loop.cli.arguments import (
     ResumeOption,
     read_config,
 )
-from agent_loop.cli.dry_run import DryRunOption, run_checks
+from agent_loop.cli.dry_run import DryRunOption, check_training
 from agent_loop.cli.train import EXIT_INTERRUPTED
 from agent_loop.cli.verbosity import VERBOSITY, print_hint
 from agent_loop.config import Config
-from agent_loop.errors import ConfigError
 from agent_loop.runtime.event_loop import run_to_end
+
+if TYPE_CHECKING:
+    from agent_loop.checks.before_start import Checks
 
 
 def sft_command(
@@ -50,11 +53,13 @@ def sft_command(
         agent-loop sft config.yaml --resume
     """
     settings = read_config(config, overrides)
-    if resume and overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other; give one of them")
-    if dry_run or os.environ.get("RANK", "0") == "0":
-        _check(settings, resume=resume, resume_from=resume_from, overwrite=overwrite, is_dry_run=dry_run)
-    if dry_run:
+    if check_training(
+        partial(_checks, settings, overwrites=overwrite, is_thorough=dry_run),
+        resume=resume,
+        resume_from=resume_from,
+        overwrite=overwrite,
+        is_dry_run=dry_run,
+    ):
         return
 
     # late: keeps `--help` and config errors quick
@@ -83,19 +88,7 @@ def sft_command(
     )
 
 
-def _check(
-    settings: Config, *, resume: bool, resume_from: Path | None, overwrite: bool, is_dry_run: bool
-) -> None:
-    """Check what the run needs before torch is imported, which takes seconds."""
-    from agent_loop.checks.before_start import check_resume_source  # late: as above
-    from agent_loop.checks.before_supervised import supervised_checks
+def _checks(settings: Config, resumes: bool, *, overwrites: bool, is_thorough: bool) -> Checks:
+    from agent_loop.checks.before_supervised import supervised_checks  # late: as above
 
-    if resume_from is not None:
-        check_resume_source(resume_from)
-    checks = supervised_checks(
-        settings,
-        resumes=resume or resume_from is not None,
-        overwrites=overwrite,
-        is_thorough=is_dry_run,
-    )
-    run_checks(checks, is_dry_run=is_dry_run)
+    return supervised_checks(settings, resumes=resumes, overwrites=overwrites, is_thorough=is_thorough)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from functools import partial
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -16,11 +16,13 @@ from agent_loop.cli.arguments import (
     ResumeOption,
     read_config,
 )
-from agent_loop.cli.dry_run import DryRunOption, run_checks
+from agent_loop.cli.dry_run import DryRunOption, check_training
 from agent_loop.cli.verbosity import VERBOSITY, print_hint
 from agent_loop.config import Config
-from agent_loop.errors import ConfigError
 from agent_loop.runtime.event_loop import run_to_end
+
+if TYPE_CHECKING:
+    from agent_loop.checks.before_start import Checks
 
 EXIT_INTERRUPTED = 130
 
@@ -54,11 +56,13 @@ def train_command(
         torchrun --nproc-per-node 4 -m agent_loop train config.yaml
     """
     settings = read_config(config, overrides)
-    if resume and overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other; give one of them")
-    if dry_run or os.environ.get("RANK", "0") == "0":
-        _check(settings, resume=resume, resume_from=resume_from, overwrite=overwrite, is_dry_run=dry_run)
-    if dry_run:
+    if check_training(
+        partial(_checks, settings, overwrites=overwrite, is_thorough=dry_run),
+        resume=resume,
+        resume_from=resume_from,
+        overwrite=overwrite,
+        is_dry_run=dry_run,
+    ):
         return
 
     # late: keeps `--help` and config errors quick
@@ -87,14 +91,9 @@ def train_command(
     )
 
 
-def _check(
-    settings: Config, *, resume: bool, resume_from: Path | None, overwrite: bool, is_dry_run: bool
-) -> None:
-    """Check what the run needs before torch is imported, which takes seconds."""
-    from agent_loop.checks.before_start import PlannedRun, check_resume_source, checks_of  # late: as above
+def _checks(settings: Config, resumes: bool, *, overwrites: bool, is_thorough: bool) -> Checks:
+    from agent_loop.checks.before_start import PlannedRun, checks_of  # late: as above
 
-    if resume_from is not None:
-        check_resume_source(resume_from)
     wants_validation = settings.trainer.val_every is not None or settings.trainer.val_before_train
     sources = {"data.train_files": settings.data.train_files}
     if wants_validation:
@@ -103,8 +102,8 @@ def _check(
         settings,
         sources=sources,
         trains=True,
-        resumes=resume or resume_from is not None,
-        overwrites=overwrite,
-        is_thorough=is_dry_run,
+        resumes=resumes,
+        overwrites=overwrites,
+        is_thorough=is_thorough,
     )
-    run_checks(checks_of(run), is_dry_run=is_dry_run)
+    return checks_of(run)

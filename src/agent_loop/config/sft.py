@@ -35,3 +35,8 @@ class SftConfig(Section):
     """Passes over the conversations in `agent-loop sft`; None trains for `trainer.total_steps`."""
     every: Positive | None = None
     """Number of steps of `agent-loop train` after which it takes one supervised optimiser step. None takes none."""
+
+    @property
+    def conditions(self) -> list[str]:
+        """The conditions of `where`."""
+        return [self.where] if isinstance(self.where, str) else self.where

@@ -1,4 +1,4 @@
-"""Reader of the metrics file of a run."""
+"""Metrics file of a run: its reader, and what else the folder holds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file in a run's folder."""
 CONFIG_FILE = "config.yaml"
 """Name of the file with a run's settings, in the same folder."""
+CHECKPOINTS_FOLDER = "checkpoints"
+"""Name of the folder of a run's checkpoints, in the same folder."""
+
+
+def written_parts(run_dir: Path) -> list[str]:
+    """Return the names of what a run has written to its folder. A run that ended in its first step wrote nothing."""
+    metrics = run_dir / METRICS_FILE
+    has_steps = metrics.is_file() and metrics.stat().st_size > 0
+    found = ((CHECKPOINTS_FOLDER, (run_dir / CHECKPOINTS_FOLDER).exists()), (METRICS_FILE, has_steps))
+    return [name for name, is_there in found if is_there]
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

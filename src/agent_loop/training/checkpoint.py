@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from agent_loop.errors import CheckpointError
+from agent_loop.storage.metrics_file import CHECKPOINTS_FOLDER
 from agent_loop.storage.whole_file import sync_to_disk
 from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.manifest import find_damage, manifest_form, manifest_of, read_manifest
@@ -240,7 +241,7 @@ def open_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkp
 
 def checkpoints_folder(run_dir: Path) -> Path:
     """Return the folder of a run's checkpoints."""
-    return run_dir / "checkpoints"
+    return run_dir / CHECKPOINTS_FOLDER
 
 
 def config_digest(config: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import yaml
 from agent_loop.config import Config
 from agent_loop.errors import CheckpointError, ConfigError
 from agent_loop.storage.files import drop_steps_after
-from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE
+from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE, written_parts
 from agent_loop.training.checkpoint import (
     Checkpoint,
     checkpoints_folder,
@@ -61,17 +61,11 @@ def check_run_folder(run_dir: Path, *, checkpoint: Checkpoint | None, overwrite:
         ConfigError: A new run would write to the folder of another run.
         CheckpointError: The folder has later checkpoints than the one to resume from.
     """
-    metrics = run_dir / METRICS_FILE
-    has_steps = (
-        metrics.exists() and metrics.stat().st_size > 0
-    )  # a run that ended in its first step wrote none
-    folders = [checkpoints_folder(run_dir)] if checkpoints_folder(run_dir).exists() else []
-    written = [*folders, *([metrics] if has_steps else [])]
+    written = written_parts(run_dir)
     if checkpoint is None and written and not overwrite:
-        names = " and ".join(path.name for path in written)
         raise ConfigError(
-            f"trainer.run_dir {str(run_dir)!r} holds a run already ({names}); resume it, overwrite it, or set "
-            "trainer.run_dir to a new folder"
+            f"trainer.run_dir {str(run_dir)!r} holds a run already ({' and '.join(written)}); resume it, overwrite "
+            "it, or set trainer.run_dir to a new folder"
         )
     if checkpoint is not None:
         later = [path.name for path in list_checkpoints(run_dir) if step_of(path) > checkpoint.step]

@@ -98,7 +98,7 @@ def batches(examples: Sequence[Trajectory], *, batch_size: int, pad_token_id: in
 def _stored(source: str, *, config: SftConfig, template: ChatTemplate) -> list[Sequence[Segment]]:
     return stored_segments(
         source,
-        where=[config.where] if isinstance(config.where, str) else config.where,
+        where=config.conditions,
         best_of_group=config.best_of_group,
         tokenizer=template.tokenizer,
     )
