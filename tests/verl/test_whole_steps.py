@@ -6,10 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
+
+from agent_loop.storage import StoredRun
+from agent_loop.viewer.source import RunSource
 
 pytest.importorskip("verl")
 
@@ -49,7 +54,7 @@ def score(data_source, solution_str, ground_truth, extra_info=None, **more):
 
 def train(folder: Path, *settings: str, model: Path, rows: Path) -> list[dict[str, Any]]:
     """Run verl's training command in a new folder, and return the metrics that it logged, from step 0 on."""
-    folder.mkdir()
+    (folder / "run").mkdir(parents=True)
     (folder / "reward.py").write_text(REWARD)
     files = [
         f"data.train_files={rows}",
@@ -60,13 +65,13 @@ def train(folder: Path, *settings: str, model: Path, rows: Path) -> list[dict[st
     done = subprocess.run(
         [sys.executable, "-m", "verl.trainer.main_ppo", *SETTINGS.split(), *files, *settings],
         cwd=folder,
-        env={**os.environ, **PLUGINS, "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")},
+        env={**os.environ, **PLUGINS, "VERL_FILE_LOGGER_PATH": str(folder / "run" / "metrics.jsonl")},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     return [line["data"] for line in lines]
 
@@ -76,7 +81,9 @@ def test_two_steps_of_verls_trainer_update_the_weights_that_sample(
     use_v1: bool, model: Path, gsm8k: Path, tmp_path: Path
 ) -> None:
     trainer = f"trainer.use_v1={use_v1}"
-    ours = train(tmp_path / "ours", trainer, OURS, model=model, rows=gsm8k)
+    run_dir = tmp_path / "ours" / "run"
+    folder = f"+agent_loop_config.trainer.run_dir={run_dir}"
+    ours = train(tmp_path / "ours", trainer, OURS, folder, model=model, rows=gsm8k)
     verls = train(tmp_path / "verls", trainer, model=model, rows=gsm8k)
 
     assert ours[0] == pytest.approx(verls[0])  # a greedy validation
@@ -87,3 +94,21 @@ def test_two_steps_of_verls_trainer_update_the_weights_that_sample(
         )  # sampled with the weights that are trained
         assert verls[step].keys() <= ours[step].keys()
     assert ours[2].keys() >= ours[0].keys()  # validation after the last step
+
+    assert_stored(run_dir, ours)
+
+
+def assert_stored(run_dir: Path, metrics: list[dict[str, Any]]) -> None:
+    """Assert that a run folder has the trajectories of all steps, and verl's metrics, for the viewer."""
+    rows = [row for file in StoredRun(run_dir).files() for row in StoredRun(file.path).rows()]
+    trained = {(row["step"], row["group"], row["rollout"]) for row in rows if row["split"] == "train"}
+    assert trained == set(product((1, 2), range(2), range(4)))
+    assert {row["step"] for row in rows if row["split"] == "val"} == {0, 2}
+    assert {row["staleness"] for row in rows} == {0}
+    for step in (1, 2):
+        rewards = [row["reward"] for row in rows if (row["split"], row["step"]) == ("train", step)]
+        assert metrics[step]["critic/score/mean"] == pytest.approx(mean(rewards))
+    source = RunSource(run_dir)
+    lines = source.metrics()["lines"]
+    assert [line.get("reward/mean") for line in lines] == [line.get("critic/score/mean") for line in metrics]
+    assert source.config()["data"]["train_batch_size"] == 2

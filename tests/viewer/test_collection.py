@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from agent_loop.storage.metrics_file import read_metrics
 from agent_loop.training.evaluation import RunGroup, compare_metric, read_run, read_summary
 from agent_loop.viewer.collection import RunCollection
 from agent_loop.viewer.collection_app import create_collection_app
@@ -179,6 +180,23 @@ def test_any_query_gets_a_response_or_a_client_error(client: TestClient) -> None
                 reply = client.get(f"/api/{name}?{query}")
                 assert reply.status_code in (200, 400, 404), (name, field, value[:80], reply.text[:200])
     assert client.get("/run/%2e%2e/api/state").status_code == 404
+
+
+def test_the_metrics_of_verls_file_logger_have_the_names_of_this_package(tmp_path: Path) -> None:
+    lines = [
+        {"step": 1, "data": {"critic/score/mean": 0.25, "actor/grad_norm": 2.0}},
+        {"step": 2, "data": {"critic/score/mean": 0.5, "val-core/openai/gsm8k/reward/mean@1": 0.75}},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+    record = RunRecord(tmp_path)
+    assert record.latest() == {"step": 2, "reward/mean": 0.5}
+    assert record.curves() == {
+        "reward/mean": {1: 0.25, 2: 0.5},
+        "actor/grad_norm": {1: 2.0},
+        "val-core/openai/gsm8k/reward/mean@1": {2: 0.75},
+    }
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_damaged_configuration_or_metrics_file_does_not_hide_the_other_runs(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 FOLDER = "trajectories"
 """Folder of the files in a run's folder."""
-_NAME = re.compile(r"(?P<split>[a-z]+)-(?P<step>\d{6,})\.parquet")
+_NAME = re.compile(r"(?P<split>[a-z]+)(?:\.[\w-]+)?-(?P<step>\d{6,})\.parquet")
 _NUMBER = re.compile(r"(\d+)\.parquet$")
 
 
@@ -22,9 +22,16 @@ class StepFile:
     step: int
 
 
-def step_path(run_dir: Path, *, split: str, step: int) -> Path:
-    """Return the path of a step's trajectories, such as `trajectories/train-000012.parquet`."""
-    return run_dir / FOLDER / f"{split}-{step:06d}.parquet"
+def step_path(run_dir: Path, *, split: str, step: int, part: str = "") -> Path:
+    """Return the path of a step's trajectories, such as `trajectories/train-000012.parquet`.
+
+    Args:
+        run_dir: The run's folder.
+        split: `train` or `val`.
+        step: The step.
+        part: Name of one of several files of the step, such as `0-1` for `train.0-1-000012.parquet`.
+    """
+    return run_dir / FOLDER / f"{split}{part and f'.{part}'}-{step:06d}.parquet"
 
 
 def step_files(run_dir: Path) -> list[StepFile]:

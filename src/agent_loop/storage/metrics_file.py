@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from agent_loop.errors import DataError
 
@@ -15,6 +15,18 @@ CONFIG_FILE = "config.yaml"
 """Name of the file with a run's settings, in the same folder."""
 CHECKPOINTS_FOLDER = "checkpoints"
 """Name of the folder of a run's checkpoints, in the same folder."""
+
+VERLS_NAMES = {
+    "critic/score/mean": "reward/mean",
+    "critic/score/min": "reward/min",
+    "critic/score/max": "reward/max",
+    "num_turns/mean": "rollout/num_turns/mean",
+    "response_length/mean": "rollout/response_length/mean",
+    "response_length/max": "rollout/response_length/max",
+    "actor/pg_loss": "actor/loss",
+    "actor/pg_clipfrac": "actor/clip_fraction",
+}
+"""Names here of metrics of verl's trainer. Other metrics of verl keep their names."""
 
 
 def written_parts(run_dir: Path) -> list[str]:
@@ -41,4 +53,13 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             raise DataError(
                 f"{path} line {number} is not JSON ({error.msg}); correct that line, or copy the file again"
             ) from error
-        yield values
+        yield metrics_of(values)
+
+
+def metrics_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the step and the metrics of a line. The `file` logger of verl nests the metrics, under its own names."""
+    nested = line.get("data")
+    if not isinstance(nested, Mapping):
+        return dict(line)
+    metrics = cast(Mapping[str, Any], nested)
+    return {"step": line.get("step")} | {VERLS_NAMES.get(name, name): metrics[name] for name in metrics}

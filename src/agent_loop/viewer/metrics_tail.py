@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from agent_loop.storage.metrics_file import metrics_of
+
 
 @dataclass(frozen=True, slots=True)
 class NewMetrics:
@@ -51,5 +53,5 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(values, dict):
         return None
-    metrics = cast(dict[str, Any], values)
+    metrics = metrics_of(cast(dict[str, Any], values))
     return metrics if isinstance(metrics.get("step"), int) else None

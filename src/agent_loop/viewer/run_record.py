@@ -13,7 +13,7 @@ import yaml
 
 from agent_loop.errors import DataError
 from agent_loop.runtime.numeric import as_finite_number
-from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE
+from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE, metrics_of
 from agent_loop.training.evaluation import SUMMARY_FILE, EvaluationSummary, TrainingRun, read_summary
 from agent_loop.training.loggers import flat
 from agent_loop.training.metrics import REWARD_MEAN, STEP, VALIDATION
@@ -143,8 +143,9 @@ def _latest_in_tail(path: Path, num_bytes: int) -> tuple[dict[str, float], bool]
         except ValueError:
             continue
         if isinstance(values, dict):
-            missing = LISTED & cast(dict[str, Any], values).keys() - latest.keys()
-            latest |= _numbers({name: values[name] for name in missing})
+            metrics = metrics_of(cast(dict[str, Any], values))
+            missing = LISTED & metrics.keys() - latest.keys()
+            latest |= _numbers({name: metrics[name] for name in missing})
         if latest.keys() == LISTED:
             break
     return latest, start == 0

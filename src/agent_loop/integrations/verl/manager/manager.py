@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from agent_loop.distributed.ray_module import load_ray
 from agent_loop.integrations.verl.manager.batch import joined
+from agent_loop.integrations.verl.manager.stored import RunFolder, batch_name
 from agent_loop.integrations.verl.manager.verl_package import load_verl
 from agent_loop.integrations.verl.manager.worker import VerlRolloutWorker
 
@@ -25,10 +26,12 @@ class VerlAgentLoopManager:
 
     Args:
         workers: Actors of `VerlRolloutWorker`.
+        folder: Folder of the run's trajectories.
     """
 
-    def __init__(self, workers: Sequence[Any]) -> None:
+    def __init__(self, workers: Sequence[Any], *, folder: RunFolder) -> None:
         self._workers = workers
+        self._folder = folder
 
     @classmethod
     def create(
@@ -50,9 +53,10 @@ class VerlAgentLoopManager:
                 actor_class.options(
                     name=f"agent_loop_worker_{number}_{uuid4().hex[:8]}",
                     scheduling_strategy=affinity(node_id=nodes[number % len(nodes)], soft=True),
-                ).remote(config, llm_client, teacher_client, reward_loop_worker_handles)
+                ).remote(config, llm_client, teacher_client, reward_loop_worker_handles, number=number)
                 for number in range(config.actor_rollout_ref.rollout.agent.num_workers)
-            ]
+            ],
+            folder=RunFolder(config),
         )
 
     def _generate(self, prompts: Any) -> Any:
@@ -72,16 +76,19 @@ class VerlAgentLoopManager:
         if "priority" not in prompts.non_tensor_batch:
             prompts.non_tensor_batch["priority"] = np.arange(len(prompts), dtype=np.int64)
         bounds = _bounds(len(prompts), len(self._workers))
+        uids = prompts.non_tensor_batch.get("uid", range(len(prompts)))
+        places = self._folder.places(batch_name(prompts.meta_info), list(uids))
         calls = [
-            worker.generate_batch.remote(prompts[start:end])
+            worker.generate_batch.remote(prompts[start:end], places=places[start:end])
             for worker, (start, end) in zip(self._workers, bounds, strict=False)
         ]
         return joined([await call for call in calls])
 
     def _start_batch(self, prompts: Any) -> None:
         bounds = _bounds(len(prompts), len(self._workers))
+        first = self._folder.first_group(batch_name(prompts), num_groups=len(prompts))
         calls = [
-            worker.start_batch.remote(prompts[start:end])
+            worker.start_batch.remote(prompts[start:end], first_group=first + start)
             for worker, (start, end) in zip(self._workers, bounds, strict=False)
         ]
         load_ray().get(calls)

@@ -31,6 +31,10 @@ class VerlRecord:
         self.is_greedy = is_greedy
         self.trajectories: list[Trajectory] = []
         """The finished trajectory, or its branches."""
+        self.outputs: Sequence[Any] = ()
+        """The same in verl's form, scored."""
+        self.place: tuple[int, int] = (0, 0)
+        """Group and rollout within the step."""
         self.begin()
 
     def begin(self) -> None:

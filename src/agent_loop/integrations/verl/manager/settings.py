@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -38,6 +39,12 @@ def read_settings(config: DictConfig) -> Config:
             settings, cast(Mapping[str, Any], OmegaConf.to_container(own, resolve=True))
         )
     return Config.model_validate(settings)
+
+
+def run_dir_of(config: DictConfig) -> Path | None:
+    """Return the folder for the run's trajectories; None unless `agent_loop_config.trainer.run_dir` is set."""
+    path = OmegaConf.select(config, f"{OWN_SECTION}.trainer.run_dir")
+    return None if path is None else Path(str(path)).absolute()
 
 
 def _rollout_settings(rollout: Any) -> dict[str, Any]:

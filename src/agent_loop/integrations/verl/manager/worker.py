@@ -21,6 +21,7 @@ from agent_loop.integrations.verl.manager.record import RECORD, VerlRecord
 from agent_loop.integrations.verl.manager.rows import KnownNames, make_row, read_batch, read_tensordict
 from agent_loop.integrations.verl.manager.scoring import VerlParts, positions_of
 from agent_loop.integrations.verl.manager.settings import read_settings
+from agent_loop.integrations.verl.manager.stored import BatchName, TrajectoryFiles, batch_name
 from agent_loop.integrations.verl.manager.tools import load_tools
 from agent_loop.integrations.verl.manager.verl_package import load_verl
 from agent_loop.rollout.manager import AgentLoopManager
@@ -39,6 +40,7 @@ class VerlRolloutWorker:
         llm_client: verl's client of its LLM servers.
         teacher_client: verl's clients of teachers, for distillation.
         reward_loop_worker_handles: verl's reward workers. None leaves scoring to the trainer.
+        number: Number of the worker.
 
     Raises:
         ConfigError: A setting, loop or tool is invalid.
@@ -50,6 +52,8 @@ class VerlRolloutWorker:
         llm_client: Any,
         teacher_client: Any = None,
         reward_loop_worker_handles: Any = None,
+        *,
+        number: int = 0,
     ) -> None:
         settings = read_settings(config)
         rollout = config.actor_rollout_ref.rollout
@@ -88,6 +92,7 @@ class VerlRolloutWorker:
         self._widths = columns.Widths(
             rollout.prompt_length, rollout.response_length, self._parts.tokenizer.pad_token_id or 0
         )
+        self._files = TrajectoryFiles(config, tokenizer=self._parts.tokenizer, worker=number)
         self._labels = count()
         self._starting = asyncio.Lock()
         self._is_started = False
@@ -96,23 +101,29 @@ class VerlRolloutWorker:
 
     # -- V0: a DataProto in, a DataProto out -------------------------------------------------------------------------
 
-    async def generate_batch(self, batch: Any) -> Any:
+    async def generate_batch(self, batch: Any, *, places: Sequence[tuple[int, int]] | None = None) -> Any:
         """Run one trajectory for each row of a `DataProto`, and return verl's batch of them.
 
         A failed trajectory has its tokens so far with a mask of 0. Its score is the mean of its group, which leaves
         the advantages of the group's others as they are; in validation its score is 0.
 
+        Args:
+            batch: The rows.
+            places: Group and rollout of each row within its step. None makes each row a group.
+
         Raises:
             RolloutError: More trajectories failed than `rollout.max_failed_share` of this package allows.
             DataError: A loop returned several outputs, which only V1 supports.
         """
-        validate = bool(batch.meta_info.get("validate", False))
+        name = batch_name(batch.meta_info)
+        validate = name.validate
         rows: list[Row] = []
         for values in read_batch(batch):
             is_greedy = not bool(values.pop("__do_sample__", True)) and not validate
             rows.append(make_row(values, self._names, is_greedy=is_greedy))
         records: list[VerlRecord] = [row[RECORD] for row in rows]
-        outputs: dict[int, Any] = {}
+        for number, record in enumerate(records):
+            record.place = places[number] if places else (number, 0)
 
         async def finish(number: int) -> None:
             record = records[number]
@@ -121,13 +132,14 @@ class VerlRolloutWorker:
                     f"agent loop {record.agent_name!r} returned {len(record.trajectories)} outputs for one row; return "
                     "one, or set trainer.use_v1=true"
                 )
-            outputs[number] = output = outputs_in_verls_form(record)[0]
+            record.outputs = [output] = outputs_in_verls_form(record)
             output.extra_fields["raw_prompt"] = record.row["raw_prompt"]
             if not record.is_failed:
                 await self._parts.score([output], record.row, validate=validate)
 
         await self._run(rows, validate=validate, finish=finish)
-        ordered = [outputs[number] for number in range(len(rows))]
+        await self._files.write(name, records)
+        ordered = [record.outputs[0] for record in records]
         failed = [number for number, record in enumerate(records) if record.is_failed]
         self._refuse_failures(records, failed)
         for number in failed:
@@ -197,24 +209,30 @@ class VerlRolloutWorker:
 
     # -- V1: a TensorDict in, entries of TransferQueue out -----------------------------------------------------------
 
-    async def start_batch(self, batch: Any) -> None:
-        """Start the trajectories of a `TensorDict`, and return without waiting. They go to the queue as they end."""
-        validate = bool(batch["validate"]) if "validate" in batch else False
+    async def start_batch(self, batch: Any, *, first_group: int = 0) -> None:
+        """Start the trajectories of a `TensorDict`, and return without waiting. They go to the queue as they end.
+
+        Args:
+            batch: The prompts.
+            first_group: Number of the first prompt within its step.
+        """
+        name = batch_name(batch)
+        validate = name.validate
         rows: list[Row] = []
         sizes: dict[str, int] = {}
-        for values in read_tensordict(batch):
+        for group, values in enumerate(read_tensordict(batch), start=first_group):
             values.pop("validate", None)
             n = int(values.pop("__rollout_n__", self._val_n if validate else self._n))
             is_greedy = not bool(values.pop("__do_sample__", True)) and not validate
             sizes[str(values["uid"])] = n
-            rows += [
-                make_row({**values, "session_id": session}, self._names, is_greedy=is_greedy)
-                for session in range(n)
-            ]
+            for session in range(n):
+                row = make_row({**values, "session_id": session}, self._names, is_greedy=is_greedy)
+                row[RECORD].place = (group, session)
+                rows.append(row)
         writer = self._writer("val" if validate else "train")
         await writer.put([QueueEntry(uid, {"status": "running"}) for uid in sizes])
         task = asyncio.get_running_loop().create_task(
-            self._run_to_queue(rows, sizes=sizes, validate=validate, writer=writer)
+            self._run_to_queue(rows, sizes=sizes, name=name, writer=writer)
         )
         self._running.add(task)  # the event loop keeps no reference
         task.add_done_callback(self._running.discard)
@@ -224,7 +242,7 @@ class VerlRolloutWorker:
         rows: Sequence[Row],
         *,
         sizes: Mapping[str, int],
-        validate: bool,
+        name: BatchName,
         writer: QueueWriter,
     ) -> None:
         left, failed = dict(sizes), set[str]()
@@ -233,7 +251,7 @@ class VerlRolloutWorker:
             record: VerlRecord = rows[number][RECORD]
             uid = str(record.row["uid"])
             try:
-                entries = await self._entries(record, validate=validate)
+                entries = await self._entries(record, validate=name.validate)
             except Exception:  # the group fails, as in verl
                 logger.exception("the score of a trajectory of uid=%s failed", uid)
                 entries = []
@@ -242,12 +260,15 @@ class VerlRolloutWorker:
             else:
                 failed.add(uid)
             left[uid] -= 1
+            if not any(left.values()):
+                # before the trainer knows that the batch has ended
+                await self._files.write(name, [row[RECORD] for row in rows])
             if not left[uid]:
                 status = "failure" if uid in failed else "finished"
                 await writer.put([QueueEntry(uid, {"status": status})])
 
         try:
-            await self._run(rows, validate=validate, finish=finish)
+            await self._run(rows, validate=name.validate, finish=finish)
         except Exception:  # nobody awaits this task; verl's trainer reads the statuses
             logger.exception("a batch failed")
             await writer.put([QueueEntry(uid, {"status": "failure"}) for uid, num in left.items() if num])
@@ -259,7 +280,7 @@ class VerlRolloutWorker:
             trace = failure.traceback if failure else ""
             logger.error("a trajectory of uid=%s failed: %s", record.row["uid"], trace)
             return []
-        outputs = outputs_in_verls_form(record)
+        record.outputs = outputs = outputs_in_verls_form(record)
         await self._parts.score(outputs, record.row, validate=validate)
         last = outputs[-1]
         if last.reward_score is not None:
