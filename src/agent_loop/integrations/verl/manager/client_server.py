@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from uuid import uuid4
 
 from agent_loop.errors import BadServerReply
 from agent_loop.integrations.verl.manager.record import GREEDY, current_record
@@ -106,25 +107,29 @@ class SessionClient:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        rollout = client.config.actor_rollout_ref.rollout
+        self._has_priorities = rollout.name == "vllm"  # as in verl
+        self._has_stable_ids = bool(rollout.get("full_determinism", False))
         self._leases: dict[str, tuple[str, Any]] = {}
         """Name and handle of each session's server."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **options: Any
     ) -> Any:
-        """Sample one completion, as verl's client does."""
+        """Sample one completion, as verl's client does.
+
+        Each argument of a call of an actor costs time, so images and videos, which are None here, are left out.
+        """
         if request_id not in self._leases:
             self._leases[request_id] = await self._client._acquire_server(request_id)
-        if self._client.config.actor_rollout_ref.rollout.name != "vllm":
-            options.pop("priority", None)  # as in verl
+        if not self._has_priorities:
+            options.pop("priority", None)
         _, server = self._leases[request_id]
         try:
             output = await server.generate.remote(
-                request_id=self._client._vllm_request_id(request_id),
+                request_id=request_id if self._has_stable_ids else uuid4().hex,
                 prompt_ids=prompt_ids,
                 sampling_params=sampling_params,
-                image_data=None,
-                video_data=None,
                 **options,
             )
         except BaseException:
