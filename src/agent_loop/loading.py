@@ -15,6 +15,8 @@ from typing import Any
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.runtime.user_frames import short_traceback
 
+VERL_MODULES = "agent_loop.integrations.verl.import_names"
+"""Module that offers verl's names to code that imports them."""
 USER_MODULE = "agent_loop_user_"
 """Start of the names of modules that were imported from a file."""
 
@@ -46,15 +48,19 @@ def load_object(reference: str, *, key: str) -> Any:
 def load_module(source: str, *, key: str) -> ModuleType:
     """Import a module by its dotted name, or a file by its path. A file is imported once.
 
-    A file may import modules of its folder, which is appended to `sys.path`.
+    A file may import modules of its folder, which is appended to `sys.path`. If verl is not installed, imports from it
+    get the names of `agent_loop.integrations.verl`.
 
     Raises:
         ConfigError: The module or file does not exist, or the import raised.
     """
     try:
-        return (
-            _import_file(Path(source), key=key) if source.endswith(".py") else importlib.import_module(source)
-        )
+        try:
+            return _import(source, key=key)
+        except ModuleNotFoundError as error:
+            if error.name != "verl" or not importlib.import_module(VERL_MODULES).offer():
+                raise
+        return _import(source, key=key)
     except ConfigError:
         raise
     except Exception as error:
@@ -88,6 +94,10 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _import(source: str, *, key: str) -> ModuleType:
+    return _import_file(Path(source), key=key) if source.endswith(".py") else importlib.import_module(source)
 
 
 def _import_file(path: Path, *, key: str) -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -153,3 +154,7 @@ class AgentData:
             part for content in contents if isinstance(content, list) for part in cast(list[Any], content)
         ]
         return [part[kind] for part in parts if isinstance(part, dict) and kind in part]
+
+
+current_agent_data: ContextVar[AgentData | None] = ContextVar("current_agent_data", default=None)
+"""State of the trajectory whose tool loop is running, for tools that read it. None in other loops."""

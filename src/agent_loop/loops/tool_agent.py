@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from agent_loop.episode import Completion, Episode, EpisodeStopped
 from agent_loop.errors import EpisodeError, ToolBug
 from agent_loop.interactions.selection import read_interaction_name
-from agent_loop.loops.agent_data import AgentData
+from agent_loop.loops.agent_data import AgentData, current_agent_data
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.runtime.describe import describe_value
@@ -43,6 +43,7 @@ class ToolAgentLoop(AgentLoopBase):
         self._invalid_turns = 0
         self.state = state = AgentState.PENDING
         self.agent_data = self._new_agent_data(row)
+        current_agent_data.set(self.agent_data)
         async with self.agent_data as agent_data:
             while state is not AgentState.TERMINATED:
                 self.state = agent_data.state = state

@@ -1,5 +1,5 @@
-"""Classes and functions with verl's names. Code for verl's agent loop runs after its imports are changed to this
-module.
+"""Classes and functions with verl's names. Code for verl's agent loop runs with its own imports where verl is not
+installed, and with imports from this module everywhere.
 
 ```python
 from agent_loop.integrations.verl import AgentLoopBase, AgentLoopOutput, register, rollout_trace_op, simple_timer
@@ -55,6 +55,7 @@ from agent_loop.tracing import rollout_trace_attr as rollout_trace_attr
 from agent_loop.tracing import rollout_trace_op as rollout_trace_op
 from agent_loop.trajectory import AgentLoopMetrics as AgentLoopMetrics
 from agent_loop.types import AgentState as AgentState
+from agent_loop.types import TokenOutput as TokenOutput
 
 AsyncLLMServerManager = LLMServerClient
 """Name of `LLMServerClient` in earlier versions of verl."""

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from agent_loop import trajectory
 from agent_loop.errors import EpisodeError, did_you_mean
 from agent_loop.integrations.verl.configuration import verl_config
+from agent_loop.integrations.verl.continuous_tokens import USE_EPISODE, ContinuousTokens
 from agent_loop.integrations.verl.parsing import CallsOnlyToolParser, ToolParser
 from agent_loop.loops import base
 from agent_loop.servers.completion_memory import RememberingServerManager
@@ -63,7 +64,7 @@ class _VerlLoopMeta(ABCMeta):
         return loop
 
 
-class AgentLoopBase(base.AgentLoopBase, metaclass=_VerlLoopMeta):
+class AgentLoopBase(ContinuousTokens, base.AgentLoopBase, metaclass=_VerlLoopMeta):
     """`agent_loop.AgentLoopBase` with verl's constructor and attributes.
 
     `config` is an OmegaConf `DictConfig` with the settings of the run under verl's names.
@@ -109,6 +110,9 @@ class SampledTokens(list[int]):
         self.stop_reason = output.stop_reason
         self.weight_version = output.weight_version
         self.num_preempted = output.num_preempted
+        self.routed_experts = None
+        version = output.weight_version
+        self.extra_fields = dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps"), version)
 
 
 class LLMServerClient:
@@ -128,9 +132,7 @@ class LLMServerClient:
         """
         for name, value in media.items():
             if value:
-                raise EpisodeError(
-                    f"generate got {name}; use self.episode(messages), which takes images and videos"
-                )
+                raise EpisodeError(f"generate got {name}; {USE_EPISODE}")
         params = {name: value for name, value in sampling_params.items() if name != "logprobs"}
         return SampledTokens(
             await self._manager.generate(request_id, prompt_ids=list(prompt_ids), sampling_params=params)

@@ -12,6 +12,7 @@ from typing import Any, Self, cast
 from uuid import uuid4
 
 from agent_loop.errors import ConfigError
+from agent_loop.loops.agent_data import current_agent_data
 from agent_loop.tools import base
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.registry import load_tools
@@ -72,6 +73,8 @@ class _VerlToolMeta(ABCMeta):
         tool: Any = super().__call__(*args, **kwargs)
         if cls.create is not BaseTool.create:
             tool.create = partial(_create, tool.create, inspect.signature(tool.create).parameters)
+        if _takes(inspect.signature(tool.execute).parameters, "agent_data"):
+            tool.execute = partial(_execute, tool.execute)
         return tool
 
 
@@ -79,7 +82,8 @@ class BaseTool(base.BaseTool, metaclass=_VerlToolMeta):
     """`agent_loop.BaseTool` with verl's interface.
 
     `tool_schema` has attributes, and may come from `get_openai_tool_schema`. `execute` has a default. `create` receives
-    the row's `create_kwargs` as single arguments, and also as `create_kwargs` if it accepts that argument.
+    the row's `create_kwargs` as single arguments, and also as `create_kwargs` if it accepts that argument. `execute`
+    receives the `agent_data` of the tool loop if it accepts that argument.
     """
 
     def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any] | None = None) -> None:
@@ -110,11 +114,19 @@ async def _create(
     **kwargs: Any,
 ) -> Any:
     """Call a tool's `create` with the arguments of the row, in the form that its signature accepts."""
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-    if not takes_any and "create_kwargs" not in takes:
+    if not _takes(takes, "create_kwargs"):
         return await create(*args, **kwargs)
-    known = kwargs if takes_any else {name: value for name, value in kwargs.items() if name in takes}
+    known = {name: value for name, value in kwargs.items() if _takes(takes, name)}
     return await create(*args, **{"create_kwargs": kwargs, **known})
+
+
+async def _execute(execute: Callable[..., Awaitable[Any]], /, *args: Any, **kwargs: Any) -> Any:
+    return await execute(*args, **{"agent_data": current_agent_data.get(), **kwargs})
+
+
+def _takes(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:
+    """Return whether a function accepts a keyword argument."""
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 class InstanceId(str):
