@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from agent_loop.cli.view import _are_several
 from agent_loop.storage.metrics_file import read_metrics
 from agent_loop.training.evaluation import RunGroup, compare_metric, read_run, read_summary
 from agent_loop.viewer.collection import RunCollection
@@ -180,6 +181,18 @@ def test_any_query_gets_a_response_or_a_client_error(client: TestClient) -> None
                 reply = client.get(f"/api/{name}?{query}")
                 assert reply.status_code in (200, 400, 404), (name, field, value[:80], reply.text[:200])
     assert client.get("/run/%2e%2e/api/state").status_code == 404
+
+
+def test_a_folder_with_one_run_shows_this_run_until_there_are_more(tmp_path: Path) -> None:
+    write_training(tmp_path / "a b", rate=RATES["low"], seed=0)
+    client = TestClient(create_collection_app(RunCollection([tmp_path]), hosts=None))
+    first = client.get("/")
+    assert first.url.path == "/run/a b/"
+    assert first.status_code == 200
+    write_training(tmp_path / "c", rate=RATES["low"], seed=1)
+    assert client.get("/").url.path == "/"
+    assert _are_several([tmp_path])
+    assert not _are_several([tmp_path / "c"])
 
 
 def test_the_metrics_of_verls_file_logger_have_the_names_of_this_package(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def view_command(
         str | None,
         typer.Option(
             "--server",
-            help="Server for forks of trajectories with an edited turn: the URL of a vLLM or SGLang server, or `run` "
-            "for the engine in the settings of the run.",
+            help="Server for forks of trajectories with an edited turn: the URL of a vLLM, SGLang or "
+            "`agent-loop serve` server, or `run` for the engine in the settings of the run.",
             show_default=False,
         ),
     ] = None,
@@ -112,7 +112,7 @@ def view_command(
 
 
 def _are_several(paths: Sequence[Path]) -> bool:
-    """Return whether the paths lead to several runs.
+    """Return whether the paths lead to several runs, or to a folder of runs, which may get more.
 
     Raises:
         DataError: One of several paths leads to none.
@@ -121,7 +121,8 @@ def _are_several(paths: Sequence[Path]) -> bool:
         for path in paths:
             if not find_runs([path]) or not path.exists():
                 raise DataError(explain(path, wanted="folders of runs or evaluations"))
-    return len(find_runs(paths)) > 1
+    found = find_runs(paths)
+    return len(found) > 1 or (len(found) == 1 and found[0] != paths[0])
 
 
 def _exit(stopped_by: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -45,6 +46,13 @@ def create_collection_app(collection: RunCollection, *, hosts: Iterable[str] | N
         source = source_of(request)
         return by_run.setdefault(request.path_params["run"], Evaluations(lambda: {"": source.path}))
 
+    def page(_: Request) -> Response:
+        """Return the page of all runs. As long as there is only one, go to its own."""
+        keys = list(collection.folders())
+        if len(keys) == 1:
+            return RedirectResponse(f"{RUN_PATH.format(run=quote(keys[0]))}/")
+        return Response(first_page(RUNS_PAGE, home="runs"), media_type=media_type(RUNS_PAGE))
+
     readers: dict[str, Callable[[Request], Any]] = {
         "runs": lambda _: collection.runs(),
         "metric-names": lambda _: metric_names(collection),
@@ -56,7 +64,7 @@ def create_collection_app(collection: RunCollection, *, hosts: Iterable[str] | N
         "prompt": lambda request: prompts.prompt(text_of(request, "digest")),
     }
     routes = [
-        Route("/", _page),
+        Route("/", page),
         Route("/static/{name}", static_file),
         *(Route(f"/api/{name}", endpoint(read)) for name, read in readers.items()),
         *evaluation_routes(lambda _: evaluations),
@@ -66,10 +74,6 @@ def create_collection_app(collection: RunCollection, *, hosts: Iterable[str] | N
         Route(f"{RUN_PATH}/api/what-if", endpoint(lambda _: {"problem": NO_FORKS, "token": None})),
     ]
     return finished_app(routes, hosts=hosts)
-
-
-def _page(_: Request) -> Response:
-    return Response(first_page(RUNS_PAGE, home="runs"), media_type=media_type(RUNS_PAGE))
 
 
 def _redirect(request: Request) -> Response:

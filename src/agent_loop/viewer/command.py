@@ -79,7 +79,8 @@ def view_collection(
     hosts = answered_hosts(host)
     with free_listener(host, port) as listener:
         url = base_url(listener, host=host).removesuffix("v1")
-        console.print(f"{num_runs} runs at [bold]{url}[/]", highlight=False, soft_wrap=True)
+        named = "1 run" if num_runs == 1 else f"{num_runs} runs"
+        console.print(f"{named} at [bold]{url}[/]", highlight=False, soft_wrap=True)
         console.print("Ctrl-C stops the viewer; the runs continue.", highlight=False)
         if opens_browser:
             _open(url)

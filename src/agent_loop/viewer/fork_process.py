@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config, load_config
 from agent_loop.errors import AgentLoopError, DataError
 from agent_loop.recording.recorded_responses import RecordedResponses, extract_responses
@@ -20,14 +21,18 @@ from agent_loop.rollout.components import load_template
 from agent_loop.rollout.replay import replay_trajectory
 from agent_loop.runtime.describe import one_line
 from agent_loop.runtime.event_loop import exit_process, run_to_end
-from agent_loop.servers.factory import REMOTE_ENGINES
+from agent_loop.storage.metrics_file import CHECKPOINTS_FOLDER
 from agent_loop.storage.reading import to_trajectory
 from agent_loop.storage.run import StoredRun
 from agent_loop.storage.writer import write_trajectories
+from agent_loop.training.export import evaluated_model
 from agent_loop.types import TokenOutput
 from agent_loop.viewer.fork_job import ForkJob
 
 MAX_MESSAGE = 600
+TOKEN_ENGINES = frozenset({"sglang"})
+"""Engines whose servers take token ids in their own form alone. Others have `/v1/completions`, which changes nothing in
+the server."""
 
 
 def run_fork(job: ForkJob) -> None:
@@ -37,7 +42,7 @@ def run_fork(job: ForkJob) -> None:
         AgentLoopError: The trajectory cannot be forked at this turn, or the settings do not fit.
     """
     config = load_config(Path(job.config))
-    config = load_config(Path(job.config), overrides=_overrides(config, job.server_url))
+    config = load_config(Path(job.config), overrides=_overrides(config, job))
     stored = StoredRun(Path(job.file)).trajectory(job.split, job.step, job.trajectory_id)
     old = to_trajectory(stored)
     recorded = _with_text(extract_responses(old), job, config)
@@ -51,12 +56,17 @@ def run_fork(job: ForkJob) -> None:
     )
 
 
-def _overrides(config: Config, server_url: str | None) -> Sequence[str]:
-    if server_url is None:
-        return ["rollout.num_servers=1"]
-    engine = config.rollout.engine if config.rollout.engine in REMOTE_ENGINES else "openai"
-    kept = [] if engine == config.rollout.engine else ["rollout.engine_kwargs={}"]
-    return [f"rollout.server_urls=[{server_url}]", f"rollout.engine={engine}", *kept]
+def _overrides(config: Config, job: ForkJob) -> Sequence[str]:
+    """Return the settings of the server, and of the model: the run's last checkpoint, if it has any."""
+    run_dir = Path(job.config).parent
+    model = [f"model.path={evaluated_model(run_dir)}"] if (run_dir / CHECKPOINTS_FOLDER).is_dir() else []
+    if job.server_url is None:
+        return ["rollout.num_servers=1", *model]
+    urls = f"rollout.server_urls=[{job.server_url}]"
+    if config.rollout.engine in TOKEN_ENGINES:
+        return [urls]
+    kept = [] if config.rollout.engine == "openai" else ["rollout.engine_kwargs={}"]
+    return [urls, "rollout.engine=openai", *kept, *model]
 
 
 def _with_text(recorded: RecordedResponses, job: ForkJob, config: Config) -> RecordedResponses:
@@ -67,14 +77,21 @@ def _with_text(recorded: RecordedResponses, job: ForkJob, config: Config) -> Rec
             f"turn {job.turn} does not exist; {job.trajectory_id} has {num_turns} turns of the model"
         )
     template = load_template(config)
-    ids = template.encoder.encode(job.text)
-    sampled = deserialize_completion(recorded.completions[job.turn - 1]).token_ids
+    turn = recorded.completions[job.turn - 1]
+    sampled = deserialize_completion(turn).token_ids
+    if job.text != template.decode(sampled):  # unedited text may encode to other tokens
+        turn = serialize_completion(TokenOutput(_edited(job.text, template, sampled=sampled), None, "stop"))
+    before = recorded.before(job.turn)
+    return replace(before, completions=[*before.completions, turn])
+
+
+def _edited(text: str, template: ChatTemplate, *, sampled: Sequence[int]) -> list[int]:
+    """Return the tokens of an edited turn, with the end of the turn."""
+    ids = template.encoder.encode(text)
     if not ids or ids[-1] not in template.end_ids:
         ends = [*sampled[-1:], *sorted(template.end_ids)]
         ids += [end for end in ends if end in template.end_ids][:1]
-    before = recorded.before(job.turn)
-    turn = serialize_completion(TokenOutput(ids, None, "stop"))
-    return replace(before, completions=[*before.completions, turn])
+    return ids
 
 
 def main() -> None:
