@@ -6,15 +6,19 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from fastapi import FastAPI
-
-from agent_loop.gateway.app import create_gateway_app
 from agent_loop.gateway.gateway import Gateway
 from agent_loop.gateway.session import Session
 from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.serving.process import listening
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -77,7 +81,9 @@ class _GatewayServer:
     async def _open(self) -> None:
         async with self.lock:
             if not self.url:
-                self.app = create_gateway_app(self.gateway)
+                # late: FastAPI takes most of a second, and programs are also checked without a gateway
+                module = await run_in_thread(partial(import_module, "agent_loop.gateway.app"))
+                self.app = module.create_gateway_app(self.gateway)
                 self.url = await self.stack.enter_async_context(listening(self.app))
 
     async def _close_if_unused(self) -> None:
