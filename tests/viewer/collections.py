@@ -52,6 +52,7 @@ def write_training(folder: Path, *, rate: float, seed: int) -> Path:
     for step in range(1, NUM_STEPS + 1):
         reward = min(1.0, step / NUM_STEPS * (0.4 if rate < 5e-6 else 0.9) + 0.05 * seed)
         metrics: dict[str, Any] = {"step": step, "reward/mean": reward, "actor/entropy": 1 / step}
+        metrics["reward/success_share"] = reward
         rows = [row for group in (0, 1) for n in range(4) for row in _rows(step, group, n, random)]
         write_rows(folder / "trajectories" / f"train-{step:06d}.parquet", rows, step=step)
         if step % 3 == 0:

@@ -88,6 +88,46 @@ def test_curves_have_bands_over_seeds_that_can_be_replaced_by_single_runs(page: 
     assert "metric=entropy" in page.url
 
 
+def test_each_run_of_a_group_has_its_own_line_and_name(page: Any, viewer: Viewer) -> None:
+    page.goto(f"{viewer.url}#/runs?band=runs")
+    chart = page.locator(".chart", has_text="reward / mean").first
+    chart.locator("path.line").nth(3).wait_for()
+    names = [name.split()[0] for name in chart.locator(".readout > span").all_inner_texts()]
+    assert sorted(names) == ["high-0", "high-1", "low-0", "low-1"]
+    looks = {
+        chart.locator("path.line")
+        .nth(place)
+        .evaluate(
+            "(line) => { const { stroke, strokeDasharray } = getComputedStyle(line); return stroke + strokeDasharray }"
+        )
+        for place in range(4)
+    }
+    assert len(looks) == 4
+    assert chart.locator(".stroke-key line").count() == 4
+
+
+def test_the_interval_of_a_share_stays_between_0_and_1(page: Any, viewer: Viewer) -> None:
+    page.goto(f"{viewer.url}#/runs?band=interval&metric=success")
+    chart = page.locator(".chart", has_text="reward / success share")
+    chart.locator("path.band").nth(1).wait_for()
+    ticks = [
+        float(text.removesuffix(" %")) for text in chart.locator(".tick").all_text_contents() if "%" in text
+    ]
+    assert 0 <= min(ticks) < max(ticks) <= 100
+
+
+def test_the_last_values_stay_open(page: Any, viewer: Viewer) -> None:
+    open_page(page, viewer, "runs")
+    page.locator("summary", has_text="Last values").click()
+    opened = page.locator("details[open]", has_text="Last values")
+    opened.locator("td", has_text=" of 6").first.wait_for()
+    page.get_by_label("Find a metric").fill("entropy")
+    opened.locator("tbody th", has_text="actor/entropy").first.wait_for()
+    page.wait_for_url("**last=open**")
+    page.reload()
+    opened.locator("tbody th", has_text="actor/entropy").first.wait_for()
+
+
 def test_only_settings_that_differ_are_shown(page: Any, viewer: Viewer) -> None:
     open_page(page, viewer, "runs")
     rows = page.locator(".differences tbody tr").all_inner_texts()
@@ -123,15 +163,17 @@ def test_an_evaluation_opens_with_its_scores_and_categories(page: Any, collectio
         page.locator(".categories tbody tr").nth(11).wait_for()
         page.get_by_role("link", name="3", exact=True).click()
         page.locator(".pair-grid .turn-cell", has_text="Part 3 is on shelf 4.").first.wait_for()
+        page.locator(".prompt-line", has_text=prompt_of(3)).wait_for()
 
 
 def test_flips_show_both_conversations_beside_each_other(page: Any, viewer: Viewer) -> None:
     page.goto(viewer.url + FLIPS)
-    page.locator("main", has_text="7 rows pass now and did not, 1 row fails now and did not").wait_for()
+    page.locator("main", has_text="7 rows pass that failed before; 1 row fails that passed before").wait_for()
     page.get_by_role("button", name="now fail (1)").click()
     page.locator("table tbody tr", has_text="now fails").locator("a").click()
     cells = page.locator(".pair-grid .turn-cell")
     cells.nth(1).wait_for()
+    assert page.locator(".prompt-line").inner_text() == prompt_of(3)
     assert "Part 3 is on shelf 3." in cells.nth(0).inner_text()
     assert "Part 3 is on shelf 4." in cells.nth(1).inner_text()
     assert "flip=fail" in page.url
@@ -142,8 +184,8 @@ def test_flips_show_both_conversations_beside_each_other(page: Any, viewer: View
 def test_validations_of_two_steps_of_a_run_are_compared(page: Any, viewer: Viewer) -> None:
     open_page(page, viewer, "validations")
     page.get_by_role("link", name="flips").click()
-    page.locator("main", has_text="6 rows pass now").or_(
-        page.locator("main", has_text="6 rows fail now")
+    page.locator("main", has_text="6 rows pass that failed").or_(
+        page.locator("main", has_text="6 rows fail that passed")
     ).wait_for()
 
 

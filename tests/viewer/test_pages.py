@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agent_loop.viewer.export import write_export
 from tests.viewer.browser import Viewer, serious_faults, shoot, viewing
-from tests.viewer.synthetic import add_step, write_run
+from tests.viewer.synthetic import PIECES, add_step, trajectory_rows, write_rows, write_run
 
 pytestmark = pytest.mark.browser
 
@@ -163,6 +165,40 @@ def test_leaving_a_trajectory_while_it_loads_does_not_change_the_next_address(
 def test_bytes_of_one_character_are_shown_together(page: Any, small_viewer: Viewer) -> None:
     open_page(page, small_viewer.url, "tokens")
     page.locator(".tokens", has_text="€").wait_for()
+
+
+def test_a_turn_whose_message_is_empty_shows_the_text_of_its_tokens(page: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=1)
+    (row,) = trajectory_rows(1, group=0, rollout=0, random=np.random.default_rng(0), num_turns=1)
+    messages = [*json.loads(row["messages"])[:-1], {"role": "assistant", "content": ""}]
+    changed = {**row, "messages": json.dumps(messages), "seconds": row["seconds"] + 1.0}
+    write_rows(run / "trajectories" / "train-000001.parquet", [changed], step=1)
+    text = "".join(
+        PIECES[token] for token in row["response_ids"][3:] if isinstance(PIECES[token], str)
+    ).strip()
+    with viewing(run) as viewer:
+        page.goto(f"{viewer.url}#/trajectory?split=train&step=1&id=group%3D0%2Frollout%3D0")
+        page.locator(".message .token-text", has_text="no content and no tool call").wait_for()
+        assert "€" in page.locator(".token-text pre").inner_text()
+        assert text.split()[-1] in page.locator(".token-text pre").inner_text()
+        times = page.locator("dl.numbers").first.inner_text().split("\n")
+        assert times[-2:] == ["other", "1.01 s"]
+        page.goto(f"{viewer.url}#/group?split=train&step=1&group=0")
+        page.locator(".turn-cell .token-text pre", has_text="€").wait_for()
+
+
+def test_a_fork_shows_the_elapsed_time_and_marks_an_error(page: Any, small_viewer: Viewer) -> None:
+    held: list[Any] = []
+    page.route(
+        "**/api/what-if", lambda route: route.fulfill(json={"problem": "", "token": "x", "server": "S."})
+    )
+    page.route("**/api/fork", lambda route: held.append(route))
+    open_page(page, small_viewer.url, "fork")
+    page.get_by_role("button", name="Run from here").click()
+    page.locator(".fork-message", has_text=re.compile(r"^Running… [1-9] s\. S\.$")).wait_for()
+    held[0].fulfill(status=422, json={"error": "the server is gone"})
+    page.locator(".fork-message.bad[role=alert]", has_text="the server is gone").wait_for()
+    assert serious_faults(page) == []
 
 
 def test_data_of_a_run_never_becomes_markup(page: Any, small_viewer: Viewer) -> None:

@@ -7,11 +7,15 @@ const WIDTH = 420;
 const HEIGHT = 170;
 const MARGIN = { left: 46, right: 10, top: 8, bottom: 20 };
 const MOST_POINTS = 800;
+const NUM_DASHES = 6;
+const ANY = [-Infinity, Infinity];
 const shared = { step: null, charts: new Set() };
 
 /**
- * @param series  `[{label, steps, values, color, isFaint, isBand}]`; colors are indices of the palette.
- * @param options  `{title, format, smoothing, isStacked, about, least, most}`.
+ * @param series  `[{label, steps, values, color, dash, isFaint, isBand}]`; colors and dashes are indices of the
+ *   palette and of the dash patterns.
+ * @param options  `{title, format, smoothing, isStacked, about, least, most, within}`. The axis contains `least` and
+ *   `most`. Bands and the margins of the axis stay within the range `within` of the possible values.
  */
 export function lineChart(series, options) {
   const chart = new LineChart(series, options);
@@ -27,9 +31,9 @@ export function forgetCharts() {
 class LineChart {
   constructor(series, options) {
     this.options = options;
-    this.series = options.isStacked ? stacked(series) : series;
+    this.series = options.isStacked ? stacked(series) : series.map((one) => clamped(one, options.within));
     this.at = h("span.at");
-    this.readout = h(".readout", { style: { "--item": `${longestLabel(this.series) + 9}ch` } });
+    this.readout = h(".readout", { style: { "--item": `${longestLabel(this.series) + (series.some((one) => one.dash !== undefined) ? 14 : 9)}ch` } });
     this.cursor = svg("line.cursor", { y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom, visibility: "hidden" });
     this.scale = scaleOf(this.series, options);
     const summary = this.series
@@ -75,6 +79,7 @@ class LineChart {
     return h(
       `span.c${one.color}`,
       { title: one.label },
+      one.dash !== undefined && strokeKey(one),
       this.series.length > 1 ? `${one.label} ` : "",
       h("b", {}, this.options.format(value)),
       isOld && h("span.at", {}, ` at ${step}`),
@@ -120,8 +125,18 @@ class LineChart {
   }
 
   #line(one, kind = "line") {
-    return svg(`path.${kind}.c${one.color}`, { d: linePath(one, this.scale) });
+    return svg(`path.${kind}.c${one.color}${dashOf(one)}`, { d: linePath(one, this.scale) });
   }
+}
+
+function dashOf({ dash }) {
+  return dash ? `.dash-${dash % NUM_DASHES}` : "";
+}
+
+/** Returns a short piece of the line of a series. */
+function strokeKey(one) {
+  const line = svg(`line.line${dashOf(one)}`, { x1: 0, x2: 24, y1: 4, y2: 4 });
+  return svg("svg.stroke-key", { viewBox: "0 0 24 8", "aria-hidden": "true" }, line);
 }
 
 function showStep(step) {
@@ -142,14 +157,14 @@ export function smoothed(values, weight) {
   });
 }
 
-function scaleOf(series, { least, most, isStacked }) {
+function scaleOf(series, { least, most, within, isStacked }) {
   const steps = series.flatMap((one) => [one.steps[0], one.steps.at(-1)]);
   const [first, last] = [Math.min(...steps), Math.max(...steps)];
   let [low, high] = limits(series);
   if (least !== undefined) low = Math.min(low, least);
   if (most !== undefined) high = Math.max(high, most);
   if (isStacked) low = 0;
-  if (high === low) [low, high] = [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+  if (high === low) [low, high] = aroundConstant(low, within ?? ANY);
   const span = Math.max(last - first, 1e-9);
   return {
     first,
@@ -161,6 +176,20 @@ function scaleOf(series, { least, most, isStacked }) {
     ticks: niceTicks(low, high, 4),
     stepTicks: niceTicks(first, last, 5).filter(Number.isInteger),
   };
+}
+
+/** Returns a range around a constant value. The range contains the value, and no other values outside `within`. */
+function aroundConstant(value, [least, most]) {
+  const margin = Math.abs(value) * 0.1 || (most === 1 ? 0.05 : 0.5);
+  const low = Math.max(value - margin, Math.min(value, least));
+  return [low, Math.min(value + margin, Math.max(value, most))];
+}
+
+/** Returns a band with its ends within a range. Other series are returned unchanged. */
+function clamped(one, within) {
+  if (!one.isBand || !within) return one;
+  const inside = (value) => (isNumber(value) ? Math.min(Math.max(value, within[0]), within[1]) : value);
+  return { ...one, values: one.values.map(inside), floor: one.floor.map(inside) };
 }
 
 function limits(series) {

@@ -49,6 +49,18 @@ function messageOf(message, { block, call, trajectory, onTokens, forkOf }) {
     reasoning && h("details.reasoning", {}, h("summary", {}, "reasoning"), prose(contentText(reasoning))),
     prose(contentText(message.content)),
     calls.map(toolCall),
+    block && tokenText(trajectory.textWithoutMessage(block), MOST_LETTERS),
+  );
+}
+
+/** Returns the text of the tokens of a turn with a note; null without a text. */
+export function tokenText(text, most) {
+  if (!text) return null;
+  return h(
+    ".token-text",
+    {},
+    h(".muted", {}, "The message has no content and no tool call. The model's tokens, as text:"),
+    clippable(text, "pre", most),
   );
 }
 

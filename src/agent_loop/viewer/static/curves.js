@@ -1,6 +1,7 @@
 // The sections and charts of the metrics. A metric that is in no section gets its own chart at the end.
 
 import { number, seconds, share, labelOf } from "./format.js";
+import { formatOf, rangeOf } from "./metric_scale.js";
 
 const one = (name, label) => ({ name, label });
 
@@ -141,9 +142,7 @@ export function curves(metrics) {
 }
 
 function single(name) {
-  const format =
-    name.startsWith("timing_s/") || name.includes("_s/") ? seconds : name.endsWith("_share") ? share : number;
-  return { title: labelOf(name), lines: [one(name, name)], format };
+  return { title: labelOf(name), lines: [one(name, name)], format: formatOf(name) };
 }
 
 function filled(chart, metrics, used) {
@@ -162,7 +161,8 @@ function filled(chart, metrics, used) {
       });
   }
   for (const name of chart.band ?? []) used.add(name);
-  return { format: number, ...chart, series: lines.some(({ name }) => metrics.series(name)) ? series : [] };
+  const within = lines.length ? rangeOf(lines[0].name) : undefined;
+  return { format: number, within, ...chart, series: lines.some(({ name }) => metrics.series(name)) ? series : [] };
 }
 
 function prefixed({ prefix, without = [] }, metrics) {

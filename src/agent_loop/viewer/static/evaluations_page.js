@@ -81,7 +81,13 @@ class EvaluationsPage {
       return steps.length > 1 ? [{ ...line, values: ends[1], floor: ends[0], isBand: true }, line] : [];
     });
     if (!series.length) return null;
-    const chart = lineChart(series, { title: "pass@1 of the validations", format: share, least: 0, most: 1 });
+    const chart = lineChart(series, {
+      title: "pass@1 of the validations",
+      format: share,
+      least: 0,
+      most: 1,
+      within: [0, 1],
+    });
     return h(".charts", {}, chart);
   }
 

@@ -69,8 +69,8 @@ class FlipsPage {
     this.intro.textContent =
       this.key === this.other
         ? "Choose another evaluation to see which rows changed."
-        : `${plural(found.num_rows, "row")} in both: ${plural(found.num_pass, "row passes", "rows pass")} now and did not, ` +
-          `${plural(found.num_fail, "row fails", "rows fail")} now and did not. A row passes if at least half of its samples are successes.`;
+        : `${plural(found.num_rows, "row")} in both: ${plural(found.num_pass, "row passes", "rows pass")} that failed before; ` +
+          `${plural(found.num_fail, "row fails", "rows fail")} that passed before. A row passes if at least half of its samples are successes.`;
     replaceChildren(this.tables, found.num_rows > 0 && this.key !== this.other && this.#differences());
     this.#drawList();
     if (this.row !== null) await this.#showPair();
@@ -189,8 +189,14 @@ class FlipsPage {
     const keys = [this.other, this.key];
     const sides = keys.map((key, place) => ({ key, group: groups[place], name: this.#nameOf(key) }));
     const pair = new SamplePair(this.#source, this.key === this.other ? sides.slice(1) : sides);
-    replaceChildren(this.pair, h("h2", {}, `Row ${this.row}`), pair.element);
+    const prompt = h("p.prompt-line.muted", {});
+    const show = (text) => {
+      prompt.textContent = prompt.title = text ?? "";
+    };
+    show(change?.row.prompt);
+    replaceChildren(this.pair, h("h2", {}, `Row ${this.row}`), prompt, pair.element);
     await pair.load();
+    if (!change) show(pair.prompt);
   }
 
   #move(by) {

@@ -2,7 +2,7 @@
 
 import { h, replaceChildren } from "./dom.js";
 import { forkState, runFork } from "./forks.js";
-import { number, plural } from "./format.js";
+import { number, plural, seconds } from "./format.js";
 import { address, go } from "./router.js";
 import { Trajectory } from "./trajectory.js";
 import { firstDifference, turnRows, turnsOf } from "./turn_grid.js";
@@ -15,6 +15,7 @@ class ForkPage {
   #run;
   #original = null;
   #token = null;
+  #server = "";
   #running = null;
 
   constructor(run, parameters) {
@@ -73,31 +74,54 @@ class ForkPage {
       if (!block) throw new Error(`turn ${this.turn} does not exist`);
       this.text.value = textOf(this.#original, block);
       this.#draw(null);
-      const { problem, token } = await forkState(source);
+      const { problem, token, server } = await forkState(source);
       this.#token = token;
+      this.#server = server ?? "";
       this.button.disabled = Boolean(problem);
-      this.message.textContent =
-        problem || "Edit the text. The turns before are replayed, and the model and the tools continue after it.";
+      this.#say(
+        problem ||
+          `Edit the text. The turns before are replayed, and the model and the tools continue after it. ${this.#server}`,
+      );
     } catch (error) {
-      this.message.textContent = error.message;
+      this.#say(error.message, { isError: true });
     }
+  }
+
+  #say(text, { isError = false } = {}) {
+    this.message.textContent = text;
+    this.message.classList.toggle("bad", isError);
+    this.message.setAttribute("role", isError ? "alert" : "status");
+  }
+
+  /** Shows the elapsed seconds until the returned function is called. */
+  #showElapsed() {
+    const began = Date.now();
+    const elapsed = h("span", { "aria-hidden": "true" });
+    const show = () => (elapsed.textContent = ` ${seconds(Math.round((Date.now() - began) / 1000))}`);
+    this.#say("Running…");
+    this.message.append(elapsed, this.#server && `. ${this.#server}`);
+    show();
+    const timer = setInterval(show, 1000);
+    return () => clearInterval(timer);
   }
 
   async #start() {
     const { split, step, id, turn } = this;
     this.#running = new AbortController();
     this.button.disabled = true;
-    this.message.textContent = "Running… The engine is started for each fork, which can take a minute.";
+    const stopClock = this.#showElapsed();
     try {
       const fork = await runFork(
         { split, step, id, turn, text: this.text.value },
         { token: this.#token, signal: this.#running.signal },
       );
-      const reason = fork.meta.failure ? `The fork failed: ${fork.meta.failure}` : "The fork is not stored.";
-      this.message.textContent = reason;
+      const { failure } = fork.meta;
+      this.#say(failure ? `The fork failed: ${failure}` : "The fork is not stored.", { isError: Boolean(failure) });
       this.#draw(fork);
     } catch (error) {
-      this.message.textContent = error.message;
+      this.#say(error.message, { isError: true });
+    } finally {
+      stopClock();
     }
     this.button.disabled = false;
   }
@@ -120,8 +144,7 @@ class ForkPage {
 
 /** Returns the text of a turn with its control tokens, or its message if the texts of the tokens are not known. */
 function textOf(trajectory, block) {
-  const isKnown = trajectory.meta.pieces?.some((piece) => piece !== null);
-  return isKnown ? trajectory.text(block.start, block.end) : String(block.message?.content ?? "");
+  return trajectory.hasTexts ? trajectory.text(block.start, block.end) : String(block.message?.content ?? "");
 }
 
 function headOf({ name, trajectory }) {

@@ -3,9 +3,12 @@
 import { decodePacket } from "./packets.js";
 import { Trajectory } from "./trajectory.js";
 
-/** Returns `{problem, token}`: why there are no forks, or the secret that the request for a fork needs. */
+/**
+ * Returns `{problem, token, server}`: why there are no forks, or the secret that the request for a fork needs and a
+ * sentence about what continues a fork.
+ */
 export async function forkState(source) {
-  if (!source.isLive) return { problem: "This file has no server, and cannot fork trajectories.", token: null };
+  if (!source.isLive) return { problem: "This file has no server, and cannot fork trajectories.", token: null, server: "" };
   const reply = await fetch("api/what-if");
   if (!reply.ok) throw new Error(`the server returned status ${reply.status}`);
   return reply.json();

@@ -52,6 +52,7 @@ function drawn(collection, { prompt, runs }) {
         format: share,
         least: 0,
         most: 1,
+        within: [0, 1],
       }),
     ),
     shown.map((run) => trajectories(run, byStep.get(run.key), colors.get(run))),

@@ -2,8 +2,9 @@
 
 import { forgetCharts, lineChart } from "./chart.js";
 import { debounced, h, replaceChildren } from "./dom.js";
-import { number, seconds, share, labelOf } from "./format.js";
 import { estimateText } from "./estimates.js";
+import { number, labelOf } from "./format.js";
+import { formatOf, rangeOf } from "./metric_scale.js";
 import { adjust } from "./router.js";
 
 const FIRST = [
@@ -32,7 +33,13 @@ export class RunCurves {
     this.legend = h(".chips", { role: "group", "aria-label": "Groups of runs" });
     this.note = h("p.muted", {}, "Loading…");
     this.charts = h(".charts");
-    this.means = h(".wide", { tabindex: "0", role: "region", "aria-label": "Last values" });
+    this.means = h("table.plain");
+    this.lastValues = h(
+      "details.more",
+      { open: parameters.get("last") === "open", ontoggle: (event) => this.#keepOpen(event.target) },
+      h("summary", {}, "Last values, with 95 % intervals over seeds"),
+      this.means,
+    );
     this.search = h("input", {
       type: "search",
       placeholder: "Find a metric",
@@ -51,8 +58,12 @@ export class RunCurves {
       this.legend,
       this.note,
       this.charts,
-      this.means,
+      h(".wide", { tabindex: "0", role: "region", "aria-label": "Last values" }, this.lastValues),
     );
+  }
+
+  #keepOpen({ open, isConnected }) {
+    if (isConnected) adjust({ last: open ? "open" : null });
   }
 
   /** Loads the curves of the wanted metrics and draws them. */
@@ -95,20 +106,24 @@ export class RunCurves {
       this.charts,
       this.#names.map((name) => {
         const series = shown.flatMap((group) => this.#seriesOf(group, this.#curves[name]));
-        return series.length ? lineChart(series, { title: labelOf(name), format: formatOf(name) }) : null;
+        const options = { title: labelOf(name), format: formatOf(name), within: rangeOf(name) };
+        return series.length ? lineChart(series, options) : null;
       }),
     );
-    replaceChildren(this.means, this.#names.length > 0 && this.#meansTable(shown));
+    const means = this.#meansTable(shown);
+    replaceChildren(this.means, means);
+    this.lastValues.hidden = means === null;
   }
 
   #seriesOf({ name, color, runs }, curves) {
     const mean = curves.groups[name];
     if (this.band === "runs" || !mean) {
-      return runs
-        .filter((run) => curves.runs[run.key])
-        .map((run) => {
+      const lines = runs.map((run, dash) => ({ run, dash: runs.length > 1 ? dash : undefined }));
+      return lines
+        .filter(({ run }) => curves.runs[run.key])
+        .map(({ run, dash }) => {
           const [steps, values] = curves.runs[run.key];
-          return { label: runs.length > 1 ? `${name} ${run.seed ?? run.name}` : name, steps, values, color };
+          return { label: run.name, steps, values, color, dash };
         });
     }
     const line = { label: name, steps: mean.steps, values: mean.mean, color };
@@ -117,50 +132,35 @@ export class RunCurves {
     return [{ label: `${name} to`, steps: mean.steps, values, floor, color, isBand: true }, line];
   }
 
+  /** Returns the parts of the table of last values; null without values. */
   #meansTable(groups) {
     const rows = this.#names.flatMap((name) =>
       groups.filter((group) => this.#curves[name].groups[group.name]).map((group) => [name, group]),
     );
     if (!rows.length) return null;
-    return h(
-      "details.more",
-      {},
-      h("summary", {}, "Last values, with 95 % intervals over seeds"),
+    const heads = ["metric", "group", "runs", "last step", "last value", "mean of the last steps"];
+    return [
+      h("caption.visually-hidden", {}, "Last values"),
+      h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
       h(
-        "table.plain",
+        "tbody",
         {},
-        h("caption.visually-hidden", {}, "Last values"),
-        h(
-          "thead",
-          {},
-          h(
+        rows.map(([name, group]) => {
+          const mean = this.#curves[name].groups[group.name];
+          const format = formatOf(name);
+          return h(
             "tr",
             {},
-            ["metric", "group", "runs", "last step", "last value", "mean of the last steps"].map((head) =>
-              h("th", { scope: "col" }, head),
-            ),
-          ),
-        ),
-        h(
-          "tbody",
-          {},
-          rows.map(([name, group]) => {
-            const mean = this.#curves[name].groups[group.name];
-            const format = formatOf(name);
-            return h(
-              "tr",
-              {},
-              h("th", { scope: "row" }, h("code", {}, name)),
-              h("td", {}, h(`b.c${group.color}`, {}, group.name)),
-              h("td.number", {}, mean.num_runs),
-              h("td.number", {}, number(mean.steps.at(-1))),
-              h("td.number", {}, estimateText(mean.last, format)),
-              h("td.number", {}, `${estimateText(mean.recent, format)} of ${mean.num_recent}`),
-            );
-          }),
-        ),
+            h("th", { scope: "row" }, h("code", {}, name)),
+            h("td", {}, h(`b.c${group.color}`, {}, group.name)),
+            h("td.number", {}, mean.num_runs),
+            h("td.number", {}, number(mean.steps.at(-1))),
+            h("td.number", {}, estimateText(mean.last, format)),
+            h("td.number", {}, `${estimateText(mean.recent, format)} of ${mean.num_recent}`),
+          );
+        }),
       ),
-    );
+    ];
   }
 
   #chip(group) {
@@ -196,9 +196,4 @@ export class RunCurves {
       ),
     );
   }
-}
-
-function formatOf(name) {
-  if (name.startsWith("timing_s/") || name.includes("_s/")) return seconds;
-  return name.endsWith("_share") || /pass@\d+$/.test(name) ? share : number;
 }

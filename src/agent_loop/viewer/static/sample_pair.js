@@ -1,7 +1,7 @@
 // Samples of a row in two evaluations: their conversations beside each other.
 
 import { h, replaceChildren } from "./dom.js";
-import { number } from "./format.js";
+import { contentText, number } from "./format.js";
 import { firstDifference, turnRows, turnsOf } from "./turn_grid.js";
 
 export class SamplePair {
@@ -13,6 +13,8 @@ export class SamplePair {
   constructor(source, sides) {
     this.#source = source;
     this.#sides = sides;
+    /** Text of the last message of the prompt; empty until the samples are loaded. */
+    this.prompt = "";
     this.choices = h(".tables");
     this.note = h("p.muted", {}, "Loading…");
     this.grid = h(".pair-grid", { tabindex: "0", role: "region", "aria-label": "Conversations side by side" });
@@ -54,6 +56,7 @@ export class SamplePair {
       columns.push({ side, trajectory, turns: turnsOf(trajectory) });
     }
     if (load !== this.#load) return;
+    this.prompt = promptOf(columns[0].trajectory);
     const parting = firstDifference(columns);
     this.note.textContent =
       columns.length < 2 ? "" : parting === null ? "All turns are equal." : `The first difference is in turn ${parting + 1}.`;
@@ -93,4 +96,10 @@ export class SamplePair {
       ),
     );
   }
+}
+
+function promptOf({ messages, turns }) {
+  const first = turns[0]?.message;
+  const end = first ? messages.indexOf(first) : turns.length ? 0 : messages.length;
+  return contentText(messages[end - 1]?.content);
 }

@@ -62,6 +62,16 @@ export function secondsByKind(spans) {
   return [...sums].sort((one, other) => other[1] - one[1]);
 }
 
+/** Returns the seconds from 0 to `end` in which no span is open. */
+export function secondsWithoutSpan(spans, end) {
+  let [free, covered] = [0, 0];
+  for (const span of [...spans].sort((one, other) => one.start - other.start)) {
+    free += Math.max(0, Math.min(span.start, end) - covered);
+    covered = Math.max(covered, span.end);
+  }
+  return free + Math.max(0, end - covered);
+}
+
 export function kindLegend(kinds) {
   return h(
     ".legend",

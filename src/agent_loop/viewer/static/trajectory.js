@@ -1,5 +1,6 @@
 // A trajectory as blocks of tokens of one origin, with the message, spans, feedback and incidents of each block.
 
+import { contentText } from "./format.js";
 import { Pieces } from "./pieces.js";
 
 export const NO_VERSION = -1;
@@ -59,8 +60,20 @@ export class Trajectory {
     return this.trainLogProbs[token] - this.logProbs[token];
   }
 
+  /** Whether the texts of the tokens are known. */
+  get hasTexts() {
+    return this.meta.pieces?.some((piece) => piece !== null) ?? false;
+  }
+
   text(start, end) {
     return this.pieces.text(this.ids.subarray(start, end));
+  }
+
+  /** Returns the text of a turn's tokens if its message has neither content nor tool calls; otherwise "". */
+  textWithoutMessage(block) {
+    const { content, tool_calls: calls } = block.message ?? {};
+    const isEmpty = !contentText(content).trim() && !(Array.isArray(calls) && calls.length);
+    return block.message && isEmpty && block.length && this.hasTexts ? this.text(block.start, block.end) : "";
   }
 
   blockAt(token) {

@@ -3,7 +3,7 @@
 import { describe } from "./columns.js";
 import { h } from "./dom.js";
 import { clipped, number, seconds, signed } from "./format.js";
-import { kindLegend, secondsByKind, spanBar, withPrefill } from "./spans.js";
+import { kindLegend, secondsByKind, secondsWithoutSpan, spanBar, withPrefill } from "./spans.js";
 
 const DATA = ["row", "reward_extra", "extra_fields", "tool_schemas", "metrics"];
 const ELSEWHERE = new Set([
@@ -19,6 +19,8 @@ const ELSEWHERE = new Set([
   "failure_traceback",
 ]);
 const MOST_LETTERS = 300;
+/** Least share of the whole time at which the time outside all spans is listed. */
+const LEAST_OTHER = 0.005;
 
 /** Returns a section with the failure and the incidents; null if there are none. */
 export function whyOf(trajectory) {
@@ -52,12 +54,14 @@ export function timeOf(trajectory) {
   if (!spans.length) return null;
   const to = Math.max(trajectory.meta.seconds ?? 0, ...spans.map((span) => span.end));
   const sums = secondsByKind(spans);
+  const other = secondsWithoutSpan(spans, to);
+  const listed = other > LEAST_OTHER * to ? [...sums, ["other", other]] : sums;
   const bars = spans.map((span) => spanBar(span, { from: 0, to }));
   return [
     h("h3", {}, "Time"),
     h(".time-line", {}, bars),
     kindLegend(new Set(sums.map(([kind]) => kind))),
-    list(sums.map(([kind, time]) => [kind, seconds(time)])),
+    list(listed.map(([kind, time]) => [kind === "prefill" ? "prefill (in generate)" : kind, seconds(time)])),
   ];
 }
 

@@ -1,6 +1,6 @@
 // The turns of several trajectories side by side.
 
-import { clippable } from "./conversation.js";
+import { clippable, tokenText } from "./conversation.js";
 import { h } from "./dom.js";
 import { contentText, plural, seconds } from "./format.js";
 
@@ -21,7 +21,13 @@ export function turnsOf(trajectory) {
   for (const message of messages) {
     const block = own.get(message);
     if (block)
-      found.push({ block, text: contentText(message.content), calls: callsOf(message), replies: [] });
+      found.push({
+        block,
+        text: contentText(message.content),
+        tokenText: trajectory.textWithoutMessage(block),
+        calls: callsOf(message),
+        replies: [],
+      });
     else if (found.length) found.at(-1).replies.push(contentText(message.content));
   }
   return found;
@@ -48,7 +54,7 @@ function argumentsText(given) {
     .join(", ");
 }
 
-const wordsOf = (turn) => (turn ? JSON.stringify([turn.text, turn.calls]) : "");
+const wordsOf = (turn) => (turn ? JSON.stringify([turn.text, turn.tokenText, turn.calls]) : "");
 
 /** Returns the index of the first turn that differs; null if all are equal. */
 export function firstDifference(columns) {
@@ -87,6 +93,7 @@ function cellOf({ turns }, { turn, leader, isParting }) {
       isSame && h("span.muted", {}, " · same"),
     ),
     own.text && clippable(own.text, ".prose", LETTERS),
+    tokenText(own.tokenText, LETTERS),
     own.calls.map((call) => h(".call-line", {}, clippable(call, "code", LETTERS))),
     block.incidents.map(({ kind, detail }) =>
       h("span.pill.bad", { title: detail }, String(kind).replaceAll("_", " ")),
