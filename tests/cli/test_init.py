@@ -118,6 +118,14 @@ def test_a_mistake_is_explained_before_anything_is_written(
     assert not (task / "model").exists()
 
 
+def test_a_folder_that_exists_is_refused_before_rows_are_read(task: Path, command: Command) -> None:
+    (task / "tiny").mkdir()
+    (task / "tiny" / "config.json").touch()
+    result = command("make-model", "tiny", "--from-rows", "absent.jsonl")
+    assert result.exit_code == 2
+    assert "'tiny' exists already" in result.err
+
+
 def test_a_folder_with_files_is_refused(task: Path, command: Command) -> None:
     result = command("init", str(task))
     assert result.exit_code == 2
@@ -145,6 +153,22 @@ def test_a_folder_for_a_model_of_the_user_has_rows_and_passing_tests(
     )
     assert tests.returncode == 0, tests.stderr
     assert "OK" in tests.stderr
+
+
+def test_the_tests_of_the_folder_pass_with_the_reward_of_the_tutorial(task: Path, command: Command) -> None:
+    page = (ROOT / "docs" / "first-task.md").read_text(encoding="utf-8")
+    reward, test = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    result = command("init", "mine", "--model", "my/model")
+    assert result.exit_code == 0, result.err
+    for name, before, code in (("task.py", "def reward(", reward), ("test_task.py", "if __name__", test)):
+        path = task / "mine" / name
+        kept, found, rest = path.read_text(encoding="utf-8").partition(before)
+        path.write_text(kept + code + (found + rest if code is test else ""), encoding="utf-8")
+    tests = subprocess.run(
+        [sys.executable, "-m", "unittest"], cwd=task / "mine", capture_output=True, text=True, check=False
+    )
+    assert tests.returncode == 0, tests.stderr
+    assert "Ran 4 tests" in tests.stderr
 
 
 def success_of(run: Path) -> list[float]:

@@ -88,7 +88,7 @@ def init_command(
     files = ", ".join(sorted(path.name for path in folder.iterdir()))
     console.print(f"{folder}: {files}", markup=False, highlight=False, soft_wrap=True)
     console.print(
-        f"\nNext:\n\n    cd {folder}\n    agent-loop train config.yaml\n    agent-loop view .\n",
+        f"\nNext:\n\n    cd {folder}\n    agent-loop train config.yaml\n    agent-loop view run\n",
         markup=False,
         highlight=False,
     )

@@ -13,6 +13,7 @@ from agent_loop.cli.arguments import read_config
 from agent_loop.cli.verbosity import VERBOSITY, print_hint
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError
+from agent_loop.files.new_folder import refuse_existing
 from agent_loop.runtime.event_loop import run_to_end
 
 DEFAULT_STEPS = 400
@@ -77,6 +78,7 @@ def make_model_command(
 
         agent-loop make-model model --from-rows rows.jsonl --demonstrations demos.jsonl --tool task.py:lookup
     """
+    refuse_existing(out)  # before the imports and the rows, which take seconds
     settings = Config() if config is None else read_config(config, None)
     multi_turn = settings.rollout.multi_turn
     sources = rows or settings.data.train_files

@@ -79,7 +79,17 @@ def _explain(fault: ErrorDetails, section: type[BaseModel]) -> tuple[str, str]:
         )
     message = fault["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
+    if fault["type"] in ("greater_than", "greater_than_equal") and _accepts_null(location, section):
+        message += ", or null"
     return f"{key} is {shown(fault['input'])}: ", message
+
+
+def _accepts_null(location: Sequence[str], section: type[BaseModel]) -> bool:
+    """Return whether a setting has one type and may be None."""
+    owner = _section_at(section, location[:-1])
+    info = owner.model_fields.get(location[-1]) if owner is not None else None
+    types = get_args(info.annotation) if info is not None else ()
+    return len(types) == 2 and type(None) in types
 
 
 def _without_union_tags(location: list[str], section: type[BaseModel]) -> list[str]:
