@@ -21,10 +21,10 @@ from agent_loop.rollout.components import load_template
 from agent_loop.rollout.replay import replay_trajectory
 from agent_loop.runtime.describe import one_line
 from agent_loop.runtime.event_loop import exit_process, run_to_end
-from agent_loop.storage.metrics_file import CHECKPOINTS_FOLDER
 from agent_loop.storage.reading import to_trajectory
 from agent_loop.storage.run import StoredRun
 from agent_loop.storage.writer import write_trajectories
+from agent_loop.training.checkpoint import list_checkpoints
 from agent_loop.training.export import evaluated_model
 from agent_loop.types import TokenOutput
 from agent_loop.viewer.fork_job import ForkJob
@@ -59,7 +59,7 @@ def run_fork(job: ForkJob) -> None:
 def _overrides(config: Config, job: ForkJob) -> Sequence[str]:
     """Return the settings of the server, and of the model: the run's last checkpoint, if it has any."""
     run_dir = Path(job.config).parent
-    model = [f"model.path={evaluated_model(run_dir)}"] if (run_dir / CHECKPOINTS_FOLDER).is_dir() else []
+    model = [f"model.path={evaluated_model(run_dir)}"] if list_checkpoints(run_dir) else []
     if job.server_url is None:
         return ["rollout.num_servers=1", *model]
     urls = f"rollout.server_urls=[{job.server_url}]"
