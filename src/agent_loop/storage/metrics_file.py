@@ -26,7 +26,7 @@ VERLS_NAMES = {
     "actor/pg_loss": "actor/loss",
     "actor/pg_clipfrac": "actor/clip_fraction",
 }
-"""Names here of metrics of verl's trainer. Other metrics of verl keep their names."""
+"""Metrics of verl's trainer, and their names in this package. Metrics that are not listed keep their names."""
 
 
 def written_parts(run_dir: Path) -> list[str]:

@@ -145,7 +145,9 @@ class Forks:
 def _described(server: str) -> str:
     """Return a sentence about what continues a fork: the engine of the run, or the models of a server."""
     if server == RUN_ENGINE:
-        return "Each fork starts the engine of the run's settings, with the run's last checkpoint."
+        return (
+            "Each fork starts the engine of the run's settings, with the run's last checkpoint if it has one."
+        )
     try:
         url = f"{server.rstrip('/').removesuffix('/v1')}/v1/models"
         with urllib.request.urlopen(url, timeout=MODELS_TIMEOUT_S) as reply:

@@ -13,6 +13,8 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import EpisodeError
 from agent_loop.types import Message
 
+USE_EPISODE = "use self.episode(messages), which takes images and videos"
+
 
 @dataclass(frozen=True, slots=True)
 class MergeResult:
@@ -27,7 +29,6 @@ class MergeResult:
     removed_prefix_token_count: int = 0
 
 
-USE_EPISODE = "use self.episode(messages), which takes images and videos"
 Merged: TypeAlias = tuple[MergeResult, list[int], list[float] | None]
 """The tokens, the response mask and the log-probs after a merge."""
 

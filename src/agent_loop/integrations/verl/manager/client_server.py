@@ -27,7 +27,9 @@ class VerlClientServer(AsyncServerBase):
 
     def __init__(self, client: Any, *, with_logprobs: bool, is_deterministic: bool) -> None:
         self.name = "verl"
-        self._client = SessionClient(client) if has_leases_of_sessions(client) else client
+        self._client = client
+        if has_leases_of_sessions(client):
+            self._client = SessionClient(client, is_deterministic=is_deterministic)
         self._with_logprobs = with_logprobs
         self._is_deterministic = is_deterministic
 
@@ -103,13 +105,13 @@ class SessionClient:
 
     Args:
         client: verl's `LLMServerClient`.
+        is_deterministic: Whether servers get the ids of the sessions, and not a new id for each turn.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, *, is_deterministic: bool) -> None:
         self._client = client
-        rollout = client.config.actor_rollout_ref.rollout
-        self._has_priorities = rollout.name == "vllm"  # as in verl
-        self._has_stable_ids = bool(rollout.get("full_determinism", False))
+        self._is_deterministic = is_deterministic
+        self._has_priorities = client.config.actor_rollout_ref.rollout.name == "vllm"  # as in verl
         self._leases: dict[str, tuple[str, Any]] = {}
         """Name and handle of each session's server."""
 
@@ -127,7 +129,7 @@ class SessionClient:
         _, server = self._leases[request_id]
         try:
             output = await server.generate.remote(
-                request_id=request_id if self._has_stable_ids else uuid4().hex,
+                request_id=request_id if self._is_deterministic else uuid4().hex,
                 prompt_ids=prompt_ids,
                 sampling_params=sampling_params,
                 **options,

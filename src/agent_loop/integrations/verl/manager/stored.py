@@ -13,8 +13,9 @@ from typing import Any
 from msgspec import structs
 from omegaconf import DictConfig, OmegaConf
 
+from agent_loop.config import Config
 from agent_loop.integrations.verl.manager.record import RECORD, VerlRecord
-from agent_loop.integrations.verl.manager.settings import read_settings, run_dir_of
+from agent_loop.integrations.verl.manager.settings import run_dir_of
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.files import drop_all_but_newest, drop_steps_after, step_path
@@ -96,14 +97,14 @@ class TrajectoryFiles:
     An error of a file is logged, and does not stop the run.
 
     Args:
-        config: The configuration of the verl run.
+        run_dir: The folder; None if the run has none.
+        settings: The settings of the run.
         tokenizer: The tokenizer of the model.
         worker: Number of the worker.
     """
 
-    def __init__(self, config: DictConfig, *, tokenizer: Any, worker: int) -> None:
-        settings = read_settings(config)
-        self._path = run_dir_of(config)
+    def __init__(self, run_dir: Path | None, *, settings: Config, tokenizer: Any, worker: int) -> None:
+        self._run_dir = run_dir
         self._num_steps = settings.trainer.keep_trajectories
         self._success_threshold = settings.reward.success_threshold
         self._tokenizer = tokenizer
@@ -112,19 +113,20 @@ class TrajectoryFiles:
 
     async def write(self, batch: BatchName, records: Sequence[VerlRecord]) -> None:
         """Write the trajectories of a batch that has ended, with verl's scores."""
-        if self._path is None or self._num_steps == 0:
+        if self._run_dir is None or self._num_steps == 0:
             return
         number = self._num_batches[batch]
         self._num_batches[batch] += 1
-        path = step_path(self._path, split=batch.split, step=batch.step, part=f"{self._worker}-{number}")
+        path = step_path(self._run_dir, split=batch.split, step=batch.step, part=f"{self._worker}-{number}")
         trajectories = [trajectory for record in records for trajectory in _scored(record)]
         try:
-            await run_in_thread(partial(self._write, path, trajectories, batch))
+            await run_in_thread(partial(self._write, path, trajectories, batch, run_dir=self._run_dir))
         except Exception as error:  # noqa: BLE001  (the batch itself is complete)
             logger.warning("trajectories cannot be stored in %s: %s", path, describe_error(error))
 
-    def _write(self, path: Path, trajectories: Sequence[Trajectory], batch: BatchName) -> None:
-        run_dir = path.parents[1]
+    def _write(
+        self, path: Path, trajectories: Sequence[Trajectory], batch: BatchName, *, run_dir: Path
+    ) -> None:
         if not (run_dir / VOCABULARY_FILE).exists():
             write_vocabulary(run_dir / VOCABULARY_FILE, self._tokenizer)
         write_trajectories(

@@ -20,7 +20,7 @@ from agent_loop.integrations.verl.manager.queue_writer import QueueEntry, QueueW
 from agent_loop.integrations.verl.manager.record import RECORD, VerlRecord
 from agent_loop.integrations.verl.manager.rows import KnownNames, make_row, read_batch, read_tensordict
 from agent_loop.integrations.verl.manager.scoring import VerlParts, positions_of
-from agent_loop.integrations.verl.manager.settings import read_settings
+from agent_loop.integrations.verl.manager.settings import read_settings, run_dir_of
 from agent_loop.integrations.verl.manager.stored import BatchName, TrajectoryFiles, batch_name
 from agent_loop.integrations.verl.manager.tools import load_tools
 from agent_loop.integrations.verl.manager.verl_package import load_verl
@@ -92,7 +92,9 @@ class VerlRolloutWorker:
         self._widths = columns.Widths(
             rollout.prompt_length, rollout.response_length, self._parts.tokenizer.pad_token_id or 0
         )
-        self._files = TrajectoryFiles(config, tokenizer=self._parts.tokenizer, worker=number)
+        self._files = TrajectoryFiles(
+            run_dir_of(config), settings=settings, tokenizer=self._parts.tokenizer, worker=number
+        )
         self._labels = count()
         self._starting = asyncio.Lock()
         self._is_started = False
