@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,8 @@ pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
 
-from agent_loop.errors import RolloutError
+from agent_loop.errors import ConfigError, RolloutError
+from agent_loop.integrations.verl import VerlAgentLoopManager
 from tests.helpers import call_text
 from tests.verl.harness import RewardWorker, ScriptedClient, batch_of, run_ours, verl_config
 
@@ -74,3 +76,23 @@ def test_a_tool_that_hangs_ends_its_call_at_the_time_limit(model: Path) -> None:
 
     output = run_ours(config, ScriptedClient(reply), batch_of(["a"]))
     assert output.non_tensor_batch["__num_turns__"].tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "trainer.rundir",
+            "runs/x",
+            "agent_loop_config: unknown key 'trainer.rundir'; did you mean 'run_dir'",
+        ),
+        ("trainer.keep_trajectories", -1, "agent_loop_config: trainer.keep_trajectories is -1"),
+    ],
+)
+def test_a_wrong_setting_is_named_before_an_actor_starts(
+    key: str, value: Any, message: str, model: Path
+) -> None:
+    config = verl_config(model)
+    OmegaConf.update(config, f"agent_loop_config.{key}", value, force_add=True)
+    with pytest.raises(ConfigError, match=message):
+        VerlAgentLoopManager.create(config, llm_client=None)

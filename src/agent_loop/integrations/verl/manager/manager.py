@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from agent_loop.distributed.ray_module import load_ray
 from agent_loop.integrations.verl.manager.batch import joined
+from agent_loop.integrations.verl.manager.settings import read_settings
 from agent_loop.integrations.verl.manager.stored import RunFolder, batch_name
 from agent_loop.integrations.verl.manager.verl_package import load_verl
 from agent_loop.integrations.verl.manager.worker import VerlRolloutWorker
@@ -41,7 +42,12 @@ class VerlAgentLoopManager:
         teacher_client: Any = None,
         reward_loop_worker_handles: Any = None,
     ) -> Self:
-        """Create the manager and its actors, spread over the nodes. Called by verl's trainer."""
+        """Create the manager and its actors, spread over the nodes. Called by verl's trainer.
+
+        Raises:
+            ConfigError: A setting of `agent_loop_config` is invalid. No actor was started.
+        """
+        read_settings(config)
         ray = load_ray()
         nodes = [
             node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0

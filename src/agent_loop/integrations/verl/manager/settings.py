@@ -9,6 +9,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from agent_loop.config import Config
+from agent_loop.config.validation import parse_section
 from agent_loop.files.plain_values import merge_mappings
 
 TRACE_NAMES = ("project_name", "experiment_name")
@@ -38,7 +39,7 @@ def read_settings(config: DictConfig) -> Config:
         settings = merge_mappings(
             settings, cast(Mapping[str, Any], OmegaConf.to_container(own, resolve=True))
         )
-    return Config.model_validate(settings)
+    return parse_section(Config, settings, where=OWN_SECTION)
 
 
 def run_dir_of(config: DictConfig) -> Path | None:
