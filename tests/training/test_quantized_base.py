@@ -27,8 +27,10 @@ IDS = torch.randint(3, VOCABULARY, (1, 20), generator=torch.Generator().manual_s
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> ModelConfig:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
     pytest.importorskip("bitsandbytes", reason='needs pip install "agent-loop[bitsandbytes]"')
+    # as on a CPU with AVX-512 BF16, which repacks the weights for inference and refuses the widths of this model
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
     tiny_policy().save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
     return ModelConfig(path=str(tmp_path / "base"), device="cpu", lora_rank=4, base_bits=4)

@@ -22,7 +22,7 @@ from agent_loop.training.forward import SampledTokens, apply_at_head, outputs_at
 from agent_loop.training.logit_head import linear_head, logit_transform
 from agent_loop.training.losses import TokenLogProbs, blockwise_logprobs, token_logprobs
 from agent_loop.training.micro_batches import MicroBatch
-from agent_loop.training.quantized_base import quantized_loading
+from agent_loop.training.quantized_base import keep_layout, quantized_loading
 
 ATTENTION_PARTS = ("attention", "flash_attn")
 """Parts of the names of operations that compute attention."""
@@ -69,11 +69,13 @@ def load_base(config: ModelConfig, *, path: str | Path) -> PreTrainedModel:
         raise ConfigError("model.path is not set; give a folder or hub name that transformers loads")
     try:
         loader = auto_model_class(path, trust_remote_code=config.trust_remote_code)
-        return loader.from_pretrained(
+        model = loader.from_pretrained(
             path, dtype=torch.float32, trust_remote_code=config.trust_remote_code, **options
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_load(path, error) from error
+    keep_layout(model)
+    return model
 
 
 def _cannot_load(path: str | Path, error: Exception) -> ConfigError:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 from agent_loop.errors import ConfigError
@@ -41,6 +41,17 @@ def quantized_loading(*, device: torch.device, dtype: torch.dtype) -> dict[str, 
         bnb_4bit_compute_dtype=dtype,
     )
     return {"quantization_config": settings, "device_map": {"": str(device)}}
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Keep weights of 4 bits in their layout on a CPU with AVX-512 BF16.
+
+    `bitsandbytes` would repack them there at the first forward without a gradient. Repacked weights have no backward
+    pass and no inverse that `dequantized` knows, and exist only for some widths.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            cast(Any, module).support_avx512bf16_for_cpu = False
 
 
 def is_quantized(weight: Tensor) -> bool:
