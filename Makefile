@@ -11,6 +11,8 @@ EXTRAS_INSTALLED := $(addprefix $(INSTALLED)-,$(subst $(COMMA), ,$(EXTRAS)))
 PARALLEL := -n 2 --dist worksteal
 # Tests of real processes are retried once, and the summary lists every retry.
 RETRY := --reruns 1 -rR
+# Without bytecode, each of the hundreds of processes that the tests start would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install install-ray install-integrations install-browser install-docs install-extras install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-verl test-containers test-gpu check format bench bench-verl docs test-docs clean
 
@@ -19,12 +21,18 @@ help:  ## Show the targets.
 
 install: $(INSTALLED)  ## Install the package and its development tools into .venv.
 
-$(INSTALLED): pyproject.toml
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@ $@-demo
+
+$(INSTALLED)-demo: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo]"
 	@touch $@
 
-demo: $(INSTALLED)  ## Train a tiny model to use a tool across turns; the report goes to runs/demo.
+demo: $(INSTALLED)-demo  ## Train a tiny model to use a tool across turns; the report goes to runs/demo.
 	$(BIN)/agent-loop demo
 
 test: $(INSTALLED)  ## Run the tests.

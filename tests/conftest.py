@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.viewer.browser import open_browser
+
+# A shell ignores SIGINT in commands that it starts in the background, and their children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# Two workers with one thread each are faster than threads that wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("small", max_examples=20, deadline=None)
+settings.register_profile("full", max_examples=100, deadline=None)
+settings.load_profile("small")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -23,6 +23,7 @@ from agent_loop.storage import StoredRun, to_trajectory, write_trajectories
 from agent_loop.storage.json_lines import read_lines, write_lines
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, TokenArrays, TokenChunk, TokenOutput, as_token_ids, same_arrays
+from tests.harness import examples
 
 ROW: dict[str, Any] = {"raw_prompt": [{"role": "user", "content": "?"}]}
 
@@ -140,7 +141,7 @@ def test_a_trajectory_keeps_its_arrays_between_processes_and_in_files(tmp_path: 
 rows = st.lists(st.lists(completions() | st.integers(1, 3), max_size=4), min_size=1, max_size=3)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(rows)
 def test_a_batch_has_a_column_for_each_array(parts: list[list[TokenOutput | int]]) -> None:
     trajectories = [trajectory(*each, rollout=number) for number, each in enumerate(parts)]

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
@@ -35,6 +35,7 @@ from tests.chat.families import (
 )
 from tests.chat.test_encoding import KINDS, encoder_of
 from tests.chat.test_trl_templates import TEMPLATES
+from tests.harness import examples
 from tests.helpers import HERMES_TEMPLATE, user
 
 LOOKS_AT_TEXTS = """\
@@ -162,7 +163,7 @@ def test_cached_renders_equal_full_renders_for_every_kind_of_text(name: str, cho
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", SMALL)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(first=texts, second=texts)
 def test_cached_renders_equal_full_renders_for_generated_texts(
     name: str, choice: EncoderChoice, first: str, second: str
@@ -215,7 +216,7 @@ def conversations(draw: st.DrawFn) -> tuple[list[Message], list[ToolCall]]:
 
 
 @pytest.mark.parametrize("name", SMALL)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(conversation=conversations())
 def test_replies_with_similar_forms_are_rendered_correctly(
     name: str, conversation: tuple[list[Message], list[ToolCall]]
@@ -364,7 +365,7 @@ def pair_of(name: str, choice: EncoderChoice) -> tuple[ChatTemplate, ChatTemplat
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", WITH_SYSTEM)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     systems=st.lists(texts, min_size=2, max_size=3),
     question=texts,
@@ -432,7 +433,7 @@ def test_the_number_of_cached_system_prompts_is_limited(monkeypatch: pytest.Monk
     "around", [("", ""), ("a ", " b"), (" <s>", "<s> "), ("<s>\n", "[INST]\n"), ("<s>a", "b")]
 )
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(first=texts, second=texts)
 def test_a_form_has_the_tokens_of_the_whole_text(
     kind: str, around: tuple[str, str], first: str, second: str
@@ -451,7 +452,7 @@ QUIRKS = {"rstrip": {"rstrip": True}, "lstrip": {"lstrip": True}, "both": {"lstr
 
 
 @pytest.mark.parametrize("quirk", QUIRKS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(text=st.text(st.sampled_from("a \n<>")))
 def test_tokens_that_strip_spaces_strip_those_of_a_blank_too(quirk: str, text: str) -> None:
     tokenizer = placeholder_tokenizer("x").backend_tokenizer
@@ -463,7 +464,7 @@ def test_tokens_that_strip_spaces_strip_those_of_a_blank_too(quirk: str, text: s
 
 
 @pytest.mark.parametrize("tokens", [["<a>", "<a>b"], ["<a>", "x<a>y"], ["<a>", "b<"], ["<a>", "=<a"]])
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(text=st.text(st.sampled_from("a<>bxy=")))
 def test_a_text_is_not_split_at_a_token_that_overlaps_with_another(tokens: list[str], text: str) -> None:
     tokenizer = placeholder_tokenizer("x").backend_tokenizer

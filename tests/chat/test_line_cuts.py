@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
@@ -17,6 +17,7 @@ from agent_loop.chat.cached_render import CachedRender
 from agent_loop.chat.encoding import ControlledEncoder
 from agent_loop.chat.line_cuts import first_line_start, last_line_start
 from tests.chat.byte_level import CONTROLS, PATTERNS, like, untrained
+from tests.harness import examples
 
 PIECES = [
     "\n",
@@ -87,7 +88,7 @@ def test_a_tokenizer_with_an_unknown_pattern_is_not_cut() -> None:
 
 @pytest.mark.parametrize("tokenizer_of", [like, joining])
 @pytest.mark.parametrize("family", PATTERNS)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(before=texts, after=texts)
 def test_the_tokens_on_the_sides_of_a_cut_are_those_of_the_whole_text(
     tokenizer_of: Callable[[str], Any], family: str, before: str, after: str
@@ -104,7 +105,7 @@ def test_the_tokens_on_the_sides_of_a_cut_are_those_of_the_whole_text(
 
 @pytest.mark.parametrize("tokenizer_of", [like, joining])
 @pytest.mark.parametrize("family", PATTERNS)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(first=lines, second=lines, around=st.lists(lines, min_size=3, max_size=3), has_anchors=st.booleans())
 def test_cached_renders_that_are_cut_have_the_tokens_of_the_whole_text(
     tokenizer_of: Callable[[str], Any],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
@@ -27,6 +27,7 @@ from tests.chat.byte_level import (
     trained,
     untrained,
 )
+from tests.harness import examples
 from tests.helpers import small_tokenizer
 
 FAMILIES = list(PATTERNS)
@@ -54,7 +55,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(text=texts)
 def test_ids_equal_those_of_tokenizers_or_are_none(family: str, text: str) -> None:
     tokenizer = like(family)
@@ -64,7 +65,7 @@ def test_ids_equal_those_of_tokenizers_or_are_none(family: str, text: str) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(text=texts, before=st.sampled_from(["", *CONTROLS]), after=st.sampled_from(["", *CONTROLS]))
 def test_masked_and_plain_text_has_the_same_ids_in_both_libraries(
     family: str, text: str, before: str, after: str
@@ -78,7 +79,7 @@ def test_masked_and_plain_text_has_the_same_ids_in_both_libraries(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(ids=st.lists(st.integers(0, 1000)))
 def test_any_ids_decode_to_the_same_text(family: str, ids: list[int]) -> None:
     """Also ids that split characters, and ids that are not in the vocabulary."""

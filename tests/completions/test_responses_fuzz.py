@@ -6,7 +6,7 @@ import copy
 from contextlib import suppress
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -16,6 +16,7 @@ from agent_loop.completions.responses.requests import ResponsesRequest
 from agent_loop.completions.responses.store import ResponseStore
 from agent_loop.completions.responses.translation import prepare_response
 from agent_loop.errors import RequestError
+from tests.harness import examples
 
 BODY: dict[str, Any] = {
     "model": "m",
@@ -53,7 +54,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [place for key in keys for place in [(*path, key), *places(value[key], (*path, key))]]
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@examples(400, derandomize=True, database=None)
 @given(st.lists(st.tuples(st.sampled_from(places(BODY)), VALUES), max_size=3))
 def test_a_broken_request_is_refused_and_nothing_else(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
     body = copy.deepcopy(BODY)

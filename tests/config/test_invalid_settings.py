@@ -9,7 +9,7 @@ from datetime import date
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -28,6 +28,7 @@ from agent_loop.tools.sandbox.settings import SandboxSettings
 from agent_loop.tools.search.tool import SearchConfig
 from agent_loop.tools.web.http import HttpConfig
 from agent_loop.tools.web.openapi import OpenApiConfig
+from tests.harness import examples
 
 HUGE = 10**4200
 UNUSUAL_VALUES = [
@@ -141,13 +142,13 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(key=st.sampled_from(all_keys(Config)) | st.text(), value=VALUES)
 def test_any_tree_of_values_is_accepted_or_rejected(key: str, value: Any) -> None:
     check(Config, tree(key, value))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     key=st.sampled_from(all_keys(Config)) | st.text("abn.[]=${}\\ ", max_size=12),
     text=st.text("[]{}:,&*!?|>'\"${}#-\n\\0 ainrolut.59e", max_size=30) | st.text(max_size=12),

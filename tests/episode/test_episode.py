@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.episode import Episode, EpisodeStopped
@@ -19,6 +19,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, Scripted
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Origin, StopReason
+from tests.harness import examples
 from tests.helpers import encoded, hermes_template, text_reply, user
 
 
@@ -45,7 +46,7 @@ turn = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     turns=st.lists(turn, max_size=6),
     response_length=st.integers(1, 150),

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import openai
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agent_loop.completions.conversation import conversation_of
 from agent_loop.completions.requests import ChatMessage
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from tests.gateway.harness import ADD, MODEL, ProgramHarness, tokens
+from tests.harness import examples
 from tests.helpers import call_text, hermes_template, text_reply, user
 
 ANSWERS = ["yes", "no", f"now:{call_text('add', a=1, b=2)}", call_text("add", a=1) + call_text("add", a=2)]
@@ -161,7 +162,7 @@ ACTIONS = st.tuples(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     threads=st.lists(st.lists(ACTIONS, min_size=1, max_size=6), min_size=1, max_size=3),
     sayings=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=5),

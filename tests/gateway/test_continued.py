@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
@@ -21,6 +21,7 @@ from agent_loop.trajectory import IncidentKind
 from tests.chat.test_hostile_text import OPENS_REASONING
 from tests.gateway.harness import ADD, MODEL, ProgramHarness, in_order, origins, tokens
 from tests.gateway.test_conversations import client_of
+from tests.harness import examples
 from tests.helpers import call_text, encoded, hermes_template, text_reply, user
 from tests.rollout.harness import WorkerHarness
 from tests.rollout.journaled import RandomScript, facts, run_journaled
@@ -251,7 +252,7 @@ class Client:
         return prompt
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     steps=st.lists(STEP, min_size=1, max_size=8),
     sayings=st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=6),

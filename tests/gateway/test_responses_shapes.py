@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.gateway.harness import MODEL, ProgramHarness, in_order, origins
 from tests.gateway.test_responses import ADD, AGENTS, PATCH, client_of
+from tests.harness import examples
 from tests.helpers import call_text, text_reply
 
 TOOLS = [ADD, PATCH, AGENTS]
@@ -90,7 +91,7 @@ TURNS = st.builds(
 SHAPES = st.builds(Shape, *[st.booleans()] * 8)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@examples(40, derandomize=True, database=None)
 @given(st.lists(st.tuples(TURNS, SHAPES), min_size=1, max_size=4))
 def test_a_turn_in_any_equivalent_shape_is_the_same_turn(script: list[tuple[Turn, Shape]]) -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:

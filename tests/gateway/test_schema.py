@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -26,6 +26,7 @@ from agent_loop.loops.base import LoopContext
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
 from tests.gateway.harness import MODEL
+from tests.harness import examples
 from tests.helpers import hermes_template, text_reply
 
 pytestmark = pytest.mark.slow
@@ -96,11 +97,10 @@ def test_no_request_to_a_session_causes_a_server_error_or_an_undeclared_response
         headers = {"authorization": f"Bearer {endpoint.api_key}"}
         statuses.add(case.call_and_validate(checks=CHECKS, headers=headers).status_code)
 
-    @settings(
-        max_examples=num_examples,
+    @examples(
+        num_examples,
         derandomize=True,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(case=operation.as_strategy(generation_mode=mode))

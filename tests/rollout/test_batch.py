@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.errors import DataError
 from agent_loop.rollout.batch import assemble, timing_metrics
 from agent_loop.trajectory import AgentLoopMetrics, AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, StopReason, as_token_ids
+from tests.harness import examples
 
 PAD = 99
 
@@ -71,7 +72,7 @@ trajectories = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(trajectories=trajectories, extra_width=st.integers(0, 3))
 def test_every_trajectory_can_be_read_back_from_the_padded_tensors(
     trajectories: list[Trajectory], extra_width: int

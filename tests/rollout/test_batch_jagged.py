@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.jagged import assemble_jagged
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Origin
+from tests.harness import examples
 from tests.rollout.test_batch import PAD, trajectories, trajectory
 
 TOKEN_COLUMNS = ("input_ids", "position_ids", "response_mask", "weight_versions", "rollout_log_probs")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(rows=trajectories.filter(bool))
 def test_each_row_equals_the_row_of_the_padded_batch_without_padding(rows: list[Trajectory]) -> None:
     jagged, padded = assemble_jagged(rows), assemble(rows, pad_token_id=PAD)

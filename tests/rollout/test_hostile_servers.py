@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.config import RolloutConfig
@@ -20,6 +20,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, Scripted
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason, TokenChunk, TokenOutput
+from tests.harness import examples
 from tests.helpers import hermes_template, text_reply, user
 
 VOCAB_SIZE = hermes_template().vocab_size
@@ -230,7 +231,7 @@ def training_values(trajectory: Trajectory) -> tuple[Any, ...]:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     replies=st.lists(REPLIES, min_size=1, max_size=12), num_servers=st.integers(1, 2), streams=st.booleans()
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, example, given, settings
+from hypothesis import Phase, example, given
 from hypothesis import strategies as st
 
 from agent_loop.errors import JournalError
@@ -23,6 +23,7 @@ from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
+from tests.harness import examples
 from tests.helpers import user
 from tests.rollout.harness import Adder, WorkerHarness
 from tests.rollout.journaled import RandomScript, facts, key_of, records_of, run_journaled
@@ -116,7 +117,7 @@ def damaged(data: bytes, change: str, place: int, mask: int, size: int) -> bytes
     return data[:place] + data[end:]
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@examples(60, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(kill=st.floats(0, 1), change=CHANGES)
 @example(kill=0.5, change=("flip", 0.02, 1, 0.0))
 @example(kill=0.5, change=("zeros", 0.95, 1, 1.0))

@@ -23,6 +23,7 @@ from agent_loop.rollout.journal.frames import HEADER, framed, scan
 from agent_loop.rollout.journal.step import StepKey, open_journal
 from agent_loop.rollout.journal.writer import JournalWriter
 from agent_loop.testing import run_virtual
+from tests.harness import examples
 from tests.helpers import user
 from tests.rollout.journaled import key_of, records_of, run_journaled
 from tests.rollout.test_journal_replay import ROWS, facts, first_run, make_harness
@@ -34,7 +35,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(plain)
 def test_any_plain_value_is_unpacked_as_it_was_packed(value: Any) -> None:
     assert unpack(pack(value)) == value

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from agent_loop.chat.multimodal import Encoded
@@ -29,6 +29,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.trajectory.codec import from_plain
 from agent_loop.types import Origin, StopReason
+from tests.harness import examples
 from tests.helpers import text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
 from tests.rollout.journaled import RandomScript, facts, records_of, run_journaled
@@ -144,7 +145,7 @@ def assert_resumes(data: bytes, *, on_replay: OnReplay) -> None:
         assert tool.executed == []
 
 
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@examples(40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(data=st.data(), on_replay=st.sampled_from([OnReplay.RERUN, OnReplay.RECORDED]))
 def test_a_journal_cut_at_any_byte_resumes_with_the_recorded_tokens(
     data: st.DataObject, on_replay: OnReplay

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -27,6 +27,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import Row
+from tests.harness import examples
 from tests.helpers import hermes_template, text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
 from tests.rollout.journaled import facts, key_of, records_of, run_journaled
@@ -171,7 +172,7 @@ def test_a_journal_cut_after_any_record_resumes_with_the_trajectories_of_an_uncu
         assert_nothing_is_lost(tmp_path / f"{number}", data[:cut], world=world)
 
 
-@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@examples(15, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(times_s=st.lists(st.floats(0.1, 5), min_size=1, max_size=3))
 def test_a_run_that_is_killed_at_any_times_ends_with_the_trajectories_of_an_uncut_run(
     times_s: list[float],

@@ -13,11 +13,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.rows import load_row_files, load_rows
+from tests.harness import examples
 
 ROWS = [{"prompt": f"question {n}", "answer": str(n)} for n in range(6)]
 MESSAGES = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1, 2?"}]
@@ -338,7 +339,7 @@ def test_invalid_csv_is_refused_with_its_location(folder: Path, text: str, compl
     assert complaint in refusal("rows.csv")
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(cells=st.lists(st.text(st.characters(codec="utf-8"), min_size=1), min_size=1, max_size=3))
 def test_any_text_is_read_back_from_csv(cells: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("csv") / "rows.csv"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.config import RolloutConfig
@@ -20,6 +20,7 @@ from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
+from tests.harness import examples
 from tests.helpers import hermes_template, text_reply
 
 COLUMNS = [
@@ -119,7 +120,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(columns=st.dictionaries(st.sampled_from(COLUMNS) | st.text(max_size=5), VALUES, max_size=4))
 def test_any_row_is_refused_or_ends_with_a_reason(columns: dict[str, Any]) -> None:
     run({"prompt": "What is 1 + 2?", **columns})

@@ -8,13 +8,14 @@ from itertools import count
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agent_loop.errors import ConfigError
 from agent_loop.servers.balancer import BalancerConfig, LoadBalancer, SlotGrant, SlotRequest
 from agent_loop.servers.priority_queue import IndexedPriorityQueue
+from tests.harness import examples
 
 ids = count()
 
@@ -445,7 +446,7 @@ class BalancerStateMachine(RuleBasedStateMachine):
 
 
 TestBalancerStateMachine = BalancerStateMachine.TestCase
-TestBalancerStateMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBalancerStateMachine.settings = examples(60, stateful_step_count=40)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.servers.embedded.attention import PrefillChunk, PrefillGroup
@@ -12,6 +12,7 @@ from agent_loop.servers.embedded.batch import pack_step
 from agent_loop.servers.embedded.cache import KVCache, LayerShape
 from agent_loop.servers.embedded.slots import Placement, PrefixInPrefill, Slot, SlotTable
 from agent_loop.types import IntArray
+from tests.harness import examples
 
 NUM_SLOTS, MAX_LEN, KV_HEADS, HEADS, DIM = 12, 1100, 2, 4, 8
 SHAPE = LayerShape(KV_HEADS, DIM, DIM, torch.float32, torch.device("cpu"))
@@ -35,7 +36,7 @@ def busy_slots(draw: st.DrawFn) -> list[Slot]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(slots=busy_slots(), chunk_tokens=st.sampled_from([1, 33, 1000]))
 def test_attention_over_any_mix_of_slots_equals_plain_attention_of_each_slot(
     slots: list[Slot], chunk_tokens: int
@@ -68,7 +69,7 @@ def test_attention_over_any_mix_of_slots_equals_plain_attention_of_each_slot(
     assert row == num_tokens
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(slots=busy_slots(), chunk_tokens=st.sampled_from([1, 33, 1000]))
 def test_a_step_has_all_decoding_rows_and_at_most_chunk_tokens_of_prefill(
     slots: list[Slot], chunk_tokens: int

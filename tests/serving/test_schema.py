@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -17,6 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.harness import examples
 from tests.serving.harness import MODEL, ServedApp, embedded, serve_app
 
 pytestmark = pytest.mark.slow
@@ -86,11 +87,10 @@ def test_no_request_causes_a_server_error_or_an_undeclared_response(
     operation = schema[path][method]
     statuses: set[int] = set()
 
-    @settings(
-        max_examples=num_examples,
+    @examples(
+        num_examples,
         derandomize=True,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(case=operation.as_strategy(generation_mode=mode), knows_model=st.booleans())

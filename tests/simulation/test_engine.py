@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.simulation.engine import EngineModel, SimulatedEngine, SimulatedRequest
+from tests.harness import examples
 
 MODEL = EngineModel(
     step_s=0.01, step_s_per_request=0.001, prefill_tokens_per_s=1000, max_concurrent=4, kv_tokens=10_000
@@ -132,7 +133,7 @@ def test_a_scaled_engine_is_as_fast_as_many_evenly_loaded_engines() -> None:
 request_sizes = st.tuples(st.integers(0, 4), st.integers(1, 4000), st.integers(1, 3000), st.floats(0, 8))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(request_sizes, max_size=25))
 def test_all_requests_end_and_the_cache_never_exceeds_its_capacity(
     requests: list[tuple[int, int, int, float]],

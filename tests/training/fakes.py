@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -102,18 +103,8 @@ class FakeRollouts:
                 finally:
                     self.was_cancelled = True
         generator = torch.Generator().manual_seed(1000 + self.weight_version)
-        trajectories = [
-            sample_trajectory(
-                self._model,
-                row,
-                group=group,
-                rollout=rollout,
-                generator=generator,
-                weight_version=self.weight_version,
-            )
-            for group, row in enumerate(rows)
-            for rollout in range(n or 1)
-        ]
+        plans = [Plan(row, group, rollout) for group, row in enumerate(rows) for rollout in range(n or 1)]
+        trajectories = sample(self._model, plans, generator=generator, weight_version=self.weight_version)
         for trajectory in trajectories if on_trajectory else ():
             on_trajectory(trajectory)
         return trajectories
@@ -135,54 +126,88 @@ class FakeRollouts:
         self.weight_version = weight_version
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Trajectory to sample: two model turns of `num_tokens` with a tool reply between them."""
+
+    row: Row
+    group: int = 0
+    rollout: int = 0
+    num_tokens: tuple[int, int] = (3, 2)
+
+    @property
+    def prompt(self) -> list[int]:
+        return [int(word) for word in self.row["raw_prompt"][0]["content"].split()]
+
+
+REPLY = [2, 4]
+"""Tokens of the tool's reply."""
+
+
 @torch.no_grad()
-def sample_trajectory(
+def sample(
     model: Qwen3ForCausalLM,
-    row: Row,
+    plans: Sequence[Plan],
     *,
     generator: torch.Generator,
-    group: int = 0,
-    rollout: int = 0,
     weight_version: int = 0,
-    num_tokens: tuple[int, int] = (3, 2),
     has_logprobs: bool = True,
-) -> Trajectory:
-    """Return a trajectory of two model turns of `num_tokens` with a tool reply between them.
+) -> list[Trajectory]:
+    """Return a trajectory for each plan. All of them sample their next token in the same forward.
 
     The reward is the share of `REWARDED` among the sampled tokens.
     """
-    prompt = [int(word) for word in row["raw_prompt"][0]["content"].split()]
-    ids = list(prompt)
-    segments = [Segment(as_token_ids(prompt), Origin.PROMPT)]
-    sampled: list[int] = []
-    for turn, length in enumerate(num_tokens):
-        if turn:
-            reply = [2, 3 + turn]
-            ids += reply
-            segments.append(Segment(as_token_ids(reply), Origin.TOOL))
-        turn_ids: list[int] = []
-        logprobs: list[float] = []
-        for _ in range(length):
-            logits: Any = model(torch.tensor([ids])).logits[0, -1]
-            distribution = logits.log_softmax(-1)
-            token = int(torch.multinomial(distribution.exp(), 1, generator=generator))
-            turn_ids.append(token)
-            ids.append(token)
-            logprobs.append(float(distribution[token]))
-        segments.append(
-            Segment(
-                as_token_ids(turn_ids),
-                Origin.MODEL,
-                np.array(logprobs, np.float32) if has_logprobs else None,
-                weight_version,
-            )
+    prompts = [plan.prompt for plan in plans]
+    sequences = [list(prompt) for prompt in prompts]
+    logprobs: list[list[float]] = [[] for _ in plans]
+    for step in range(max(sum(plan.num_tokens) for plan in plans)):
+        pending = [i for i, plan in enumerate(plans) if step < sum(plan.num_tokens)]
+        for i in pending:
+            if step == plans[i].num_tokens[0]:
+                sequences[i] += REPLY
+        width = max(len(sequences[i]) for i in pending)
+        # Causal attention: padding on the right changes nothing at the last token.
+        ids = torch.tensor([sequences[i] + [PAD] * (width - len(sequences[i])) for i in pending])
+        logits: Any = model(ids).logits
+        last = logits[range(len(pending)), [len(sequences[i]) - 1 for i in pending]].log_softmax(-1)
+        tokens = torch.multinomial(last.exp(), 1, generator=generator).flatten().tolist()
+        for row, (i, token) in enumerate(zip(pending, tokens, strict=True)):
+            sequences[i].append(token)
+            logprobs[i].append(float(last[row, token]))
+    return [
+        planned_trajectory(
+            plan,
+            sequence[len(prompt) :],
+            logprobs=np.array(values, np.float32) if has_logprobs else None,
+            weight_version=weight_version,
         )
-        sampled += turn_ids
+        for plan, prompt, sequence, values in zip(plans, prompts, sequences, logprobs, strict=True)
+    ]
+
+
+def planned_trajectory(
+    plan: Plan, response: Sequence[int], *, logprobs: np.ndarray | None, weight_version: int
+) -> Trajectory:
+    """Return the trajectory of `plan` whose tokens after the prompt are `response`."""
+    first = plan.num_tokens[0]
+    turns = (response[:first], response[first + len(REPLY) :])
+    of_turns = (None, None) if logprobs is None else (logprobs[:first], logprobs[first:])
+    models = [
+        Segment(as_token_ids(ids), Origin.MODEL, values, weight_version)
+        for ids, values in zip(turns, of_turns, strict=True)
+    ]
+    segments = [
+        Segment(as_token_ids(plan.prompt), Origin.PROMPT),
+        models[0],
+        Segment(as_token_ids(REPLY), Origin.TOOL),
+        models[1],
+    ]
+    sampled = [*turns[0], *turns[1]]
     return Trajectory(
         output=AgentLoopOutput(segments=segments),
-        row=row,
-        group=group,
-        rollout=rollout,
+        row=plan.row,
+        group=plan.group,
+        rollout=plan.rollout,
         reward=sampled.count(REWARDED) / len(sampled),
         reward_extra={},
     )
@@ -192,17 +217,14 @@ def sample_trajectories(
     model: Qwen3ForCausalLM, *, num_groups: int = 4, n: int = 6, seed: int = 0, has_logprobs: bool = True
 ) -> list[Trajectory]:
     """Return trajectories with prompts and turns of different lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        sample_trajectory(
-            model,
+    plans = [
+        Plan(
             {"raw_prompt": [{"role": "user", "content": " ".join(map(str, range(4, 5 + group)))}]},
-            group=group,
-            rollout=rollout,
-            generator=generator,
+            group,
+            rollout,
             num_tokens=(1 + rollout % 3, 1 + group),
-            has_logprobs=has_logprobs,
         )
         for group in range(num_groups)
         for rollout in range(n)
     ]
+    return sample(model, plans, generator=torch.Generator().manual_seed(seed), has_logprobs=has_logprobs)

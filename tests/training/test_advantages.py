@@ -7,10 +7,11 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.training.advantages import grpo_advantages, has_signal, rloo_advantages
+from tests.harness import examples
 
 rewards = st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0, math.nan])
 
@@ -27,7 +28,7 @@ def naive_advantages(rewards: list[float], groups: list[int], *, norm_by_std: bo
     return advantages
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(rows=st.lists(st.tuples(rewards, st.integers(0, 3)), max_size=20), norm_by_std=st.booleans())
 def test_advantages_match_the_formula_on_ragged_groups(
     rows: list[tuple[float, int]], norm_by_std: bool
@@ -67,7 +68,7 @@ def test_an_unscored_trajectory_has_no_signal_and_changes_no_statistic() -> None
     assert has_signal(rewards_B, groups_B=groups_B).tolist() == [True, False, True]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(rows=st.lists(st.tuples(rewards, st.integers(0, 3)), max_size=20))
 def test_leave_one_out_compares_with_the_mean_of_the_others(rows: list[tuple[float, int]]) -> None:
     values = torch.tensor([reward for reward, _ in rows], dtype=torch.float32).tolist()

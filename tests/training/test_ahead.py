@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.testing import run_virtual
 from agent_loop.training.ahead import RolloutsAhead
+from tests.harness import examples
 
 
 class Trainer:
@@ -48,7 +49,7 @@ class Trainer:
 seconds = st.floats(0, 30)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     max_staleness=st.integers(0, 4),
     lengths=st.lists(st.tuples(seconds, seconds), min_size=1, max_size=12),

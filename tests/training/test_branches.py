@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 from torch import Tensor
@@ -40,6 +40,7 @@ from agent_loop.training.rollouts import _earned
 from agent_loop.training.variance import with_variance
 from agent_loop.trajectory import AgentLoopOutput, Failure, Feedback, Segment, Trajectory
 from agent_loop.types import Origin, StopReason, as_token_ids
+from tests.harness import examples
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
 WEIGHT = 0.5
@@ -282,14 +283,14 @@ def assert_same(found: Mapping[Any, Sequence[float]], expected: Mapping[Any, Seq
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(groups=groups)
 def test_an_estimator_matches_a_reference_that_works_on_rollouts(estimator: str, groups: list[Group]) -> None:
     assert_same(estimated(groups, estimator), reference(groups, estimator))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(groups=groups, seed=st.integers(0, 99))
 def test_copies_of_a_branch_change_no_advantage_of_other_rollouts(
     estimator: str, groups: list[Group], seed: int
@@ -420,7 +421,7 @@ def reference_loss(rollouts: Sequence[Sequence[float]], mode: AggregationMode, *
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_the_loss_of_a_rollout_does_not_depend_on_its_split_into_rows(
     mode: AggregationMode, data: st.DataObject

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from msgspec import structs
 
 from agent_loop.config import Config
@@ -20,6 +20,7 @@ from agent_loop.training.learned import TOKEN_VALUES, TRAIN_LOG_PROBS
 from agent_loop.training.metrics import read_metrics
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
+from tests.harness import examples
 from tests.training.fakes import FakeRollouts, tiny_policy
 from tests.training.samples import Branch, Rollout, Sample, Turn, batch_of, groups, samples_of
 from tests.training.test_actor import make_actor, off_policy_batch
@@ -89,7 +90,7 @@ def expected(batch: RolloutBatch, samples: Sequence[Sample]) -> dict[str, float]
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(groups=groups)
 def test_sources_and_turns_have_the_metrics_of_their_rollouts_and_tokens(groups: list[list[Rollout]]) -> None:
     samples = samples_of(groups)

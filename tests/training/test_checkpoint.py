@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,6 +29,7 @@ from agent_loop.training.checkpoint import (
     save_state,
 )
 from agent_loop.training.learner import Learner
+from tests.harness import examples
 from tests.training.fakes import tiny_policy, tiny_tokenizer
 
 CHECKPOINTED = Path(tempfile.mkdtemp()) / "step-000001"
@@ -195,7 +196,7 @@ def test_one_changed_bit_in_any_file_is_detected_and_the_previous_checkpoint_is_
     assert latest_checkpoint(tmp_path).step == 2
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.data())
 def test_a_state_with_a_changed_byte_is_equal_or_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from msgspec import structs
 
 from agent_loop.config import AlgorithmConfig, Config, load_config
@@ -17,6 +17,7 @@ from agent_loop.training import metrics as names
 from agent_loop.training.advantages import BatchAdvantages, estimate_batch, load_estimators
 from agent_loop.training.learner import LEARNED_COLUMNS, load_learner
 from agent_loop.training.seats import compared_groups
+from tests.harness import examples
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 from tests.training.samples import Branch, Rollout, Sample, Turn, batch_of, groups, samples_of
 
@@ -43,7 +44,7 @@ def of_source(sample: Sample) -> str | None:
     return sample.trajectory.row.get("data_source")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(groups=groups)
 def test_each_source_has_the_advantages_that_it_has_alone(groups: list[list[Rollout]]) -> None:
     samples = samples_of(groups)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 from torch import Tensor
@@ -25,6 +25,7 @@ from agent_loop.training.advantages import (
     overlong_penalty,
     whiten,
 )
+from tests.harness import examples
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
 LIMIT = 12
@@ -214,7 +215,7 @@ def test_grpo_adds_the_process_advantage_and_subtracts_the_kl_of_whole_rows(batc
     assert torch.allclose(rewards.per_row()[scored_rows(batch)], torch.tensor(list(scores.values())).double())
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_observations_between_turns_change_no_return(data: st.DataObject) -> None:
     masks = data.draw(st.lists(st.booleans(), min_size=1, max_size=12))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.config import AlgorithmConfig
@@ -19,6 +19,7 @@ from agent_loop.rollout.forks import FORKED_TURN
 from agent_loop.training.advantages import BatchAdvantages, estimate_batch, load_estimators
 from agent_loop.trajectory import AgentLoopOutput, Feedback, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
+from tests.harness import examples
 from tests.training.fakes import PAD
 
 WEIGHT, KL = 0.25, 1 / 16
@@ -163,7 +164,7 @@ def estimated(
 
 
 @pytest.mark.parametrize("train", [True, False])
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(groups=groups)
 def test_a_stretch_gets_the_next_known_value_minus_the_last_known_value(
     train: bool, groups: list[list[Forked]]

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -20,6 +20,7 @@ from agent_loop.rollout.batch import assemble
 from agent_loop.training.advantages import BatchAdvantages, estimate_batch, load_estimators
 from agent_loop.training.variance import with_variance
 from agent_loop.trajectory import Trajectory
+from tests.harness import examples
 from tests.training.fakes import PAD
 from tests.training.samples import Branch, Rollout, Sample, Turn, compared, groups, samples_of, shares
 
@@ -81,7 +82,7 @@ def reference(
     [{"correct": 1.0}, {"correct": 1.0, "format": -0.4}, {"reward": 0.5, "format": 2.0}],
     ids=["one", "two", "reward"],
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(groups=groups, drops=st.booleans())
 def test_each_part_is_normalized_in_its_group_and_the_sum_over_the_batch(
     weights: Mapping[str, float], groups: list[list[Rollout]], drops: bool

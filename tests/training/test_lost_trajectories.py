@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -24,6 +24,7 @@ from agent_loop.training.rollout_metrics import rollout_metrics
 from agent_loop.training.rollouts import _earned
 from agent_loop.training.variance import with_variance
 from agent_loop.trajectory import Failure, FailureKind, Trajectory
+from tests.harness import examples
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 from tests.training.test_branches import ESTIMATORS, WEIGHT, Group, groups, trajectories_of
 
@@ -79,7 +80,7 @@ def trained(trajectories: Sequence[Trajectory], estimator: Any) -> dict[Name, li
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(both=losses())
 def test_lost_trajectories_are_in_no_baseline_and_get_no_advantage(
     estimator: str, both: tuple[list[Trajectory], list[Trajectory]]
@@ -91,7 +92,7 @@ def test_lost_trajectories_are_in_no_baseline_and_get_no_advantage(
         assert found[name] == pytest.approx(advantages, abs=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(both=losses())
 def test_lost_trajectories_are_in_no_mean_and_no_share_of_the_metrics(
     both: tuple[list[Trajectory], list[Trajectory]],
@@ -106,7 +107,7 @@ def test_lost_trajectories_are_in_no_mean_and_no_share_of_the_metrics(
     )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(both=losses())
 def test_lost_trajectories_are_in_no_score_of_an_evaluation(
     both: tuple[list[Trajectory], list[Trajectory]],
@@ -185,7 +186,7 @@ def test_the_weights_after_an_update_do_not_depend_on_lost_trajectories(
         torch.testing.assert_close(updated[0][name], value, rtol=0, atol=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(losses())
 def test_lost_trajectories_are_not_in_the_metrics_of_tools(
     both: tuple[list[Trajectory], list[Trajectory]],

@@ -12,7 +12,7 @@ from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
 from agent_loop.training.packing import pack
 from agent_loop.training.policy import response_logprobs
-from tests.training.fakes import PAD, VOCABULARY, sample_trajectories, sample_trajectory, tiny_policy
+from tests.training.fakes import PAD, VOCABULARY, Plan, sample, sample_trajectories, tiny_policy
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +61,8 @@ def test_every_row_is_in_one_packed_row_and_packed_rows_keep_to_the_budget(
 def test_packing_leaves_less_padding() -> None:
     generator = torch.Generator().manual_seed(0)
     prompt = {"raw_prompt": [{"role": "user", "content": "4 5 6"}]}
-    ragged = [
-        sample_trajectory(tiny_policy(), prompt, generator=generator, num_tokens=(first, second))
-        for first, second in [(15, 12), (2, 2), (9, 6), (1, 1), (3, 1), (7, 2), (1, 2), (5, 5)]
-    ]
+    lengths = [(15, 12), (2, 2), (9, 6), (1, 1), (3, 1), (7, 2), (1, 2), (5, 5)]
+    ragged = sample(tiny_policy(), [Plan(prompt, num_tokens=pair) for pair in lengths], generator=generator)
     batch = assemble(ragged, pad_token_id=PAD)
     rows, device = torch.arange(len(batch)), torch.device("cpu")
     num_tokens = int(batch["attention_mask"].sum())

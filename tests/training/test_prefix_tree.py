@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from agent_loop.training.prefix_tree import SortedRows, TreeLayout, attention, lay_out
 from agent_loop.training.prefix_tree.tree import PASS_COST
+from tests.harness import examples
 from tests.training.trees import random_tree
 
 CPU = torch.device("cpu")
@@ -73,7 +74,7 @@ def random_heads(num_tokens: int, dtype: torch.dtype = torch.float64) -> list[Te
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(trees())
 def test_each_distinct_token_is_in_the_layout_once(rows: list[list[int]]) -> None:
     layout = lay_out(arrays(rows), device=CPU)
@@ -84,7 +85,7 @@ def test_each_distinct_token_is_in_the_layout_once(rows: list[list[int]]) -> Non
         assert layout.depth_T[places].tolist() == list(range(len(row)))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(trees(), st.sampled_from([None, 1, 3, 40]))
 def test_attention_over_a_tree_equals_attention_with_a_dense_mask(
     rows: list[list[int]], window: int | None
@@ -172,7 +173,7 @@ def test_a_layout_has_no_dense_mask() -> None:
             assert sum(mask.numel() for mask in masks) <= 300 * layout.num_tokens
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(trees(), st.integers(1, 200), st.integers(1, 4))
 def test_runs_hold_every_row_once_and_keep_to_the_budget(
     rows: list[list[int]], max_tokens: int, at_least: int
@@ -190,7 +191,7 @@ def test_runs_hold_every_row_once_and_keep_to_the_budget(
     assert sorted(row for share in shares for row in share) == list(range(len(rows)))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(trees(), st.integers(20, 200))
 def test_no_other_cuts_between_the_sorted_rows_are_cheaper(rows: list[list[int]], max_tokens: int) -> None:
     rows = sorted(rows[:7])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from agent_loop.training.packing import as_tree
 from agent_loop.training.policy import make_exact, response_logprobs
 from agent_loop.training.prefix_tree import use_tree_attention
 from tests.families.zoo import FAMILIES
+from tests.harness import examples
 from tests.training.fakes import tiny_policy
 from tests.training.trees import MODELS, forked_batch, tiny_model, tree_batch
 
@@ -57,7 +58,7 @@ def check_equal(model: Any, batch: RolloutBatch, *, max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@settings(max_examples=6, deadline=None, derandomize=True)
+@examples(6, derandomize=True)
 @given(seed=st.integers(0, 10_000), num_rows=st.integers(1, 12), max_tokens=st.sampled_from([1, 60, 10_000]))
 def test_loss_and_gradients_of_a_tree_equal_those_of_rows_alone(
     kind: str, seed: int, num_rows: int, max_tokens: int

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.config import Config, DataConfig
@@ -19,6 +19,7 @@ from agent_loop.training.registry import SAMPLERS
 from agent_loop.training.samplers import RowResult, RowSelector, Selection, load_sampler, make_selector
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
+from tests.harness import examples
 
 NUM_ROWS, NUM_STEPS, NUM_GROUPS = 12, 14, 4
 
@@ -118,7 +119,7 @@ SAMPLERS_TO_TEST: Sequence[dict[str, Any]] = (
 
 @pytest.mark.parametrize("sampler", SAMPLERS_TO_TEST)
 @pytest.mark.parametrize("max_staleness", [0, 2])
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(stops=st.lists(st.integers(1, NUM_STEPS), max_size=4), save_every=st.integers(1, 4))
 def test_a_run_that_is_killed_anywhere_selects_the_rows_of_a_run_that_is_not(
     tmp_path_factory: pytest.TempPathFactory,

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -17,6 +17,7 @@ from agent_loop.rollout.batch import assemble
 from agent_loop.training.advantages import collect_turns, estimate_batch, load_estimators
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.trajectory.attachments import Attachment
+from tests.harness import examples
 from tests.training.fakes import PAD
 from tests.training.samples import (
     Branch,
@@ -136,7 +137,7 @@ def assert_equal(found: list[list[float]], expected: dict[tuple[int, int], float
         assert found[row][token] == pytest.approx(value, abs=1e-6), (row, token)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(groups=groups, gamma=st.sampled_from([1.0, 0.9]))
 def test_a_turn_is_compared_with_the_same_turn_of_its_group(
     groups: list[list[Rollout]], gamma: float
@@ -147,7 +148,7 @@ def test_a_turn_is_compared_with_the_same_turn_of_its_group(
 
 
 @pytest.mark.parametrize(("state_key", "anchor"), [(None, observation), ("state", state)])
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(groups=groups, gamma=st.sampled_from([1.0, 0.9]), weight=st.sampled_from([0.0, 1.0, 0.4]))
 def test_gigpo_adds_the_comparison_of_turns_in_the_same_state_to_that_of_trajectories(
     state_key: str | None,

@@ -14,12 +14,13 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor, nn
 
 from agent_loop.errors import WeightsError
 from agent_loop.weights import WeightReceiver, WeightSender
 from agent_loop.weights.handle import DTYPE_BYTES, Transport
+from tests.harness import examples
 from tests.weights.receiving import ROOT, Receiver, blocks, flat, start_unrelated
 
 ON_CPU: tuple[Transport, ...] = ("shared_memory", "broadcast", "disk")
@@ -163,7 +164,7 @@ named_specs = st.dictionaries(
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "disk"])
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(specs=named_specs, seed=st.integers(0, 99))
 def test_any_dtypes_shapes_and_names_are_received_unchanged(
     transport: Transport, specs: dict[str, tuple[str, tuple[int, ...]]], seed: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import os
@@ -30,7 +31,6 @@ from agent_loop.rollout.components import (
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.runtime.concurrency import run_shielded, run_together, run_until
-from agent_loop.runtime.garbage_collection import freeze_objects
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.manager import AsyncLLMServerManager
@@ -134,7 +134,7 @@ class WorkerActor:
         # The driver scores whole groups, so that no worker loads the dependencies of the reward function.
         reward = None if setup.config.reward.batch else load_reward_function(setup.config)
         self._worker = make_worker(rollout, context=context, loops=load_loops(rollout), reward=reward)
-        freeze_objects()
+        gc.freeze()  # full collections need not scan libraries
         return self._client, os.getpid()
 
     async def run(

@@ -41,20 +41,14 @@ def infrequent_collections() -> Generator[None]:
                 gc.set_threshold(*_before)
 
 
-def freeze_objects() -> None:
-    """Exclude all existing objects from later collections.
-
-    Call it once everything is loaded: a full collection would otherwise scan libraries too, and pause every trajectory
-    (0.3 s with `torch` and `transformers`).
-    """
-    gc.collect()
-    gc.freeze()
-
-
 @contextmanager
 def frozen_objects() -> Generator[None]:
-    """Exclude all existing objects from collections within the body."""
-    freeze_objects()
+    """Exclude all existing objects from collections within the body.
+
+    Enter it once everything is loaded: a full collection would otherwise scan libraries too, and pause every trajectory
+    (0.3 s with `torch` and `transformers`).
+    """
+    gc.freeze()
     try:
         yield
     finally:

@@ -6,13 +6,14 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from agent_loop.chat.parsers import ToolParser, detect_parser
 from agent_loop.errors import ConfigError
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 from tests.chat.parsers.formats import FORMATS, Format, dumps
+from tests.harness import examples
 
 every_format = pytest.mark.parametrize("written", FORMATS, ids=lambda written: written.name)
 
@@ -138,7 +139,7 @@ def test_parsers_raise_for_no_text(written: Format, data: st.DataObject) -> None
 
 
 @every_format
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@examples(40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_arguments_are_parsed_back(written: Format, data: st.DataObject) -> None:
     names = st.from_regex(r"\A[a-z_]{1,8}\Z")

@@ -8,6 +8,7 @@ The process ends when the connection closes, so it never outlives the process th
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -17,7 +18,6 @@ from typing import Any
 
 from agent_loop.errors import AgentLoopError, ServerError
 from agent_loop.runtime.describe import describe_error
-from agent_loop.runtime.garbage_collection import freeze_objects
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.embedded.server import EmbeddedServer
@@ -134,7 +134,7 @@ async def _start(
     except AgentLoopError as error:
         connection.send(EngineReply(call.number, error))
         return None
-    freeze_objects()
+    gc.freeze()  # full collections need not scan libraries
     connection.send(EngineReply(call.number, server.abilities))
     return EngineHost(connection, server, task_group=task_group)
 
