@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.harness import is_nightly
 from tests.viewer.browser import open_browser
 
 # A shell ignores SIGINT in commands that it starts in the background, and their children inherit that.
@@ -28,6 +31,24 @@ def browser() -> Iterator[Any]:
     """Start one browser for all tests that need one: Playwright runs once in a process."""
     with open_browser() as browser:
         yield browser
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked `nightly`, except for `keep` cases of each, which are drawn by the test's name."""
+    if is_nightly():
+        return
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for name, of_test in cases.items():
+        keep = of_test[0].get_closest_marker("nightly").kwargs.get("keep", 0)
+        if len(of_test) > keep:
+            left_out |= set(of_test) - set(random.Random(name).sample(of_test, keep))
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 is_frozen = False

@@ -146,6 +146,7 @@ def hard_texts(template: ChatTemplate, source: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize(
     "name",
@@ -363,6 +364,7 @@ def pair_of(name: str, choice: EncoderChoice) -> tuple[ChatTemplate, ChatTemplat
     return ChatTemplate(tokenizer, encoder=choice), ChatTemplate(tokenizer, encoder="tokenizers")
 
 
+@pytest.mark.nightly(keep=12)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", WITH_SYSTEM)
 @examples(25)

@@ -89,6 +89,7 @@ def echoed(text: str, *, field: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.nightly(keep=18)
 @pytest.mark.parametrize("field", ["content", "reasoning_content", "name", "id", "key", "value"])
 @pytest.mark.parametrize(
     "chat_template",

@@ -110,6 +110,7 @@ CALLING = {name for name, probe in PROBES.items() if any(turn.calls for turn in 
 PARALLEL = {name for name in CALLING if "parallel" in name}
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("name", "dropping"),
     [
@@ -150,6 +151,7 @@ def test_dropped_schemas_are_reported_before_every_other_cause() -> None:
     )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_v5", "diffusion_gemma"])
 def test_text_that_moves_behind_tool_replies_is_reported(name: str) -> None:
     for result in report_of(name).results:
@@ -191,6 +193,7 @@ def only_appends(template: ChatTemplate, probe: Probe) -> bool:
     return True
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "gptoss", "gemma4_v5", "lfm2_2_5"])
 def test_reasoning_that_a_template_strips_is_kept_and_reported(name: str) -> None:
     results = {result.name: result for result, _ in report_of(name).examples(Cause.STRIPPED_REASONING)}

@@ -231,6 +231,7 @@ FAULTS: Sequence[tuple[type[Embedded], str]] = [
 ]
 
 
+@pytest.mark.nightly(keep=9)
 @pytest.mark.flaky(reruns=2)  # some checks compare durations, so that a busy machine can hide a fault
 @pytest.mark.parametrize(
     ("faulty", "check"),

@@ -133,6 +133,7 @@ def test_a_folder_with_files_is_refused(task: Path, command: Command) -> None:
     assert not (task / "config.yaml").exists()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("starter", list(Starter))
 def test_a_folder_for_a_model_of_the_user_has_rows_and_passing_tests(
     task: Path, command: Command, starter: Starter

@@ -97,6 +97,7 @@ def test_a_parser_with_unknown_markers_parses_at_the_end() -> None:
     assert whole("please BAD it", parser=Shouting()) == ParsedDelta("please BAD it")
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @given(data=st.data())
 def test_the_result_does_not_depend_on_how_the_text_is_split(form: Format, data: st.DataObject) -> None:
@@ -139,6 +140,7 @@ def test_the_streamed_result_equals_the_tool_parsers(form: Format) -> None:
         assert list(reading.tool_calls) == parsed.tool_calls
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @given(data=st.data())
 def test_a_continued_turn_adds_what_the_client_does_not_have(form: Format, data: st.DataObject) -> None:

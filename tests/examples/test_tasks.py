@@ -21,6 +21,7 @@ from tests.examples.conftest import Example
 NUM_ROWS = 8
 
 
+@pytest.mark.nightly(keep=2)
 def test_the_solution_earns_the_reward_with_the_real_tools(example: Example) -> None:
     rows = held_out_rows(example)
     trajectories = replay(example, rows, turns=[example.task.solution(row) for row in rows])
@@ -32,6 +33,7 @@ def test_the_solution_earns_the_reward_with_the_real_tools(example: Example) -> 
     assert not any(t.output.incidents for t in trajectories)
 
 
+@pytest.mark.nightly(keep=4)
 def test_a_rollout_has_the_same_tokens_as_the_demonstration(example: Example) -> None:
     rows = held_out_rows(example)
     trajectories = replay(example, rows, turns=[example.task.solution(row) for row in rows])

@@ -18,6 +18,7 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
 from tests.gateway.harness import ADD, MODEL
+from tests.harness import thinned
 from tests.helpers import hermes_template, text_reply
 from tests.hostile_json import RAW, mutated
 
@@ -128,7 +129,7 @@ async def answers(path: str, bodies: Iterable[bytes]) -> list[tuple[int, bytes, 
     [("/chat/completions", CHAT), ("/messages", MESSAGES), ("/messages/count_tokens", COUNTED)],
 )
 def test_a_request_with_one_invalid_part_gets_a_completion_or_a_400(path: str, body: Any) -> None:
-    bodies = [*(json.dumps(changed).encode() for changed in mutated(body)), *RAW]
+    bodies = [*(json.dumps(changed).encode() for changed in thinned([*mutated(body)], step=7)), *RAW]
     found = run_virtual(answers(path, bodies))
     faults = [(status, sent[:300], reply[:300]) for status, sent, reply in found if status not in (200, 400)]
     assert faults == []

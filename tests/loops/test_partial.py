@@ -23,6 +23,7 @@ from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
 from agent_loop.types import Origin, StopReason
+from tests.harness import thinned
 from tests.helpers import call_text, encoded
 from tests.loops.partials import TOKEN_S, PartialRunner, facts, logprob_at, random_turns
 
@@ -47,7 +48,7 @@ def random_runner(seed: int) -> Any:
     return lambda: PartialRunner(turns, tools=TOOLS, **kwargs)
 
 
-@pytest.mark.parametrize("first_seed", range(0, 200, 20))
+@pytest.mark.parametrize("first_seed", thinned(range(0, 200, 20), step=5))
 def test_a_trajectory_cancelled_anywhere_and_resumed_equals_one_without_a_cancellation(
     first_seed: int,
 ) -> None:

@@ -169,6 +169,7 @@ def test_a_tool_of_verl_keeps_tokens_and_reward() -> None:
     assert len(VerlTool.started) == 1
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("first_seed", range(0, 60, 20))
 def test_any_cancelled_and_resumed_trajectory_ends_as_one_without_a_cancellation(first_seed: int) -> None:
     num_cut = num_restarts = 0

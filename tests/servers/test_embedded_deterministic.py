@@ -60,6 +60,7 @@ def completions(
     return asyncio.run(main())
 
 
+@pytest.mark.nightly(keep=1)
 def test_concurrent_requests_change_no_bit_of_a_completion(setup: tuple[Any, dict[str, Any]]) -> None:
     alone = completions(setup, order=[0, 1, 2, 3, 4, 5], concurrency=1)
     together = completions(setup, order=[4, 0, 5, 3, 1, 2], concurrency=6)
@@ -68,6 +69,7 @@ def test_concurrent_requests_change_no_bit_of_a_completion(setup: tuple[Any, dic
     assert [(o.token_ids, o.log_probs) for o in alone] == [(o.token_ids, o.log_probs) for o in in_pairs]
 
 
+@pytest.mark.nightly(keep=1)
 def test_a_resumed_completion_equals_the_uninterrupted_one_to_the_last_bit(
     setup: tuple[Any, dict[str, Any]],
 ) -> None:

@@ -94,6 +94,7 @@ ARCHITECTURES = {
 }
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architectures_agree_with_transformers(name: str) -> None:
     model = build(ARCHITECTURES[name]())

@@ -93,6 +93,7 @@ def constrained_logprobs(
     return found
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("cache", ["shared", "per_request"])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_completions_match_the_schema_and_have_the_log_probs_of_the_allowed_tokens(

@@ -107,6 +107,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("name", SLOWER)
 def test_a_model_that_the_shared_cache_does_not_support_is_exact_with_a_cache_per_request(
     name: str, caplog: pytest.LogCaptureFixture

@@ -13,6 +13,7 @@ from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.serving.app import create_app
 from agent_loop.serving.served_model import ServedModel
 from tests.gateway.test_hostile_requests import CHAT, MESSAGES
+from tests.harness import thinned
 from tests.helpers import hermes_template, text_reply
 from tests.hostile_json import RAW, mutated
 from tests.serving.harness import MODEL
@@ -61,7 +62,7 @@ def refused(status: int, reply: bytes) -> bool:
 def test_a_request_with_one_invalid_part_gets_a_completion_or_a_400(
     client: TestClient, path: str, body: Any
 ) -> None:
-    bodies = [*(json.dumps(changed).encode() for changed in mutated(body)), *RAW]
+    bodies = [*(json.dumps(changed).encode() for changed in thinned([*mutated(body)], step=3)), *RAW]
     json_type = {"content-type": "application/json"}
     replies = [(sent, client.post(f"/v1/{path}", content=sent, headers=json_type)) for sent in bodies]
     faults = [

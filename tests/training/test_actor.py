@@ -121,6 +121,7 @@ def off_policy_batch() -> tuple[RolloutBatch, Tensor]:
     return batch, torch.randn(batch["responses"].shape, generator=generator)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_splitting_and_packing_change_no_gradient(name: str) -> None:
     batch, advantages_BR = off_policy_batch()

@@ -87,6 +87,7 @@ def test_a_failed_write_is_counted_in_a_metric_and_the_run_continues(config: Con
     assert lines[-1][names.UNSTORED_FILES] >= 1
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("keep", "steps"), [(0, []), (2, [3, 4]), (None, [1, 2, 3, 4])])
 def test_the_configured_number_of_steps_is_kept(config: Config, keep: int | None, steps: list[int]) -> None:
     result = train(changed(config, "trainer", save_every=None, keep_trajectories=keep))

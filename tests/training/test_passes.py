@@ -62,6 +62,7 @@ def trained(
     return {name: weight.clone() for name, weight in actor.model.named_parameters()}, metrics
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("settings", "lora_rank", "dtype"),
     [

@@ -177,6 +177,7 @@ def reads_as_json(text: str) -> bool:
     return first in '0123456789-[{tfnTFN"' or text.startswith("\n")
 
 
+@pytest.mark.nightly(keep=9)
 @every_format
 @pytest.mark.parametrize(
     "filler", ["", '"', "\\", "[", "{", '{"a":', "a ", '{"name": "f", "parameters": ', "'", "\n"]
@@ -198,6 +199,7 @@ def seconds_for(written: Format, unit: str, *, num_chars: int) -> float:
     return min(times)
 
 
+@pytest.mark.nightly(keep=2)
 @every_format
 def test_a_megabyte_of_openings_takes_as_long_as_four_quarters(written: Format) -> None:
     quarter, whole = (seconds_for(written, written.cut, num_chars=num) for num in (250_000, 1_000_000))
