@@ -9,12 +9,16 @@ COMMA := ,
 EXTRAS_INSTALLED := $(addprefix $(INSTALLED)-,$(subst $(COMMA), ,$(EXTRAS)))
 # Each worker runs neighbouring tests, which share fixtures; one that is done takes half of what the other has left.
 PARALLEL := -n 2 --dist worksteal
-# Tests of real processes are retried once, and the summary lists every retry.
-RETRY := --reruns 1 -rR
+# Suites that `make test` and `make test-slow` leave to targets of their own.
+OTHERS := ray or integrations or browser or containers or agents or environments or verl
+# Every run shows its slowest tests and why tests were skipped.
+SHOWN := --durations=15 -rs
+# Tests of real processes have more time and are retried once, and the summary lists every retry.
+RETRY := --timeout=120 --reruns 1 -rR --durations=15
 # Without bytecode, each of the hundreds of processes that the tests start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-ray install-integrations install-browser install-docs install-extras install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-verl test-containers test-gpu check format bench bench-verl docs test-docs clean
+.PHONY: help install nightly install-ray install-integrations install-browser install-docs install-extras install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-verl test-containers test-gpu check format bench bench-verl docs test-docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,10 +40,14 @@ demo: $(INSTALLED)-demo  ## Train a tiny model to use a tool across turns; the r
 	$(BIN)/agent-loop demo
 
 test: $(INSTALLED)  ## Run the tests.
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) $(SHOWN)
 
 test-slow: $(INSTALLED)  ## Run the tests that take long: crashes, sandbox escapes, MCP servers, engines behind the gateway.
 	$(BIN)/python -m pytest $(PARALLEL) -m slow $(RETRY)s
+
+nightly: check install-extras install-browser install-containers  ## Run everything: all cases of sweeps, all examples of properties, every suite, environments and verl included.
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow or not ($(OTHERS))" --hypothesis-profile=full --timeout=1200 --reruns 1 -rRs
+	$(MAKE) test-engines test-ray test-integrations test-browser test-docs test-containers test-agents test-environments test-verl
 
 test-engines: test-vllm test-sglang  ## Run the tests of real engines (CPU builds), each in an environment of its own.
 

@@ -37,18 +37,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out tests marked `nightly`, except for `keep` cases of each, which are drawn by the test's name."""
     if is_nightly():
         return
-    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    cases: defaultdict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("nightly"):
-            cases[item.nodeid.partition("[")[0]].append(item)
+            is_slow = item.get_closest_marker("slow") is not None
+            cases[item.nodeid.partition("[")[0], is_slow].append(item)
     left_out: set[pytest.Item] = set()
-    for name, of_test in cases.items():
+    for (name, _), of_test in cases.items():
         keep = of_test[0].get_closest_marker("nightly").kwargs.get("keep", 0)
         if len(of_test) > keep:
             left_out |= set(of_test) - set(random.Random(name).sample(of_test, keep))
-    if left_out:
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 is_frozen = False

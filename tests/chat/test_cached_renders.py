@@ -146,7 +146,7 @@ def hard_texts(template: ChatTemplate, source: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize(
     "name",
@@ -172,6 +172,7 @@ def test_cached_renders_equal_full_renders_for_generated_texts(
     check(template_of(name, choice), template_of(name, "tokenizers"), first, second)
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", TEMPLATES)

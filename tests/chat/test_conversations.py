@@ -36,6 +36,7 @@ def texts(template: ChatTemplate, messages: list[Message], origin: Origin, **opt
     return [template.decode(run.token_ids) for run in runs if run.origin is origin]
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("has_tools", [False, True])
 @pytest.mark.parametrize(
     "name",

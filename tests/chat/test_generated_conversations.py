@@ -146,6 +146,7 @@ def num_equal(name: str, *, has_tools: bool) -> tuple[int, int]:
     return num_written, equal
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize(
     "name",
     [

@@ -54,7 +54,7 @@ def report_of(name: str) -> TemplateReport:
 
 
 def every_template(test: Callable[[str], None]) -> Callable[[str], None]:
-    return pytest.mark.slow(pytest.mark.parametrize("name", TEMPLATES)(test))
+    return pytest.mark.slow(pytest.mark.nightly(keep=6)(pytest.mark.parametrize("name", TEMPLATES)(test)))
 
 
 def differing(report: TemplateReport) -> list[ProbeResult]:

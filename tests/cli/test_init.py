@@ -178,6 +178,7 @@ def success_of(run: Path) -> list[float]:
     return [line["val/reward/success_share"] for line in lines if "val/reward/success_share" in line]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_tutorial_ends_with_a_trained_task(tmp_path: Path, installed: Path) -> None:
@@ -196,6 +197,7 @@ def test_the_tutorial_ends_with_a_trained_task(tmp_path: Path, installed: Path) 
     assert last > 0.8
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("starter", [each for each in Starter if each is not Starter.TOOL])

@@ -224,6 +224,7 @@ def test_every_mistake_is_found_without_torch(project: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_console_script_explains_a_mistake_without_torch(

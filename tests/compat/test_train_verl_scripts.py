@@ -90,6 +90,7 @@ def record(number: int, *, interaction: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [GRPO_WITH_TOOL, GRPO_WITH_INTERACTION, PPO_BY_RULE])
 def test_a_converted_script_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:

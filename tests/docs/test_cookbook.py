@@ -189,6 +189,7 @@ def test_a_player_with_random_moves_is_no_trajectory(cook: Cook) -> None:
     assert trajectory.reward == 1.0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_copied_run_resumes_in_another_folder(cook: Cook, monkeypatch: pytest.MonkeyPatch) -> None:
     cook("Resume on another machine")
@@ -236,6 +237,7 @@ def test_the_engine_samples_over_http(cook: Cook) -> None:
     assert output.response_ids.tolist() == output.prompt_ids[-2:].tolist()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_estimator_trains_a_model(cook: Cook) -> None:
     config_file = cook("Your own estimator")
@@ -257,6 +259,7 @@ def test_the_estimator_trains_a_model(cook: Cook) -> None:
     assert result.metrics["actor/grad_norm"] > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_cell_of_a_notebook_runs(cook: Cook, tmp_path: Path) -> None:
     cook("In a notebook")

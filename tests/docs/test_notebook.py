@@ -33,6 +33,7 @@ def test_the_stored_notebook_has_no_outputs() -> None:
     assert [cell for cell in code_cells(NOTEBOOK) if cell["outputs"] or cell["execution_count"]] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_cell_runs_and_shows_progress_and_trajectories(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("how", "parts"),
     [

@@ -143,6 +143,7 @@ def train(path: Path) -> dict[str, Any]:
     return json.loads((path.parent / "devices.json").read_text())
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -16,6 +16,7 @@ TOLERANCE = 1e-3
 """Largest difference of log-probs in nats. Rounding stays below it; wrong padding or packing exceeds it by far."""
 
 
+@pytest.mark.nightly(keep=15)
 @pytest.mark.parametrize("batching", ["padding", "use_packing", "share_prefixes"])
 @each_family(where=lambda family: family.causal)
 def test_logprobs_of_batched_rows_equal_those_of_single_rows(family: Family, batching: str) -> None:

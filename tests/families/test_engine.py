@@ -30,6 +30,7 @@ TOLERANCE = 1e-3
 DOCUMENTED = documented_backends()
 
 
+@pytest.mark.nightly(keep=10)
 @each_family()
 def test_a_family_is_served_exactly_as_documented(family: Family) -> None:
     name = family.name

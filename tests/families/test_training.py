@@ -50,6 +50,7 @@ def share_of_odd_tokens(output: AgentLoopOutput, row: Row) -> float:
     return sum(token % 2 for token in output.response_ids) / max(1, len(output.response_ids))
 
 
+@pytest.mark.nightly(keep=4)
 @each_family(
     *("gemma2", "gpt_oss", "lfm2", "llama4_text", "mamba", "qwen3_5_text", "qwen3_next"),
     *("gemma2-window", "gpt_oss-window", "llama4_text-chunk"),

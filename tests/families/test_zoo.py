@@ -42,6 +42,7 @@ def test_a_tiny_model_gives_distributions_that_are_neither_flat_nor_certain(fami
     check(family)
 
 
+@pytest.mark.nightly(keep=10)
 @pytest.mark.slow
 @each_family()
 def test_every_family_builds_and_gives_distributions_that_are_neither_flat_nor_certain(
@@ -104,6 +105,7 @@ def test_limits_are_shorter_than_the_tests_and_only_variants_have_them() -> None
     assert MAX_POSITIONS >= 256
 
 
+@pytest.mark.nightly(keep=10)
 @pytest.mark.slow
 @each_family()
 def test_later_tokens_change_logits_only_in_families_that_are_not_causal(family: Family) -> None:
@@ -124,12 +126,14 @@ def comparable(family: Family) -> bool:
     return bool(family.limits) and not (family.name.startswith("inkling") and family.name.endswith("-window"))
 
 
+@pytest.mark.nightly(keep=10)
 @pytest.mark.slow
 @each_family(where=comparable)
 def test_a_limit_changes_the_logits_of_longer_sequences(family: Family) -> None:
     assert difference_from_its_type(family, LENGTH) > 1e-3
 
 
+@pytest.mark.nightly(keep=10)
 @pytest.mark.slow
 @each_family(where=comparable)
 def test_a_limit_does_not_change_the_logits_of_shorter_sequences(family: Family) -> None:

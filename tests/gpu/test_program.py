@@ -132,6 +132,7 @@ def test_an_interrupt_ends_the_stage_and_names_what_was_not_run(sent: signal.Sig
         os.kill(stage, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_stages_pass_on_a_cpu_without_an_installed_package(tmp_path: Path) -> None:
