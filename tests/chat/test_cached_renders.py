@@ -365,7 +365,7 @@ def pair_of(name: str, choice: EncoderChoice) -> tuple[ChatTemplate, ChatTemplat
     return ChatTemplate(tokenizer, encoder=choice), ChatTemplate(tokenizer, encoder="tokenizers")
 
 
-@pytest.mark.nightly(keep=12)
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", WITH_SYSTEM)
 @examples(25)

@@ -55,6 +55,7 @@ def test_the_embedded_server_follows_the_contract(reference: Reference) -> None:
     assert report.named("skipped") == [SCHEMA_CHECK]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("cache", ["per_request", "none"])
 def test_the_embedded_server_follows_the_contract_with_every_cache(reference: Reference, cache: Any) -> None:
     server = EmbeddedServer(make_model(), config=EmbeddedConfig(max_model_len=LENGTH, cache=cache))

@@ -144,6 +144,7 @@ MORE = {
 }
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("name", READERS)
 def test_a_file_of_another_kind_is_refused_with_its_kind(command: Command, name: str) -> None:
     for file, kind in KINDS.items():

@@ -5,35 +5,36 @@ from __future__ import annotations
 import random
 from itertools import islice
 
+import pytest
+
 from agent_loop.config import load_config
 from agent_loop.rollout.rows import load_rows
+from agent_loop.types import Message
 from examples.frozen_lake.task import demonstrations
 from examples.run import RECIPES, conversations_of, right_answer, tokenizer_texts
 from tests.examples.conftest import load_task
 
-NUM_WALKS = 1500
+NUM_WALKS = 500
 CONFIG = load_config("examples/frozen_lake/config.yaml")
 
 
-def test_no_demonstration_reaches_the_goal() -> None:
-    walks = list(islice(demonstrations(random.Random(0)), NUM_WALKS))
+@pytest.fixture(scope="module")
+def walks() -> list[list[Message]]:
+    return list(islice(demonstrations(random.Random(0)), NUM_WALKS))
+
+
+def test_no_demonstration_reaches_the_goal(walks: list[list[Message]]) -> None:
     assert not any("[G]" in str(message["content"]) for walk in walks for message in walk)
 
 
-def test_demonstrations_take_each_action_equally_often_whatever_the_map() -> None:
-    moves = [
-        message["content"]
-        for walk in islice(demonstrations(random.Random(0)), NUM_WALKS)
-        for message in walk
-        if message["role"] == "assistant"
-    ]
+def test_demonstrations_take_each_action_equally_often_whatever_the_map(walks: list[list[Message]]) -> None:
+    moves = [message["content"] for walk in walks for message in walk if message["role"] == "assistant"]
     shares = {action: moves.count(action) / len(moves) for action in ("left", "down", "right", "up")}
     assert all(0.2 < share < 0.3 for share in shares.values()), shares
 
 
-def test_no_demonstration_walks_on_a_held_out_map() -> None:
+def test_no_demonstration_walks_on_a_held_out_map(walks: list[list[Message]]) -> None:
     held_out = {row["raw_prompt"][-1]["content"] for row in rows(CONFIG.data.val_files)}
-    walks = islice(demonstrations(random.Random(0)), NUM_WALKS)
     assert held_out.isdisjoint(walk[1]["content"] for walk in walks)
 
 

@@ -45,6 +45,7 @@ def test_a_rollout_has_the_same_tokens_as_the_demonstration(example: Example) ->
         )
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("answer", [GIVE_UP, "", "12"])
 def test_a_wrong_answer_earns_nothing(example: Example, answer: str) -> None:
     rows = held_out_rows(example)

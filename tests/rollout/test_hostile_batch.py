@@ -184,7 +184,7 @@ def test_hundreds_of_hostile_rows_end_with_a_reason_leak_nothing_and_do_not_chan
         n: Counter(i.kind for i in t.output.incidents)[IncidentKind.ABANDONED] for n, t in first_of.items()
     }
     assert abandoned == {n: 0 if kind is None else kind.num_abandoned for n, kind in enumerate(kinds)}
-    assert num_left == sum(abandoned.values()) > 50
+    assert num_left == sum(abandoned.values()) > 0
     together = [first_of[n] for n, kind in enumerate(kinds) if kind is None]
     assert list(map(facts, together)) == list(map(facts, alone))
     assert open_files() == num_files

@@ -356,6 +356,7 @@ def test_a_stream_of_a_constrained_completion_has_all_its_tokens(folder: Path) -
     asyncio.run(scenario())
 
 
+@pytest.mark.nightly
 def test_a_server_with_a_tokenizer_passes_the_check_of_schemas(folder: Path) -> None:
     async def scenario() -> None:
         server = server_of(folder, max_model_len=256)

@@ -147,7 +147,7 @@ def test_a_learner_trains_on_two_sources(tmp_path: Path) -> None:
     )
     trajectories = [
         structs.replace(t, row={**t.row, "data_source": "ab"[t.group % 2]}, reward_extra={"x": t.rollout})
-        for t in sample_trajectories(tiny_policy())
+        for t in sample_trajectories(tiny_policy(), seed=1)
     ]
     metrics = load_learner(config).learn(assemble(trajectories, pad_token_id=PAD))
 
