@@ -137,16 +137,17 @@ def test_a_turn_ends_when_a_reply_is_added_or_the_episode_branches(then: str, re
 def test_the_earliest_of_several_limits_applies_and_removed_limits_do_not() -> None:
     async def main() -> None:
         deadlines = Deadlines()
-        with pytest.raises(TimeoutError), deadlines:
-            deadlines.begin(TimeLimit.TRAJECTORY, seconds=100)
-            deadlines.begin(TimeLimit.GENERATE, seconds=10)
-            await asyncio.sleep(5)
-            deadlines.end(TimeLimit.GENERATE)
-            deadlines.begin(TimeLimit.TURN, seconds=20)
-            try:
-                await asyncio.sleep(1000)
-            finally:
-                deadlines.end(TimeLimit.TURN)
+        with pytest.raises(TimeoutError):
+            async with deadlines:
+                deadlines.begin(TimeLimit.TRAJECTORY, seconds=100)
+                deadlines.begin(TimeLimit.GENERATE, seconds=10)
+                await asyncio.sleep(5)
+                deadlines.end(TimeLimit.GENERATE)
+                deadlines.begin(TimeLimit.TURN, seconds=20)
+                try:
+                    await asyncio.sleep(1000)
+                finally:
+                    deadlines.end(TimeLimit.TURN)
         assert (deadlines.exceeded, asyncio.get_running_loop().time()) == (TimeLimit.TURN, 25)
 
     run_virtual(main())

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from agent_loop.runtime.concurrency import CallAborted, Signal
 from agent_loop.runtime.instances import OnReplay
-from agent_loop.runtime.time_scope import TimeScope
 
 ResultT = TypeVar("ResultT")
 
@@ -44,15 +43,16 @@ class Cancellation:
         if signal.is_set():
             raise CallAborted
         grace_s = FINISH_GRACE_S if on_replay is OnReplay.ONCE else 0.0
-        scope = TimeScope()
+        loop = asyncio.get_running_loop()
+        scope = asyncio.timeout_at(None)
         try:
-            with scope:
-                callback = signal.add_callback(lambda: scope.end_in(grace_s))
+            async with scope:
+                callback = signal.add_callback(lambda: scope.reschedule(loop.time() + grace_s))
                 try:
                     return await function()
                 finally:
                     signal.remove_callback(callback)
         except TimeoutError:
-            if scope.has_expired:
+            if scope.expired():
                 raise CallAborted from None
             raise

@@ -6,7 +6,6 @@ import asyncio
 from enum import StrEnum
 from types import TracebackType
 
-from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.trajectory import IncidentKind
 
 
@@ -25,35 +24,42 @@ _INCIDENTS = {
 
 
 class Deadlines:
-    """Time scope for a `with` block whose end is the earliest of the limits that are set. Single use.
+    """Timeout of an `async with` block whose end is the earliest of the limits that are set. Single use.
 
     Leaving the block raises TimeoutError if a limit was exceeded; `exceeded` is that limit.
     """
 
     def __init__(self) -> None:
-        self._scope = TimeScope()
+        self._timeout = asyncio.timeout_at(None)
+        self._is_open = False
         self._ends: dict[TimeLimit, float] = {}
         self._seconds: dict[TimeLimit, float] = {}
 
-    def __enter__(self) -> None:
-        self._scope.__enter__()
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+        self._is_open = True
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._scope.__exit__(kind, error, traceback)
+        self._is_open = False
+        await self._timeout.__aexit__(kind, error, traceback)
 
     def begin(self, limit: TimeLimit, *, seconds: float) -> None:
         """Start a limit that ends in `seconds` from now."""
         self._seconds[limit] = seconds
         self._ends[limit] = asyncio.get_running_loop().time() + seconds
-        self._scope.move(min(self._ends.values()))
+        self._reschedule()
 
     def end(self, limit: TimeLimit) -> None:
         """Remove a limit. Does nothing if a limit was exceeded before."""
-        if limit in self._ends and not self._scope.has_expired:
+        if limit in self._ends and not self._timeout.expired():
             del self._ends[limit]
-            self._scope.move(min(self._ends.values(), default=None))
+            self._reschedule()
+
+    def _reschedule(self) -> None:
+        if self._is_open and not self._timeout.expired():
+            self._timeout.reschedule(min(self._ends.values(), default=None))
 
     @property
     def incident(self) -> tuple[IncidentKind, str] | None:

@@ -91,7 +91,7 @@ class Episode:
 
     async def __aenter__(self) -> Self:
         self._stopwatch.start()
-        self._deadlines.__enter__()
+        await self._deadlines.__aenter__()
         if self.limits.deadline_s is not None:
             self._deadlines.begin(TimeLimit.TRAJECTORY, seconds=self.limits.deadline_s)
         try:
@@ -105,7 +105,7 @@ class Episode:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self._deadlines.__exit__(kind, error, traceback)
+            await self._deadlines.__aexit__(kind, error, traceback)
         except TimeoutError:
             if self._deadlines.incident is not None:
                 self.note(*self._deadlines.incident)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from agent_loop.errors import EpisodeError
-from agent_loop.runtime.time_scope import clock_of
 from agent_loop.trajectory import AgentLoopMetrics
 
 
@@ -34,7 +33,7 @@ class Stopwatch:
         """
         if self.is_started:
             raise EpisodeError("the episode was entered before and can be used once; create a new episode")
-        self.now = clock_of(asyncio.get_running_loop())
+        self.now = asyncio.get_running_loop().time
         self._started_at = self.now()
 
     @property

@@ -19,7 +19,6 @@ from agent_loop.rewards.judge_cache import JudgeCache, cache_key
 from agent_loop.rewards.judge_questions import Question, UnreadableReply, Verdict
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.runtime.describe import describe_error
-from agent_loop.runtime.time_scope import TimeScope
 
 MAX_RETRY_DELAY_S = 60.0
 """Longest delay between two attempts. The client waits as long as the endpoint's `Retry-After` demands, up to this."""
@@ -148,7 +147,7 @@ class Judge:
         given = {name: value for name, value in optional.items() if value is not None}
         limit_s = (settings.max_retries + 1) * (settings.timeout_s + MAX_RETRY_DELAY_S)
         try:
-            with TimeScope(timeout_s=limit_s):  # the client's own limit does not end a reply that trickles
+            async with asyncio.timeout(limit_s):  # the client's own limit does not end a reply that trickles
                 completion: Any = await self._client.chat.completions.create(
                     model=settings.model, messages=messages, **given
                 )

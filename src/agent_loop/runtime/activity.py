@@ -17,7 +17,6 @@ from typing import Any, Self
 
 from msgspec import structs
 
-from agent_loop.runtime.time_scope import clock_of
 from agent_loop.trajectory import Span, Trace
 
 
@@ -113,9 +112,10 @@ class ActivityMonitor:
             requested_at: When the trajectory was requested, in the event loop's time. None means now.
         """
         loop = asyncio.get_running_loop()
-        clock, task = clock_of(loop), asyncio.current_task(loop)
-        now = clock()
-        activity = Activity(trajectory_id, self, now, task, loop, clock, threading.get_ident())
+        now = loop.time()
+        activity = Activity(
+            trajectory_id, self, now, asyncio.current_task(loop), loop, loop.time, threading.get_ident()
+        )
         activity.requested_at = now if requested_at is None else requested_at
         if activity.requested_at < now:
             activity.spans.append(Span(WaitKind.ADMISSION, "", 0.0, now - activity.requested_at))

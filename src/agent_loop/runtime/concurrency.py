@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, IsolatedTask
-from agent_loop.runtime.time_scope import TimeScope
 
 ResultT = TypeVar("ResultT")
 
@@ -55,12 +54,12 @@ async def run_shielded(function: Callable[[], Awaitable[ResultT]], *, timeout_s:
     """
 
     async def bounded() -> ResultT:
-        with TimeScope(timeout_s=timeout_s):
+        async with asyncio.timeout(timeout_s):
             return await function()
 
     task = IsolatedTask(bounded, name=f"cleanup {getattr(function, '__qualname__', function)}")
     try:
-        with TimeScope(timeout_s=timeout_s + SHIELD_GRACE_S):
+        async with asyncio.timeout(timeout_s + SHIELD_GRACE_S):
             await task.ended
     except asyncio.CancelledError:
         await task.wait_shielded(timeout_s=timeout_s + SHIELD_GRACE_S, after="it began")

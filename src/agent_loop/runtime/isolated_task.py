@@ -9,7 +9,6 @@ from contextvars import Context, copy_context
 from typing import Any, Generic, TypeVar
 
 from agent_loop.runtime.incidents import IncidentCollector, record_incident
-from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.trajectory.incidents import IncidentKind
 
 logger = logging.getLogger(__name__)
@@ -96,15 +95,15 @@ class IsolatedTask(Generic[ResultT]):
         ends_at = asyncio.get_running_loop().time() + timeout_s
         cancelled: asyncio.CancelledError | None = None
         while not self._task.done():
-            scope = TimeScope(ends_at)
+            scope = asyncio.timeout_at(ends_at)
             try:
-                with scope:
+                async with scope:
                     await asyncio.wait({self._task})
             except TimeoutError:
                 break
             except asyncio.CancelledError as error:
                 cancelled = error
-                if scope.has_expired:
+                if scope.expired():
                     break
         has_ended = self._task.done()
         if not has_ended:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired, IsolatedTask
 from agent_loop.runtime.threads import run_in_thread
-from agent_loop.runtime.time_scope import TimeScope
 
 ResultT = TypeVar("ResultT")
 
@@ -47,11 +46,8 @@ async def run_bounded(
     """
     task = IsolatedTask(function, name=name or _name_of(function))
     try:
-        if timeout_s is None:
+        async with asyncio.timeout(timeout_s):
             await task.ended
-        else:
-            with TimeScope(timeout_s=timeout_s):
-                await task.ended
     except TimeoutError as error:
         limit = f"took longer than {timeout_s or 0:g} s"
         if not await task.stop(grace_s=grace_s):

@@ -9,7 +9,6 @@ from typing import Any
 from agent_loop.errors import SamplingParamsError, ServerDied, ServerError, ServerTimeout
 from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.describe import describe_error
-from agent_loop.runtime.time_scope import TimeScope, clock_of
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.in_flight import InFlightRequest
@@ -35,7 +34,7 @@ class Lease:
     """Number of prompt tokens that the server has computed or sampled before."""
     output: TokenOutput | None = None
     """Tokens that this server sampled, once it has completed the request."""
-    _scope: TimeScope | None = None
+    _timeout: asyncio.Timeout | None = None
     _loss: ServerDied | None = None
 
     def __init__(
@@ -43,7 +42,7 @@ class Lease:
     ) -> None:
         self.request = request
         self.slot_request = slot_request
-        self.clock = clock_of(asyncio.get_running_loop())
+        self.clock = asyncio.get_running_loop().time
         self.ends_at = None if timeout_s is None else self.clock() + timeout_s
         self._timeout_s = timeout_s or 0.0
 
@@ -73,20 +72,21 @@ class Lease:
         request, server = self.request, self.server
         sample = partial(request.stream_from if self._streams else request.generate_from, server)
         details: dict[str, Any] = {"num_prompt_tokens": self.slot_request.num_prompt_tokens}
-        scope = self._scope = TimeScope(self.ends_at)
+        timeout = self._timeout = asyncio.timeout_at(self.ends_at)
         try:
-            with waiting_for(WaitKind.GENERATE, server.name, details=details), scope:
-                self.output = await run_bounded(sample, timeout_s=None, name=f"server {server.name!r}")
+            with waiting_for(WaitKind.GENERATE, server.name, details=details):
+                async with timeout:
+                    self.output = await run_bounded(sample, timeout_s=None, name=f"server {server.name!r}")
         except (ServerError, SamplingParamsError):
             raise
         except Exception as error:
-            if scope.has_expired:
-                raise self._loss or self._timeout() from None
+            if timeout.expired():
+                raise self._loss or self._time_limit_error() from None
             raise bad_reply(
                 f"it raised {describe_error(error)}", server=server.name, request_id=request.session
             ) from error
         finally:
-            self._scope = None
+            self._timeout = None
         details |= {
             "num_tokens": len(self.output.token_ids),
             "num_cached_tokens": self.output.num_cached_tokens,
@@ -97,10 +97,10 @@ class Lease:
     def lose_server(self, reason: str) -> None:
         """Make `sample` raise `ServerDied`. Called by the pool when it has lost the server."""
         self._loss = ServerDied(reason, server=self.server.name, request_id=self.request.session)
-        if self._scope is not None:
-            self._scope.move(asyncio.get_running_loop().time())
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(self.clock())
 
-    def _timeout(self) -> ServerTimeout:
+    def _time_limit_error(self) -> ServerTimeout:
         return ServerTimeout(
             f"the completion took longer than {self._timeout_s:g} s; raise rollout.request_timeout_s, or check "
             "what delays the server",

@@ -16,7 +16,6 @@ from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.concurrency import run_shielded, run_together
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.isolated_task import DeadlineExpired
-from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.balancer import BalancerConfig, LoadBalancer, SlotGrant, SlotRequest
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
@@ -261,12 +260,13 @@ class ServerPool:
 
     async def _wait_in_queue(self, wanted: SlotRequest, *, ends_at: float | None) -> SlotGrant:
         future = self._queued[wanted.id] = asyncio.get_running_loop().create_future()
-        scope = TimeScope(ends_at)
+        timeout = asyncio.timeout_at(ends_at)
         try:
-            with waiting_for(WaitKind.QUEUE), scope:
-                return await future
+            with waiting_for(WaitKind.QUEUE):
+                async with timeout:
+                    return await future
         except TimeoutError:
-            if not scope.has_expired:
+            if not timeout.expired():
                 raise
             if not self.balancer.servers:
                 raise self._no_server_left(wanted.session) from None

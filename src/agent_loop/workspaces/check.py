@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tempfile
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 from agent_loop.errors import RewardError, WorkspaceError, WorkspaceFileMissing
 from agent_loop.rewards.function import Score, read_score
 from agent_loop.runtime.child_process import CommandResult
-from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.workspaces.base import Workspace
 from agent_loop.workspaces.settings import CheckSettings
 
@@ -34,7 +34,7 @@ async def check_reward(workspace: Workspace, check: CheckSettings) -> Score:
         WorkspaceError: The workspace has ended, a file is missing, or the command cannot be started.
     """
     try:
-        with TimeScope(timeout_s=check.timeout_s + COPY_TIMEOUT_S):
+        async with asyncio.timeout(check.timeout_s + COPY_TIMEOUT_S):
             return await _check(workspace, check)
     except TimeoutError as error:
         raise WorkspaceError("the workspace did not respond in time while it was checked") from error

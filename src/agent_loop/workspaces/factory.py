@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
@@ -15,7 +16,6 @@ from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.runtime.describe import describe_error, describe_value
 from agent_loop.runtime.owner import kill_orphans
 from agent_loop.runtime.threads import run_in_thread
-from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.workspaces.base import Workspace, WorkspaceProvider
 from agent_loop.workspaces.container.provider import ContainerProvider
 from agent_loop.workspaces.folder import FolderProvider
@@ -63,7 +63,7 @@ async def start_workspace(settings: WorkspaceSettings, *, key: str = "") -> Work
     """
     provider = _provider(settings.model_copy(update={"check": None}).model_dump_json())
     try:
-        with TimeScope(timeout_s=settings.start_timeout_s):
+        async with asyncio.timeout(settings.start_timeout_s):
             await run_in_thread(_remove_orphans)
             await provider.remove_orphans()
             return await _start(provider, settings, key=key)

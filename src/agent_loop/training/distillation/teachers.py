@@ -14,7 +14,6 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config, DistillationConfig, ModelConfig, RolloutConfig, TeacherConfig
 from agent_loop.errors import ConfigError
 from agent_loop.runtime.concurrency import run_shielded
-from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.scores import TokenScores, checked_scores
@@ -88,9 +87,8 @@ class Teacher:
             ServerError: See `AsyncServerBase.score`.
             TimeoutError: The server did not reply in time.
         """
-        async with self._slots:
-            with TimeScope(timeout_s=self._timeout_s):
-                scores = await self._server.score(token_ids, start=start, top_logprobs=self._num_candidates)
+        async with self._slots, asyncio.timeout(self._timeout_s):
+            scores = await self._server.score(token_ids, start=start, top_logprobs=self._num_candidates)
         scores = checked_scores(
             scores,
             num_scores=len(token_ids) - start,
