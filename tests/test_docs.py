@@ -20,7 +20,7 @@ import agent_loop.checks
 import agent_loop.training
 from agent_loop.cli import app
 from agent_loop.config import Config
-from agent_loop.config.verl.rules import GROUPS, rule_of
+from agent_loop.config.verl.table import row_of
 from agent_loop.storage.schema import METADATA
 
 ROOT = Path(__file__).parent.parent
@@ -107,7 +107,7 @@ def is_module_or_name(dotted: str) -> bool:
 
 def is_setting(dotted: str) -> bool:
     for key in (dotted, f"actor_rollout_ref.{dotted}"):
-        if rule_of(key) is not None or any(key in group.keys for group in GROUPS):
+        if row_of(key) is not None:
             return True
     if dotted in VERL_CONSTANTS:
         return True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from agent_loop.cli import app
+from agent_loop.cli.from_verl import convert
 from agent_loop.config import Config, load_config
-from agent_loop.config.verl.conversion import Conversion, convert
-from agent_loop.config.verl.launch import read_launches
-from agent_loop.config.verl.translation import KeyReport
 from agent_loop.errors import ConfigError
 from agent_loop.training.epochs import with_total_steps
 
@@ -23,12 +23,9 @@ F, GDPO = "algorithm.filter_groups", "algorithm.adv_estimator=gdpo"
 
 SCRIPT = """
 set -xeuo pipefail
-export VLLM_USE_V1=1
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
 prompt=1024
 response=$((1024 * 3))
-NGPUS=${NGPUS:-8}
-pip install -U something
 DATA=(
     data.train_files="['$HOME/data/train.parquet', '$HOME/data/more.parquet']"
     data.val_files=$HOME/data/test.parquet
@@ -63,27 +60,34 @@ python3 -m verl.trainer.main_ppo \\
     actor_rollout_ref.rollout.multi_turn.tool_config_path="$PWD/tools.yaml" \\
     custom_reward_function.path=rewards.py \\
     trainer.logger='["console","wandb"]' \\
-    trainer.n_gpus_per_node=$NGPUS trainer.nnodes=1 \\
+    trainer.n_gpus_per_node=8 trainer.nnodes=1 \\
     trainer.save_freq=-1 trainer.test_freq=5 \\
     trainer.resume_mode=auto \\
     data.custom_cls.path=mine.py \\
+    data.mistake=1 \\
     trainer.total_epochs=15 $@ 2>&1 | tee log.txt
 """
 
 
-def write(folder: Path, text: str, *, name: str = "run_grpo.sh") -> Path:
-    path = folder / name
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def converted(path: Path, *arguments: str) -> Conversion:
-    [launch] = read_launches(path, arguments=arguments, environment={"HOME": "/home/u", "PWD": "/work"})
-    return convert(launch)
-
-
-def by_key(reports: Any) -> Mapping[str, KeyReport]:
-    return {report.key: report for report in reports}
+def arguments_of(script: str, folder: Path, *arguments: str) -> list[str]:
+    """Return the arguments of the trainer, printed by the stub in docs/from-verl.md."""
+    page = (Path(__file__).parents[2] / "docs" / "from-verl.md").read_text(encoding="utf-8")
+    [stub] = re.findall(r"```bash\n(#!/usr/bin/env bash\n.*?)```", page, re.DOTALL)
+    (folder / "stub").mkdir()
+    (folder / "stub" / "python3").write_text(stub)
+    (folder / "stub" / "python3").chmod(0o755)
+    (folder / "run.sh").write_text(script)
+    path = f"{folder / 'stub'}:{os.environ['PATH']}"
+    environment = {"PATH": path, "HOME": "/home/u", "PWD": str(folder)}
+    ran = subprocess.run(
+        ["bash", "run.sh", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    return ran.stdout.splitlines()
 
 
 def train_config(*overrides: str) -> Config:
@@ -91,11 +95,10 @@ def train_config(*overrides: str) -> Config:
     return load_config(overrides=overrides)
 
 
-def test_a_launch_script_becomes_a_configuration_that_loads(tmp_path: Path) -> None:
-    script, target = write(tmp_path, SCRIPT), tmp_path / "config.yaml"
-    result = CliRunner().invoke(
-        app, ["from-verl", str(script), "trainer.test_freq=7", "--out", str(target)], env={"HOME": "/home/u"}
-    )
+def test_the_arguments_of_a_launch_script_become_a_configuration_that_loads(tmp_path: Path) -> None:
+    target = tmp_path / "config.yaml"
+    arguments = arguments_of(SCRIPT, tmp_path, "trainer.test_freq=7")
+    result = CliRunner().invoke(app, ["from-verl", *arguments, "--out", str(target)])
     assert result.exit_code == 0, result.output
     config = load_config(target)
     assert config.model.path == "Qwen/Qwen3-8B"
@@ -110,7 +113,7 @@ def test_a_launch_script_becomes_a_configuration_that_loads(tmp_path: Path) -> N
     }
     assert (config.rollout.num_servers, config.trainer.num_processes) == (4, 8)
     assert config.placement.colocated == "all"
-    assert config.rollout.agent.default_agent_loop == "tool_agent"
+    assert config.rollout.default_agent_loop == "tool_agent"
     actor = config.actor
     assert (actor.lr, actor.ppo_mini_batches, actor.max_tokens_per_micro_batch) == (1e-6, 4, 8192)
     assert (actor.kl_loss_coef, actor.kl_loss_type, actor.policy_loss) == (0.001, "k3", "gspo")
@@ -125,124 +128,119 @@ def test_a_launch_script_becomes_a_configuration_that_loads(tmp_path: Path) -> N
         0,
         True,
     )
-    assert "data.custom_cls.path is 'mine.py', which is not supported; name a function" in result.output
-    assert "actor_rollout_ref.ref.fsdp_config.param_offload=True: the reference model" in result.output
-    assert f"agent-loop train {target} --resume" in result.output
-
-
-def test_every_key_is_reported_with_what_became_of_it(tmp_path: Path) -> None:
-    reports = by_key(converted(write(tmp_path, SCRIPT)).reports)
-    statuses = {
-        "data.train_batch_size": "same",
-        "trainer.total_epochs": "same",
-        f"{R}.n": "renamed",
-        f"{A}.optim.lr": "renamed",
-        f"{A}.ppo_mini_batch_size": "translated",
-        "data.train_files": "same",
-        "data.val_files": "translated",
-        "trainer.save_freq": "translated",
-        "data.filter_overlong_prompts": "not needed",
-        f"{A}.fsdp_config.param_offload": "not needed",
-        "trainer.resume_mode": "not needed",
-        "data.custom_cls.path": "not supported",
-    }
-    assert {key: reports[key].status for key in statuses} == statuses
-    assert all(r.note for r in reports.values() if r.status in ("not needed", "not supported"))
-    assert "unknown" not in {report.status for report in reports.values()}
-
-
-def test_a_key_of_nobody_is_reported_as_unknown(tmp_path: Path) -> None:
-    script = write(tmp_path, "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.mistake=1")
-    assert by_key(converted(script).reports)["data.mistake"].status == "unknown"
-    recipe = write(tmp_path, "python -m recipe.mine.main data.mistake=1 actor_rollout_ref.model.path=m")
-    report = by_key(converted(recipe).reports)["data.mistake"]
-    assert (report.status, "only recipe.mine.main reads it" in report.note) == ("not supported", True)
-
-
-def test_without_a_function_of_its_own_a_run_is_scored_by_the_rules(tmp_path: Path) -> None:
-    script = write(tmp_path, "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m")
-    function = converted(script).settings["reward"]["function"]
-    assert function == "agent_loop.integrations.verl.rules:default_compute_score"
-
-
-def test_the_configuration_that_a_command_names_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config").mkdir()
-    named = """
-hydra: {searchpath: ["file://verl/trainer/config"]}
-defaults: [ppo_trainer, _self_]
-data: {max_response_length: 512}
-actor_rollout_ref:
-  rollout: {name: sglang, response_length: "${data.max_response_length}", multi_turn: {max_assistant_turns: 5}}
-"""
-    write(tmp_path / "config", named, name="multiturn.yaml")
-    (tmp_path / "scripts").mkdir()
-    script = write(
-        tmp_path / "scripts",
-        'python3 -m verl.trainer.main_ppo --config-path="$PWD/config" --config-name=multiturn '
-        "data.max_response_length=99 actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    sections = dict(re.findall(r"^([a-z].*)\n((?:  .+\n)+)", result.output, re.MULTILINE))
+    assert (
+        "data.custom_cls.path is 'mine.py', which is not supported; name a function"
+        in sections["not supported; what to do"]
     )
-    rollout = converted(script).settings["rollout"]
-    assert (rollout["engine"], rollout["response_length"]) == ("sglang", 99)
-    assert rollout["multi_turn"]["max_assistant_turns"] == 5
-    (tmp_path / "config" / "multiturn.yaml").unlink()
-    assert any("'multiturn' in '/work/config' was not found" in note for note in converted(script).notes)
+    assert "data.mistake=1" in sections["unknown to verl's trainer and to this package"]
+    assert "rows with longer prompts stay" in sections["different from verl"]
+    assert "model.path=Qwen" not in sections["not needed, and why"]
+    assert "trainer.save_freq=-1 is trainer.save_every: None" in sections["taken over"]
+    assert "the reference model and old log-probs" in sections["not needed, and why"]
 
 
-def test_a_configuration_of_verl_is_converted_like_a_script(tmp_path: Path) -> None:
+def test_the_yaml_of_hydra_is_converted_like_arguments(tmp_path: Path) -> None:
     text = """
 actor_rollout_ref:
-  model: {path: m, lora_rank: 8}
-  actor: {ppo_mini_batch_size: 32, strategy: fsdp2, _target_: verl.workers.config.FSDPActorConfig}
-  rollout: {name: vllm, prompt_length: "${oc.select:data.max_prompt_length,512}", n: 4}
+  model: {path: m, lora_rank: 8, lora: {rank: 0, alpha: 32}, _target_: verl.workers.config.HFModelConfig}
+  actor: {ppo_mini_batch_size: 32, strategy: fsdp2, optim: {clip_grad: 0.5}, grad_clip: 1.0}
+  rollout:
+    name: vllm
+    prompt_length: "${oc.select:data.max_prompt_length,512}"
+    agent: {default_agent_loop: single_turn_agent}
+    multi_turn: {enable: false, tool_config_path: t.yaml}
 data: {train_batch_size: 64, max_prompt_length: 700, seed: null}
+reward: {reward_model: {rollout: {name: "???"}}}
 trainer: {total_training_steps: null, total_epochs: 2, device: cpu}
 """
-    path = write(tmp_path, text, name="config.yaml")
-    settings = converted(path, "trainer.n_gpus_per_node=1").settings
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    found = convert([str(path), "trainer.n_gpus_per_node=1"])
+    settings = found.settings
     assert (settings["rollout"]["prompt_length"], settings["actor"]["ppo_mini_batches"]) == (700, 2)
-    assert settings["model"]["lora_rank"] == 8
+    assert (settings["model"]["lora_rank"], settings["actor"]["grad_clip"]) == (8, 0.5)
+    assert settings["rollout"]["agent"] == {"default_agent_loop": "single_turn_agent"}
+    assert settings["reward"]["function"] == "agent_loop.integrations.verl.rules:default_compute_score"
     assert "seed" not in settings["data"]
     assert "total_steps" not in settings["trainer"]
-
-
-def test_a_script_with_several_starts_converts_the_chosen_one(tmp_path: Path) -> None:
-    script = write(
-        tmp_path,
-        "for n in 4 8; do\n python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m "
-        "actor_rollout_ref.rollout.n=$n\ndone\n",
-    )
-    out = tmp_path / "second.yaml"
-    result = CliRunner().invoke(app, ["from-verl", str(script), "--command", "2", "--out", str(out)])
-    assert "starts the trainer 2 times" in result.output
-    assert load_config(out).rollout.n == 8
+    assert {report.status for report in found.reports} == {"taken over", "not needed"}
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "complaint"),
+    ("given", "complaint"),
     [
-        ("a.sh", "ls; python train.py", "does not start verl's trainer.*it runs 'ls, python'"),
-        ("a.sh", "torchrun -m verl.trainer.sft_trainer data.train_files=a model.path=m", "agent-loop sft"),
-        ("a.sh", "python -m verl.trainer.main_generation data.path=a model.path=m", "agent-loop rollout"),
-        ("a.sh", "echo 'a", "not closed"),
-        ("a.yaml", "rollout: {n: 3}", "not a configuration of verl"),
+        ("run.sh", "'run.sh' is neither a YAML file nor key=value; docs/from-verl.md shows how to print"),
+        ("rollout.yaml", "'rollout.yaml' is not a configuration of verl"),
+        ("missing.yaml", "does not exist"),
     ],
 )
-def test_what_is_not_a_command_of_verl_is_refused(
-    tmp_path: Path, name: str, text: str, complaint: str
+def test_what_is_no_setting_of_verl_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, complaint: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rollout.yaml").write_text("rollout: {n: 3}")
     with pytest.raises(ConfigError, match=complaint):
-        read_launches(write(tmp_path, text, name=name), environment={})
-    with pytest.raises(ConfigError, match="does not exist"):
-        read_launches(tmp_path / "missing.sh", environment={})
+        convert([given])
 
 
 def test_a_file_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
-    script = write(tmp_path, "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m")
-    out = write(tmp_path, "kept", name="out.yaml")
-    command = ["from-verl", str(script), "--out", str(out)]
+    out = tmp_path / "out.yaml"
+    out.write_text("kept")
+    command = ["from-verl", "actor_rollout_ref.model.path=m", "--out", str(out)]
     assert isinstance(CliRunner().invoke(app, command).exception, ConfigError)
     assert out.read_text() == "kept"
     assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (
+            ["trainer.save_freq=often"],
+            r"trainer.save_freq \(trainer.save_every here\) is 'often': input should",
+        ),
+        (["trainer.test_freq=2.5"], "trainer.test_freq .* is 2.5: input should be a valid integer"),
+        (["trainer.total_training_steps=abc"], "trainer.total_training_steps .* is 'abc'"),
+        (["data.val_max_samples=abc"], "data.val_max_samples .* is 'abc'"),
+        ([f"{R}.over_sample_rate=abc"], f"{R}.over_sample_rate is 'abc': input should be a valid number"),
+        ([f"{A}.ppo_mini_batch_size=abc"], f"{A}.ppo_mini_batch_size is 'abc'"),
+        ([f"{A}.use_kl_loss=abc"], f"{A}.use_kl_loss is 'abc'"),
+        ([f"{R}.n=0"], f"{R}.n .* is 0: input should be greater than or equal to 1"),
+        (["trainer.nnodes=2"], "trainer.nnodes is 2, but trainer.n_gpus_per_node is not given"),
+        ([f"{R}.mode=sync"], "servers are always asynchronous"),
+        (["trainer.save_freq=a", "critic.lrr=1"], "unknown key 'critic.lrr'(.|\n)*save_freq"),
+    ],
+)
+def test_a_wrong_value_is_refused_under_the_name_that_was_given(overrides: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        train_config(*overrides)
+
+
+def test_a_value_in_quotes_is_a_number_as_under_our_names() -> None:
+    assert train_config("trainer.save_freq='20'").trainer.save_every == 20
+
+
+def test_a_run_that_differs_from_verls_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    train_config("data.filter_overlong_prompts=True")
+    assert "data.filter_overlong_prompts: rows with longer prompts stay" in caplog.text
+
+
+def test_rows_have_no_tools_if_turns_are_switched_off() -> None:
+    tools = f"{R}.multi_turn.tool_config_path=t.yaml"
+    loops = [
+        train_config(tools, *more).rollout.default_agent_loop
+        for more in ([f"{R}.multi_turn.enable=False"], [])
+    ]
+    assert loops == ["single_turn_agent", "tool_agent"]
+
+
+@pytest.mark.parametrize("value", ["${rollout.prompt_length}", "${data.max_prompt_length}"])
+def test_an_interpolation_may_name_a_setting_as_verl_or_as_here(value: str) -> None:
+    config = train_config(
+        "data.max_prompt_length=700", f"{R}.over_sample_rate=0.5", f"{R}.response_length={value}"
+    )
+    assert config.rollout.response_length == 700
 
 
 @pytest.mark.parametrize(
@@ -305,10 +303,11 @@ def test_a_setting_of_verl_is_translated_on_the_command_line_of_train(
         (f"{A}.policy_loss.loss_mode=gpg", "register the loss with @policy_loss"),
         ("algorithm.adv_estimator=opo", "register the estimator with @advantage_estimator"),
         ("data.custom_cls.path=a.py", "as file.py:function"),
+        ("actor_rollout_ref.model.override_config.tie_word_embeddings=False", "change config.json"),
         ("reward_model.enable=True", "use a judge"),
-        ("trainer.device=npu", "a GPU of NVIDIA or on the CPU"),
+        ("trainer.device=npu", "input should be 'auto', 'cpu' or 'cuda'"),
         (f"{R}.name=trtllm", "set rollout.engine=vllm or sglang"),
-        ("trainer.logger=[swanlab]", "choose among console, mlflow"),
+        ("trainer.logger=[swanlab]", "input should be 'console', 'mlflow'"),
         ("critic.lrr=1", "unknown key 'critic.lrr'"),
         ("reward.functon=1", "unknown key 'reward.functon'"),
     ],

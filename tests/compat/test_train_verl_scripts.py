@@ -1,4 +1,4 @@
-"""Launch scripts in the style of verl's, converted and trained with a tiny model."""
+"""Arguments of launch scripts in the style of verl's, converted and trained with a tiny model."""
 
 from __future__ import annotations
 
@@ -27,47 +27,41 @@ interaction:
     config: {}
 """
 COMMON = """
-set -x
-DATA_DIR=$PWD/data
-SETTINGS=(
-    data.train_files=$DATA_DIR/train.parquet
-    data.val_files="['$DATA_DIR/test.parquet']"
+    data.train_files=data/train.parquet
+    data.val_files=['data/test.parquet']
     data.train_batch_size=4
     data.max_prompt_length=1024
-    data.max_response_length=$((16 * 2))
+    data.max_response_length=32
     data.filter_overlong_prompts=True
-    data.truncation='error'
-    actor_rollout_ref.model.path="$PWD/model"
+    data.truncation=error
+    actor_rollout_ref.model.path=model
     actor_rollout_ref.model.use_remove_padding=True
     actor_rollout_ref.actor.optim.lr=1e-3
     actor_rollout_ref.actor.ppo_mini_batch_size=2
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2
     actor_rollout_ref.rollout.name=hf
-    actor_rollout_ref.rollout.n=${N:-2}
-    trainer.logger='["console"]'
+    trainer.logger=["console"]
     trainer.n_gpus_per_node=1
     trainer.save_freq=-1
     trainer.test_freq=1
-    trainer.default_local_dir=$PWD/run
+    trainer.default_local_dir=run
     trainer.total_epochs=1
-)
+    trainer.device=cpu
 """
 GRPO_WITH_TOOL = """
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "${SETTINGS[@]}" \\
-    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \\
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
-    actor_rollout_ref.rollout.multi_turn.tool_config_path="$PWD/tools.yaml" $@
+    algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl
+    actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml
 """
 GRPO_WITH_INTERACTION = """
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "${SETTINGS[@]}" \\
-    actor_rollout_ref.rollout.multi_turn.interaction_config_path="$PWD/interactions.yaml" \\
-    actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean $@
+    algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2
+    actor_rollout_ref.rollout.multi_turn.interaction_config_path=interactions.yaml
+    actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
 """
 PPO_BY_RULE = """
-N=1
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae "${SETTINGS[@]}" \\
-    critic.model.path=$PWD/model critic.optim.lr=1e-3 critic.ppo_micro_batch_size_per_gpu=2 \\
-    trainer.critic_warmup=0 $@
+    algorithm.adv_estimator=gae critic.model.path=model critic.optim.lr=1e-3 critic.ppo_micro_batch_size_per_gpu=2
+    trainer.critic_warmup=0
 """
 
 
@@ -93,21 +87,17 @@ def record(number: int, *, interaction: bool) -> dict[str, Any]:
 @pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [GRPO_WITH_TOOL, GRPO_WITH_INTERACTION, PPO_BY_RULE])
-def test_a_converted_script_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_converted_arguments_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     make_project(tmp_path)
     monkeypatch.chdir(tmp_path)
-    for name, text in (
-        ("tools.yaml", TOOLS),
-        ("interactions.yaml", INTERACTIONS),
-        ("run.sh", COMMON + command),
-    ):
-        (tmp_path / name).write_text(text)
+    (tmp_path / "tools.yaml").write_text(TOOLS)
+    (tmp_path / "interactions.yaml").write_text(INTERACTIONS)
     (tmp_path / "data").mkdir()
     for name, count in (("train", 8), ("test", 2)):
         rows = [record(number, interaction=command is GRPO_WITH_INTERACTION) for number in range(count)]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / f"{name}.parquet")
 
-    result = CliRunner().invoke(app, ["from-verl", "run.sh", "trainer.device=cpu"])
+    result = CliRunner().invoke(app, ["from-verl", *(COMMON + command).split(), "--out", "run.yaml"])
     assert result.exit_code == 0, result.output
     assert "not supported" not in result.output
     config = load_config("run.yaml")

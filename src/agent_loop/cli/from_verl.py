@@ -1,8 +1,7 @@
-"""`agent-loop from-verl`: convert a launch script or a configuration of verl."""
+"""`agent-loop from-verl`: convert settings of verl's trainer."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,130 +10,119 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 import yaml
 
-from agent_loop.config import Config, load_config
+from agent_loop.config import Config, parse_section
 from agent_loop.errors import ConfigError
-from agent_loop.files.plain_values import shown
+from agent_loop.files.plain_values import merge_mappings, parse_override, read_yaml, shown
 
 if TYPE_CHECKING:
-    from agent_loop.config.verl.translation import KeyReport
+    from agent_loop.config.verl.translation import Report, Translation
 
 TITLES = {
     "not supported": "not supported; what to do",
     "unknown": "unknown to verl's trainer and to this package",
-    "translated": "translated",
-    "renamed": "renamed",
-    "same": "same",
+    "different": "different from verl",
+    "taken over": "taken over",
     "not needed": "not needed, and why",
 }
 
 
 def from_verl_command(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="SCRIPT_OR_YAML", help="Launch script or configuration.", show_default=False),
+    given: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[YAML]... [KEY=VALUE]...", help="Settings of verl's trainer.", show_default=False
+        ),
     ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of the script.", show_default=False),
-    ] = None,
     *,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="File to write; by default NAME.yaml in this folder.", show_default=False),
-    ] = None,
-    command: Annotated[
-        int, typer.Option("--command", min=1, help="Which start of the trainer in the script to convert.")
-    ] = 1,
+    out: Annotated[Path, typer.Option("--out", help="File to write.")] = Path("config.yaml"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
-    """Convert a launch script or a configuration of verl to a configuration for `agent-loop train`.
+    """Convert settings of verl's trainer to a configuration for `agent-loop train`.
 
-    The script is read, and no program in it is run. The report has a line for each key: the same here, renamed,
-    translated, not needed and why, or not supported and what to do. Defaults of verl that differ from those of this
-    package are written too.
+    Give the arguments of the trainer, or the YAML that Hydra prints with `--cfg job --resolve`. The report says what
+    became of each key. Defaults of verl that differ from those of this package are written too.
 
     Examples:
 
-        agent-loop from-verl run_qwen2.5-3b_gsm8k_multiturn.sh
+        agent-loop from-verl actor_rollout_ref.model.path=models/small data.train_batch_size=64
 
-        agent-loop from-verl run_qwen3_8b.sh trainer.n_gpus_per_node=4 --out config.yaml
+        python3 -m verl.trainer.main_ppo ... --cfg job --resolve > job.yaml && agent-loop from-verl job.yaml
+    """
+    if out.exists() and not overwrite:
+        raise ConfigError(f"{str(out)!r} exists; give --out with another name, or --overwrite")
+    found = convert(given)
+    config = parse_section(Config, found.settings, where="from-verl", names=found.names)
+    ordered = {name: found.settings[name] for name in Config.model_fields if name in found.settings}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)
+    out.write_text(f"# Converted from settings of verl by agent-loop from-verl.\n{text}", encoding="utf-8")
+    for line in report_lines(found.reports):
+        typer.echo(line)
+    typer.echo(f"Rows without agent_name run {config.rollout.default_agent_loop}.")
+    typer.echo(f"wrote {out}; start it with: agent-loop train {out}")
 
-        MODEL_PATH=models/small agent-loop from-verl run_grpo.sh
 
-        agent-loop from-verl outputs/2026-11-01/.hydra/config.yaml --out config.yaml
+def convert(given: Sequence[str]) -> Translation:
+    """Return the settings of this package for settings of verl's trainer and for its defaults.
+
+    Args:
+        given: YAML files, and `key=value` arguments.
+
+    Raises:
+        ConfigError: A file or an argument is something else.
     """
     # late: keeps `--help` quick
-    from agent_loop.config.verl.conversion import convert
-    from agent_loop.config.verl.launch import read_launches
+    from agent_loop.config.verl.combined import ENGINES, value_at
+    from agent_loop.config.verl.table import GPU_DEFAULTS, VERL_DEFAULTS
+    from agent_loop.config.verl.translation import nested, translate
 
-    environment = {**os.environ, "PWD": os.getcwd()}
-    launches = read_launches(source, arguments=arguments or (), environment=environment)
-    if command > len(launches):
-        raise ConfigError(f"--command is {command}, but the script starts the trainer {len(launches)} times")
-    target = out or Path(f"{source.stem}.yaml")
-    if target.exists() and not overwrite:
-        raise ConfigError(f"{str(target)!r} exists; give --out with another name, or --overwrite")
-    launch = launches[command - 1]
-    conversion = convert(launch)
-    notes = list(conversion.notes)
-    if len(launches) > 1:
-        notes.append(f"the script starts the trainer {len(launches)} times; --command selects one")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(_yaml(conversion.settings, source=source), encoding="utf-8")
-    for line in report_lines(conversion.reports, defaults=conversion.defaults, notes=notes):
-        typer.echo(line)
-    load_config(target)
-    typer.echo(f"wrote {target}; start it with: agent-loop train {target}{_resume(conversion.reports)}")
+    tree: dict[str, Any] = {}
+    for each in given:
+        tree = merge_mappings(tree, _read(each))
+    engine = value_at(tree, ("actor_rollout_ref", "rollout", "name"))
+    defaults = {**VERL_DEFAULTS, **(GPU_DEFAULTS if engine in ENGINES else {})}
+    return translate([nested(defaults), tree], where="from-verl")
 
 
-def report_lines(
-    reports: Sequence[KeyReport], *, defaults: Sequence[KeyReport] = (), notes: Sequence[str] = ()
-) -> list[str]:
-    """Return the lines of a report, by status."""
-    counts = Counter(report.status for report in reports)
+def _read(given: str) -> Mapping[str, Any]:
+    if given.endswith((".yaml", ".yml")) and "=" not in given:
+        values: Any = read_yaml(given, what="config file")
+        if isinstance(values, Mapping) and "actor_rollout_ref" in values:
+            return cast(Mapping[str, Any], values)
+        raise ConfigError(f"{given!r} is not a configuration of verl: it has no section actor_rollout_ref")
+    if "=" not in given:
+        raise ConfigError(
+            f"{given!r} is neither a YAML file nor key=value; docs/from-verl.md shows how to print the arguments of a "
+            "launch script"
+        )
+    return parse_override(given.lstrip("+"))
+
+
+def report_lines(reports: Sequence[Report]) -> list[str]:
+    """Return the lines of a report, by status. Keys without effect and with the same note share a line."""
+    given = [report for report in reports if report.source]
+    counts = Counter(report.status for report in given for _ in report.given)
     found = [f"{counts[status]} {status}" for status in TITLES if counts[status]]  # pyright: ignore[reportArgumentType]
-    lines = [f"{len(reports)} keys: {', '.join(found)}"]
+    lines = [f"{counts.total()} keys: {', '.join(found)}"]
     for status, title in TITLES.items():
-        chosen = [report for report in reports if report.status == status]
-        if chosen:
-            lines += ["", title, *(f"  {_line(report)}" for report in chosen)]
-    if defaults:
-        lines += ["", "defaults of verl", *(f"  {_line(report)}" for report in defaults)]
-    if notes:
-        lines += ["", "notes", *(f"  {note}" for note in notes)]
-    return [*lines, ""]
+        lines += _section(title, [report for report in given if report.status == status])
+    return [*lines, *_section("defaults of verl", [report for report in reports if not report.source]), ""]
 
 
-def _line(report: KeyReport) -> str:
-    if report.status == "not supported" and report.note.startswith(report.key):
-        return report.note
-    settings = ", ".join(f"{key}: {shown(value)}" for key, value in report.settings.items())
-    if report.status in ("same", "unknown") or not settings:
-        text = f"{report.key}={shown(report.value)}"
-    elif report.status == "renamed":
-        text = f"{report.key} is {settings}"
-    else:
-        text = f"{report.key}={shown(report.value)} is {settings}"
-    return f"{text}: {report.note}" if report.note else text
-
-
-def _resume(reports: Sequence[KeyReport]) -> str:
-    given = {report.key: report.value for report in reports}
-    if given.get("trainer.resume_from_path"):
-        return f" --resume-from {given['trainer.resume_from_path']}"
-    return "" if given.get("trainer.resume_mode") == "disable" else " --resume"
-
-
-def _yaml(settings: Mapping[str, Any], *, source: Path) -> str:
-    ordered = {name: settings[name] for name in Config.model_fields if name in settings}
-    return f"# Converted from {source.name} by agent-loop from-verl.\n" + yaml.safe_dump(
-        _plain(ordered), sort_keys=False, allow_unicode=True
-    )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in cast(Sequence[Any], value)]
-    return value
+def _section(title: str, reports: Sequence[Report]) -> list[str]:
+    lines: list[str] = []
+    without_effect: dict[str, list[str]] = {}
+    for report in reports:
+        values = ", ".join(f"{key}={shown(value)}" for key, value in report.given.items())
+        settings = ", ".join(f"{key}: {shown(value)}" for key, value in report.settings.items())
+        if report.status in ("not needed", "different"):
+            without_effect.setdefault(report.note, []).append(values)
+        elif report.status == "not supported":
+            lines.append(report.note)
+        else:
+            is_same = report.settings == report.given
+            lines.append(
+                values + ("" if is_same else f" is {settings}") + (f" ({report.note})" if report.note else "")
+            )
+    lines += [f"{note}: {', '.join(values)}" for note, values in without_effect.items()]
+    return ["", title, *(f"  {line}" for line in lines)] if lines else []

@@ -22,7 +22,7 @@ from agent_loop.config.rollout import (
 from agent_loop.config.sampler import SamplerConfig
 from agent_loop.config.sft import SftConfig
 from agent_loop.config.trainer import RayConfig, TrainerConfig
-from agent_loop.config.validation import all_keys, parse_options, parse_section
+from agent_loop.config.validation import all_keys, parse_options, parse_section, parse_value
 from agent_loop.config.values import (
     LOWEST_TEMPERATURE,
     MAX_SAMPLES,
@@ -52,16 +52,12 @@ from agent_loop.config.values import (
     TraceBackend,
     WeightTransfer,
 )
-from agent_loop.config.verl.translation import VERL_FIXED_VALUES, VERL_NAMES, VERL_VALUES
 from agent_loop.config.whole import Config
 
 __all__ = [
     "LOWEST_TEMPERATURE",
     "MAX_SAMPLES",
     "MOST",
-    "VERL_FIXED_VALUES",
-    "VERL_NAMES",
-    "VERL_VALUES",
     "ActorConfig",
     "AgentConfig",
     "AggregationMode",
@@ -114,4 +110,5 @@ __all__ = [
     "load_config",
     "parse_options",
     "parse_section",
+    "parse_value",
 ]

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from agent_loop.config.sampler import SamplerConfig
 from agent_loop.config.values import Positive, Section, Seed
 
 
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Sources = Annotated[list[str], BeforeValidator(_listed)]
+"""Sources of rows. A single one needs no list."""
+
+
 class DataConfig(Section):
     """Sources and order of the rows."""
 
-    train_files: list[str] = []
+    train_files: Sources = []
     """`.jsonl`, `.json`, `.csv`, `.parquet` or `.arrow` files; globs or folders of such files; folders saved by
     `datasets` (`folder:split`); folders of tasks in Harbor's form; names of tasks
     (`suite:task?option=value`); or `file.py:function` that returns rows."""
-    val_files: list[str] = []
+    val_files: Sources = []
     """Sources of the rows for evaluation, as in `train_files`."""
     prompt_key: str = "prompt"
     """Column with the messages, or with the text of one user message."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.config.validation import parse_section
-from agent_loop.config.verl.translation import Translation
+from agent_loop.config.verl.translation import translate
 from agent_loop.config.whole import Config
 from agent_loop.errors import ConfigError
-from agent_loop.files.plain_values import (
-    merge_mappings,
-    parse_override,
-    read_yaml,
-    resolve_interpolation,
-)
+from agent_loop.files.plain_values import merge_mappings, parse_override, read_yaml
+
+logger = logging.getLogger(__name__)
 
 
 def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Config:
@@ -31,16 +29,13 @@ def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()
     given: Any = {} if path is None else read_yaml(path, what="config file")
     if not isinstance(given, dict):
         raise ConfigError(f"config file {str(path)!r} holds a list; it must hold sections with keys")
-    translation = Translation()
-    translation.add(cast(dict[str, Any], given))
-    for override in overrides:
-        translation.add(parse_override(override))
-    return parse_section(Config, _resolved(translation.finish(), where=where), where=where)
-
-
-def _resolved(values: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Return the values with `${...}` resolved."""
-    if "${" not in repr(values):
-        return values
-    defaults = Config().model_dump(mode="json")
-    return resolve_interpolation(merge_mappings(defaults, values), where=where)
+    found = translate([cast(dict[str, Any], given), *map(parse_override, overrides)], where=where)
+    problems = [report.note for report in found.reports if report.status == "not supported"]
+    if problems:
+        raise ConfigError(f"{where}: " + "\n".join(problems))
+    for report in found.reports:
+        if report.status == "different":
+            logger.warning("%s: %s", ", ".join(report.given), report.note)
+    return parse_section(
+        Config, merge_mappings(found.settings, found.unknown), where=where, names=found.names
+    )

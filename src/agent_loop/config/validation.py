@@ -17,11 +17,16 @@ OptionsT = TypeVar("OptionsT")
 SectionT = TypeVar("SectionT", bound=BaseModel)
 
 
-def parse_section(section: type[SectionT], values: Mapping[str, Any], *, where: str) -> SectionT:
+def parse_section(
+    section: type[SectionT], values: Mapping[str, Any], *, where: str, names: Mapping[str, str] | None = None
+) -> SectionT:
     """Validate a mapping against a section and return the section.
 
     Args:
+        section: The section.
+        values: The values.
         where: Start of the error message, such as the name of the file.
+        names: The user's name of each setting that was given under another one.
 
     Raises:
         ConfigError: A key or a value is wrong. The message has one line per fault, with the value and the remedy.
@@ -29,7 +34,7 @@ def parse_section(section: type[SectionT], values: Mapping[str, Any], *, where: 
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
-        raise _refusal(error, section, where=where) from None
+        raise _refusal(error, section, where=where, names=names or {}) from None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -46,29 +51,43 @@ def parse_options(options: type[OptionsT], values: Mapping[str, Any], *, where: 
     try:
         return TypeAdapter(options).validate_python(dict(values))
     except ValidationError as error:
-        raise _refusal(error, None, where=where) from None
+        raise _refusal(error, None, where=where, names={}) from None
 
 
-def _refusal(error: ValidationError, section: type[BaseModel] | None, *, where: str) -> ConfigError:
+def parse_value(kind: Any, value: Any, *, key: str) -> Any:
+    """Validate the value of a single key against a type, and return it.
+
+    Raises:
+        ConfigError: The value is wrong. The message has the key, the value and the remedy.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"{key} is {shown(value)}: {_remedy(error.errors()[0])}") from None
+
+
+def _refusal(
+    error: ValidationError, section: type[BaseModel] | None, *, where: str, names: Mapping[str, str]
+) -> ConfigError:
     remedies: dict[str, list[str]] = {}
     for fault in error.errors():
-        message, remedy = _explain(fault, section or BaseModel)
+        message, remedy = _explain(fault, section or BaseModel, names)
         remedies.setdefault(message, []).append(remedy)  # a union has a remedy for each of its types
     lines = [message + ", or ".join(filter(None, found)) for message, found in remedies.items()]
     return ConfigError(f"{where}: " + "\n".join(lines))
 
 
-def _explain(fault: ErrorDetails, section: type[BaseModel]) -> tuple[str, str]:
+def _explain(fault: ErrorDetails, section: type[BaseModel], names: Mapping[str, str]) -> tuple[str, str]:
     """Return what is wrong, and the remedy; an empty remedy if the first text has it."""
     location = _without_union_tags([str(part) for part in fault["loc"]], section)
-    key = ".".join(location)
+    key = _users_name(location, names)
     if fault["type"] == "extra_forbidden":
         owner = _section_at(section, location[:-1])
         near = did_you_mean(location[-1], owner.model_fields) if owner is not None else ""
         elsewhere = [name for name in all_keys(section) if name.rpartition(".")[2] == location[-1]]
         if elsewhere:
             near = f"; did you mean {elsewhere[0]!r}?"
-        return f"unknown key {key!r}{near}", ""
+        return f"unknown key {key.partition(' (')[0]!r}{near}", ""
     if fault["type"] == "missing":
         return f"key {key!r} is missing", ""
     if fault["type"] in ("model_type", "model_attributes_type"):
@@ -77,11 +96,26 @@ def _explain(fault: ErrorDetails, section: type[BaseModel]) -> tuple[str, str]:
             f"{key} is {shown(fault['input'])}: ",
             f"it is a section; set its keys, such as {key}.{next(iter(owner.model_fields))}",
         )
-    message = fault["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
+    message = _remedy(fault)
     if fault["type"] in ("greater_than", "greater_than_equal") and _accepts_null(location, section):
         message += ", or null"
     return f"{key} is {shown(fault['input'])}: ", message
+
+
+def _remedy(fault: ErrorDetails) -> str:
+    message = fault["msg"].removeprefix("Value error, ")
+    return message[0].lower() + message[1:]
+
+
+def _users_name(location: Sequence[str], names: Mapping[str, str]) -> str:
+    """Return the key under which a value was given."""
+    key = ".".join(location)
+    for length in range(len(location), 0, -1):
+        ours = ".".join(location[:length])
+        theirs = names.get(ours, ours)
+        if theirs != ours:
+            return f"{theirs}{key[len(ours) :]} ({ours} here)"
+    return key
 
 
 def _accepts_null(location: Sequence[str], section: type[BaseModel]) -> bool:

@@ -1,1 +1,1 @@
-"""Settings of verl: their names here, and the conversion of launch scripts."""
+"""Settings of verl: what they are here."""

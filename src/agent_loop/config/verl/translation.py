@@ -1,308 +1,220 @@
-"""Translation of verl's settings to those of this package."""
+"""Translation of settings under verl's names to those of this package, with a report of every key."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from agent_loop.config.validation import all_keys
-from agent_loop.config.verl.group import Group
-from agent_loop.config.verl.rollout_keys import ENGINES
-from agent_loop.config.verl.rules import (
-    GROUPS,
-    OFF,
-    ROLLOUT,
-    VERL_RULES,
-    Fixed,
-    Refused,
-    Rename,
-    Rule,
-    Unneeded,
-    Words,
-    rule_of,
-)
+from agent_loop.config.verl.combined import MISSING, Given, default_settings, value_at
+from agent_loop.config.verl.table import OFF, TABLE, Effect, Only, Row, Values, row_of
 from agent_loop.config.whole import Config
 from agent_loop.errors import ConfigError
-from agent_loop.files.plain_values import merge_mappings
+from agent_loop.files.plain_values import merge_mappings, resolve_interpolation, shown
 
-VERL_NAMES: Mapping[str, str] = {
-    key: rule.target for key, rule in VERL_RULES.items() if isinstance(rule, Rename)
-}
-"""Keys of verl, or their beginnings, and the keys here. The longest match applies."""
-
-VERL_FIXED_VALUES: Mapping[str, Any] = {
-    key: rule.value for key, rule in VERL_RULES.items() if isinstance(rule, Fixed)
-}
-"""Keys of verl that have a single possible value here. Another value is refused."""
-
-VERL_VALUES: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
-    key: (rule.target, rule.values) for key, rule in VERL_RULES.items() if isinstance(rule, Words)
-}
-"""Keys of verl with other values than here: the key here, and the value here for each of verl's values."""
-
-FREE_KEYS = (
-    "engine_kwargs",
-    *(f"engine_kwargs.{name}" for name in (*ENGINES, "trtllm")),
-    "custom_reward_function.reward_kwargs",
-    "runtime_env",
-    "algorithm.reward_parts",
-    "algorithm.by_data_source",
-)
-"""Ends of the names of mappings whose keys are the user's. Such a key may contain dots."""
-
-Status: TypeAlias = Literal["same", "renamed", "translated", "not needed", "not supported", "unknown"]
+Status: TypeAlias = Literal["taken over", "not needed", "different", "not supported", "unknown"]
+Path: TypeAlias = tuple[str, ...]
+Function: TypeAlias = Callable[[Given], Mapping[str, Any]]
 
 _OWN_KEYS = frozenset(all_keys(Config))
 
 
 @dataclass(frozen=True, slots=True)
-class KeyReport:
-    """Result of the translation of one key."""
+class Report:
+    """What became of a key, or of several keys with one counterpart."""
 
-    key: str
-    value: Any
+    given: Mapping[str, Any]
     status: Status
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Settings of this package, by dotted key."""
     note: str = ""
+    source: int = 0
+    """Number of the last source with one of the keys."""
 
 
 @dataclass(slots=True)
 class Translation:
-    """Settings under verl's names or the names of this package, read one source after the other.
+    """Settings of this package, with the keys that they come from."""
 
-    Args:
-        is_lenient: Report keys that are not supported, instead of raising an error.
-    """
-
-    is_lenient: bool = False
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Settings of this package so far, in nested mappings."""
-    reports: list[KeyReport] = field(default_factory=list[KeyReport])
-    """One report per key, in the order of the sources."""
-    _given: dict[str, Any] = field(default_factory=dict[str, Any])
-    _groups: list[Group] = field(default_factory=list[Group])
-    """Groups with a key in any source so far."""
-    _errors: dict[int, ConfigError] = field(default_factory=dict[int, ConfigError])
-    """Errors of groups, which a later source may correct."""
+    """In nested mappings."""
+    unknown: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Keys that neither this package nor verl has, in nested mappings."""
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    """Key of verl for each setting that comes from one."""
+    reports: list[Report] = field(default_factory=list[Report])
+    sources: dict[str, int] = field(default_factory=dict[str, int])
+    """Number of the source of each setting."""
 
-    def add(self, values: Mapping[str, Any]) -> None:
-        """Add a source, whose values replace those of the sources before it.
-
-        Raises:
-            ConfigError: A key of verl has a value that does not exist here.
-        """
-        new: dict[str, Any] = {}
-        keys_of: dict[int, list[str]] = {}
-        num_reports = len(self.reports)
-        for key, value in _flatten(values):
-            rule = _rule(key)
-            if isinstance(rule, Group):
-                self._remember(key, value)
-                keys_of.setdefault(GROUPS.index(rule), []).append(key)
-            else:
-                self._apply(key, value, rule, new)
-        self.settings = merge_mappings(self.settings, new)
-        set_here = [key for key, _ in _flatten(new)]
-        self._run_groups(keys_of, set_here=[*set_here, *(key for keys in keys_of.values() for key in keys)])
-        set_here += _settings_of(self.reports[num_reports:])
-        if "trainer.total_steps" in set_here:  # takes precedence, also over the epochs of an earlier source
-            self.settings = merge_mappings(self.settings, {"trainer": {"total_epochs": None}})
-
-    def finish(self) -> dict[str, Any]:
-        """Return the settings of this package, in nested mappings.
+    def put(self, path: Path, value: Any, *, key: str, source: int) -> None:
+        """Set a value, unless a later source has set it.
 
         Raises:
-            ConfigError: Keys of verl together have values that do not exist here.
+            ConfigError: A setting has a value and also keys.
         """
-        for error in self._errors.values():
-            raise error
-        return self.settings
-
-    def _run_groups(self, keys_of: Mapping[int, Sequence[str]], *, set_here: list[str]) -> None:
-        """Translate the groups with a key in this source, and those that depend on a key in it."""
-        for number, group in enumerate(GROUPS):
-            is_affected = group in self._groups and any(
-                key.startswith(tuple(group.depends)) for key in set_here if group.depends
-            )
-            if number in keys_of or is_affected:
-                set_here += self._apply_group(group, keys_of.get(number, []))
-
-    def verl(self, *keys: str) -> Any:
-        """Return the value of the first of these keys of verl that is given; None if none is."""
-        return next((self._given[key] for key in keys if self._given.get(key) is not None), None)
-
-    def own(self, key: str) -> Any:
-        """Return the value of a key of this package, or its default."""
-        found: Any = self.settings
-        for part in key.split("."):
-            if not isinstance(found, Mapping) or part not in found:
-                return _default(key)
-            found = cast(Any, found[part])
-        return found
-
-    def _remember(self, key: str, value: Any) -> None:
-        old = self._given.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            value = merge_mappings(cast(Mapping[str, Any], old), cast(Mapping[str, Any], value))
-        self._given[key] = value
-
-    def _apply(self, key: str, value: Any, rule: Rule | None, target: dict[str, Any]) -> None:
-        """Apply a rule that concerns a single key."""
-        try:
-            report = _report(key, value, rule)
-            if self.is_lenient and value is None and not _accepts_none(_target_of(key, rule)):
-                report = KeyReport(key, value, "not needed", note="it has no value")
-        except ConfigError as error:
-            if not self.is_lenient:
-                raise
-            report = KeyReport(key, value, "not supported", note=str(error))
-        self.reports.append(report)
-        if report.status == "unknown" and self.is_lenient:
+        name = _name(path)
+        if self.sources.get(name, -1) > source:
             return
-        for name, setting in report.settings.items():
-            _put(target, name.split("."), setting)
-
-    def _apply_group(self, group: Group, keys: Sequence[str]) -> list[str]:
-        """Apply a group, and return the settings that it has changed."""
-        if group not in self._groups:
-            self._groups.append(group)
-        try:
-            found = dict(group.translate(self))
-            self._errors.pop(GROUPS.index(group), None)
-        except ConfigError as error:
-            if not self.is_lenient:
-                self._errors[GROUPS.index(group)] = error
-            self.reports += [
-                KeyReport(key, self._given[key], "not supported", note=str(error)) for key in keys
-            ]
-            return []
-        for key in keys:
-            status: Status = "translated" if found else "not needed"
-            note = "" if found else "it is switched off, or another key decides"
-            if list(found.items()) == [(key, self._given[key])]:
-                status = "same"
-            self.reports.append(KeyReport(key, self._given[key], status, found, note))
-        new: dict[str, Any] = {}
-        for name, setting in found.items():
-            _put(new, name.split("."), setting)
-        self.settings = merge_mappings(self.settings, new)
-        return list(found)
+        self.sources[name] = source
+        self.names[name] = key
+        inner = cast(Any, self.settings if _is_own(path) else self.unknown)
+        for part in path[:-1]:
+            if inner.get(part) is None:
+                inner[part] = {}
+            inner = inner[part]
+            if not hasattr(inner, "get"):
+                raise ConfigError(f"{key}: {part!r} is set to a value and also has keys; remove one of them")
+        if value != {} or path[-1] not in inner:  # an empty mapping adds nothing to one that has keys
+            inner[path[-1]] = value
 
 
-def replace_verl_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with verl's keys replaced by those of this package. Both kinds may be mixed.
+def translate(sources: Sequence[Mapping[str, Any]], *, where: str) -> Translation:
+    """Translate settings, which may have verl's names or those of this package. Later sources replace earlier ones.
 
     Raises:
-        ConfigError: A key of verl has a value that does not exist here.
+        ConfigError: An interpolation cannot be resolved, or a setting has a value and also keys.
     """
-    translation = Translation()
-    translation.add(values)
-    return translation.finish()
+    tree: dict[str, Any] = {}
+    given: dict[Path, int] = {}
+    for number, source in enumerate(sources):
+        tree = merge_mappings(tree, source)
+        for path in _paths(source):
+            given.pop(path, None)
+            given[path] = number
+    if "${" in repr(tree):
+        known = merge_mappings(default_settings(), _translated_singly(tree, given).settings)
+        tree = _like(resolve_interpolation(merge_mappings(known, tree), where=where), tree)
+    found = _translated_singly(tree, given)
+    for function in dict.fromkeys(row.ours for row in TABLE.values() if callable(row.ours)):
+        _translate_together(found, tree, given, function)
+    steps, epochs = (found.sources.get(f"trainer.total_{name}", -1) for name in ("steps", "epochs"))
+    if steps >= epochs >= 0:
+        found.settings["trainer"]["total_epochs"] = None
+    return found
 
 
-def _settings_of(reports: Sequence[KeyReport]) -> list[str]:
-    return [name for report in reports for name in report.settings]
-
-
-def _rule(key: str) -> Rule | None:
-    """Return the rule of a key; None if it is a key of this package without a rule of its own, or unknown."""
-    found = rule_of(key)
-    if found is None:
-        return None
-    name, rule = found
-    return None if _is_own(key) and name != key else rule
-
-
-def _is_own(key: str) -> bool:
-    parts = key.split(".")
-    return any(".".join(parts[:length]) in _OWN_KEYS for length in range(1, len(parts) + 1))
-
-
-def _report(key: str, value: Any, rule: Rule | None) -> KeyReport:
-    """Return the report of a key that depends on no other key.
-
-    Raises:
-        ConfigError: There is no counterpart.
-    """
-    if rule is None:
-        return KeyReport(key, value, "same" if _is_own(key) else "unknown", {key: value})
-    if isinstance(rule, Rename):
-        target = _target_of(key, rule)
-        status: Status = "same" if target == key else "renamed" if _is_own(target) else "unknown"
-        return KeyReport(key, value, status, {target: value}, rule.note)
-    if isinstance(rule, Words):
-        if value is None:
-            return KeyReport(key, value, "not needed", note="it has no value")
-        if value not in rule.values and rule.others:
-            raise ConfigError(f"{key} is {value!r}; {rule.others}")
-        return KeyReport(key, value, "translated", {rule.target: rule.values.get(value, value)})
-    if isinstance(rule, Fixed):
-        if value != rule.value and value is not None:
-            raise ConfigError(f"{key} is {value!r}, but only {rule.value!r} is supported; {rule.remedy}")
-        return KeyReport(key, value, "not needed", note="it is always so here")
-    if isinstance(rule, Refused):
-        if value not in OFF:
-            raise ConfigError(f"{key} is {value!r}, which is not supported; {rule.remedy}")
-        return KeyReport(key, value, "not needed", note="it is switched off")
-    assert isinstance(rule, Unneeded)
-    return KeyReport(key, value, "not needed", note=rule.reason)
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted key as nested mappings."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        name = f"{prefix}{key}"
-        is_open = not name.endswith(FREE_KEYS) or (
-            name == f"{ROLLOUT}.engine_kwargs" and _is_by_engine(value)
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        found = merge_mappings(found, value)
+    return found
+
+
+def _translated_singly(tree: Mapping[str, Any], given: Mapping[Path, int]) -> Translation:
+    """Translate the keys that depend on no other key."""
+    found = Translation()
+    for path, source in given.items():
+        value, row = value_at(tree, path), _row(path)
+        if value is not MISSING and not (row and callable(row.ours)):
+            _translate(found, path, value, row, source=source)
+    return found
+
+
+def _translate(found: Translation, path: Path, value: Any, row: Row | None, *, source: int) -> None:
+    key, ours = _name(path), row.ours if row else Values("", {})
+    note = row.note if row else ""
+    if isinstance(ours, str | Values):
+        target, value_here = path, value
+        if row is not None:
+            values = ours if isinstance(ours, Values) else Values(ours, {})
+            target = (*values.target.split("."), *path[row.key.count(".") + 1 :])
+            value_here = values.of(value)
+            is_set = found.sources.get(_name(target)) == source
+            if value_here is None and (not _accepts_none(target) or (value is None and is_set)):
+                found.reports.append(Report({key: value}, "not needed", note="no value", source=source))
+                return
+        if value_here == {} and not _is_own(target):
+            return
+        found.put(target, value_here, key=key, source=source)
+        status: Status = "taken over" if _is_own(target) else "unknown"
+        found.reports.append(Report({key: value}, status, {_name(target): value_here}, note, source))
+        return
+    if isinstance(ours, Only):
+        is_accepted = any(value == each for each in ours.accepted)
+        status = "not needed" if is_accepted else "not supported"
+        need = (
+            "which is not supported"
+            if ours.accepted[0] is None
+            else f"but only {ours.accepted[0]!r} is supported"
         )
-        if isinstance(value, Mapping) and value and is_open:
-            flat += _flatten(cast(Mapping[str, Any], value), prefix=f"{name}.")
+        note = "as here, or switched off" if is_accepted else f"{key} is {shown(value)}, {need}; {note}"
+    else:
+        status = "different" if ours is Effect.OTHER and value not in OFF.accepted else "not needed"
+    found.reports.append(Report({key: value}, status, note=note, source=source))
+
+
+def _translate_together(
+    found: Translation, tree: Mapping[str, Any], given: Mapping[Path, int], function: Function
+) -> None:
+    """Translate the keys of a function."""
+    sources = {
+        _name(path): source
+        for path, source in given.items()
+        if (row := _row(path)) is not None and row.ours is function
+    }
+    values = {key: value_at(tree, key.split(".")) for key in sources}
+    values = {key: value for key, value in values.items() if value is not MISSING and value is not None}
+    if not values:
+        return
+    source, key = max((sources[key], key) for key in values)
+    try:
+        settings = function(Given(tree, found.settings))
+    except ConfigError as error:
+        found.reports.append(Report(values, "not supported", note=str(error), source=source))
+        return
+    for target, value in settings.items():
+        inner = _paths(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) and value else [()]
+        for rest in inner:
+            found.put((*target.split("."), *rest), value_at(value, rest), key=key, source=source)
+    row = next(row for row in TABLE.values() if row.ours is function)
+    status: Status = "taken over" if settings else "not needed"
+    note = row.note if settings else "switched off, or another key decides"
+    found.reports.append(Report(values, status, settings, note, source))
+
+
+def _row(path: Path) -> Row | None:
+    """Return the row of a key; None if it is a key of this package without a row of its own, or unknown."""
+    key = _name(path)
+    row = row_of(key)
+    return None if row is not None and row.key != key and _is_own(path) else row
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _is_own(path: Path) -> bool:
+    return any(_name(path[:length]) in _OWN_KEYS for length in range(1, len(path) + 1))
+
+
+def _paths(values: Mapping[str, Any], above: Path = ()) -> Iterator[Path]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _paths(cast(Mapping[str, Any], value), (*above, key))
         else:
-            flat.append((name, cast(Any, value)))
-    return flat
+            yield (*above, key)
 
 
-def _target_of(key: str, rule: Rule | None) -> str:
-    """Return the setting here that a key sets alone."""
-    if isinstance(rule, Rename):
-        found = rule_of(key)
-        return rule.target + key[len(found[0]) if found else 0 :]
-    return rule.target if isinstance(rule, Words) else key
+def _like(resolved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the resolved values of the keys that are given."""
+    return {
+        key: _like(resolved[key], cast(Mapping[str, Any], value))
+        if isinstance(value, Mapping)
+        else resolved[key]
+        for key, value in given.items()
+    }
 
 
-def _accepts_none(key: str) -> bool:
+def _accepts_none(path: Path) -> bool:
     """Return whether a setting can be None. An unknown one can."""
     section: Any = Config
-    for part in key.split("."):
+    for part in path:
         fields = getattr(section, "model_fields", {})
         if part not in fields:
             return True
         section = fields[part].annotation
     return type(None) in get_args(section) or section is Any
-
-
-def _is_by_engine(value: Any) -> bool:
-    """Return whether options are grouped by the name of the engine, as in verl."""
-    return isinstance(value, Mapping) and all(
-        f"engine_kwargs.{name}" in FREE_KEYS for name in cast(Any, value)
-    )
-
-
-def _default(key: str) -> Any:
-    value: Any = Config()
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _put(target: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    for part in path[:-1]:
-        inner = target.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(
-                f"{'.'.join(path)}: {part!r} is set to a value and also has keys; remove one of them"
-            )
-        target = cast(dict[str, Any], inner)
-    target[path[-1]] = value
