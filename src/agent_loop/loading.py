@@ -15,8 +15,6 @@ from typing import Any
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.runtime.user_frames import short_traceback
 
-VERL_MODULES = "agent_loop.integrations.verl.import_names"
-"""Module that offers verl's names to code that imports them."""
 USER_MODULE = "agent_loop_user_"
 """Start of the names of modules that were imported from a file."""
 
@@ -48,24 +46,20 @@ def load_object(reference: str, *, key: str) -> Any:
 def load_module(source: str, *, key: str) -> ModuleType:
     """Import a module by its dotted name, or a file by its path. A file is imported once.
 
-    A file may import modules of its folder, which is appended to `sys.path`. If verl is not installed, imports from it
-    get the names of `agent_loop.integrations.verl`.
+    A file may import modules of its folder, which is appended to `sys.path`.
 
     Raises:
         ConfigError: The module or file does not exist, or the import raised.
     """
     try:
-        try:
-            return _import(source, key=key)
-        except ModuleNotFoundError as error:
-            if error.name != "verl" or not importlib.import_module(VERL_MODULES).offer():
-                raise
         return _import(source, key=key)
     except ConfigError:
         raise
     except Exception as error:
+        is_verls = isinstance(error, ModuleNotFoundError) and error.name == "verl"
+        remedy = "; import verl's names from agent_loop.integrations.verl (docs/from-verl.md)" * is_verls
         raise ConfigError(
-            f"{key}: importing {source} raised {type(error).__name__}: {error}{_place(error)}"
+            f"{key}: importing {source} raised {type(error).__name__}: {error}{_place(error)}{remedy}"
         ) from error
 
 

@@ -22,7 +22,7 @@ IMPORTABLE = names(
     """
     AgentData AgentLoopBase AgentLoopManager AgentLoopMetrics AgentLoopOutput AgentLoopWorker AgentState
     AsyncLLMServerManager AsyncPartialToolAgentLoop AsyncSGLangServer AsyncServerBase AsyncvLLMServer
-    BaseInteraction BaseTool FunctionCall Gsm8kInteraction Gsm8kTool HermesToolParser SearchTool
+    BaseInteraction BaseTool FunctionCall Gsm8kInteraction Gsm8kTool HermesToolParser RolloutTraceConfig SearchTool
     SingleTurnAgentLoop ToolAgentLoop ToolParser ToolResponse async_server_class get_trajectory_info
     initialize_interactions_from_config initialize_tools_from_config register rollout_trace_attr
     rollout_trace_op simple_timer
@@ -32,7 +32,7 @@ IMPORTABLE = names(
 WITHOUT_COUNTERPART = names(
     """
     ActorRolloutRefWorker AsyncActorRolloutRefWorker AsyncEngine DataProto RLHFDataset RayPPOTrainer
-    RayWorkerGroup RolloutTraceConfig RolloutWorker SGLangRollout TaskRunner _agent_loop_registry
+    RayWorkerGroup RolloutWorker SGLangRollout TaskRunner _agent_loop_registry
     copy_to_local hf_tokenizer
     """
 )
@@ -89,6 +89,15 @@ def test_the_server_class_of_an_engine_or_of_a_module_is_found() -> None:
         rollout_backend_class="ScriptedServer",
     )
     assert found is ScriptedServer
+
+
+def test_the_trace_of_a_run_is_configured_by_settings_alone(caplog: pytest.LogCaptureFixture) -> None:
+    verl.RolloutTraceConfig.init("project", "experiment", "mlflow", True)
+    assert (verl.RolloutTraceConfig.get_backend(), verl.RolloutTraceConfig.enable_token2text()) == (
+        "mlflow",
+        True,
+    )
+    assert "set rollout.trace.backend=mlflow" in caplog.text
 
 
 def test_trajectory_info_numbers_the_samples_of_each_prompt() -> None:

@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from msgspec import Struct, field, structs
 
@@ -70,6 +70,16 @@ class AgentLoopBase(ABC):
         self.template = context.template
         self.tokenizer = context.template.tokenizer
         self.last_episode: Episode | None = None
+
+    @classmethod
+    def from_context(cls, context: LoopContext, **kwargs: Any) -> Self:
+        """Create the loop of one trajectory.
+
+        Args:
+            context: What the loop works with.
+            kwargs: Further keys of the loop's entry in `agent_loop_config_path`.
+        """
+        return cls(context, **kwargs)
 
     @classmethod
     def check_row(cls, row: Mapping[str, Any], arguments: Mapping[str, Any], *, where: str) -> None:

@@ -39,6 +39,7 @@ TENSOR_COLUMNS = (
     "rollout",
     "branch",
     "num_turns",
+    "__num_turns__",
 )
 
 
@@ -61,8 +62,9 @@ def assemble(
         int64: `input_ids` [B, W], and its views `prompts` [B, P], padded left, and `responses` [B, R], padded right;
         `response_mask` [B, R] (1 = sampled by the model; 0 for tokens that a grammar forced; in segments that branches
         share, 1 in the first scored branch only), `attention_mask`, `position_ids` [B, W] (0 where there is no token),
-        `group`, `rollout`, `branch` (-1 where the loop returned a single output), `num_turns` [B]; if a trajectory has
-        images with positions of their own, also `multi_modal_position_ids` [B, 3, W] in time, height and width.
+        `group`, `rollout`, `branch` (-1 where the loop returned a single output), `num_turns` [B], also under
+        verl's name `__num_turns__`; if a trajectory has images with positions of their own, also
+        `multi_modal_position_ids` [B, 3, W] in time, height and width.
         int32: `weight_versions` [B, R], -1 where no model sampled the token. float32: `reward` [B], NaN where there is
         none, and `rollout_log_probs` [B, R], 0 where no model sampled the token; the key is absent unless every sampled
         token has one. Rewards of turns, of tools and of the interaction: float32 `turn_rewards` [B, R], their sum at

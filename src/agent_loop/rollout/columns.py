@@ -16,13 +16,15 @@ from agent_loop.trajectory import Trajectory
 
 def row_columns(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
     """Return the numeric columns, shape [B]."""
+    num_turns = np.array([t.output.num_turns for t in trajectories], np.int64)
     return {
         "reward": np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32),
         "is_scored": np.array([t.reward is not None for t in trajectories], np.bool_),
         "group": np.array([t.group for t in trajectories], np.int64),
         "rollout": np.array([t.rollout for t in trajectories], np.int64),
         "branch": np.array([-1 if t.branch is None else t.branch for t in trajectories], np.int64),
-        "num_turns": np.array([t.output.num_turns for t in trajectories], np.int64),
+        "num_turns": num_turns,
+        "__num_turns__": num_turns,
     }
 
 

@@ -338,7 +338,7 @@ class AgentLoopWorker:
         name = str(job.row.get("agent_name") or self._default_agent_loop)
         entry = self._loops.get(name, where="agent_name")
         try:
-            return entry.loop_class(context, **entry.kwargs)
+            return entry.loop_class.from_context(context, **entry.kwargs)
         except TypeError as error:
             raise ConfigError(
                 f"agent loop {name!r} does not take the arguments {sorted(entry.kwargs)}: {error}; correct its entry "

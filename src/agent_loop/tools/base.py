@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import Struct
 
@@ -77,6 +77,9 @@ class BaseTool(ABC):
     """Whether the prompt lists the tool. A tool that is not shown can be called all the same."""
     row_columns: Sequence[str] = ()
     """Columns of the row that `create` gets as keyword arguments, if the row has them."""
+
+    schema_type: ClassVar[Callable[[Mapping[str, Any]], Mapping[str, Any]]] = dict
+    """Type in which the constructor gets the schema of a registry file."""
 
     _given_name: str | None = None
 

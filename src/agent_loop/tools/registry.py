@@ -196,6 +196,7 @@ def _create(
     tool_schema = tool_schema or getattr(tool_class, "tool_schema", None)
     if isinstance(tool_schema, Mapping):
         check_tool_schema(tool_schema, where=f"{where}: tool_schema")
+        tool_schema = tool_class.schema_type(tool_schema)
     elif not hasattr(tool_class, "get_openai_tool_schema"):
         raise ConfigError(
             f"{where}: {tool_class.__name__} has no schema; give tool_schema in the YAML, "

@@ -1,5 +1,4 @@
-"""Classes and functions with verl's names. Code for verl's agent loop runs with its own imports where verl is not
-installed, and with imports from this module everywhere.
+"""Classes and functions with verl's names, for code that was written for verl's agent loop.
 
 ```python
 from agent_loop.integrations.verl import AgentLoopBase, AgentLoopOutput, register, rollout_trace_op, simple_timer
@@ -19,15 +18,17 @@ from agent_loop.integrations.verl.gpt_oss import (
 )
 from agent_loop.integrations.verl.gsm8k import Gsm8kInteraction as Gsm8kInteraction
 from agent_loop.integrations.verl.gsm8k import Gsm8kTool as Gsm8kTool
-from agent_loop.integrations.verl.interactions import (
-    initialize_interactions_from_config as initialize_interactions_from_config,
-)
 from agent_loop.integrations.verl.loops import AgentLoopBase as AgentLoopBase
 from agent_loop.integrations.verl.loops import AgentLoopOutput as AgentLoopOutput
 from agent_loop.integrations.verl.loops import LLMServerClient as LLMServerClient
+from agent_loop.integrations.verl.names import RolloutTraceConfig as RolloutTraceConfig
 from agent_loop.integrations.verl.names import async_server_class as async_server_class
 from agent_loop.integrations.verl.names import get_trajectory_info as get_trajectory_info
+from agent_loop.integrations.verl.names import (
+    initialize_interactions_from_config as initialize_interactions_from_config,
+)
 from agent_loop.integrations.verl.names import load_name
+from agent_loop.integrations.verl.names import simple_timer as simple_timer
 from agent_loop.integrations.verl.parsing import FunctionCall as FunctionCall
 from agent_loop.integrations.verl.parsing import HermesToolParser as HermesToolParser
 from agent_loop.integrations.verl.parsing import ToolParser as ToolParser
@@ -37,7 +38,6 @@ from agent_loop.integrations.verl.shipped_loops import AgentData as AgentData
 from agent_loop.integrations.verl.shipped_loops import AsyncPartialToolAgentLoop as AsyncPartialToolAgentLoop
 from agent_loop.integrations.verl.shipped_loops import SingleTurnAgentLoop as SingleTurnAgentLoop
 from agent_loop.integrations.verl.shipped_loops import ToolAgentLoop as ToolAgentLoop
-from agent_loop.integrations.verl.timing import simple_timer as simple_timer
 from agent_loop.integrations.verl.tools import BaseTool as BaseTool
 from agent_loop.integrations.verl.tools import (
     OpenAIFunctionParametersSchema as OpenAIFunctionParametersSchema,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-from abc import ABCMeta
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from omegaconf import DictConfig
 
@@ -45,26 +44,7 @@ class TrainerConfigWrapper:
         return self.config.actor_rollout_ref
 
 
-class _VerlLoopMeta(ABCMeta):
-    """Metaclass that creates a loop from a `LoopContext` with the arguments of verl's constructor."""
-
-    def __call__(cls: Any, context: base.LoopContext, **kwargs: Any) -> Any:
-        config, tokenizer = verl_config(context), _tokenizer_of(context)
-        processor = getattr(context.template.media, "processor", None)
-        more = {"processor": processor, "dataset_cls": None, "data_config": DataConfigWrapper(config.data)}
-        cls.init_class(config=config, tokenizer=tokenizer, **_accepted_arguments(cls.init_class, more))
-        manager = context.server_manager
-        if context.completions is not None:
-            manager = RememberingServerManager(manager, context.completions)
-        client = LLMServerClient(manager)
-        arguments = {**_accepted_arguments(cls.__init__, more), **kwargs}
-        loop = super().__call__(TrainerConfigWrapper(config, context), client, tokenizer, **arguments)
-        if "messages" in inspect.signature(loop.run).parameters:
-            loop.run = partial(_run_with_messages, loop.run)
-        return loop
-
-
-class AgentLoopBase(ContinuousTokens, base.AgentLoopBase, metaclass=_VerlLoopMeta):
+class AgentLoopBase(ContinuousTokens, base.AgentLoopBase):
     """`agent_loop.AgentLoopBase` with verl's constructor and attributes.
 
     `config` is an OmegaConf `DictConfig` with the settings of the run under verl's names.
@@ -89,6 +69,23 @@ class AgentLoopBase(ContinuousTokens, base.AgentLoopBase, metaclass=_VerlLoopMet
         self.apply_chat_template_kwargs = self.data_config.apply_chat_template_kwargs
         self.server_manager = cast(Any, server_manager)
         self.loop = asyncio.get_running_loop()
+
+    @classmethod
+    def from_context(cls, context: base.LoopContext, **kwargs: Any) -> Self:
+        config, tokenizer = verl_config(context), _tokenizer_of(context)
+        processor = getattr(context.template.media, "processor", None)
+        more = {"processor": processor, "dataset_cls": None, "data_config": DataConfigWrapper(config.data)}
+        cls.init_class(config=config, tokenizer=tokenizer, **_accepted_arguments(cls.init_class, more))
+        manager = context.server_manager
+        if context.completions is not None:
+            manager = RememberingServerManager(manager, context.completions)
+        arguments = {**_accepted_arguments(cls.__init__, more), **kwargs}
+        loop: Any = cls(
+            TrainerConfigWrapper(config, context), LLMServerClient(manager), tokenizer, **arguments
+        )
+        if "messages" in inspect.signature(loop.run).parameters:
+            loop.run = partial(_run_with_messages, loop.run)
+        return loop
 
     @classmethod
     def init_class(cls, config: DictConfig, tokenizer: Any, **kwargs: Any) -> None:

@@ -1,14 +1,22 @@
-"""Lazy loading of verl's names, and explanations of names without a counterpart."""
+"""Functions with verl's names, lazy loading of others, and explanations of names without a counterpart."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+import logging
+import time
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from agent_loop.interactions.base import BaseInteraction
+from agent_loop.interactions.registry import load_interactions
 from agent_loop.registries import load_class
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.factory import ENGINES
+
+logger = logging.getLogger(__name__)
 
 LOADED_LATER = {
     "AsyncSGLangServer": "agent_loop.servers.sglang:SGLangServer",
@@ -26,7 +34,6 @@ NO_COUNTERPART = {
     "RLHFDataset": "name files or a function in data.train_files; agent_loop.rollout.rows.load_rows reads them",
     "RayPPOTrainer": "run agent-loop train, or agent_loop.training",
     "RayWorkerGroup": "set trainer.runtime=ray; AgentLoopManager.from_config makes servers and workers",
-    "RolloutTraceConfig": "set rollout.trace.backend and rollout.trace.token2text in the configuration",
     "RolloutWorker": "servers are separate objects; set rollout.engine",
     "SGLangRollout": "set rollout.engine=sglang",
     "TaskRunner": "run agent-loop train",
@@ -76,3 +83,50 @@ async def get_trajectory_info(step: int, index: Iterable[Any], validate: bool) -
             {"step": step, "sample_index": sample_index, "rollout_n": rollout_n, "validate": validate}
         )
     return info
+
+
+def initialize_interactions_from_config(interaction_config_file: str | Path) -> Mapping[str, BaseInteraction]:
+    """Return the interactions of a YAML file by name.
+
+    Raises:
+        ConfigError: An interaction cannot be loaded.
+    """
+    return load_interactions(interaction_config_file)
+
+
+@contextmanager
+def simple_timer(name: str, timing_raw: dict[str, float]) -> Generator[None]:
+    """Add the seconds that the body takes to `timing_raw[name]`."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - started
+
+
+class RolloutTraceConfig:
+    """What `init` was called with. The settings `rollout.trace.*` configure the traces of a run."""
+
+    _backend: str | None = None
+    _token2text = False
+
+    @classmethod
+    def init(
+        cls, project_name: str, experiment_name: str, backend: str | None, token2text: bool = False
+    ) -> None:
+        """Keep the arguments, and log that they do not configure the traces."""
+        cls._backend, cls._token2text = backend, token2text
+        if backend is not None:
+            logger.warning(
+                "RolloutTraceConfig.init traces nothing here; set rollout.trace.backend=%s", backend
+            )
+
+    @classmethod
+    def get_backend(cls) -> str | None:
+        """Return the backend."""
+        return cls._backend
+
+    @classmethod
+    def enable_token2text(cls) -> bool:
+        """Return whether tokens are shown as text."""
+        return cls._token2text

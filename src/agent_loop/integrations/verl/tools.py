@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from abc import ABCMeta
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -64,27 +63,15 @@ class OpenAIFunctionPropertySchema(_AttributeDict):
     """`type`, `description` and `enum` of one parameter."""
 
 
-class _VerlToolMeta(ABCMeta):
-    def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 2 and isinstance(
-            args[1], Mapping
-        ):  # config and tool_schema, as a registry passes them
-            args = (args[0], OpenAIFunctionToolSchema(cast(Mapping[str, Any], args[1])))
-        tool: Any = super().__call__(*args, **kwargs)
-        if cls.create is not BaseTool.create:
-            tool.create = partial(_create, tool.create, inspect.signature(tool.create).parameters)
-        if _takes(inspect.signature(tool.execute).parameters, "agent_data"):
-            tool.execute = partial(_execute, tool.execute)
-        return tool
-
-
-class BaseTool(base.BaseTool, metaclass=_VerlToolMeta):
+class BaseTool(base.BaseTool):
     """`agent_loop.BaseTool` with verl's interface.
 
     `tool_schema` has attributes, and may come from `get_openai_tool_schema`. `execute` has a default. `create` receives
     the row's `create_kwargs` as single arguments, and also as `create_kwargs` if it accepts that argument. `execute`
     receives the `agent_data` of the tool loop if it accepts that argument.
     """
+
+    schema_type = OpenAIFunctionToolSchema
 
     def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any] | None = None) -> None:
         schema: Any = tool_schema or self.get_openai_tool_schema()
@@ -96,6 +83,11 @@ class BaseTool(base.BaseTool, metaclass=_VerlToolMeta):
             )
         super().__init__(config, cast(Mapping[str, Any], schema))
         self.tool_schema = OpenAIFunctionToolSchema(cast(Mapping[str, Any], schema))
+        own = cast(Any, self)
+        if type(self).create is not base.BaseTool.create:
+            own.create = partial(_create, self.create, inspect.signature(self.create).parameters)
+        if _takes(inspect.signature(self.execute).parameters, "agent_data"):
+            own.execute = partial(_execute, self.execute)
 
     def get_openai_tool_schema(self) -> Any:
         """Return the tool's schema. A subclass may define it instead of a `tool_schema` in the YAML."""
