@@ -13,11 +13,10 @@ from statistics import geometric_mean
 
 from rich.console import Console
 from rich.table import Table
-
-from agent_loop.simulation.cluster import SimulatedCluster, simulate
-from agent_loop.simulation.engine import EngineModel
-from agent_loop.simulation.report import SimulationOutcome
-from agent_loop.simulation.workload import Workload
+from simulation.cluster import SimulatedCluster, simulate
+from simulation.engine import EngineModel
+from simulation.report import SimulationOutcome
+from simulation.workload import Workload
 
 NUM_SERVERS = 2
 SETTINGS = (

@@ -18,10 +18,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-from agent_loop.simulation.cluster import OrderName, PolicyName, SimulatedCluster, simulate
-from agent_loop.simulation.report import MakespanBounds, SimulationReport
-from agent_loop.simulation.workload import Workload
+from simulation.cluster import OrderName, PolicyName, SimulatedCluster, simulate
+from simulation.report import MakespanBounds, SimulationReport
+from simulation.workload import Workload
 
 SLOW_SHARES = (0.0, 0.1)
 TARGETS = {0.0: 1.05, 0.1: 1.20}

@@ -198,11 +198,6 @@ def test_a_context_longer_than_that_of_the_model_is_refused_by_the_name_of_the_o
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["simulate", "--slow-speed", "nan"],
-        ["simulate", "--prefill", "0"],
-        ["simulate", "--step-ms", "-1"],
-        ["simulate", "--fail", "1@nan"],
-        ["simulate", "--replay", "cut.parquet"],
         ["rescore", "evaluated", "--reward", "script.py:reward", "--threshold", "nan"],
         ["check", "tool", "calculator", "--call", "[" * 100_000],
         ["check", "tool", "calculator", "--call", "{}", "--timeout-s", "inf"],

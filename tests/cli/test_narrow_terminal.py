@@ -44,7 +44,6 @@ COMMANDS = {
     "config show config.yaml": ("rollout.n=2", "config.yaml"),
     "doctor": ("python", "torch"),
     "tasks": ("suite", "reward"),
-    "simulate --servers 2 --trajectories 20": ("makespan", "latency p99"),
     "--help": ("train", "rollout"),
 }
 

@@ -44,9 +44,10 @@ def run(folder: Path, row: Row, answers: list[ScriptedReply]) -> Trajectory:
     return run_virtual(main())
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the code with the imports of this package."""
+    tmp_path = tmp_path_factory.mktemp("code")
     for name in ("user_code.py", "loops.yaml", "counter_tool.yaml"):
         shutil.copy(ROOT / "tests" / "verl" / name, tmp_path)
     for file in tmp_path.glob("*.yaml"):

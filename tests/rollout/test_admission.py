@@ -7,14 +7,14 @@ import math
 from typing import Literal
 
 import pytest
+from simulation.cluster import SimulatedCluster, simulate
+from simulation.engine import EngineModel
+from simulation.report import SimulationOutcome
+from simulation.workload import Workload
 
 from agent_loop.rollout.admission import AdmissionControl
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.servers.usage import ServerUsage
-from agent_loop.simulation.cluster import SimulatedCluster, simulate
-from agent_loop.simulation.engine import EngineModel
-from agent_loop.simulation.report import SimulationOutcome
-from agent_loop.simulation.workload import Workload
 from agent_loop.testing import run_virtual
 from agent_loop.types import TokenOutput
 

@@ -13,10 +13,8 @@ from agent_loop.runtime.activity import ActivityMonitor, WaitKind
 from agent_loop.servers.base import Ability
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
-from agent_loop.simulation.engine import EngineModel
-from agent_loop.simulation.server import SimulatedServer
 from agent_loop.testing import run_virtual
-from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
+from agent_loop.types import TokenChunk, TokenOutput
 
 PROMPT = np.arange(100, dtype=np.int32)
 
@@ -54,22 +52,6 @@ def test_the_first_chunk_is_timed_if_the_server_reports_no_prefill_time() -> Non
     servers = [SilentServer([], name=f"silent-{n}", streams=True) for n in range(2)]
     assert Ability.STREAMING in servers[0].abilities
     assert details_of(*servers)["prefill_s"] == 0.5
-
-
-def test_the_prefill_time_of_a_simulated_engine_includes_queueing() -> None:
-    def next_tokens(prompt_ids: IntArray, session: str) -> list[int]:
-        return [1] * 10
-
-    async def main() -> list[TokenOutput]:
-        model = EngineModel(prefill_tokens_per_s=100.0, step_s=0.01, step_s_per_request=0.0)
-        server = SimulatedServer(next_tokens, model=model)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(server.generate(PROMPT, SamplingParams(), name)) for name in "ab"]
-        return [task.result() for task in tasks]
-
-    first, second = run_virtual(main())
-    assert first.prefill_s == pytest.approx(1.01, abs=0.02)
-    assert second.prefill_s == pytest.approx(2.01, abs=0.02)
 
 
 def test_the_prefill_time_is_serialized_and_ignored_by_equality() -> None:

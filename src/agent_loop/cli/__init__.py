@@ -25,7 +25,6 @@ from agent_loop.cli.rollout import rollout_command
 from agent_loop.cli.serve import serve_command
 from agent_loop.cli.sft import sft_command
 from agent_loop.cli.show import show_command
-from agent_loop.cli.simulate import simulate_command
 from agent_loop.cli.tasks import tasks_app
 from agent_loop.cli.traces import traces_command
 from agent_loop.cli.train import train_command
@@ -61,7 +60,6 @@ app.command("verify-template")(verify_template_command)
 app.add_typer(config_app, name="config")
 app.add_typer(check_app, name="check")
 app.add_typer(tasks_app, name="tasks")
-app.command("simulate")(simulate_command)
 app.command("view")(view_command)
 app.command("doctor")(doctor_command)
 app.command("from-verl")(from_verl_command)

@@ -58,7 +58,7 @@ DAMAGED_PARQUET = FileKind(
 )
 RECORDS = FileKind(
     "a file of trajectories as JSON lines",
-    "`agent-loop show`, `view`, `rescore`, `replay` and `simulate --replay`",
+    "`agent-loop show`, `view`, `rescore` and `replay`",
 )
 TRACES = FileKind("a file of traces", "`agent-loop traces`")
 METRICS = FileKind("the metrics of a run", "`agent-loop view`, given the folder that it is in")

@@ -151,16 +151,12 @@ def _translate_together(
     found: Translation, tree: Mapping[str, Any], given: Mapping[Path, int], function: Function
 ) -> None:
     """Translate the keys of a function."""
-    sources = {
-        _name(path): source
-        for path, source in given.items()
-        if (row := _row(path)) is not None and row.ours is function
-    }
-    values = {key: value_at(tree, key.split(".")) for key in sources}
+    paths = [path for path in given if (row := _row(path)) is not None and row.ours is function]
+    values = {_name(path): value_at(tree, path) for path in paths}
     values = {key: value for key, value in values.items() if value is not MISSING and value is not None}
     if not values:
         return
-    source, key = max((sources[key], key) for key in values)
+    source, key = given[paths[-1]], list(values)[-1]
     try:
         settings = function(Given(tree, found.settings))
     except ConfigError as error:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,29 +131,6 @@ def _cut_to_limit(max_tokens: int, rows: Iterable[tuple[int, float, int]]) -> tu
         if left <= 0:
             break
     return tuple(kept)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkloadTotals:
-    """Totals of a workload."""
-
-    num_trajectories: int
-    num_turns: int
-    num_tokens: int
-    num_prompt_tokens: int
-    """Tokens of prompts and replies, each of which has to be prefilled at least once."""
-
-    @classmethod
-    def of(cls, plans: Sequence[TrajectoryPlan]) -> WorkloadTotals:
-        return cls(
-            num_trajectories=len(plans),
-            num_turns=sum(len(plan.turns) for plan in plans),
-            num_tokens=sum(plan.num_tokens for plan in plans),
-            num_prompt_tokens=sum(new_prompt_tokens(plan) for plan in plans),
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def new_prompt_tokens(plan: TrajectoryPlan) -> int:

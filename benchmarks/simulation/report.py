@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from agent_loop.simulation.engine import EngineModel
-from agent_loop.simulation.loop import SimulatedTrajectory
-from agent_loop.simulation.workload import TrajectoryPlan, new_prompt_tokens
-
-WARM_UP_SHARE = 0.02
-"""Share of the first load samples, which are left out of the imbalance."""
-
-
-class LoadSample(NamedTuple):
-    """Load of the servers at one time."""
-
-    num_in_flight: int
-    num_waiting: int
-    imbalance: float
-    """Ratio of the largest to the mean outstanding work, each divided by the server's speed."""
+from simulation.engine import EngineModel
+from simulation.loop import SimulatedTrajectory
+from simulation.workload import TrajectoryPlan, new_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +19,7 @@ class SimulationOutcome:
 
     makespan_s: float
     ended: tuple[SimulatedTrajectory, ...]
-    samples: tuple[LoadSample, ...]
-    num_servers: int
     num_failed: int
-    first_failure: str | None
-    num_failovers: int
-    busy_s: float = 0.0
-    """Busy seconds, summed over all servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +59,6 @@ class SimulationReport:
 
     num_trajectories: int
     num_failed: int
-    first_failure: str | None
-    num_failovers: int
-    """Completions that were continued on another server."""
     num_preempted: int
     """Requests that a server preempted because its KV cache was full."""
     makespan_s: float
@@ -91,10 +70,6 @@ class SimulationReport:
     """Quantiles of the seconds from a trajectory's start to its end. All start with the run if none is held back."""
     prefix_hit_rate: float
     """Share of cached tokens among the prompt tokens that some server had computed or sampled before."""
-    imbalance: float
-    """Mean ratio of the largest to the mean outstanding work, while requests were queued or every server was busy."""
-    utilisation: float
-    """Share of the servers' time in which they were busy."""
 
     @classmethod
     def of(
@@ -103,12 +78,9 @@ class SimulationReport:
         latencies = np.array([e.ended_s - e.started_s for e in outcome.ended] or [0.0])
         known = sum(e.num_known_tokens for e in outcome.ended)
         p50, p90, p99, most = (float(q) for q in np.quantile(latencies, (0.5, 0.9, 0.99, 1.0)))
-        total_s = outcome.makespan_s * outcome.num_servers
         return cls(
             num_trajectories=len(outcome.ended) + outcome.num_failed,
             num_failed=outcome.num_failed,
-            first_failure=outcome.first_failure,
-            num_failovers=outcome.num_failovers,
             num_preempted=sum(e.num_preempted for e in outcome.ended),
             makespan_s=outcome.makespan_s,
             perfect_s=perfect_s,
@@ -116,8 +88,6 @@ class SimulationReport:
             longest_bound_s=bounds.longest_s,
             latency_s={"p50": p50, "p90": p90, "p99": p99, "max": most},
             prefix_hit_rate=sum(e.num_cached_tokens for e in outcome.ended) / known if known else 1.0,
-            imbalance=_imbalance(outcome),
-            utilisation=outcome.busy_s / total_s if total_s else 0.0,
         )
 
     @property
@@ -133,12 +103,6 @@ class SimulationReport:
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "to_perfect": self.to_perfect, "to_bound": self.to_bound}
-
-
-def _imbalance(outcome: SimulationOutcome) -> float:
-    warm = outcome.samples[round(WARM_UP_SHARE * len(outcome.samples)) :]
-    busy = [s.imbalance for s in warm if s.num_waiting or s.num_in_flight >= 4 * outcome.num_servers]
-    return float(np.mean(busy)) if busy else 1.0
 
 
 def _alone_s(plan: TrajectoryPlan, model: EngineModel) -> float:

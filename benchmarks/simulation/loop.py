@@ -11,9 +11,9 @@ import numpy as np
 
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
-from agent_loop.simulation.workload import TrajectoryPlan
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import IntArray, SamplingParams
+from simulation.workload import TrajectoryPlan
 
 LOOP_NAME = "simulated_agent"
 

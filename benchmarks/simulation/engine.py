@@ -87,7 +87,6 @@ class SimulatedEngine:
 
     model: EngineModel
     now: float = 0.0
-    busy_s: float = 0.0
     steps: float = 0.0
     _decoding: dict[str, SimulatedRequest] = field(default_factory=dict[str, SimulatedRequest])
     _ends: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
@@ -144,16 +143,6 @@ class SimulatedEngine:
                 return running
         return None
 
-    def clear(self) -> list[SimulatedRequest]:
-        """Drop all requests and the cache, and return the requests that ran or were queued."""
-        for running in self._decoding.values():
-            running.num_done += self._decoded(running)
-        lost = [*self._decoding.values(), *self._prefills, *self._waiting]
-        for held in (self._decoding, self._ends, self._prefills, self._waiting, self._sessions):
-            held.clear()
-        self._kv_fixed, self._kv_sessions = 0.0, 0
-        return lost
-
     def next_event(self) -> float:
         """Return the time of the next event; infinity if nothing runs."""
         if self._prefills:
@@ -184,8 +173,6 @@ class SimulatedEngine:
 
     def _add_time(self, seconds: float) -> None:
         self.now += seconds
-        if self._prefills or self._decoding:
-            self.busy_s += seconds
 
     def _step_s(self) -> float:
         model = self.model
