@@ -219,7 +219,6 @@ def measure(case: Case) -> float:
         model,
         config=config.actor,
         dtype=compute_dtype(config.model),
-        max_row_tokens=sum(ROW.values()),
     )
     actor.update(batch, advantages_BR=torch.ones(1, 1))
     return resident_bytes("VmHWM") - before

@@ -190,7 +190,7 @@ def make_actor(hidden: int, *, shares: bool) -> Actor:
         tie_word_embeddings=True,
     )
     settings = ActorConfig(share_prefixes=shares, max_tokens_per_micro_batch=BUDGET)
-    return Actor(Qwen3ForCausalLM(config), config=settings, max_row_tokens=64)
+    return Actor(Qwen3ForCausalLM(config), config=settings)
 
 
 def make_batch(name: str) -> RolloutBatch:

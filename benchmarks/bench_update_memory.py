@@ -138,7 +138,7 @@ def _measure(way: str, hidden_size: int, gradients: Path) -> Update:
     actor, batch = Actor(_model(hidden_size), config=ActorConfig(lr=1e-6)), _batch()
     if way == "full":
         policy_module: Any = policy
-        policy_module.logit_transform = lambda model, inputs: None
+        policy_module.logit_scaling = lambda model: None
     gc.collect()
     before, start_s = resident_bytes("VmHWM"), time.process_time()
     actor.update(batch, advantages_BR=batch["reward"][:, None])

@@ -48,7 +48,9 @@ FIELDS: dict[str, Any] = {
     "initializer_range|init_std|embed_init_std|initializer_factor|embedding_initializer_range": 0.3,
     ".*dropout(_prob|_p)?|(resid|embd|emb)_pdrop|.*layerdrop|router_jitter_noise|input_jitter_noise": 0.0,
     "use_cache|is_decoder": True,
-    "logit_scale": 1.0,
+    "logit_scale": 0.8,
+    "logits_scaling|lm_head_multiplier": 1.25,
+    "final_logit_softcapping|logits_soft_cap|output_logit_soft_cap": 10.0,
 }
 """Values of fields, by a pattern of the field's name."""
 
@@ -136,7 +138,9 @@ def _sized(name: str, default: Any) -> dict[str, Any]:
             return {} if default is None else {name: min(default, most)}
     for pattern, size in FIELDS.items():
         if _is(name, pattern):
-            unset = default is None and not _is(name, "(pad|bos|eos)_token_id|head_dim")
+            unset = default is None and not _is(
+                name, "(pad|bos|eos)_token_id|head_dim|final_logit_softcapping"
+            )
             return {} if unset else {name: size}
     if re.search(r"_token_(id|index)$", name) and isinstance(default, int) and default >= VOCAB_SIZE:
         return {name: 80 + sum(map(ord, name)) % 16}

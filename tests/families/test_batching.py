@@ -1,4 +1,4 @@
-"""Tests that each way of batching is exact for every family, or rejects the family."""
+"""Tests that each way of batching is exact for every family that the table of model types has for it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def test_logprobs_of_batched_rows_equal_those_of_single_rows(family: Family, bat
     config = ActorConfig() if batching == "padding" else ActorConfig.model_validate({batching: True})
     model = family.build()
     try:
-        actor = Actor(model, config=config, max_row_tokens=128)
+        actor = Actor(model, config=config)
     except ConfigError:
         assert batching != "padding"  # such models are trained one row at a time
-        return
+        pytest.skip("not proved")
     batch = ragged_batch(limits=family.limits)
     check_logprobs(actor.logprobs(batch), model, batch, tolerance=TOLERANCE)

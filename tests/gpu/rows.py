@@ -145,7 +145,7 @@ def actor_of(
         **{"grad_clip": NO_CLIP, "entropy_coeff": ENTROPY_COEFF, "lr": 1e-3, "weight_decay": 0.1, **settings}
     )
     options = {} if process_group is None else {"process_group": process_group}
-    return Actor(model, config=config, dtype=dtype, max_row_tokens=64, **options)
+    return Actor(model, config=config, dtype=dtype, **options)
 
 
 def actor_gradients(actor: Actor, batch: RolloutBatch, advantages_BR: Tensor) -> Gradients:

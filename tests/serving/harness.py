@@ -90,7 +90,7 @@ def embedded(
 ) -> EmbeddedServer:
     """Return a server with a random model. With the path of its tokenizer, the server honours JSON schemas."""
     model = copy.deepcopy(tiny_lm())
-    config = EmbeddedConfig(**{"max_model_len": 256, "max_slots": 64, "verify": False, **settings})
+    config = EmbeddedConfig(**{"max_model_len": 256, "max_slots": 64, **settings})
     return EmbeddedServer(model, name=name, config=config, tokenizer_path=tokenizer_path)
 
 

@@ -161,9 +161,7 @@ def test_a_run_that_is_resumed_asks_its_teachers_again_and_ends_with_the_same_we
 
 
 def test_a_run_ends_with_the_reason_if_no_trajectory_can_be_scored(taught: Config, tmp_path: Path) -> None:
-    teachers = {
-        "big": {"path": str(tmp_path / "teacher"), "context_length": 4, "engine_kwargs": {"verify": False}}
-    }
+    teachers = {"big": {"path": str(tmp_path / "teacher"), "context_length": 4}}
 
     with pytest.raises(RolloutError, match=r"scored none of 16 trajectories \(16 by big \(too_long\)\)"):
         train(with_distillation(taught, teachers=teachers), rollouts=RewardedRollouts(0.0))

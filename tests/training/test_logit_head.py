@@ -28,7 +28,8 @@ from transformers import (
 
 from agent_loop.config import ActorConfig, ModelConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
-from agent_loop.training import logit_head, policy
+from agent_loop.servers.embedded.model_types import logit_scaling
+from agent_loop.training import policy
 from agent_loop.training.actor import Actor
 from agent_loop.training.adapters import add_adapters
 from agent_loop.training.advantages import grpo_advantages
@@ -109,7 +110,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def full_logits() -> Iterator[None]:
     """Let the policy compute all logits at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy, "logit_transform", lambda model, inputs: None)
+        patch.setattr(policy, "logit_scaling", lambda model: None)
         yield
 
 
@@ -165,7 +166,9 @@ def test_logprobs_and_gradients_equal_those_of_full_logits(
 ) -> None:
     model, part = build(name), one_micro_batch(batch)
 
-    assert logit_head.logit_transform(model, {"input_ids": part.input_ids_BW}) == MODELS[name][1]
+    scaling = logit_scaling(model)
+    assert scaling is not None
+    assert LogitTransform(*scaling) == MODELS[name][1]
     assert_equals_full_logits(model, part, entropy_has_gradient=entropy_has_gradient, tolerance=1e-5)
 
 
@@ -244,17 +247,11 @@ class ShiftedLogits(Qwen3ForCausalLM):
         return outputs
 
 
-def test_a_model_with_an_unknown_function_after_its_head_uses_full_logits(
-    batch: RolloutBatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_with_an_unknown_function_after_its_head_uses_full_logits(batch: RolloutBatch) -> None:
     model, part = ShiftedLogits(tiny_policy().config).eval(), one_micro_batch(batch)
 
     assert_equals_full_logits(model, part, entropy_has_gradient=True, tolerance=1e-5)
 
-    [message] = [record.getMessage() for record in caplog.records]
-    assert message.startswith(
-        "ShiftedLogits: the logits of all tokens of a micro-batch are in memory at once"
-    )
     with LargestTensor() as largest:
         computed(model, part, entropy_has_gradient=False)
     assert largest.num_elements >= int(part.mask_BR.sum()) * VOCABULARY

@@ -1,4 +1,4 @@
-"""Conformance checks of servers, tools, interactions, sandboxes and tasks.
+"""Conformance checks of servers, models, tools, interactions, sandboxes and tasks.
 
 ```python
 from agent_loop.checks import check_tool
@@ -8,7 +8,7 @@ report.raise_if_failed()
 ```
 
 `agent-loop check` runs the same checks from a shell. The names below are imported at first use: the checks of servers
-load torch and transformers, the others do not.
+and models load torch and transformers, the others do not.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from agent_loop.testing.conformance import CheckReport, CheckResult
 
 if TYPE_CHECKING:
     from agent_loop.checks.interaction.suite import check_interaction
+    from agent_loop.checks.model import check_model
     from agent_loop.checks.sandbox import check_sandbox
     from agent_loop.checks.server.reference import Reference, vocab_size_of
     from agent_loop.checks.server.suite import check_server
@@ -31,6 +32,7 @@ __all__ = [
     "CheckResult",
     "Reference",
     "check_interaction",
+    "check_model",
     "check_sandbox",
     "check_server",
     "check_tasks",
@@ -41,6 +43,7 @@ __all__ = [
 _MODULE_OF = {
     "Reference": "server.reference",
     "check_interaction": "interaction.suite",
+    "check_model": "model",
     "check_sandbox": "sandbox",
     "check_server": "server.suite",
     "check_tasks": "tasks",

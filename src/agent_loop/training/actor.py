@@ -20,9 +20,9 @@ from agent_loop.training import metrics as names
 from agent_loop.training.actor_loss import ActorLoss, LossTerms
 from agent_loop.training.adapted_model import AdaptedModel, are_low_rank
 from agent_loop.training.adapters import merged_parameters, persistent_buffers, without_adapters
-from agent_loop.training.batching_proof import prove_batching
 from agent_loop.training.branches import rollouts_of_rows
 from agent_loop.training.distillation import TeacherTargets
+from agent_loop.training.forward import prepare_batching
 from agent_loop.training.learned import TOKEN_VALUES, TRAIN_LOG_PROBS
 from agent_loop.training.losses import WEIGHT_SUMS, Aggregation, effective_share, load_policy_loss
 from agent_loop.training.master_weights import save_model, take_weights
@@ -61,7 +61,6 @@ class Actor:
         seed: int = 0,
         process_group: ProcessGroup = SINGLE_PROCESS,
         num_threads: int = 1,
-        max_row_tokens: int = 1024,
     ) -> None:
         """Take ownership of a loaded model.
 
@@ -76,11 +75,9 @@ class Actor:
             seed: Seed of the shuffle into mini-batches.
             process_group: Process group over which the models are sharded.
             num_threads: Number of micro-batches that are computed at once; 1 in a process group of several ranks.
-            max_row_tokens: Length of the longest row on which batching is tested at the start.
 
         Raises:
-            ConfigError: The model's forward fails, or is not exact on rows that share lines or prefixes as
-                configured.
+            ConfigError: The type of the model is not proved for lines or prefixes that rows share as configured.
         """
         if config.kl_loss_coef and reference is None:
             raise ValueError(
@@ -96,7 +93,7 @@ class Actor:
         if other_model is not None:
             make_exact(other_model.requires_grad_(False), gradient_checkpointing=False)
         self._pads = all(
-            prove_batching(each, config=config, section="actor", max_row_tokens=max_row_tokens)
+            prepare_batching(each, config=config, section="actor")
             for each in (model, other_model)
             if each is not None
         )

@@ -18,9 +18,8 @@ from agent_loop.config import CriticConfig, ModelConfig
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
-from agent_loop.training.batching_proof import prove_batching
 from agent_loop.training.branches import rollouts_of_rows
-from agent_loop.training.forward import outputs_at, sampled_tokens
+from agent_loop.training.forward import outputs_at, prepare_batching, sampled_tokens
 from agent_loop.training.losses import Aggregation, masked_mean, value_loss
 from agent_loop.training.master_weights import save_model, take_weights
 from agent_loop.training.micro_batches import MicroBatch, trainable_rows
@@ -50,7 +49,6 @@ class Critic:
         seed: int = 0,
         process_group: ProcessGroup = SINGLE_PROCESS,
         num_threads: int = 1,
-        max_row_tokens: int = 1024,
     ) -> None:
         """Take ownership of a loaded model.
 
@@ -61,16 +59,14 @@ class Critic:
             seed: Seed of the shuffle into mini-batches.
             process_group: Process group over which the model is sharded.
             num_threads: Number of micro-batches that are computed at once; 1 in a process group of several ranks.
-            max_row_tokens: Length of the longest row on which batching is tested at the start.
 
         Raises:
-            ConfigError: The model's forward fails, or is not exact on rows that share lines or prefixes as
-                configured.
+            ConfigError: The type of the model is not proved for lines or prefixes that rows share as configured.
         """
         self.model = model
         self._config = config
         make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
-        self._pads = prove_batching(model, config=config, section="critic", max_row_tokens=max_row_tokens)
+        self._pads = prepare_batching(model, config=config, section="critic")
         self._process_group = process_group
         self._num_threads = num_threads
         self._weights = take_weights(

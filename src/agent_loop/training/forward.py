@@ -5,6 +5,7 @@ B rows, R response width, W prompt and response, M sampled tokens, N positions b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
@@ -14,13 +15,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from agent_loop.config import OptimConfig
 from agent_loop.errors import ConfigError
+from agent_loop.servers.embedded.model_types import can_pack, can_pad, can_share_prefixes
 from agent_loop.servers.embedded.vision import VISION_MODELS, media_features
 from agent_loop.training.micro_batches import MicroBatch
 from agent_loop.training.packing import as_tree, pack
-from agent_loop.training.prefix_tree import tree_inputs
+from agent_loop.training.prefix_tree import tree_inputs, use_tree_attention
 
 ResultT = TypeVar("ResultT")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,43 @@ class SampledTokens:
         """Return values of tokens, [M] or [M, K], in rows and columns, [B, R] or [B, R, K]; 0 elsewhere."""
         spread = values_M.new_zeros((*self.mask_BR.shape, *values_M.shape[1:]))
         return spread.index_put(self.mask_BR.nonzero(as_tuple=True), values_M)
+
+
+def prepare_batching(model: PreTrainedModel, *, config: OptimConfig, section: str) -> bool:
+    """Give a model the attention of prefix trees if it needs it, and return whether its rows may be padded.
+
+    Args:
+        model: Model that is trained.
+        config: Settings; `use_packing` and `share_prefixes` select the kind of batches.
+        section: Name of `config` in messages: `actor` or `critic`.
+
+    Raises:
+        ConfigError: The type of the model is not proved for the configured kind of batches.
+    """
+    name, kind = type(model).__name__, model.config.model_type
+    key = "share_prefixes" if config.share_prefixes else "use_packing"
+    reason = None
+    if config.share_prefixes:
+        try:
+            use_tree_attention(model)
+        except ConfigError as error:
+            reason = str(error)
+    if not (
+        can_share_prefixes(model) if config.share_prefixes else can_pack(model) or not config.use_packing
+    ):
+        reason = reason or f"is of a type ({kind}) that is not proved for it"
+    if reason is not None:
+        raise ConfigError(f"{section}.{key} is on, but {name} {reason}; set {section}.{key}=false")
+    pads = can_pad(model)
+    if not (pads or config.use_packing or config.share_prefixes):
+        logger.warning(
+            "%s: each row is computed in a forward of its own, which is slower, because %s is of a type (%s) that is "
+            "not proved for padded rows",
+            section,
+            name,
+            kind,
+        )
+    return pads
 
 
 def sampled_tokens(model: PreTrainedModel, micro_batch: MicroBatch) -> SampledTokens:

@@ -341,7 +341,6 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, process_group: P
     num_threads = (
         config.trainer.num_threads if process_group.size == 1 and device_of(model_config).type == "cpu" else 1
     )
-    max_row_tokens = config.rollout.prompt_length + config.rollout.response_length
     policy = load_policy(model_config, path=None if checkpoint is None else checkpoint.model_path, seed=seed)
     reference = load_reference(config, policy=policy, device=model_config.device)
     actor = Actor(
@@ -353,7 +352,6 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, process_group: P
         seed=seed,
         process_group=process_group,
         num_threads=num_threads,
-        max_row_tokens=max_row_tokens,
     )
     critic = None
     if estimator_needs(config.algorithm.adv_estimator).critic:
@@ -364,7 +362,6 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, process_group: P
             seed=seed,
             process_group=process_group,
             num_threads=num_threads,
-            max_row_tokens=max_row_tokens,
         )
     return Learner(config, actor=actor, critic=critic, process_group=process_group)
 

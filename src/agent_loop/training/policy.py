@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -9,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoConfig, PreTrainedModel
@@ -16,11 +18,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
+from agent_loop.servers.embedded.model_types import logit_scaling
 from agent_loop.servers.embedded.vision import auto_model_class
+from agent_loop.training.adapted_model import is_low_rank
 from agent_loop.training.adapters import add_adapters, is_adapter_folder, load_adapters
 from agent_loop.training.forward import SampledTokens, apply_at_head, outputs_at, sampled_tokens
-from agent_loop.training.logit_head import linear_head, logit_transform
-from agent_loop.training.losses import TokenLogProbs, blockwise_logprobs, token_logprobs
+from agent_loop.training.losses import (
+    LinearHead,
+    LogitTransform,
+    TokenLogProbs,
+    blockwise_logprobs,
+    token_logprobs,
+)
 from agent_loop.training.micro_batches import MicroBatch
 from agent_loop.training.quantized_base import keep_layout, quantized_loading
 
@@ -204,11 +213,37 @@ def _blockwise(
     model: PreTrainedModel, tokens: SampledTokens, options: dict[str, Any]
 ) -> TokenLogProbs | None:
     """Return log-probs that are computed in blocks of the vocabulary; None if the model's head is not known."""
-    transform = logit_transform(model, tokens.inputs)
-    if transform is None:
+    scaling, head = logit_scaling(model), cast(Any, model).get_output_embeddings()
+    if scaling is None or not _is_linear(head):
         return None
+    transform = LogitTransform(*scaling)
 
     def logprobs_of(head: nn.Module, hidden_NH: Tensor) -> TokenLogProbs:
-        return blockwise_logprobs(linear_head(head, hidden_NH, transform=transform), **options)
+        return blockwise_logprobs(_linear_head(head, hidden_NH, transform=transform), **options)
 
     return apply_at_head(model, tokens.before_N, tokens.inputs, logprobs_of)
+
+
+def _linear_head(head: nn.Module, hidden_NH: Tensor, *, transform: LogitTransform) -> LinearHead:
+    """Return the head of a model as products of matrices."""
+    base: Any = getattr(head, "base_layer", head)
+    products = [(hidden_NH, base.weight)]
+    if base is not head:
+        products += _adapter_products(head, hidden_NH)
+    inputs, weights = zip(*products, strict=True)
+    return LinearHead(inputs, weights, base.bias, transform)
+
+
+def _is_linear(head: nn.Module) -> bool:
+    """Return whether this is a linear layer, with or without low-rank adapters."""
+    base: Any = getattr(head, "base_layer", head)
+    if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
+        return False
+    return base is head or is_low_rank(head)
+
+
+def _adapter_products(layer: Any, hidden_NH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    for adapter in () if layer.disable_adapters else layer.active_adapters:
+        if adapter in layer.lora_A:
+            down_NR = functional.linear(hidden_NH, layer.lora_A[adapter].weight)
+            yield down_NR * layer.scaling[adapter], layer.lora_B[adapter].weight

@@ -141,6 +141,6 @@ def _update(sizes: dict[str, Any], case: Case, device: torch.device, *, row_toke
     model = random_model(config_of(sizes), device=device)
     if config.model.lora_rank:
         add_adapters(model, config=config.model, seed=0)
-    actor = Actor(model, config=config.actor, dtype=compute_dtype(config.model), max_row_tokens=row_tokens)
+    actor = Actor(model, config=config.actor, dtype=compute_dtype(config.model))
     actor.update(batch, advantages_BR=torch.ones(1, 1))
     return peak.num_bytes

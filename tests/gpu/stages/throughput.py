@@ -126,7 +126,7 @@ def _train(
     if is_gpu and max(plan.peak, plan.loading) > USABLE_SHARE * free_bytes(device):
         raise NotRun(f"the plan needs {max(plan.peak, plan.loading) / 1e9:.0f} GB")
     model = random_model(config_of(sizes), device=device)
-    actor = Actor(model, config=config.actor, dtype=torch.bfloat16, max_row_tokens=row_tokens)
+    actor = Actor(model, config=config.actor, dtype=torch.bfloat16)
     rows = random_rows([(prompt, row_tokens - prompt)] * num_rows, vocabulary=sizes["vocab_size"])
     batch = as_batch(rows, [[-9.0] * (row_tokens - prompt)] * num_rows)
 

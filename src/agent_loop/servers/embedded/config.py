@@ -34,7 +34,7 @@ class EmbeddedConfig:
     cache: Literal["auto", "shared", "per_request", "none"] = "auto"
     """`shared` computes all requests in one forward, over one KV cache. `per_request` computes one request at a time,
     with the model's own attention and cache. `none` computes the whole sequence again for each token. `auto` uses the
-    first of them that gives the log-probs of a plain forward."""
+    fastest of them that is proved for the type of the model. `agent-loop check model` tests the others."""
     seed: NotNegative = 0
     """Seed for requests without a seed of their own; rollouts seed every completion. Replicas with the same seed sample
     the same tokens."""
@@ -46,8 +46,6 @@ class EmbeddedConfig:
     preemption."""
     offload_weights_on_sleep: bool = True
     """Move the weights to host memory while asleep. Has no effect on a CPU."""
-    verify: bool = True
-    """Whether the engine compares log-probs with a plain forward at its start, and rejects a model if they differ."""
 
     def __post_init__(self) -> None:
         for name in ("max_slots", "max_model_len", "prefill_chunk_tokens", "num_threads"):

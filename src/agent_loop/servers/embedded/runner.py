@@ -4,7 +4,7 @@ attention."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +15,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.attention import ATTENTION_NAME
 from agent_loop.servers.embedded.config import CONTEXT, EmbeddedConfig
 from agent_loop.servers.embedded.kernels import use_deterministic_kernels
+from agent_loop.servers.embedded.model_types import refusal, rope_parameters
 from agent_loop.servers.embedded.vision import VISION_MODELS
 from agent_loop.types import IntArray
 
@@ -73,7 +74,7 @@ class ModelRunner:
     @property
     def counts_in_3d(self) -> bool:
         """Whether the model's positions are time, height and width."""
-        return any("mrope_section" in rope for rope in _rope_parameters(self.text_config))
+        return any("mrope_section" in rope for rope in rope_parameters(self.text_config))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,7 +146,7 @@ class ModelRunner:
 
 
 def _check_model(model: Any, *, config: EmbeddedConfig) -> None:
-    """Reject models that are known to be unsupported. `choose_backend` detects the others by running the model."""
+    """Reject models that are known to be unsupported."""
     kind, longest = model.config.model_type, config.max_model_len
     model_config = text_config_of(model.config)
     if model in _owned or model_config._attn_implementation == ATTENTION_NAME:
@@ -154,12 +155,15 @@ def _check_model(model: Any, *, config: EmbeddedConfig) -> None:
         )
     if getattr(model_config, "is_encoder_decoder", False):
         raise ConfigError(f"{kind} is an encoder-decoder model; the embedded server supports decoders only")
+    reason = refusal(model, length=longest)
+    if reason is not None:
+        raise ConfigError(f"{type(model).__name__} cannot be served: {reason}; use another model")
     own_limit = getattr(model_config, "max_position_embeddings", None)
     if isinstance(own_limit, int) and 0 < own_limit < longest:
         raise ConfigError(
             f"{CONTEXT} is {longest} tokens, but the model has {own_limit} positions; give at most {own_limit}"
         )
-    for rope in _rope_parameters(model_config):
+    for rope in rope_parameters(model_config):
         switch = rope.get("original_max_position_embeddings")
         if rope.get("rope_type") == "longrope" and switch is not None and longest > switch:
             raise ConfigError(
@@ -172,12 +176,6 @@ def _check_model(model: Any, *, config: EmbeddedConfig) -> None:
 def text_config_of(model_config: Any) -> Any:
     """Return the configuration of the language model, which is the whole configuration of a text model."""
     return getattr(model_config, "text_config", None) or model_config
-
-
-def _rope_parameters(model_config: Any) -> list[Mapping[str, Any]]:
-    """Return the rope parameters and, if there are several per layer type, each of them."""
-    rope: Mapping[str, Any] = getattr(model_config, "rope_parameters", None) or {}
-    return [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
 
 
 def _choose_device(config: EmbeddedConfig) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import fields, replace
@@ -22,15 +23,17 @@ from agent_loop.servers.base import (
     refuse_params_of_request,
     refuse_unknown_options,
 )
-from agent_loop.servers.embedded.backend import CacheKind
-from agent_loop.servers.embedded.backend_selection import choose_backend
-from agent_loop.servers.embedded.config import EmbeddedConfig
+from agent_loop.servers.embedded.backend import CacheKind, ComputationBackend
+from agent_loop.servers.embedded.config import CONTEXT, EmbeddedConfig
 from agent_loop.servers.embedded.engine import EmbeddedEngine, EngineStats
 from agent_loop.servers.embedded.grammar import GrammarCompiler
+from agent_loop.servers.embedded.model_types import proved_cache, short_window
+from agent_loop.servers.embedded.per_request_backend import PerRequestBackend
 from agent_loop.servers.embedded.request import EngineLimits, EngineRequest, build_request
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.servers.embedded.sampling import SAMPLING_ABILITIES
 from agent_loop.servers.embedded.scoring import ScoreRequest
+from agent_loop.servers.embedded.shared_cache_backend import SharedCacheBackend
 from agent_loop.servers.embedded.thread import EngineThread
 from agent_loop.servers.embedded.vision import auto_model_class
 from agent_loop.servers.scores import TokenScores, checked_text, scores_of_no_token
@@ -38,6 +41,7 @@ from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 NO_CONFIG = EmbeddedConfig()
+logger = logging.getLogger(__name__)
 ABILITIES = frozenset(
     {
         *SAMPLING_ABILITIES,
@@ -85,7 +89,7 @@ class EmbeddedServer(AsyncServerBase):
             trust_remote_code: Whether the tokenizer may run its own code.
 
         Raises:
-            ConfigError: No backend computes the model exactly, or the model does not fit the config.
+            ConfigError: The engine does not support the model, or the model does not fit the config.
         """
         self.name = name
         self.abilities = ABILITIES
@@ -100,7 +104,7 @@ class EmbeddedServer(AsyncServerBase):
                 counts_in_3d=runner.counts_in_3d,
                 eos_token_ids=_eos_token_ids(model) if eos_token_ids is None else frozenset(eos_token_ids),
             )
-            backend = choose_backend(runner, config=config, limits=self._limits)
+            backend = _choose_backend(runner, config=config, server=name)
         except ConfigError:
             runner.hand_back()
             raise
@@ -332,6 +336,46 @@ def embedded_config(spec: ServerSpec) -> EmbeddedConfig:
     }
     refuse_unknown_options(options, known=[field.name for field in fields(EmbeddedConfig)])
     return parse_options(EmbeddedConfig, options, where="rollout.engine_kwargs")
+
+
+def _choose_backend(runner: ModelRunner, *, config: EmbeddedConfig, server: str) -> ComputationBackend:
+    """Return the fastest backend that the table of model types has for a model, or the one of `config.cache`.
+
+    Raises:
+        ConfigError: The shared cache is configured, but does not support the model.
+    """
+    model, kind = runner.model, config.cache
+    proved = proved_cache(model)
+    reason = (
+        "" if proved == "shared" else f"the type {model.config.model_type} is not proved for a shared cache"
+    )
+    if kind == "shared" or (kind == "auto" and proved == "shared" and not config.deterministic):
+        window = short_window(model.config, length=config.max_model_len)
+        try:
+            if window is not None:
+                raise ConfigError(
+                    f"its sliding window of {window} tokens is shorter than {CONTEXT} of {config.max_model_len} tokens"
+                )
+            return SharedCacheBackend(runner, config=config)
+        except ConfigError as error:
+            if kind == "shared":
+                raise ConfigError(
+                    f"{type(model).__name__} is not supported by rollout.engine_kwargs.cache=shared ({error}); leave "
+                    "it out, or use another server"
+                ) from error
+            reason = str(error)
+    if kind == "auto":
+        kind = "none" if proved == "none" else "per_request"
+        if reason and not config.deterministic:
+            logger.warning(
+                "server %s: %s runs one request at a time with %s, which is slower with many requests (%s)",
+                server,
+                type(model).__name__,
+                "no cache" if kind == "none" else "a cache per request",
+                reason,
+            )
+    resumes_turns = kind == "per_request" and proved in ("shared", "turns") and not config.deterministic
+    return PerRequestBackend(runner, config=config, kind=kind, resumes_turns=resumes_turns)
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

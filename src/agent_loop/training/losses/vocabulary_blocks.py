@@ -37,13 +37,9 @@ class LogitTransform:
     factor: float = 1.0
     soft_cap: float | None = None
     """Bound that logits approach: `soft_cap * tanh(logit / soft_cap)`."""
-    dtype: torch.dtype = torch.float32
-    """Dtype of the logits that the model returns."""
 
     def __call__(self, outputs: Tensor) -> Tensor:
-        logits = outputs.to(self.dtype)
-        if self.factor != 1:
-            logits = logits * self.factor
+        logits = outputs * self.factor if self.factor != 1 else outputs
         return logits if self.soft_cap is None else (logits / self.soft_cap).tanh() * self.soft_cap
 
 
@@ -148,7 +144,7 @@ class _Blocks:
             )
             for inputs_NI, weight_VI in zip(inputs[1:], weights[1:], strict=True):
                 outputs_NC += inputs_NI @ weight_VI[block.tokens].T
-            logits_NC = self.transform(outputs_NC).to(self.dtype)
+            logits_NC = self.transform(outputs_NC.to(self.dtype))
             if self.temperature != 1:
                 logits_NC = logits_NC / self.temperature
             places = self.place_P[block.pairs], self.ids_P[block.pairs] - block.tokens.start
