@@ -110,7 +110,7 @@ class StreamParser:
 
     def _parse_held(self, held: str) -> ParsedDelta:
         """Parse the text from the first opening of a call to the end."""
-        parsed = self._parser.parse("".join(self._text) + held, tools=self._tools)
+        parsed = self._parser.read("".join(self._text) + held, tools=self._tools)
         if parsed.calls and not parsed.tool_calls:
             return ParsedDelta(self._content.add(held))
         self._reasoning.begin_block()
@@ -161,7 +161,7 @@ class StreamParser:
         return self._content.add(text)
 
     def _parse_whole(self, text: str) -> ParsedDelta:
-        parsed = self._parser.parse(text, tools=self._tools)
+        parsed = self._parser.read(text, tools=self._tools)
         calls = parsed.tool_calls if self._tools else []
         if parsed.calls and not calls:
             return ParsedDelta(text.strip())

@@ -9,6 +9,7 @@ from typing import Any
 
 from agent_loop.chat.parsers.deepseek_v3 import MARKS as DEEPSEEK
 from agent_loop.chat.parsers.deepseek_v3 import SEPARATOR
+from agent_loop.chat.parsers.invoke import DSML
 from agent_loop.types import ToolCall
 
 
@@ -115,6 +116,64 @@ def in_gemma(value: Any) -> str:
     return dumps(value)
 
 
+def render_seed_oss(calls: list[ToolCall]) -> str:
+    return "\n".join(
+        f"<seed:tool_call>\n<function={call.name}>\n"
+        + "".join(f"<parameter={key}>{bare(value)}</parameter>\n" for key, value in call.arguments.items())
+        + "</function>\n</seed:tool_call>"
+        for call in calls
+    )
+
+
+def render_invoke(calls: list[ToolCall], *, section: str, prefix: str = "", says_type: bool = False) -> str:
+    blocks = [
+        f'<{prefix}invoke name="{call.name}">\n'
+        + "".join(
+            f'<{prefix}parameter name="{key}"'
+            + (f' string="{str(isinstance(value, str)).lower()}"' if says_type else "")
+            + f">{bare(value)}</{prefix}parameter>\n"
+            for key, value in call.arguments.items()
+        )
+        + f"</{prefix}invoke>\n"
+        for call in calls
+    ]
+    return f"<{section}>\n{''.join(blocks)}</{section}>"
+
+
+def render_minimax_m2(calls: list[ToolCall]) -> str:
+    return render_invoke(calls, section="minimax:tool_call")
+
+
+def render_deepseek_v4(calls: list[ToolCall]) -> str:
+    return render_invoke(calls, section=f"{DSML}tool_calls", prefix=DSML, says_type=True)
+
+
+def render_kimi_k3(calls: list[ToolCall]) -> str:
+    blocks = [
+        f'<|open|>call tool="{call.name}" index="{index}"<|sep|>'
+        + "".join(
+            f'<|open|>argument key="{key}" type="{"string" if isinstance(value, str) else "other"}"<|sep|>'
+            f"{bare(value)}<|close|>argument<|sep|>"
+            for key, value in call.arguments.items()
+        )
+        + "<|close|>call<|sep|>"
+        for index, call in enumerate(calls, 1)
+    ]
+    return f"<|open|>tools<|sep|>{''.join(blocks)}<|close|>tools<|sep|>"
+
+
+def render_granite(calls: list[ToolCall]) -> str:
+    return "<|tool_call|>" + dumps([{"name": call.name, "arguments": call.arguments} for call in calls])
+
+
+def render_pythonic(calls: list[ToolCall]) -> str:
+    written = [
+        f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
+        for call in calls
+    ]
+    return f"<|tool_call_start|>[{', '.join(written)}]<|tool_call_end|>"
+
+
 FORMATS = (
     Format(
         "hermes",
@@ -213,5 +272,89 @@ FORMATS = (
         cut="<|tool_call>call:add{a:1",
         reasoning=("<|channel>thought\n", "<channel|>"),
         writes_bare_text=True,
+    ),
+    Format(
+        "seed_oss",
+        render_seed_oss,
+        (
+            "<seed:tool_call>",
+            "</seed:tool_call>",
+            "<function=a>",
+            "</function>",
+            "<parameter=a>",
+            "</parameter>",
+        ),
+        cut="<seed:tool_call>\n<function=add>\n<parameter=a>1",
+        reasoning=("<seed:think>", "</seed:think>"),
+        writes_bare_text=True,
+    ),
+    Format(
+        "minimax_m2",
+        render_minimax_m2,
+        (
+            *(
+                "<minimax:tool_call>",
+                "</minimax:tool_call>",
+                '<invoke name="',
+                '<invoke name="a">',
+                "</invoke>",
+            ),
+            *('<parameter name="a">', "</parameter>", "<think>", "</think>"),
+        ),
+        cut='<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1',
+        writes_bare_text=True,
+    ),
+    Format(
+        "deepseek_v4",
+        render_deepseek_v4,
+        (
+            *(f"<{DSML}tool_calls>", f"</{DSML}tool_calls>", f'<{DSML}invoke name="a">', f"</{DSML}invoke>"),
+            *(f'<{DSML}parameter name="a" string="true">', f"</{DSML}parameter>", "<think>", "</think>"),
+        ),
+        cut=f'<{DSML}tool_calls>\n<{DSML}invoke name="add">\n<{DSML}parameter name="a" string="false">1',
+        writes_bare_text=True,
+    ),
+    Format(
+        "kimi_k3",
+        render_kimi_k3,
+        (
+            *(
+                "<|open|>",
+                "<|close|>",
+                "<|sep|>",
+                "<|open|>tools<|sep|>",
+                '<|open|>call tool="a" index="1"<|sep|>',
+            ),
+            *('<|open|>argument key="a" type="string"<|sep|>', '<|open|>json type="object"<|sep|>', "{}"),
+            *("<|close|>argument<|sep|>", "<|close|>call<|sep|>", "<|close|>tools<|sep|>"),
+        ),
+        cut='<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|>',
+        reasoning=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        writes_bare_text=True,
+    ),
+    Format(
+        "granite",
+        render_granite,
+        ("<|tool_call|>", "<tool_call>", "[", "]", '[{"name":"a","arguments":{}}]', "<think>", "</think>"),
+        cut='<|tool_call|>[{"name": "add", "arguments": {"a": 1',
+    ),
+    Format(
+        "pythonic",
+        render_pythonic,
+        (
+            *(
+                "<|tool_call_start|>",
+                "<|tool_call_end|>",
+                "<|python_start|>",
+                "[",
+                "]",
+                "[a(",
+                "a=",
+                ")",
+                ",",
+            ),
+            *("'", "[a(b='c')]", "<think>", "</think>"),
+        ),
+        cut="<|tool_call_start|>[add(a=1",
     ),
 )

@@ -23,6 +23,7 @@ FORMAT_OF = {
     "gemma4_v5": "gemma",
     "glm4moe": "glm",
     "gptoss": "gpt-oss",
+    "lfm2_v2": "pythonic",
     "llama3_1": "llama3_json",
     "llama3_2": "llama3_json",
     "nemotron_3_nano": "qwen3_coder",

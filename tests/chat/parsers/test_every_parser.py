@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from agent_loop.chat.parsers import ToolParser, detect_parser
+from agent_loop.chat.parsers.deepseek_v3 import MARKS as DEEPSEEK
+from agent_loop.chat.parsers.deepseek_v3 import SEPARATOR
 from agent_loop.errors import ConfigError
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 from tests.chat.parsers.formats import FORMATS, Format, dumps
@@ -43,6 +45,126 @@ def test_rendered_calls_are_parsed_back(written: Format) -> None:
     assert list(parsed.calls) == calls
     assert parsed.content == ""
     assert parsed.reasoning is None
+
+
+F = {
+    "name": "f",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "n": {"type": "integer"},
+            "list": {"type": "array", "items": {"$ref": "#/$defs/Number"}},
+        },
+        "$defs": {"Number": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
+    },
+}
+SAMPLE = "<tool_call>\n<function=f>\n<parameter=text>\na\n</parameter>\n</function>\n</tool_call>"
+
+
+def in_qwen(parameters: str) -> str:
+    return f"<tool_call>\n<function=f>\n{parameters}\n</function>\n</tool_call>"
+
+
+def in_glm(arguments: str) -> str:
+    return f"<tool_call>f\n{arguments}</tool_call>"
+
+
+def in_kimi(call_id: str, arguments: str) -> str:
+    return f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+def in_gpt_oss(header: str, arguments: str) -> str:
+    return f"<|channel|>{header}<|message|>{arguments}"
+
+
+NONE: list[dict[str, Any]] = [{}]
+"""The arguments of one call without any."""
+MALFORMED = None
+REAL_COMPLETIONS: list[tuple[str, str, list[dict[str, Any]] | None]] = [
+    ("qwen3_coder", in_qwen("<parameter=text>\n</tool_call>\n</parameter>"), [{"text": "</tool_call>"}]),
+    ("qwen3_coder", in_qwen("<parameter=text>\n</parameter> x\n</parameter>"), [{"text": "</parameter> x"}]),
+    ("qwen3_coder", in_qwen(f"<parameter=text>\n{SAMPLE}\n</parameter>"), [{"text": SAMPLE}]),
+    ("qwen3_coder", in_qwen("<parameter=text>\na\n<parameter=n>\n2\n</parameter>"), [{"text": "a", "n": 2}]),
+    ("qwen3_coder", SAMPLE.replace("\n</parameter>", "") + SAMPLE, [{"text": "a"}] * 2),
+    (
+        "qwen3_coder",
+        in_qwen("<parameter=text>\na <parameter=b>\n</parameter>"),
+        [{"text": "a <parameter=b>"}],
+    ),
+    ("qwen3_coder", in_qwen(f"<parameter=text>\n{SAMPLE}{SAMPLE}\n</parameter>"), [{"text": SAMPLE * 2}]),
+    ("qwen3_coder", in_qwen("<parameter=text>\n\na\n\n</parameter>"), [{"text": "\na\n"}]),
+    ("qwen3_coder", in_qwen("null"), NONE),
+    ("glm", in_glm("<arg_key>text</arg_key><arg_value>\na\n</arg_value>"), [{"text": "\na\n"}]),
+    (
+        "glm",
+        in_glm("<arg_key>text</arg_key><arg_value>a</tool_call></arg_value>"),
+        [{"text": "a</tool_call>"}],
+    ),
+    ("glm", '<tool_call>{"name": "f", "arguments": {"n": 2}}</tool_call>', [{"n": 2}]),
+    ("glm", '<tool_call>{"name": "f", "arguments": {"n": 2}', MALFORMED),
+    ("glm", in_glm("{}"), NONE),
+    ("gpt-oss", in_gpt_oss("final <|constrain|>functions.f", '{"n": 2}<|return|>'), [{"n": 2}]),
+    ("gpt-oss", in_gpt_oss("final <|constrain|>functions.f", "Done."), MALFORMED),
+    ("gpt-oss", in_gpt_oss("analysis to=functions.f", '{"n": 2}<|call|>'), [{"n": 2}]),
+    ("gpt-oss", "<|channel|>commentary 2?", MALFORMED),
+    ("gpt-oss", in_gpt_oss("commentary to=functions.f", "<|call|>"), NONE),
+    ("gpt-oss", in_gpt_oss("commentary to=functions.f", ""), MALFORMED),
+    ("kimi_k2", in_kimi("call_abc123", '{"name": "f", "arguments": {"n": 2}}'), [{"n": 2}]),
+    (
+        "kimi_k2",
+        f"<|tool_call_section_begin|>{in_kimi('functions.f:0', '')}<|tool_call_section_end|>",
+        NONE,
+    ),
+    ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_end|>", NONE),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"n\\": 2}"}</tool_call>', [{"n": 2}]),
+    ("hermes", '<tool_call>{"name": "f", "parameters": {"text": "a\nb"}}</tool_call>', [{"text": "a\nb"}]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 3.0}}</tool_call>', [{"n": 3}]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"list": [3.0, 2.5]}}</tool_call>',
+        [{"list": [3, 2.5]}],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', NONE),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', NONE),
+    ("llama3_json", '{"type": "function", "function": {"name": "f", "parameters": {"n": 2}}}', [{"n": 2}]),
+    ("llama3_json", '{"name": "f", "parameters": null}', NONE),
+    ("llama3_json", '{"name": "f"}', NONE),
+    ("mistral", '[TOOL_CALLS]f{"n": 2}', [{"n": 2}]),
+    ("mistral", "[TOOL_CALLS]f[ARGS]null", NONE),
+    ("mistral", "[TOOL_CALLS]f[ARGS]", MALFORMED),
+    ("deepseek_v3", f"{DEEPSEEK.call_open}f{SEPARATOR}{DEEPSEEK.call_close}", NONE),
+    ("deepseek_v3", f"{DEEPSEEK.call_open}function{SEPARATOR}f{DEEPSEEK.call_close}", NONE),
+    ("deepseek_v3", f"{DEEPSEEK.call_open}function{SEPARATOR}f\n```json\n\n```{DEEPSEEK.call_close}", NONE),
+    ("gemma", "<|tool_call>call:f<tool_call|>", NONE),
+    ("pythonic", "[f(text='\\d it\\'s\n', n=\"3\")]", [{"text": "\\d it's\n", "n": 3}]),
+    ("pythonic", "<|tool_call_start|>[f(3)]<|tool_call_end|>", MALFORMED),
+    ("kimi_k3", '<|open|>call tool="f" index="1"<|sep|><|open|>json type="object"<|sep|>{"n": 2}', MALFORMED),
+    (
+        "kimi_k3",
+        '<|open|>response<|sep|><|close|>response<|sep|><|open|>call tool="f"<|sep|><|open|>json type="object"<|sep|>'
+        '{"n": 2}<|close|>json<|sep|><|close|>call<|sep|><|close|>message<|sep|>',
+        [{"n": 2}],
+    ),
+    ("granite", '<tool_call>[{"name": "f", "arguments": {"n": 2}}]', [{"n": 2}]),
+]
+"""Format, completion, and the arguments of each call of `f`."""
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), REAL_COMPLETIONS)
+def test_calls_as_models_really_write_them_are_read_or_malformed(
+    name: str, text: str, expected: list[dict[str, Any]] | None
+) -> None:
+    parsed = ToolParser.get(name).read(text, tools=[{"type": "function", "function": F}])
+    assert parsed.content == ""
+    if expected is MALFORMED:
+        assert parsed.malformed_calls
+        assert not parsed.tool_calls
+        return
+    assert [(call.name, dumps(call.arguments)) for call in parsed.tool_calls] == [
+        ("f", dumps(arguments)) for arguments in expected
+    ]
+    assert not parsed.malformed_calls
 
 
 @every_format
@@ -231,7 +353,7 @@ def test_all_formats_are_tested() -> None:
 
 
 def test_a_template_of_an_unknown_format_is_refused_with_the_known_formats() -> None:
-    with pytest.raises(ConfigError, match=r"no known format.*deepseek_v3, gemma, glm, gpt-oss, hermes"):
+    with pytest.raises(ConfigError, match=r"no known format.*deepseek_v3, deepseek_v4, gemma"):
         detect_parser("{{ messages }}")
 
 

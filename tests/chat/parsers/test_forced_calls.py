@@ -11,7 +11,13 @@ from tests.chat.parsers.formats import FORMATS, Format
 # Sources of templates that show a dialect.
 MISTRAL_2025 = "[TOOL_CALLS]name[ARGS]"
 MISTRAL_WITH_IDS = "[TOOL_CALLS]name[CALL_ID]id[ARGS]"
-SOURCES = {"gemma": "<|tool_call>", "deepseek_v3": "```json"}
+SOURCES = {"gemma": "<|tool_call>", "deepseek_v3": "```json", "pythonic": "<|tool_call_start|>"}
+
+
+SEVERAL_PER_BLOCK = (
+    *("llama3_json", "mistral", "granite", "pythonic"),
+    *("kimi_k2", "kimi_k3", "deepseek_v3", "deepseek_v4", "minimax_m2"),
+)
 
 
 def call_of(form: Format) -> ToolCall:
@@ -56,7 +62,7 @@ def test_a_format_without_a_fixed_opening_cannot_be_forced() -> None:
 def test_the_first_call_is_whole_where_its_end_is_written(form: Format) -> None:
     parser = ToolParser.get(form.name)
     if not parser.first_call_ends:
-        assert form.name in ("llama3_json", "mistral", "kimi_k2", "deepseek_v3")
+        assert form.name in SEVERAL_PER_BLOCK
         return
     calls = [call_of(form), ToolCall("other", {})]
     text = form.render(calls)

@@ -59,11 +59,12 @@ def test_text_with_an_incomplete_header_is_kept() -> None:
         ("<|channel|>commentary to=functions.add<|message|>{'a': 1}<|call|>", "double quotes"),
         ('<|channel|>commentary to=functions.add<|message|>{"a": 1}{"a": 2}<|call|>', "one call at a time"),
         ("<|channel|>commentary to=functions.add<|message|>[1]<|call|>", "JSON object"),
-        ('<|channel|>commentary to=functions.add<|message|>"{}"<|call|>', "JSON object"),
+        ('<|channel|>commentary to=functions.add<|message|>"a"<|call|>', "JSON object"),
         ("<|channel|>commentary to=functions.<|message|>{}<|call|>", "does not name a tool"),
         ("<|channel|>commentary to=functions.add <|constrain|>js", "header"),
-        ('<|channel|>analysis to=functions.add<|message|>{"a": 1}<|call|>', "commentary channel"),
-        ("<|channel|>analysis to=python<|message|>print(1)<|call|>", "commentary channel"),
+        ("<|channel|>commentary 2?", "header"),
+        ("<|channel|>final <|constrain|>functions.add<|message|>Done.<|return|>", "not valid JSON"),
+        ("<|channel|>analysis to=python<|message|>print(1)<|call|>", "not valid JSON"),
     ],
 )
 def test_an_invalid_call_is_malformed_with_the_reason(text: str, complaint: str) -> None:

@@ -49,13 +49,12 @@ def test_reasoning_opened_by_the_generation_prompt_ends_at_its_tag() -> None:
         ('{"name": "a", "arguments": {"k": 1e999}}', "too large"),
         ('{"name": "a", "arguments": {"k": ' + "9" * 5000 + "}}", "too many digits"),
         ('{"name": "a", "arguments": {"k": "\\ud800"}}', "half of a surrogate pair"),
-        ('{"name": "a", "arguments": {"k": "a\nb"}}', "not valid JSON"),
-        ('{"name": "a", "parameters": {"k": 1}}', 'no "arguments"'),
+        ('{"name": "a", "args": {"k": 1}}', 'no "arguments"'),
         ('["add"]', "must be a JSON object"),
         ('{"arguments": {}}', '"name"'),
         ('{"name": 3}', '"name"'),
         ('{"name": "add", "arguments": [1]}', '"arguments"'),
-        ('{"name": "add", "arguments": "{}"}', '"arguments"'),
+        ('{"name": "add", "arguments": "a"}', '"arguments"'),
     ],
 )
 def test_an_invalid_call_is_malformed_with_the_reason(body: str, complaint: str) -> None:

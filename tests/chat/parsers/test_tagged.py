@@ -48,7 +48,7 @@ TYPED = [
     ("5", {"enum": None, "allOf": "x"}, "5"),
     ("5", {"anyOf": 5}, 5),
     ("123", {"type": "integer"}, 123),
-    ("3.0", {"type": "integer"}, 3.0),
+    ("3.0", {"type": "integer"}, 3),
     ("3", {"type": "number"}, 3),
     ("True", {"type": "boolean"}, True),
     ("None", {"type": ["string", "null"]}, None),

@@ -6,27 +6,37 @@ from agent_loop.chat.parsers.detect import detect_parser
 from agent_loop.chat.parsers.gemma import GemmaToolParser
 from agent_loop.chat.parsers.glm import GlmToolParser
 from agent_loop.chat.parsers.gpt_oss import GptOssToolParser
+from agent_loop.chat.parsers.granite import GraniteToolParser
 from agent_loop.chat.parsers.hermes import HermesToolParser
+from agent_loop.chat.parsers.invoke import DeepSeekV4ToolParser, MiniMaxM2ToolParser
 from agent_loop.chat.parsers.kimi_k2 import KimiK2ToolParser
+from agent_loop.chat.parsers.kimi_k3 import KimiK3ToolParser
 from agent_loop.chat.parsers.llama3_json import Llama3JsonToolParser
 from agent_loop.chat.parsers.mistral import MistralToolParser
-from agent_loop.chat.parsers.qwen3_coder import Qwen3CoderToolParser
+from agent_loop.chat.parsers.pythonic import PythonicToolParser
+from agent_loop.chat.parsers.qwen3_coder import Qwen3CoderToolParser, SeedOssToolParser
 from agent_loop.chat.parsers.response_template import ResponseTemplateParser
 from agent_loop.chat.parsers.tool_parser import ToolParser
 
 __all__ = [
     "THINK",
     "DeepSeekV3ToolParser",
+    "DeepSeekV4ToolParser",
     "GemmaToolParser",
     "GlmToolParser",
     "GptOssToolParser",
+    "GraniteToolParser",
     "HermesToolParser",
     "KimiK2ToolParser",
+    "KimiK3ToolParser",
     "Llama3JsonToolParser",
+    "MiniMaxM2ToolParser",
     "MistralToolParser",
+    "PythonicToolParser",
     "Qwen3CoderToolParser",
     "ReasoningMarks",
     "ResponseTemplateParser",
+    "SeedOssToolParser",
     "ToolParser",
     "detect_parser",
 ]

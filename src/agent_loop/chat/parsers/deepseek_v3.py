@@ -10,7 +10,7 @@ from agent_loop.chat.parsers.completion_walker import THINK, CallBlock, find_fir
 from agent_loop.chat.parsers.json_calls import read_arguments, read_body
 from agent_loop.chat.parsers.sections import SectionMarks, section_walker
 from agent_loop.chat.parsers.tool_parser import ToolParser
-from agent_loop.types import ParsedCompletion
+from agent_loop.types import ParsedCompletion, ToolCall
 
 MARKS = SectionMarks(
     section_open="<｜tool▁calls▁begin｜>",  # noqa: RUF001 (the format's own letters)
@@ -52,13 +52,17 @@ class DeepSeekV3ToolParser(ToolParser):
 
 def _read_call(text: str, start: int) -> CallBlock:
     end, marker = find_first(text, start, (SEPARATOR, *MARKS.stops))
+    name = text[start:end].strip()
+    if marker == MARKS.call_close and _BARE_NAME.fullmatch(name):
+        return CallBlock((ToolCall(name, {}),), end + len(marker))
     if marker != SEPARATOR:
         after = end + len(marker) if marker == MARKS.call_close else end
         error = f"{MARKS.call_open} is not followed by a name and {SEPARATOR}"
         return CallBlock((malformed(text[start:end], error),), after)
-    name = text[start:end].strip()
     closings: tuple[str, ...] = (MARKS.call_close,)
     position = end + len(marker)
+    if alone := _NAME_ALONE.match(text, position) if name == "function" else None:
+        return CallBlock((ToolCall(alone["name"], {}),), alone.end())
     if fenced := _FENCED.match(text, position):
         name = fenced["name"]
         closings = (FENCE + MARKS.call_close, f"{FENCE}\n{MARKS.call_close}")
@@ -68,8 +72,11 @@ def _read_call(text: str, start: int) -> CallBlock:
         error = f"the call is not closed with {closings[0]}"
         after = body.end + len(MARKS.call_close) * text.startswith(MARKS.call_close, body.end)
         return CallBlock((malformed(text[start : body.end], error),), after)
-    return CallBlock((read_arguments(body, name=name, accepts_text=True),), body.end)
+    return CallBlock((read_arguments(body, name=name),), body.end)
 
 
 _FENCED = re.compile(r"\s*+(?P<name>[^\s<`{]++)\s*+```(?:json)?+\s*+")
+_BARE_NAME = re.compile(r"[\w.-]++")
+_NAME_ALONE = re.compile(rf"\s*+(?P<name>[\w.-]++)\s*+{re.escape(MARKS.call_close)}")
+"""Name in the form of V3, without arguments."""
 _WALKER = section_walker(MARKS, read_call=_read_call)

@@ -65,9 +65,9 @@ def _read_block(text: str, start: int, *, dialect: Dialect) -> CallBlock:
     try:
         name = _NAME.match(text, start)
         if name is None:
-            raise _ValueFault(f"{dialect.opening} is not followed by call:name{{")
+            raise _ValueFault(f"{dialect.opening} is not followed by call:name{{...}}")
         values = _Values(text, start=name.end(), quote=dialect.quote)
-        arguments = values.read_object(depth=1)
+        arguments = values.read_object(depth=1) if name["brace"] else {}
         end = skip_space(text, values.position)
         if not text.startswith(dialect.closing, end):
             raise _ValueFault(f"the arguments are not followed by {dialect.closing}")
@@ -168,7 +168,7 @@ class _Values:
         return found[0]
 
 
-_NAME = re.compile(r"\s*+call:(?P<name>[^\s{}<>|]++)\s*+\{")
+_NAME = re.compile(r"\s*+call:(?P<name>[^\s{}<>|]++)\s*+(?:(?P<brace>\{)|(?:null)?+(?=\s*+<))")
 _WORD = re.compile(r"[^\s,:{}\[\]<>|]++")
 _KEY = re.compile(r"[^,:{}\[\]<>|\n]++")
 _WALKER = CompletionWalker(

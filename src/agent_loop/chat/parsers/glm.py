@@ -21,7 +21,9 @@ from agent_loop.chat.parsers.completion_walker import (
     CompletionWalker,
     find_first,
     malformed,
+    skip_space,
 )
+from agent_loop.chat.parsers.json_calls import read_body, read_call
 from agent_loop.chat.parsers.tagged_arguments import TagFault, TagMarks, read_tagged_call
 from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import ParsedCompletion
@@ -33,6 +35,9 @@ MARKS = TagMarks(
     forbidden=(KEY, "<arg_value>", CLOSE),
     end=re.compile(r"\s*+</tool_call>"),
     ending=CLOSE,
+    block_open=OPEN,
+    block_close=CLOSE,
+    breaks_lines=False,
 )
 ENDS = ("<|observation|>", "<|user|>", "<|endoftext|>")
 
@@ -40,7 +45,8 @@ ENDS = ("<|observation|>", "<|user|>", "<|endoftext|>")
 @ToolParser.register("glm")
 class GlmToolParser(ToolParser):
     """Parser of the GLM format. The name is followed by a line break or directly by the first argument (GLM-4.7). A
-    value cannot contain the format's own tags. For types, see `untyped_values.py`."""
+    call may be a JSON object, as in the Hermes format. For tags in values, see `tagged_arguments.py`; for types, see
+    `untyped_values.py`."""
 
     call_start = OPEN
     call_ends = (CLOSE,)
@@ -58,6 +64,10 @@ class GlmToolParser(ToolParser):
 
 
 def _read_block(text: str, start: int, *, tools: Sequence[Mapping[str, Any]]) -> CallBlock:
+    if text.startswith("{", skip_space(text, start)):
+        body = read_body(text, start, closings=(CLOSE,), stops=(OPEN, THINK.opening, THINK.closing))
+        fault = malformed(body.text, f"the call is not closed with {CLOSE}")
+        return CallBlock((read_call(body) if body.is_closed else fault,), body.end)
     try:
         name = _NAME.match(text, start)
         if name is None:

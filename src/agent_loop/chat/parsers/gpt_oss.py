@@ -28,9 +28,9 @@ class GptOssToolParser(ToolParser):
     other messages are content.
 
     A completion begins after the generation prompt's `<|start|>assistant`: with a header without a start, or with plain
-    text. The recipient may be in the role or in the channel. `<|call|>` closes a call and ends the turn. The end of the
-    text closes a call as well, since the last token of a turn may be missing. A call on the analysis channel is
-    malformed.
+    text. The recipient may be in the role or in the channel, or the type may name the function, on any channel.
+    `<|call|>` closes a call and ends the turn, as does `<|return|>`. The end of the text closes a call as well, since
+    the last token of a turn may be missing. A commentary header without `<|message|>` is a malformed call.
     """
 
     call_ends = (CALL,)
@@ -46,18 +46,20 @@ class GptOssToolParser(ToolParser):
             recipient = _recipient_in(header[0]) if header else ""
             channel = (header["channel"] or "").strip().partition(" ")[0] if header else ""
             if header and recipient:
-                call, position = _read_call(text, header.end(), recipient=recipient, channel=channel)
+                call, position = _read_call(text, header.end(), recipient=recipient)
                 calls.append(call)
                 continue
             start = header.end() if header else position + len(_marker_at(text, position))
             end, marker = find_first(text, start, (START, CHANNEL, *_ENDS))
             if header:
                 (reasoning if channel == "analysis" else content).append(text[start:end].strip())
-            elif _is_header(text[position:end]) and _recipient_in(text[position:end]):
+            elif _CALL_HEADER.match(text[position:end]):
                 error = f"the header of the call is not followed by {MESSAGE}"
                 calls.append(malformed(text[position:end], error))
             else:
-                content.append(_HEADER_WORDS.sub("", text[position:end], count=1).strip())
+                words = _HEADER_WORDS.match(text, position)
+                written = reasoning if words and words["channel"] == "analysis" else content
+                written.append(text[words.end() if words else position : end].strip())
             position = end + len(marker) if marker in _ENDS else end
         return ParsedCompletion(
             "\n".join(filter(None, content)), tuple(calls), "\n".join(reasoning) if reasoning else None
@@ -72,37 +74,35 @@ class GptOssToolParser(ToolParser):
         return CHANNEL in chat_template and MESSAGE in chat_template
 
 
-def _read_call(
-    text: str, start: int, *, recipient: str, channel: str
-) -> tuple[ToolCall | MalformedCall, int]:
-    body = read_body(text, start, closings=(CALL,), stops=(START, CHANNEL, END, RETURN))
+def _read_call(text: str, start: int, *, recipient: str) -> tuple[ToolCall | MalformedCall, int]:
+    body = read_body(text, start, closings=(CALL, RETURN), stops=(START, CHANNEL, END))
     if not body.is_closed and body.end < len(text):
         return malformed(body.text, f"the call is not closed with {CALL}"), body.end
-    if channel == "analysis":
-        error = "functions are called on the commentary channel, not on analysis"
-        return malformed(body.text, error), body.end
     return read_arguments(body, name=recipient.removeprefix("functions.")), body.end
 
 
 def _recipient_in(header: str) -> str:
     """Return the recipient of a message, or "" if the model writes to itself, as in a forged tool reply."""
     found = _RECIPIENT.search(header)
-    return found["name"] if found and found["name"] != "assistant" else ""
+    return found[found.lastindex or 0] if found and found[1] != "assistant" else ""
 
 
 def _marker_at(text: str, position: int) -> str:
     return next((marker for marker in (START, CHANNEL) if text.startswith(marker, position)), "")
 
 
-def _is_header(text: str) -> bool:
-    return text.startswith((START, CHANNEL)) or _HEADERLESS_CALL.match(text) is not None
-
-
 _ENDS = (END, CALL, RETURN)
 _HEADER = re.compile(
     r"(?:<\|start\|>[^<]*+|\s*+(?:assistant\b)?+\s*+(?:to=[^\s<]++)?+\s*+)"
-    r"(?:<\|channel\|>(?P<channel>[^<]*+))?+(?:<\|constrain\|>[^<]*+)?+<\|message\|>"
+    r"(?:(?:<\|channel\|>|(?=(?:analysis|commentary|final)\b))(?P<channel>[^<]*+))?+"
+    r"(?:<\|constrain\|>[^<]*+)?+<\|message\|>"
 )
-_HEADER_WORDS = re.compile(r"\A(?:<\|start\|>(?:assistant)?+|<\|channel\|>(?:analysis|commentary|final)?+)")
-_HEADERLESS_CALL = re.compile(r"\s*+to=functions\.")
-_RECIPIENT = re.compile(r"\bto=(?P<name>[^\s<]++)")
+_HEADER_WORDS = re.compile(
+    r"<\|start\|>(?:assistant)?+|<\|channel\|>(?P<channel>analysis|commentary|final)?+"
+)
+_CALL_HEADER = re.compile(
+    r"(?:<\|start\|>|<\|channel\|>).*\bto=(?!assistant)|\s*+to=functions\.|<\|channel\|>commentary\b",
+    re.DOTALL,
+)
+"""Beginning of a call, or of a commentary whose header is broken."""
+_RECIPIENT = re.compile(r"\bto=([^\s<]++)|<\|constrain\|>\s*+(functions\.[^\s<]++)")

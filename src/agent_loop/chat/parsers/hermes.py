@@ -9,8 +9,7 @@ from agent_loop.chat.parsers.tool_parser import ToolParser
 
 @ToolParser.register("hermes")
 class HermesToolParser(ToolParser):
-    """Parser of the Hermes format. A block holds one object; two are malformed. A call without arguments may leave
-    `arguments` out."""
+    """Parser of the Hermes format. A block holds one object; two are malformed."""
 
     call_start = "<tool_call>"
     call_end = "</tool_call>"

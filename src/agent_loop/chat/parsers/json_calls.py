@@ -1,8 +1,11 @@
 """Parsing of calls that are written as JSON: strict decoding, with errors for the model.
 
-JSON is decoded by RFC 8259. Errors are: single quotes, trailing commas, comments, raw line breaks in strings, `NaN` and
-`Infinity`, numbers too large for a float, lone surrogates, a key that is given twice, and nesting deeper than
+JSON is decoded by RFC 8259, and strings may hold raw line breaks. Errors are: single quotes, trailing commas, comments,
+`NaN` and `Infinity`, numbers too large for a float, lone surrogates, a key that is given twice, and nesting deeper than
 `MAX_DEPTH`, which tools and validators could not walk.
+
+In all formats, arguments may be under `arguments` or `parameters`, and may be JSON in a string. Arguments that are
+missing, `null` or empty are `{}`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from agent_loop.types import MalformedCall, ToolCall
 
 MAX_DEPTH = 100
 """Maximum nesting of arguments."""
+ARGUMENT_KEYS = ("arguments", "parameters")
+"""Keys of the arguments in a call that is a JSON object."""
 
 
 class JsonFault(ValueError):
@@ -79,58 +84,58 @@ def parse_json_call(text: str) -> ToolCall | MalformedCall:
     return read_call(JsonBody(text, len(text), is_closed=True))
 
 
-def read_call(
-    body: JsonBody, *, keys: tuple[str, ...] = ("arguments",), accepts_text: bool = False
-) -> ToolCall | MalformedCall:
-    """Return the call of a JSON object such as `{"name": ..., "arguments": {...}}`.
-
-    Args:
-        body: The JSON.
-        keys: Keys under which the arguments may be.
-        accepts_text: Whether the arguments may be a string that contains a JSON object.
-    """
+def read_call(body: JsonBody) -> ToolCall | MalformedCall:
+    """Return the call of a JSON object such as `{"name": ..., "arguments": {...}}`."""
     try:
         value = body.decode()
     except JsonFault as fault:
         return malformed(body.text, f"the call is not valid JSON: {fault}")
-    return as_call(value, text=body.text, keys=keys, accepts_text=accepts_text)
+    return as_call(value, text=body.text)
 
 
-def as_call(value: Any, *, text: str, keys: tuple[str, ...], accepts_text: bool) -> ToolCall | MalformedCall:
-    """Return the call of a decoded value. See `read_call`; `text` is the text of a malformed call."""
-    if not isinstance(value, dict):
-        return malformed(text, f'the call must be a JSON object with "name" and "{keys[0]}"')
-    fields = cast(dict[str, Any], value)
-    name, call_id = fields.get("name"), fields.get("id")
+def as_call(value: Any, *, text: str) -> ToolCall | MalformedCall:
+    """Return the call of a decoded value: `{"name": ..., "arguments": {...}}`, or the same under `function`.
+
+    Args:
+        value: The value.
+        text: Text of the call, for a malformed call.
+    """
+    fields = as_fields(value)
+    call_id = fields.get("id")
+    if "name" not in fields and "function" in fields:
+        fields = as_fields(fields["function"])
+        call_id = fields.get("id", call_id)
+    if not fields:
+        return malformed(text, 'the call must be a JSON object with "name" and "arguments"')
+    name = fields.get("name")
     if not isinstance(name, str) or not name:
         return malformed(text, 'the call has no "name", or it is not a string')
-    key = next(filter(fields.__contains__, keys), None)
+    key = next(filter(fields.__contains__, ARGUMENT_KEYS), None)
     if key is None and not fields.keys() <= {"name", "id", "type"}:
-        return malformed(text, f'the call has no "{keys[0]}"')
-    arguments: Any = fields[key] if key else {}
+        return malformed(text, 'the call has no "arguments"')
     return _as_call(
-        arguments,
+        fields[key] if key else {},
         text=text,
         name=name,
         call_id=call_id if isinstance(call_id, str) else "",
-        accepts_text=accepts_text,
         what=f'"{key}"',
     )
 
 
-def read_arguments(
-    body: JsonBody, *, name: str, call_id: str = "", accepts_text: bool = False
-) -> ToolCall | MalformedCall:
-    """Return the call of a tool with this name, whose arguments are a JSON object."""
+def as_fields(value: Any) -> dict[str, Any]:
+    """Return a JSON object, or an empty one for any other value."""
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
+def read_arguments(body: JsonBody, *, name: str, call_id: str = "") -> ToolCall | MalformedCall:
+    """Return the call of a tool with this name, whose arguments are a JSON object. A closed empty body is `{}`."""
     if not name:
         return malformed(body.text, "the call does not name a tool")
     try:
-        value = body.decode()
+        value = None if body.is_closed and not body.text.strip() else body.decode()
     except JsonFault as fault:
         return malformed(body.text, f"the arguments of {quoted(name)} are not valid JSON: {fault}")
-    return _as_call(
-        value, text=body.text, name=name, call_id=call_id, accepts_text=accepts_text, what="the arguments"
-    )
+    return _as_call(value, text=body.text, name=name, call_id=call_id, what="the arguments")
 
 
 def read_body(text: str, start: int, *, closings: tuple[str, ...], stops: tuple[str, ...]) -> JsonBody:
@@ -189,14 +194,14 @@ def _decoded(text: str) -> Any:
         return None
 
 
-def _as_call(
-    arguments: Any, *, text: str, name: str, call_id: str, accepts_text: bool, what: str
-) -> ToolCall | MalformedCall:
-    if accepts_text and isinstance(arguments, str):
+def _as_call(arguments: Any, *, text: str, name: str, call_id: str, what: str) -> ToolCall | MalformedCall:
+    if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = decode_json(arguments)
         except JsonFault as fault:
             return malformed(text, f"{what} must be a JSON object; the string is not valid JSON: {fault}")
+    if arguments is None or arguments == "":
+        arguments = {}
     if not isinstance(arguments, dict):
         return malformed(text, f"{what} must be a JSON object")
     return ToolCall(name, cast(dict[str, Any], arguments), call_id)
@@ -230,7 +235,9 @@ def _finite(digits: str) -> float:
     return number
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite, strict=False
+)
 
 
 def is_too_deep(value: Any) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
+from typing import Any
 
 from agent_loop.chat.parsers.completion_walker import (
     THINK,
@@ -14,9 +15,11 @@ from agent_loop.chat.parsers.completion_walker import (
     skip_space,
 )
 from agent_loop.chat.parsers.json_calls import (
+    ARGUMENT_KEYS,
     JsonBody,
     JsonFault,
     as_call,
+    as_fields,
     as_json,
     read_call,
     scan_json,
@@ -25,22 +28,24 @@ from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import ParsedCompletion
 
 PYTHON_TAG = "<|python_tag|>"
-KEYS = ("parameters", "arguments")
 ENDS = ("<|eot_id|>", "<|eom_id|>")
 
 
 @ToolParser.register("llama3_json")
 class Llama3JsonToolParser(ToolParser):
     """Parser of the Llama 3 format, which has neither an opening nor a closing. A call is a JSON object with a string
-    `name` and `parameters` (or `arguments`) that is not inside another object. Text that begins like a call and cannot
-    be parsed is malformed if it mentions parameters or opens the completion. Otherwise the text is content."""
+    `name` and `parameters` (or `arguments`), itself or under `function`, that is not inside another object. The name of
+    a tool is enough. Text that begins like a call and cannot be parsed is malformed if it mentions parameters or opens
+    the completion. Otherwise the text is content."""
 
     call_start = PYTHON_TAG
     stream_stops = ("{", PYTHON_TAG)
     reasoning_marks = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        return _WALKER.read(text)
+        names = {tool.get("function", tool).get("name") for tool in tools}
+        readers = {"{": partial(_read_object, names=names), PYTHON_TAG: _read_tagged}
+        return CompletionWalker(readers, ends=ENDS).read(text)
 
     def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
         return '{"name":' if name is None else f'{{"name": {as_json(name)}, "parameters":'
@@ -50,7 +55,7 @@ class Llama3JsonToolParser(ToolParser):
         return '"parameters": ' in chat_template and "ipython" in chat_template
 
 
-def _read_object(text: str, start: int) -> CallBlock:
+def _read_object(text: str, start: int, *, names: Set[Any]) -> CallBlock:
     begin = start - 1
     body = scan_json(text, begin)
     if not body.is_closed:
@@ -60,10 +65,12 @@ def _read_object(text: str, start: int) -> CallBlock:
     except JsonFault:
         is_meant = _BEGINNING.match(body.text) and _PARAMETERS.search(body.text)
         return _call_block(body, text=text) if is_meant else CallBlock((), body.end, text=body.text)
-    fields = cast(dict[str, Any], value)
-    if not isinstance(fields.get("name"), str) or not fields.keys() & set(KEYS):
+    fields = as_fields(value)
+    fields = as_fields(fields.get("function")) or fields
+    name = fields.get("name")
+    if not isinstance(name, str) or not (fields.keys() & ARGUMENT_KEYS or name in names):
         return CallBlock((), body.end, text=body.text)
-    call = as_call(value, text=body.text, keys=KEYS, accepts_text=True)
+    call = as_call(value, text=body.text)
     return CallBlock((call,), _behind_separator(text, body.end))
 
 
@@ -90,7 +97,7 @@ def _read_tagged(text: str, start: int) -> CallBlock:
 
 
 def _call_block(body: JsonBody, *, text: str) -> CallBlock:
-    call = read_call(body, keys=KEYS, accepts_text=True)
+    call = read_call(body)
     return CallBlock((call,), _behind_separator(text, body.end))
 
 
@@ -112,4 +119,3 @@ _ANY_CALL = re.compile(_BEGINNING.pattern + _OR_STOP)
 _NEXT_CALL = re.compile(r"(?<=[;\n])[ \t]*+" + _BEGINNING.pattern + _OR_STOP)
 _PARAMETERS = re.compile(r"[\"'](?:parameters|arguments)[\"']\s*+:")
 _SEPARATOR = re.compile(r"\s*+;\s*+")
-_WALKER = CompletionWalker({"{": _read_object, PYTHON_TAG: _read_tagged}, ends=ENDS)

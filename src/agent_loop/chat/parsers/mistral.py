@@ -1,5 +1,5 @@
 """The Mistral formats: `[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}]`, and since 2025
-`[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`, the id optional."""
+`[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`, the id and `[ARGS]` optional."""
 
 from __future__ import annotations
 
@@ -59,20 +59,22 @@ def _read_calls(text: str, start: int) -> CallBlock:
     begin = skip_space(text, start)
     if header := _HEADER.match(text, begin):
         body = _take_json(text, header.end(), opening="{")
-        call = read_arguments(body, name=header["name"], call_id=header["id"] or "", accepts_text=True)
+        call = read_arguments(body, name=header["name"], call_id=header["id"] or "")
         return CallBlock((call,), body.end)
-    body = _take_json(text, begin, opening="[")
+    return read_listed_calls(text, begin)
+
+
+def read_listed_calls(text: str, start: int) -> CallBlock:
+    """Return the block of a JSON list of calls."""
+    body = _take_json(text, start, opening="[")
     try:
         values = body.decode()
     except JsonFault as fault:
         return CallBlock((malformed(body.text, f"the list of calls is not valid JSON: {fault}"),), body.end)
     if not isinstance(values, list) or not values:
-        error = f"{OPEN} must be followed by a JSON list of calls, or by name{ARGUMENTS} and a JSON object"
+        error = "the opening of calls must be followed by a JSON list of calls"
         return CallBlock((malformed(body.text, error),), body.end)
-    calls = [
-        as_call(value, text=body.text, keys=("arguments",), accepts_text=True)
-        for value in cast(list[Any], values)
-    ]
+    calls = [as_call(value, text=body.text) for value in cast(list[Any], values)]
     return CallBlock(tuple(calls), body.end)
 
 
@@ -86,5 +88,7 @@ def _take_json(text: str, start: int, *, opening: str) -> JsonBody:
 
 
 _STOPS = (OPEN, *(mark for thought in REASONING_MARKS for mark in (thought.opening, thought.closing)))
-_HEADER = re.compile(r"(?P<name>[^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+(?P<id>[^\s\[\]{}]++)\s*+)?\[ARGS\]")
+_HEADER = re.compile(
+    r"(?P<name>[^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+(?P<id>[^\s\[\]{}]++)\s*+)?(?:\[ARGS\]|(?=\{))"
+)
 _WALKER = CompletionWalker({OPEN: _read_calls}, reasoning_marks=REASONING_MARKS)

@@ -229,11 +229,7 @@ def _fault_in(body: str, field: Any, walk: _Walk) -> str:
 def _call_in(
     value: Any, *, text: str, field: Any, tools: Sequence[Mapping[str, Any]]
 ) -> ToolCall | MalformedCall:
-    fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
-    inner: Any = fields.get("function", value)
-    if isinstance(inner, dict) and isinstance(fields.get("id"), str):
-        inner = {"id": fields["id"], **cast(dict[str, Any], inner)}
-    call = as_call(inner, text=text, keys=("arguments", "parameters"), accepts_text=True)
+    call = as_call(value, text=text)
     if isinstance(call, MalformedCall):
         return call
     if is_too_deep(call.arguments):

@@ -1,4 +1,4 @@
-"""Parsing of formats that put the calls of a turn in one section (DeepSeek, Kimi)."""
+"""Parsing of formats that put the calls of a turn in one section (DeepSeek, Kimi, MiniMax)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from agent_loop.chat.parsers.completion_walker import (
     BlockReader,
     CallBlock,
     CompletionWalker,
+    ReasoningMarks,
     find_first,
     malformed,
     skip_space,
@@ -23,6 +24,9 @@ class SectionMarks:
     section_close: str
     call_open: str
     call_close: str
+    others: tuple[str, ...] = ()
+    """Further texts of the format that are left out of the content."""
+    reasoning: ReasoningMarks = THINK
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -32,8 +36,9 @@ class SectionMarks:
             self.section_close,
             self.call_open,
             self.call_close,
-            THINK.opening,
-            THINK.closing,
+            self.reasoning.opening,
+            self.reasoning.closing,
+            *self.others,
         )
 
 
@@ -52,4 +57,5 @@ def section_walker(marks: SectionMarks, *, read_call: BlockReader) -> Completion
         return CallBlock((malformed(text[start:end], error),), end)
 
     readers = {marks.section_open: read_section, marks.call_open: read_call}
-    return CompletionWalker(readers, ignored=(marks.section_close,))
+    ignored = (marks.section_close, *marks.others)
+    return CompletionWalker(readers, reasoning_marks=(marks.reasoning,), ignored=ignored)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from agent_loop.chat.parsers.completion_walker import CallBlock, CompletionWalker, ReasoningMarks, malformed
 from agent_loop.chat.parsers.json_calls import parse_json_call, read_body
+from agent_loop.chat.parsers.untyped_values import with_integer_arguments
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.registries import construct, load_class, warn_if_replaced
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
@@ -74,6 +75,10 @@ class ToolParser:
         readers = {self.call_start: partial(self._read_block, tools=tools)}
         return CompletionWalker(readers, reasoning_marks=self.reasoning_marks).read(text)
 
+    def read(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        """Parse a completion. Whole floats such as `3.0` become integers where the schema of a tool says integer."""
+        return with_integer_arguments(self.parse(text, tools=tools), tools=tools)
+
     def parse_call(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ToolCall | MalformedCall:
         """Parse one call. Called by the default `parse`.
 
@@ -98,6 +103,12 @@ class ToolParser:
             chat_template: Source of the chat template, for formats with several dialects.
         """
         return None
+
+    @property
+    def format_texts(self) -> frozenset[str]:
+        """Texts with a meaning in the format. A completion that ends with one of them is parsed with it."""
+        reasoning = [text for marks in self.reasoning_marks for text in (marks.opening, marks.closing)]
+        return frozenset([self.call_start, *self.first_call_ends, *self.stream_stops, *reasoning])
 
     @property
     def first_call_ends(self) -> tuple[str, ...]:

@@ -2,26 +2,35 @@
 
 With the tool's schema, a value gets the type of its parameter: text that is valid for a type other than string has that
 type, and all other text is a string, so that `123` is a string if the parameter is one. Without a schema, JSON that is
-not a string is decoded, and all other text is a string. `True`, `False` and `None` count as JSON, since chat templates
-write them. A value that fits no type of the schema is a string; the tool session validates arguments.
+not a string is decoded, and all other text is a string. Chat templates write `True`, `False` and `None`, which count as
+JSON, as do Python's lists and dicts where the schema says array or object. A value that fits no type of the schema is a
+string; the tool session validates arguments.
 """
 
 from __future__ import annotations
 
+import ast
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from agent_loop.chat.parsers.json_calls import JsonFault, decode_json
+from msgspec import structs
+
+from agent_loop.chat.parsers.completion_walker import shortened
+from agent_loop.chat.parsers.json_calls import JsonFault, decode_json, is_too_deep
+from agent_loop.types import ParsedCompletion, ToolCall
 
 PYTHON_WORDS = {"True": True, "False": False, "None": None}
+JSON_WORDS = {"true": True, "false": False, "null": None}
+_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*+\\(?![\\'\"abfnrtvxuUN0-7])|[\n\r]")
+_STRING = re.compile(r"\"(?:[^\"\\]++|\\.)*+\"|'(?:[^'\\]++|\\.)*+'", re.DOTALL)
 
 
 def parameter_schemas(tools: Sequence[Mapping[str, Any]], *, name: str) -> Mapping[str, Any]:
     """Return the JSON schemas of a tool's parameters with references resolved; empty if the tool is unknown."""
-    for tool in tools:
-        function = _mapping(tool.get("function", tool))
-        if function.get("name") == name:
-            parameters = _mapping(function.get("parameters"))
+    for tool_name, parameters in map(_named_parameters, tools):
+        if tool_name == name:
             properties = _mapping(parameters.get("properties"))
             return {key: _resolved(schema, parameters) for key, schema in properties.items()}
     return {}
@@ -40,9 +49,100 @@ def read_value(text: str, *, schema: Any = None) -> Any:
     try:
         value = PYTHON_WORDS[text.strip()] if text.strip() in PYTHON_WORDS else decode_json(text)
     except JsonFault:
-        return text
+        if not types & {"array", "object"}:
+            return text
+        try:
+            value = decode_python(text)
+        except JsonFault:
+            return text
     fits = bool(types & _types_of(value)) if types else not isinstance(value, str)
-    return value if fits else text
+    return with_integers(value, schema) if fits else text
+
+
+def decode_python(text: str) -> Any:
+    """Return the value of a Python literal. `true`, `false` and `null` are read too.
+
+    Raises:
+        JsonFault: The text is not a literal, or JSON cannot express the value.
+    """
+    escaped = _STRING.sub(lambda found: _ESCAPED.sub(_as_escape, found[0]), text.strip())
+    try:
+        value = _literal(ast.parse(escaped, mode="eval").body)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise JsonFault(f"{shortened(text.strip())} is not a literal of Python or JSON") from error
+    if is_too_deep(value):
+        raise JsonFault("it is nested too deep")
+    return value
+
+
+def _as_escape(found: re.Match[str]) -> str:
+    """Return a raw line break, or a backslash that begins no escape of Python, as an escape."""
+    return {"\n": "\\n", "\r": "\\r"}.get(found[0], found[0] + "\\")
+
+
+def _literal(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=None | bool() | int() | float() | str()):
+            return node.value
+        case ast.Name(id=word) if word in JSON_WORDS:
+            return JSON_WORDS[word]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            names = [_literal(key) for key in keys if key is not None]
+            if len(names) == len(values) and all(isinstance(name, str) for name in names):
+                return dict(zip(names, map(_literal, values), strict=True))
+        case _:
+            pass
+    raise ValueError(type(node).__name__)
+
+
+def with_integers(value: Any, schema: Any, *, root: Mapping[str, Any] | None = None) -> Any:
+    """Return a value in which whole floats such as `3.0` are integers where the schema says integer.
+
+    Args:
+        value: JSON value.
+        schema: JSON schema of the value.
+        root: Schema in which references are resolved; None resolves none.
+    """
+    if isinstance(value, float):
+        types = _types(schema)
+        return int(value) if value.is_integer() and "integer" in types and "number" not in types else value
+    if not isinstance(value, (dict, list)):
+        return value
+    fields = _mapping(schema)
+    if isinstance(value, list):
+        items = _resolved(fields.get("items"), root or {})
+        return [with_integers(item, items, root=root) for item in cast(list[Any], value)]
+    properties = _mapping(fields.get("properties"))
+    return {
+        key: with_integers(inner, _resolved(properties.get(key), root or {}), root=root)
+        for key, inner in cast(dict[str, Any], value).items()
+    }
+
+
+def with_integer_arguments(
+    parsed: ParsedCompletion, *, tools: Sequence[Mapping[str, Any]]
+) -> ParsedCompletion:
+    """Return a completion whose calls have integers where the schemas of the tools say integer."""
+    if not tools or not parsed.calls:
+        return parsed
+    schemas = dict(map(_named_parameters, tools))
+    calls = [
+        structs.replace(call, arguments=with_integers(call.arguments, root, root=root))
+        if isinstance(call, ToolCall) and (root := schemas.get(call.name))
+        else call
+        for call in parsed.calls
+    ]
+    return structs.replace(parsed, calls=tuple(calls))
+
+
+def _named_parameters(tool: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    function = _mapping(tool.get("function", tool))
+    return function.get("name"), _mapping(function.get("parameters"))
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
