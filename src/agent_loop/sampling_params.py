@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from functools import lru_cache
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from msgspec import Struct, structs
 
@@ -25,6 +25,10 @@ class SamplingParams(Struct, frozen=True):
     """Maximum number of new tokens; None is the server's limit."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the completion, in addition to the model's end tokens. A sampled stop token is returned."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion, one text or several. The completion ends with the first token that completes one
+    of them, and contains it. Works with every engine: the client of the servers decodes the tokens and aborts the
+    request. Servers themselves refuse it."""
     seed: int | None = None
     """Makes this completion reproducible, independent of concurrent requests."""
     ignore_eos: bool = False
@@ -63,6 +67,8 @@ class SamplingParams(Struct, frozen=True):
             raise SamplingParamsError(f"top_k is {self.top_k}; give -1 (no limit) or at least 1")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise SamplingParamsError(f"max_tokens is {self.max_tokens}; give at least 1, or None")
+        if not all(isinstance(text, str) and text for text in cast(tuple[Any, ...], self.stop)):
+            raise SamplingParamsError(f"stop is {self.stop!r:.80}; give texts that are not empty")
         if self.num_sampled < 0:
             raise SamplingParamsError(f"num_sampled is {self.num_sampled}; give 0 or more")
         if self.top_logprobs < 0:
@@ -95,6 +101,8 @@ class SamplingParams(Struct, frozen=True):
         values = dict(params)
         try:
             values["stop_token_ids"] = tuple(values.get("stop_token_ids") or ())
+            stop = values.get("stop")
+            values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
             return cls(**values)
         except TypeError as error:
             raise SamplingParamsError(f"sampling parameters are {values!r}: {error}; give numbers") from error

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
 from agent_loop.chat.parsers import HermesToolParser
-from agent_loop.chat.template import ChatTemplate
+from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.errors import ChatTemplateError, ConfigError
 from tests.helpers import CONTROL_TOKENS, HERMES_TEMPLATE, encoded, hermes_template, small_tokenizer, user
 
@@ -50,6 +53,16 @@ def test_a_turn_truncated_by_length_is_closed_by_the_bridge() -> None:
 def test_a_sampled_end_token_is_not_written_twice() -> None:
     template = hermes_template()
     ids = template.bridge(user("go on"), last_token_id=encoded("<|im_end|>")[0])
+    assert template.decode(ids).startswith("\n<|im_start|>user")
+
+
+def test_every_end_token_of_the_generation_config_ends_a_turn(tmp_path: Path) -> None:
+    small_tokenizer().save_pretrained(tmp_path)
+    GenerationConfig(eos_token_id=encoded("<|im_end|><|endoftext|>")).save_pretrained(tmp_path)
+    template = load_chat_template(str(tmp_path))
+    other = encoded("<|endoftext|>")[0]
+    assert template.parse([*encoded("hello"), other]).content == "hello"
+    ids = template.bridge(user("go on"), last_token_id=other)
     assert template.decode(ids).startswith("\n<|im_start|>user")
 
 

@@ -97,6 +97,22 @@ def test_any_script_of_turns_is_recorded_exactly_and_within_limits(
         assert all(len(ids) <= turn_limits["max_turn_tokens"] for ids in returned)
 
 
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>", "<tool_response>"])
+def test_the_token_at_which_the_server_stops_is_not_text(end: str) -> None:
+    episode, _ = make_episode([ScriptedReply(encoded(f"hello{end}")), text_reply("the model")])
+
+    async def scenario() -> AgentLoopOutput:
+        async with episode:
+            first = await episode.generate({})
+            assert first.content == "hello"
+            assert first.token_ids == encoded(f"hello{end}")
+            await episode.observe(user("more"))
+            await episode.generate({"stop_token_ids": encoded(" model")[-1:]})
+        return episode.output()
+
+    assert run_virtual(scenario()).answer == "the model"
+
+
 def test_an_episode_cannot_be_entered_twice() -> None:
     async def scenario() -> None:
         episode, _ = make_episode([text_reply("hi")])
@@ -216,5 +232,28 @@ def test_on_token_can_end_a_turn() -> None:
             assert not completion.is_cut
             assert await episode.observe(user("go on"))
             assert (await episode.generate({})).content == "done"
+
+    run_virtual(scenario())
+
+
+def test_a_stop_text_ends_the_turn_at_the_token_that_completes_it() -> None:
+    ids = encoded("<search>the fox</search> and so on<|im_end|>")
+    episode, server = make_episode([ScriptedReply(ids), text_reply("It is brown.")])
+
+    async def scenario() -> None:
+        async with episode:
+            completion = await episode.generate({"stop": ["</search>", "never"]})
+            num_tokens = len(completion.token_ids)
+            assert list(completion.token_ids) == ids[:num_tokens]
+            assert completion.content == "<search>the fox</search>"
+            assert "</search>" not in hermes_template().decode(ids[: num_tokens - 1])
+            assert not completion.is_cut
+            found = hermes_template().encode("<result>brown</result>")
+            whole = await episode.generate({"stop": "</search>"}, prefix=found, continues_turn=True)
+            assert whole.content == "<search>the fox</search><result>brown</result>It is brown."
+        manager = AsyncLLMServerManager([server], decode=hermes_template().decode)
+        context = hermes_template().open(user("hello"))
+        alone = await manager.generate("alone", prompt_ids=context, sampling_params={"stop": "</search>"})
+        assert (alone.token_ids, alone.stop_reason) == (ids[:num_tokens], "stop")
 
     run_virtual(scenario())

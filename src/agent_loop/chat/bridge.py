@@ -8,7 +8,7 @@ Which part of that the model samples itself is determined once, when a template 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -72,7 +72,7 @@ class BridgeBuilder:
         renderer: Renderer of the template.
         encoder: Encoder of the tokenizer.
         check: Decides where the template need not run for each bridge.
-        eos_token_id: The tokenizer's end token, or None if the tokenizer has none.
+        eos_token_ids: Further tokens at which the model may end a turn.
         chat_template: Source of the template.
 
     Raises:
@@ -85,7 +85,7 @@ class BridgeBuilder:
         *,
         encoder: ControlledEncoder,
         check: SlotCheck,
-        eos_token_id: int | None,
+        eos_token_ids: Set[int],
         chat_template: str,
     ) -> None:
         self._renderer = renderer
@@ -98,7 +98,9 @@ class BridgeBuilder:
         if isinstance(self.user, ChatTemplateError) and isinstance(self.tool, ChatTemplateError):
             raise self.user
         self._joints = {"user": self.user, "tool": self.tool, "tools": self.tools}
-        self.end_ids = self._find_end_ids() | ({eos_token_id} if eos_token_id is not None else set[int]())
+        self.close_ids = self._find_close_ids()
+        """Tokens with which the template closes a turn."""
+        self.end_ids = self.close_ids | eos_token_ids
         """Tokens at which the model may end a turn."""
         self._cached = CachedBridges(self._render, check=check, encoder=encoder, chat_template=chat_template)
         for replies in (_USER_REPLY, _TOOL_REPLIES[:1], _TOOL_REPLIES):
@@ -302,7 +304,7 @@ class BridgeBuilder:
         between = rendered.split(SENTINEL)[1:-1]
         return any(control in text for text in between)
 
-    def _find_end_ids(self) -> frozenset[int]:
+    def _find_close_ids(self) -> frozenset[int]:
         joints = [joint for joint in self._joints.values() if not isinstance(joint, ChatTemplateError)]
         closes = [joint.close or self._first_control(joint.opening) for joint in joints]
         if not isinstance(self.user, ChatTemplateError):

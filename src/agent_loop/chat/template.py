@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -45,6 +45,7 @@ class ChatTemplate:
         encoder: The library that encodes. Both libraries return the same ids.
         vocab_size: Number of rows of the model's embedding, which is often larger than the tokenizer. None takes the
             tokenizer's size. Completions with ids from this number on are refused.
+        eos_token_ids: The model's end tokens, in addition to the tokenizer's and to the template's close of a turn.
 
     Raises:
         ChatTemplateError: The tokenizer is not fast, has no chat template, or its template cannot be bridged.
@@ -59,6 +60,7 @@ class ChatTemplate:
         media: MediaProcessor | str = "the model has no processor for them",
         encoder: EncoderChoice = "auto",
         vocab_size: int | None = None,
+        eos_token_ids: Collection[int] = (),
     ) -> None:
         self.variables = NO_VARIABLES
         """Further variables that the template gets, such as `enable_thinking`."""
@@ -73,6 +75,8 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
         """Ids of completions are below this number."""
+        eos = tokenizer.eos_token_id
+        self.eos_token_ids: frozenset[int] = frozenset([*eos_token_ids, *([] if eos is None else [eos])])
         self.media = media
         self.media_kinds = NO_KINDS if isinstance(media, str) else media.kinds
         """Kinds of media that messages may contain."""
@@ -124,17 +128,48 @@ class ChatTemplate:
             self.renderer,
             encoder=self.encoder,
             check=check,
-            eos_token_id=cast("int | None", tokenizer.eos_token_id),
+            eos_token_ids=self.eos_token_ids,
             chat_template=source,
         )
         self._prompts = CachedPrompts(self.renderer, check=check, encoder=self.encoder, chat_template=source)
         self._opened_reasoning = self._find_opened_reasoning()
+        needed = self.tool_parser.format_texts
+        controls = self.encoder.control_ids
+        self._format_ids = frozenset(i for i in controls if self.encoder.decode([i]) in needed)
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens at which the model may end a turn: the tokenizer's end token and the template's close of a turn. Where
-        the template writes no close, the opening token of the next role."""
+        """Tokens at which the model may end a turn: the end tokens of the tokenizer and the model, and the template's
+        close of a turn. Where the template writes no close, the opening token of the next role."""
         return self.bridges.end_ids
+
+    def without_end(
+        self, token_ids: Sequence[int], *, stopped: bool, keeps_close: bool | None = None
+    ) -> Sequence[int]:
+        """Return the tokens of a completion that are its text: all except the tokens that end the turn.
+
+        Args:
+            token_ids: The completion.
+            stopped: Whether the server ended the completion at its last token. A control token there ends the turn,
+                unless the format of tool calls or reasoning needs it.
+            keeps_close: Keep the template's close of a turn. By default, it is kept if the tool parser reads it.
+        """
+        ends = self.text_end_ids(stopped=False, keeps_close=keeps_close)
+        num_text = len(token_ids)
+        if num_text and stopped:
+            num_text -= token_ids[-1] in self.text_end_ids(stopped=True, keeps_close=keeps_close)
+        while num_text and token_ids[num_text - 1] in ends:
+            num_text -= 1
+        return token_ids[:num_text]
+
+    def text_end_ids(self, *, stopped: bool, keeps_close: bool | None = None) -> frozenset[int]:
+        """Return the tokens that are not text at the end of a completion. See `without_end`."""
+        if keeps_close is None:
+            keeps_close = self.tool_parser.reads_end_tokens
+        if keeps_close:
+            return self.end_ids - self.bridges.close_ids
+        ends = self.end_ids | self.encoder.control_ids if stopped else self.end_ids
+        return ends - self._format_ids
 
     @property
     def pad_token_id(self) -> int:
@@ -247,6 +282,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         context: TokenIds | None = None,
+        stopped: bool = False,
     ) -> ParsedCompletion:
         """Parse one completion. The tokens that end the turn are not part of its text.
 
@@ -255,16 +291,14 @@ class ChatTemplate:
             tools: OpenAI function schemas. Formats that write arguments as bare text take their types from the schemas.
             context: The tokens before the completion. Their end may open reasoning. Without them, reasoning is open if
                 every generation prompt of the template opens it.
+            stopped: Whether the server ended the completion at its last token. See `without_end`.
         """
         ids = list(token_ids) if isinstance(token_ids, (list, tuple)) else as_token_ids(token_ids).tolist()
-        end_ids = frozenset[int]() if self.tool_parser.reads_end_tokens else self.bridges.end_ids
-        while ids and ids[-1] in end_ids:
-            ids.pop()
-        text = self.encoder.decode(ids)
+        text = self.encoder.decode(self.without_end(ids, stopped=stopped))
         opened = self._opened_reasoning if context is None else self._opened_at_end(context)
         if opened and not text.lstrip().startswith(opened.strip()):
             text = opened + text
-        return self.tool_parser.parse(text, tools=tools)
+        return self.tool_parser.read(text, tools=tools)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of plain text. Control tokens in the text are encoded as text."""
@@ -380,9 +414,16 @@ def load_chat_template(
             raise ConfigError(f"model.chat_template_path is {chat_template_path!r}: no such file")
         tokenizer.chat_template = file.read_text(encoding="utf-8")
     media = load_media_processor(path, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
-    vocab_size = _vocab_size_at(model_path or path, trust_remote_code=trust_remote_code)
+    model_path = model_path or path
+    text_config = _text_config_at(model_path, trust_remote_code=trust_remote_code)
+    vocab_size = getattr(text_config, "vocab_size", None)
     return ChatTemplate(
-        tokenizer, tool_parser=tool_parser, media=media, encoder=encoder, vocab_size=vocab_size
+        tokenizer,
+        tool_parser=tool_parser,
+        media=media,
+        encoder=encoder,
+        vocab_size=vocab_size if isinstance(vocab_size, int) and vocab_size > 0 else None,
+        eos_token_ids=_eos_token_ids_at(model_path, text_config=text_config),
     )
 
 
@@ -392,16 +433,26 @@ def _reserved_names(tokenizer: Any) -> frozenset[str]:
     return frozenset({*options, "messages", *tokenizer.special_tokens_map, *RENDERED_NAMES})
 
 
-def _vocab_size_at(path: str, *, trust_remote_code: bool) -> int | None:
-    """Return the number of rows of a model's embedding, or None if no config states the number."""
+def _text_config_at(path: str, *, trust_remote_code: bool) -> Any:
+    """Return the config of a model's text, or None if there is none."""
     from transformers import AutoConfig  # late: importing transformers takes seconds
 
     try:
-        config = cast(Any, AutoConfig).from_pretrained(path, trust_remote_code=trust_remote_code)
-        vocab_size = getattr(config.get_text_config(), "vocab_size", None)
+        return (
+            cast(Any, AutoConfig).from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+        )
     except (OSError, ValueError, KeyError):
         return None
-    return vocab_size if isinstance(vocab_size, int) and vocab_size > 0 else None
+
+
+def _eos_token_ids_at(path: str, *, text_config: Any) -> list[int]:
+    """Return the end tokens of a model: those of its generation config, or else of its config."""
+    from transformers import GenerationConfig  # late: importing transformers takes seconds
+
+    ids = getattr(text_config, "eos_token_id", None)
+    with suppress(OSError, ValueError):  # not every model has one
+        ids = cast(Any, GenerationConfig).from_pretrained(path).eos_token_id or ids
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def _ids_alone(encoded: Encoded) -> IntArray:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from agent_loop.token_chunks import TokenChunk
 
 REPLACEMENT = "\ufffd"
 """Character that decoders write for bytes that are not valid UTF-8, or not yet complete."""
+
+MAX_CONTEXT_TOKENS = 16
+"""Number of tokens before a completion that are decoded with it."""
 
 MAX_HELD_TOKENS = 64
 """Maximum number of tokens that are held back for an incomplete character."""
@@ -85,6 +91,41 @@ class StopTextMatcher:
         """Return the text that was held back."""
         text, self._held = self._held, ""
         return text
+
+
+class StopTextEnd:
+    """Ends a completion with the first token that completes a stop text.
+
+    Args:
+        stops: Stop texts, which must not be empty.
+        decode: Decoder of the tokenizer.
+        before: Tokens before the completion. Some decoders treat the first word differently.
+        num_sampled: Number of tokens at the end of `before` that belong to the completion.
+    """
+
+    def __init__(
+        self,
+        stops: Sequence[str],
+        *,
+        decode: Callable[[Sequence[int]], str],
+        before: Sequence[int] = (),
+        num_sampled: int = 0,
+    ) -> None:
+        self._matcher = StopTextMatcher(stops)
+        self._stream = StreamDetokenizer(decode)
+        start = max(0, len(before) - num_sampled)
+        self._stream.feed(before[max(0, start - MAX_CONTEXT_TOKENS) : start])
+        self._matcher.feed(self._stream.feed(before[start:]))
+
+    def cut(self, chunk: TokenChunk) -> TokenChunk:
+        """Return the next chunk of the completion, cut after a stop text and with the stop reason `stop`."""
+        pieces: list[TokenChunk] = []
+        for piece in chunk.single_tokens():
+            self._matcher.feed(self._stream.feed(piece.token_ids))
+            if self._matcher.is_hit:
+                return TokenChunk.joined([*pieces, replace(piece, stop_reason="stop")])
+            pieces.append(piece)
+        return chunk
 
 
 def longest_partial_match(text: str, words: Sequence[str]) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from uuid import uuid4
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.completions.detokenizer import StopTextMatcher, StreamDetokenizer
+from agent_loop.completions.detokenizer import MAX_CONTEXT_TOKENS, StopTextMatcher, StreamDetokenizer
 from agent_loop.completions.response_models import Usage, usage_of
 from agent_loop.errors import RequestError, ServerError
 from agent_loop.trajectory.attachments import Attachment
@@ -21,9 +22,6 @@ from agent_loop.types import (
     TokenIds,
     TokenOutput,
 )
-
-MAX_PREFIX_TOKENS = 16
-"""Number of tokens before a completion that are decoded with it."""
 
 
 class Sampler(Protocol):
@@ -242,16 +240,15 @@ def _top_logprobs(chunk: TokenChunk) -> list[list[tuple[int, float]]] | None:
 class _VisibleText:
     """Decodes a completion without its end tokens.
 
-    Special tokens are held back, because only the end of the completion shows whether they are end tokens.
+    Control tokens are held back, because only the end of the completion shows whether they are end tokens.
     """
 
     def __init__(self, template: ChatTemplate, *, keeps_end_tokens: bool, prefix: TokenIds) -> None:
         self._stream = StreamDetokenizer(template.encoder.decode)
         if len(prefix):
-            self._stream.feed([int(token) for token in prefix[-MAX_PREFIX_TOKENS:]])
-        self._end_ids = template.end_ids
-        special_ids = frozenset[int](template.tokenizer.all_special_ids)
-        self._may_end = frozenset[int]() if keeps_end_tokens else self._end_ids | special_ids
+            self._stream.feed([int(token) for token in prefix[-MAX_CONTEXT_TOKENS:]])
+        self._without_end = partial(template.without_end, keeps_close=keeps_end_tokens)
+        self._may_end = template.text_end_ids(stopped=True, keeps_close=keeps_end_tokens)
         self._pending: list[int] = []
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -264,8 +261,4 @@ class _VisibleText:
 
     def finish(self, *, stopped: bool) -> str:
         """Return the text that was held back, without the token at which the server stopped."""
-        if stopped and self._pending and self._pending[-1] not in self._end_ids:
-            self._pending.pop()
-        while self._pending and self._pending[-1] in self._end_ids:
-            self._pending.pop()
-        return self._stream.feed(self._pending) + self._stream.finish()
+        return self._stream.feed(self._without_end(self._pending, stopped=stopped)) + self._stream.finish()

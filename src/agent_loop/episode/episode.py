@@ -75,6 +75,8 @@ class Episode:
         self._transcript = Transcript(messages, template=template, tool_schemas=tool_schemas)
         self._template = template
         self._server_manager = server_manager
+        if server_manager.decode is None:
+            server_manager.decode = template.encoder.decode
         self._cancelled = cancellation
         self._log = log or NoTurnLog()
         cancelling = Cancellation(cancellation)
@@ -203,7 +205,7 @@ class Episode:
             self._deadlines.begin(TimeLimit.TURN, seconds=limits.turn_timeout_s)
         if limits.generate_timeout_s is not None:
             self._deadlines.begin(TimeLimit.GENERATE, seconds=limits.generate_timeout_s)
-        record = partial(self._record_turn, prefix=prefix, continues_turn=continues_turn)
+        record = partial(self._record_turn, params=params, prefix=prefix, continues_turn=continues_turn)
         sample = partial(self._sampler.sample, turn, keep_partial=record)
         now = self._stopwatch.now
         began_at = now()
@@ -494,10 +496,12 @@ class Episode:
         finally:
             self._stopwatch.count("tool_calls", now() - began_at)
 
-    def _record_turn(self, sampled: TokenOutput, *, prefix: TokenIds, continues_turn: bool) -> Completion:
+    def _record_turn(
+        self, sampled: TokenOutput, *, params: SamplingParams, prefix: TokenIds, continues_turn: bool
+    ) -> Completion:
         if sampled.num_preempted:
             self._stopwatch.count("num_preempted", sampled.num_preempted)
-        return self._transcript.add_turn(sampled, prefix=prefix, continues_turn=continues_turn)
+        return self._transcript.add_turn(sampled, params=params, prefix=prefix, continues_turn=continues_turn)
 
     async def _close(self, reason: StopReason) -> None:
         self.stop(reason)

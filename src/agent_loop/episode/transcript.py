@@ -14,7 +14,7 @@ from agent_loop.episode.turns import Completion, EpisodeMark
 from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.trajectory import Incident, IncidentKind
 from agent_loop.trajectory.copying import copied
-from agent_loop.types import Message, Origin, TokenIds, TokenOutput, ToolCall
+from agent_loop.types import Message, Origin, SamplingParams, TokenIds, TokenOutput, ToolCall
 
 
 class Transcript:
@@ -111,12 +111,18 @@ class Transcript:
         return is_sampled and self.ledger.last_token_id not in self._template.end_ids
 
     def add_turn(
-        self, sampled: TokenOutput, *, prefix: TokenIds = (), continues_turn: bool = False
+        self,
+        sampled: TokenOutput,
+        *,
+        params: SamplingParams,
+        prefix: TokenIds = (),
+        continues_turn: bool = False,
     ) -> Completion:
         """Append the sampled tokens, parse the turn, and return it.
 
         Args:
             sampled: The completion.
+            params: Parameters of the completion. A token at which they end the turn is part of its text.
             prefix: Tokens before the sampled ones with which the turn begins.
             continues_turn: Whether the tokens belong to the last turn. Its message is then replaced.
         """
@@ -129,8 +135,13 @@ class Transcript:
         start = self.turn_start
         is_sampled = not len(prefix) and not continues_turn
         token_ids = sampled.token_ids if is_sampled else ledger.context[start:]
-        parsed = self._template.parse(token_ids, tools=self.tool_schemas, context=ledger.context[:start])
         is_cut = sampled.stop_reason != "stop"
+        parsed = self._template.parse(
+            token_ids,
+            tools=self.tool_schemas,
+            context=ledger.context[:start],
+            stopped=not is_cut and not self._is_wanted(ledger.last_token_id, params),
+        )
         self.assistant_turns += 1
         if continues_turn:
             self.messages.pop()
@@ -139,6 +150,13 @@ class Transcript:
         if is_cut:
             self.note(IncidentKind.CUT_TURN, f"{sampled.stop_reason} after {len(sampled.token_ids)} tokens")
         return Completion(sampled, parsed, is_cut)
+
+    def _is_wanted(self, token_id: int | None, params: SamplingParams) -> bool:
+        """Return whether the parameters end the turn at this token."""
+        if token_id is None or token_id in params.stop_token_ids:
+            return True
+        text = self._template.decode([token_id]) if params.stop else ""
+        return any(text in stop or stop in text for stop in params.stop)
 
     def add_reply(self, messages: Sequence[Message], encoded: Encoded, *, max_tokens: int) -> bool:
         """Add a reply to the model, and return whether its tokens were added.

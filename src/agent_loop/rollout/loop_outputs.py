@@ -160,7 +160,9 @@ class LoopOutputs(Struct, frozen=True):
         ):
             ids = np.concatenate([segment.token_ids for segment in run])
             if is_model:
-                parsed = self.context.template.parse(ids, tools=output.tool_schemas, context=context)
+                parsed = self.context.template.parse(
+                    ids, tools=output.tool_schemas, context=context, stopped=True
+                )
                 messages.append(parsed.as_message())
             else:
                 messages.append({"role": "tool", "content": self.context.template.decode(ids)})

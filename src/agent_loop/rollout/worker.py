@@ -282,7 +282,8 @@ class AgentLoopWorker:
             new_log = None if unkept is None else lambda: unkept
         completions = CompletionMemory()
         try:
-            with context.server_manager.scope(seed=job.seed) as server_manager:
+            decode = context.template.encoder.decode
+            with context.server_manager.scope(seed=job.seed, decode=decode) as server_manager:
                 context = context.of_trajectory(server_manager, new_log=new_log, completions=completions)
                 return await run_bounded(
                     run,

@@ -139,6 +139,10 @@ def refuse_params_of_request(params: SamplingParams, *, abilities: Collection[Ab
     Raises:
         SamplingParamsError: The server lacks an ability for a parameter.
     """
+    if params.stop:
+        raise SamplingParamsError(
+            f"stop is {params.stop!r:.80}, which servers leave to their client; call AsyncLLMServerManager.generate"
+        )
     for name in unsupported_params(params, abilities):
         if name != "seed":
             raise SamplingParamsError(

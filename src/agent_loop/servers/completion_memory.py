@@ -103,7 +103,10 @@ class RememberingServerManager(AsyncLLMServerManager):
 
     def __init__(self, manager: AsyncLLMServerManager, memory: CompletionMemory) -> None:
         super().__init__(
-            manager.pool, request_timeout_s=manager._request_timeout_s, vocab_size=manager._vocab_size
+            manager.pool,
+            request_timeout_s=manager._request_timeout_s,
+            vocab_size=manager._vocab_size,
+            decode=manager.decode,
         )
         self._sessions = manager._sessions
         self._seeds = manager._seeds

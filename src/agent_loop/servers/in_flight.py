@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
 
+from agent_loop.completions.detokenizer import StopTextEnd
 from agent_loop.errors import BadServerReply, ServerDied
 from agent_loop.runtime.activity import note_progress
 from agent_loop.servers.base import AsyncServerBase, refuse_params_of_request
@@ -34,6 +35,7 @@ class InFlightRequest:
         check: Checks the replies; None checks without a vocabulary size.
         is_streamed: Whether servers stream the tokens as they are sampled.
         on_chunk: Called with each chunk of a streamed completion.
+        stop_text_end: Ends a streamed completion with a stop text.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class InFlightRequest:
         check: ReplyCheck | None = None,
         is_streamed: bool = False,
         on_chunk: Callable[[TokenChunk], None] | None = None,
+        stop_text_end: StopTextEnd | None = None,
     ) -> None:
         self.params = params
         self.prompt_ids = prompt_ids
@@ -62,6 +65,7 @@ class InFlightRequest:
         """Number of the current attempt. Replies to earlier attempts are rejected."""
         self._check = check or ReplyCheck()
         self._on_chunk = on_chunk
+        self._stop_text_end = stop_text_end
         # A server without attachments need not have the argument.
         self._more: dict[str, Any] = {"attachments": attachments} if attachments else {}
 
@@ -78,7 +82,9 @@ class InFlightRequest:
         return self._output
 
     def add(self, chunk: TokenChunk) -> None:
-        """Add a checked chunk."""
+        """Add a checked chunk, or its part up to the end of a stop text."""
+        if self._stop_text_end is not None:
+            chunk = self._stop_text_end.cut(chunk)
         self.chunks.append(chunk)
         self.num_tokens += len(chunk.token_ids)
         if self._on_chunk is not None:
@@ -123,6 +129,8 @@ class InFlightRequest:
                     took_s = clock() - began
                 if num_parts == 2 and self.chunks[first].prefill_s is None:
                     self.chunks[first] = replace(self.chunks[first], prefill_s=took_s)
+                if self.is_finished and chunk.stop_reason is None:
+                    break  # at a stop text
         self._refuse_late_reply(attempt, server)
         if not self.is_finished:
             raise self._bad("the stream ended without a stop reason", server.name)
@@ -162,7 +170,8 @@ class InFlightRequest:
         for chunk in chunks:  # pyright: ignore[reportUnknownVariableType]
             checked.append(self._checked(chunk, server, after=checked))
         for chunk in checked:
-            self.add(chunk)
+            if not self.is_finished:  # by a stop text
+                self.add(chunk)
 
     def note_interruption(self) -> None:
         """Record an interruption. It counts as a preemption, because the next server computes the prefix again.

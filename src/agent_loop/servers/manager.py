@@ -11,10 +11,11 @@ from msgspec import structs
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.chat import chat_completion, stream_chat_completion
+from agent_loop.completions.detokenizer import StopTextEnd
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.response_models import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.sampling import Sampler
-from agent_loop.errors import ServerDied, ServerError
+from agent_loop.errors import SamplingParamsError, ServerDied, ServerError
 from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.seeds import CompletionSeeds
 from agent_loop.servers.balancer import LoadBalancer
@@ -43,6 +44,7 @@ class AsyncLLMServerManager:
         *,
         request_timeout_s: float | None = None,
         vocab_size: int | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """Create a client that does not start the servers.
 
@@ -52,9 +54,12 @@ class AsyncLLMServerManager:
                 is aborted and fails. None sets no limit.
             vocab_size: Number of rows of the model's embedding. A completion with larger token ids fails. None allows
                 any id.
+            decode: Decoder of the tokenizer, which stop texts need.
         """
         self._pool = servers if isinstance(servers, ServerPool) else ServerPool(servers)
         self._vocab_size = vocab_size
+        self.decode = decode
+        """Decoder of the tokenizer; None if requests cannot have stop texts."""
         self._check = ReplyCheck(vocab_size)
         self._request_timeout_s = request_timeout_s
         self._sessions = Sessions()
@@ -184,14 +189,20 @@ class AsyncLLMServerManager:
         self._sessions.discard(request_id)
         self._pool.end_session(request_id)
 
-    def scope(self, *, seed: int | None = None) -> ScopedServerManager:
+    def scope(
+        self, *, seed: int | None = None, decode: Callable[[Sequence[int]], str] | None = None
+    ) -> ScopedServerManager:
         """Return a manager of the same servers for use in a `with` statement, at whose end its sessions end.
 
         Args:
             seed: Seed from which the seeds of completions without one are derived; None derives none.
+            decode: Decoder of the tokenizer; None keeps this manager's.
         """
         scoped = ScopedServerManager(
-            self._pool, request_timeout_s=self._request_timeout_s, vocab_size=self._vocab_size
+            self._pool,
+            request_timeout_s=self._request_timeout_s,
+            vocab_size=self._vocab_size,
+            decode=decode or self.decode,
         )
         scoped._seeds = None if seed is None else CompletionSeeds(seed)
         return scoped
@@ -243,6 +254,17 @@ class AsyncLLMServerManager:
         params, context = SamplingParams.parse(sampling_params), as_token_ids(prompt_ids)
         if params.seed is None and self._seeds is not None:
             params = structs.replace(params, seed=self.next_seed(context))
+        stop_text_end = None
+        if params.stop:
+            if self.decode is None:
+                raise SamplingParamsError(
+                    f"stop is {params.stop!r:.80}, and this AsyncLLMServerManager has no tokenizer; create it with "
+                    "decode=template.decode"
+                )
+            stop_text_end = StopTextEnd(
+                params.stop, decode=self.decode, before=context.tolist(), num_sampled=params.num_sampled
+            )
+            params = structs.replace(params, stop=())
         self._sessions.begin(request_id)
         return InFlightRequest(
             params,
@@ -250,8 +272,9 @@ class AsyncLLMServerManager:
             request_id,
             attachments,
             check=self._check,
-            is_streamed=on_chunk is not None,
+            is_streamed=on_chunk is not None or stop_text_end is not None,
             on_chunk=on_chunk,
+            stop_text_end=stop_text_end,
         )
 
     async def _complete(self, request: InFlightRequest) -> TokenOutput:

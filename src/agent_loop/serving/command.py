@@ -108,6 +108,7 @@ def _load_template(config: Config) -> tuple[ChatTemplate, str]:
             media=template.media,
             encoder=config.model.encoder,
             vocab_size=template.vocab_size,
+            eos_token_ids=template.eos_token_ids,
         ), ""
     except ConfigError as error:
         return template, f"the model's format of tool calls is not known ({error})"
