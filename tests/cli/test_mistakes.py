@@ -139,6 +139,10 @@ MISTAKES = {
     "groups-of-one": Mistake(
         "train config.yaml rollout.n=1", ("rollout.n is 1", "algorithm.adv_estimator=grpo", "at least 2")
     ),
+    "truncated-samples": Mistake(
+        "train config.yaml actor_rollout_ref.rollout.top_k=20",
+        ("rollout.top_k is 20", "biased", "set rollout.top_k=-1"),
+    ),
     "placement-that-does-not-add-up": Mistake(
         "train config.yaml trainer.num_processes=2 placement.split.trainer=3", ("placement.split", "3", "2")
     ),

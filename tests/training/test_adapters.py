@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agent_loop.config import ActorConfig, Config, ModelConfig
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
+from agent_loop.training.adapters import merged_adapters
 from agent_loop.training.advantages import grpo_advantages
 from agent_loop.training.policy import load_policy
 from agent_loop.training.reference import load_reference
@@ -136,6 +137,28 @@ def test_training_resumes_exactly_from_a_checkpoint_of_adapters(
     assert any(value.requires_grad for value in second.model.parameters())
 
 
+def test_adapters_on_the_head_and_the_embeddings_resume_and_reach_the_servers(
+    batch: RolloutBatch, tmp_path: Path
+) -> None:
+    untied = Qwen3ForCausalLM(Qwen3Config(**{**tiny_policy().config.to_dict(), "tie_word_embeddings": False}))
+    untied.save_pretrained(tmp_path / "base")
+    config = settings(tmp_path / "base", target_modules=["lm_head", "embed_tokens", "q_proj"])
+    first = make_actor(config)
+    train(first, batch)
+    first.save(tmp_path / "adapters")
+
+    second = make_actor(config, path=tmp_path / "adapters")
+
+    assert all((".lora_" in name) == value.requires_grad for name, value in second.model.named_parameters())
+    merged = merged_adapters(
+        load_policy(settings(tmp_path / "base", lora_rank=0)), folder=tmp_path / "adapters"
+    )
+    untied.load_state_dict(dict(first.weights()))
+    expected = first.model(input_ids=batch["input_ids"]).logits
+    for model in (second.model, merged, untied.eval()):
+        torch.testing.assert_close(model(input_ids=batch["input_ids"]).logits, expected, atol=1e-5, rtol=0)
+
+
 def test_the_same_seed_gives_the_same_adapters(folder: Path) -> None:
     state_before = torch.get_rng_state()
     one, other, third = (load_policy(settings(folder), seed=seed).state_dict() for seed in (1, 1, 2))
@@ -166,6 +189,14 @@ def test_gradients_reach_adapters_through_checkpointing_and_packing(
         (
             {"target_modules": ["nothing_like_this"]},
             r"model\.target_modules is \['nothing_like_this'\]: Target",
+        ),
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            r"uses the weight of lm_head in model\.embed_tokens too .* leave 'lm_head' out of",
+        ),
+        (
+            {"target_modules": ["lm_head", "embed_tokens"]},
+            r"uses the weight of model\.embed_tokens in lm_head too .* leave 'embed_tokens' out of",
         ),
         ({"lora_rank": 8}, r"model\.lora_rank is 8, but the adapters in .* have 4; set model\.lora_rank=4"),
         ({"lora_rank": 0}, r"model\.lora_rank is 0, but .* holds adapters; set it to the value of the run"),

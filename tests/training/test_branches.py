@@ -7,7 +7,7 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import pytest
@@ -445,6 +445,28 @@ def test_the_loss_of_a_rollout_does_not_depend_on_its_split_into_rows(
     expected = reference_loss(rollouts, mode, length=7)
     assert float(whole) == pytest.approx(expected, abs=1e-9)
     assert in_parts == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights"),
+    [
+        ("token-mean", [1 / 8, 1 / 8]),
+        ("seq-mean-token-mean", [1 / 2 / 6, 1 / 2 / 2]),
+        ("seq-mean-token-sum-norm", [1 / 2 / 10, 1 / 2 / 10]),
+    ],
+)
+def test_the_token_of_a_rollout_with_three_branches_weighs_as_documented(
+    mode: AggregationMode, weights: list[float]
+) -> None:
+    values_BT = torch.zeros(4, 2, requires_grad=True)
+    mask_BT = torch.ones(4, 2, dtype=torch.long)
+    rollouts_B = torch.tensor([0, 0, 0, 1])
+    reduce = Aggregation.of_rows(mask_BT, rows=torch.arange(4), rollouts_B=rollouts_B, mode=mode, length=10)
+
+    reduce(values_BT, mask_BT=mask_BT).backward()
+
+    expected_BT = np.repeat(np.array(weights)[rollouts_B.numpy(), None], 2, axis=1)
+    np.testing.assert_allclose(cast(Any, values_BT.grad).numpy(), expected_BT, rtol=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -161,6 +162,31 @@ def test_the_losses_of_micro_batches_sum_to_the_loss_of_the_mini_batch(mode: Agg
     )
 
     assert float(parts) == pytest.approx(float(whole), rel=1e-12)
+
+
+@pytest.mark.parametrize(("num_kept", "is_biased"), [(5, False), (3, True)], ids=["all", "top-p 0.8"])
+def test_samples_of_a_truncated_policy_over_five_tokens_have_a_gradient_without_any_reason(
+    num_kept: int, is_biased: bool
+) -> None:
+    """An advantage that is the same for each token teaches nothing, so its expected gradient is 0."""
+    policy_V = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
+    sampled_V = np.where(np.arange(5) < num_kept, policy_V, 0) / policy_V[:num_kept].sum()
+    logits_V = torch.tensor(np.log(policy_V), requires_grad=True)
+    logprobs_V1 = logits_V.log_softmax(dim=-1)[:, None]
+
+    loss = clipped_loss(
+        logprobs_V1,
+        old_logprobs_BT=logprobs_V1.detach(),  # of the whole vocabulary, as servers record them
+        advantages_BT=torch.ones(5, 1, dtype=torch.float64),
+        mask_BT=torch.ones(5, 1),
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+    )
+    (torch.tensor(sampled_V) @ loss.loss_BT[:, 0]).backward()
+
+    gradient_V = cast(Any, logits_V.grad).numpy()
+    np.testing.assert_allclose(gradient_V, policy_V - sampled_V, atol=1e-12)
+    assert (np.abs(gradient_V).max() > 0.04) == is_biased
 
 
 def test_the_upper_clip_may_differ_from_the_lower_clip() -> None:

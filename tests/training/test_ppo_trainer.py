@@ -267,6 +267,7 @@ def test_a_step_without_signal_changes_no_weight_but_counts(config: Config) -> N
     [
         ("data", {"train_files": []}, "data.train_files is empty"),
         ("data", {"val_files": []}, "data.val_files is empty"),
+        ("rollout", {"top_p": 0.9}, r"rollout.top_p is 0.9, .* biased; set rollout.top_p=1"),
         ("rollout", {"n": 1}, "rollout.n is 1, but algorithm.adv_estimator=grpo"),
         ("model", {"path": ""}, "model.path is not set"),
         ("model", {"path": "no/such/model"}, "model.path is 'no/such/model', which transformers cannot load"),

@@ -29,7 +29,7 @@ from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.factory import ENGINES, REMOTE_ENGINES, find_server_class
 from agent_loop.storage.metrics_file import written_parts
 from agent_loop.tools.registry import BUILTIN_TOOLS, load_tools
-from agent_loop.training.learnable import refuse_without_reward
+from agent_loop.training.learnable import refuse_truncated_sampling, refuse_without_reward
 from agent_loop.training.registry import ESTIMATORS, POLICY_LOSSES, SAMPLERS
 from agent_loop.types import Row
 
@@ -122,6 +122,7 @@ def checks_of(run: PlannedRun) -> Checks:
 
 
 def _check_algorithm(config: Config) -> str:
+    refuse_truncated_sampling(config)
     estimator, loss = config.algorithm.adv_estimator, config.actor.policy_loss
     _check_name(estimator, BUILT_IN_ESTIMATORS, registry=ESTIMATORS)
     _check_name(loss, BUILT_IN_LOSSES, registry=POLICY_LOSSES)

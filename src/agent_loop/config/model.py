@@ -32,7 +32,8 @@ class ModelConfig(Section):
     lora_alpha: Annotated[float, Field(gt=0, le=1e6)] = 16.0
     """The product of an adapter is multiplied by this value and divided by the rank."""
     target_modules: str | list[str] = "all-linear"
-    """Modules with adapters: names, a regular expression, or `all-linear` for all but the head."""
+    """Modules with adapters: names, a regular expression, or `all-linear` for all but the head. Tied weights, such as a
+    head that is also the embeddings, cannot have an adapter."""
     base_bits: Literal[4] | None = None
     """4 trains adapters on base weights in 4 bits (QLoRA), which needs `bitsandbytes` and a single process. Servers get
     the rounded weights too, and so does an export. None keeps the base weights in `dtype`."""

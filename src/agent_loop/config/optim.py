@@ -52,8 +52,9 @@ class OptimConfig(Section):
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Maximum norm of the gradient."""
     loss_agg_mode: AggregationMode = "token-mean"
-    """`token-mean`: every token has the same weight. `seq-mean-token-mean`: every trajectory has the same weight.
-    `seq-mean-token-sum-norm`: the sum of a trajectory is divided by `loss_length` (Dr. GRPO)."""
+    """`token-mean`: every token has the same weight. `seq-mean-token-mean`: every rollout has the same weight.
+    `seq-mean-token-sum-norm`: the sum of a rollout is divided by `loss_length` (Dr. GRPO). A rollout is all its
+    branches: in the first and the last mode, one with more tokens has more weight."""
     loss_length: Tokens | None = None
     """Divisor of `seq-mean-token-sum-norm`; None is `rollout.response_length`."""
     gradient_checkpointing: bool | Literal["selective"] = False

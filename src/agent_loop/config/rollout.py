@@ -167,7 +167,9 @@ class RolloutConfig(Section):
     """Trajectories per prompt, the size of a group."""
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
+    """Only 1 can be trained with: log-probs cover the whole vocabulary."""
     top_k: TopK = -1
+    """Only -1 can be trained with, which is no limit."""
     top_logprobs: Annotated[int, Field(ge=0, le=1000)] = 0
     """Number k of the likeliest tokens whose log-probs are stored for each sampled token, as the batch columns
     `top_token_ids` and `top_logprobs` [B, R, k]. Engines: embedded, vLLM, SGLang."""

@@ -28,7 +28,8 @@ def add_adapters(model: PreTrainedModel, *, config: ModelConfig, seed: int) -> N
     """Add new adapters to the model and freeze all other weights. New adapters do not change the outputs.
 
     Raises:
-        ConfigError: The model has no such modules, or `peft` is not installed.
+        ConfigError: The model has no such modules, shares the weight of one with a module without that adapter, or
+            `peft` is not installed.
     """
     try:
         from peft import LoraConfig
@@ -40,13 +41,38 @@ def add_adapters(model: PreTrainedModel, *, config: ModelConfig, seed: int) -> N
         target_modules=config.target_modules,
         task_type="CAUSAL_LM",
     )
-    with cast(Any, torch).random.fork_rng(devices=[]):
+    with cast(Any, torch).random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # refused below
         cast(Any, torch).manual_seed(seed)
         try:
             cast(Any, model).add_adapter(settings)
         except ValueError as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"model.target_modules is {config.target_modules!r}: {reason}") from error
+    _check_not_shared(model, config=config)
+
+
+def _check_not_shared(model: PreTrainedModel, *, config: ModelConfig) -> None:
+    """Raise an error if a weight below an adapter is used without that adapter too: servers have one weight for both.
+
+    A module that is used in several places has its adapter in each of them.
+    """
+    users: dict[
+        int, dict[int, str]
+    ] = {}  # of each weight: names of the modules with their own adapter, or with none
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, is_adapted, _ = name.partition(BASE)
+        adapter = id(model.get_submodule(owner)) if is_adapted else 0
+        users.setdefault(id(parameter), {})[adapter] = owner if is_adapted else name.removesuffix(".weight")
+    for names in users.values():
+        if len(names) > 1:
+            adapted = next(name for adapter, name in names.items() if adapter)
+            others = [name for name in names.values() if name != adapted]
+            raise ConfigError(
+                f"model.target_modules is {config.target_modules!r}, which puts an adapter on {adapted}, but the model "
+                f"uses the weight of {adapted} in {others[0]} too (tied weights), and servers have one weight for "
+                f"both; leave {adapted.rpartition('.')[2]!r} out of model.target_modules"
+            )
 
 
 def load_adapters(model: PreTrainedModel, *, config: ModelConfig, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checks that a run has something to learn from, before it starts and after the rollout of its first step."""
+"""Checks that a run can learn from its rollouts, before it starts and after the rollout of its first step."""
 
 from __future__ import annotations
 
@@ -44,6 +44,21 @@ def refuse_without_reward(config: Config, rows: Iterable[Row]) -> None:
     loops = LoopRegistry()
     if all(loops.get(name, where="agent_name").loop_class in UNREWARDING_LOOPS for name in names):
         raise ConfigError(f"nothing gives a reward, so nothing can be learned; {GIVE_A_REWARD}")
+
+
+def refuse_truncated_sampling(config: Config) -> None:
+    """Raise an error if the samples to train on come from a part of the distribution that their log-probs cover.
+
+    Raises:
+        ConfigError: `rollout.top_p` or `rollout.top_k` truncates the distribution.
+    """
+    for name, full in (("top_p", 1.0), ("top_k", -1)):
+        found = getattr(config.rollout, name)
+        if found != full:
+            raise ConfigError(
+                f"rollout.{name} is {found}, but log-probs cover the whole vocabulary, so training on samples from a "
+                f"part of it is biased; set rollout.{name}={full:g} (rollout.val.{name} may have any value)"
+            )
 
 
 def refuse_without_lesson(trajectories: Sequence[Trajectory], *, step: int) -> None:

@@ -105,17 +105,22 @@ def whole(tensor: Tensor) -> Tensor:
 def save_model(
     model: PreTrainedModel, folder: Path, *, weights: MasterWeights, process_group: ProcessGroup
 ) -> None:
-    """Save a model in the format of `transformers`, in full precision. All ranks must call this; rank 0 writes."""
+    """Save a model, or its adapters if it has any, in full precision. All ranks must call this; rank 0 writes."""
     masters = {id(copy): weights.tensors[name] for name, copy in weights.copies.items()}
     gathered: dict[int, Tensor] = {}  # tied weights stay tied
     state: dict[str, Tensor] = {}
+    has_adapters = hasattr(model, "peft_config")
     for name, value in _named_tensors(model):
+        if has_adapters and not value.requires_grad:
+            continue  # `peft` would store the weights below an adapter of the head, and not load them
         if id(value) not in gathered:
             full = whole(masters.get(id(value), value).detach())
             gathered[id(value)] = full.cpu() if process_group.rank == 0 else full.new_empty(0)
         state[name] = gathered[id(value)]
     if process_group.rank == 0:
-        cast(Any, model).save_pretrained(str(folder), state_dict=state)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Setting `save_embedding_layers` to `True`")
+            cast(Any, model).save_pretrained(str(folder), state_dict=state)
 
 
 def _shard(model: PreTrainedModel, *, process_group: ProcessGroup, dtype: torch.dtype | None) -> None:

@@ -24,7 +24,7 @@ from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.distillation import open_teachers, refuse_other_teachers
 from agent_loop.training.epochs import with_total_steps
 from agent_loop.training.interrupt import Interrupt
-from agent_loop.training.learnable import refuse_without_reward
+from agent_loop.training.learnable import refuse_truncated_sampling, refuse_without_reward
 from agent_loop.training.learner import load_learner
 from agent_loop.training.loggers import make_loggers
 from agent_loop.training.loop import TrainingLoop
@@ -234,7 +234,8 @@ def _load_supervised(
 
 
 def _check_algorithm(config: Config) -> None:
-    """Raise a ConfigError if the estimator or the loss does not exist, or the groups are too small."""
+    """Raise a ConfigError if the estimator, the loss or the sampling does not fit, or the groups are too small."""
+    refuse_truncated_sampling(config)
     load_policy_loss(config.actor.policy_loss)
     estimator = config.algorithm.adv_estimator
     load_estimator(estimator)

@@ -114,8 +114,8 @@ def policy_loss(name: str) -> Callable[[FunctionT], FunctionT]:
     - `mask_BT` is 1 at trained tokens. The other tokens may hold any value; they get no gradient.
     - Compute ratios with `masked_difference`, which bounds log-ratios and handles tokens that a policy cannot sample.
     - The result is the loss of each token, [B, T], finite at trained tokens. The actor multiplies it by the weights of
-      `actor.correction` and aggregates it with `actor.loss_agg_mode`, so that a rollout counts once however many
-      branches it has, and the gradient does not depend on the micro-batches. KL and entropy terms are added after that.
+      `actor.correction` and aggregates it with `actor.loss_agg_mode`. The gradient depends neither on the division of a
+      rollout into branches nor on the micro-batches. KL and entropy terms are added after that.
     - A `TokenLoss` object also returns metrics, [B, T] each. They are aggregated in the same way and logged as
       `actor/NAME`.
     - Micro-batches may be computed in several threads at once.

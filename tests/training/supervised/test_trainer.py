@@ -97,7 +97,7 @@ def test_a_run_lowers_its_loss_on_both_splits(config: Config) -> None:
 def test_the_loss_is_the_cross_entropy_of_transformers_on_the_same_tokens(config: Config) -> None:
     tokenizer = small_tokenizer()
     model = Qwen3ForCausalLM.from_pretrained(config.model.path)
-    total, count = 0.0, 0
+    total, count, num_tokens = 0.0, 0, 0
     for line in Path(config.sft.files[0]).read_text().splitlines():
         messages = json.loads(line)["messages"]
         prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
@@ -109,11 +109,14 @@ def test_the_loss_is_the_cross_entropy_of_transformers_on_the_same_tokens(config
             loss = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss
         total += float(loss) * (len(ids) - len(prompt))
         count += len(ids) - len(prompt)
+        num_tokens += len(ids)
 
     result = train(changed(changed(config, "sft", batch_size=12), "trainer", total_steps=1, val_every=None))
 
     assert losses(result)[0] == pytest.approx(total / count, abs=1e-5)
     assert result.metrics[names.SFT_TOKENS] == count
+    seconds = result.metrics[f"{names.SECONDS}update"]
+    assert result.metrics[names.TOKENS_PER_SECOND] * seconds == pytest.approx(num_tokens)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -78,7 +78,8 @@ def aggregate(
 
     `token-mean` is DAPO's (arXiv 2503.14476), `seq-mean-token-mean` GRPO's (arXiv 2402.03300),
     `seq-mean-token-sum-norm` Dr. GRPO's (arXiv 2503.20783). The sequence is the rollout: its trained tokens in all its
-    rows.
+    rows. So a rollout of k equal rows weighs as much as one of one row in `seq-mean-token-mean`, and k times as much in
+    the other modes, where a rollout weighs by its tokens.
 
     Args:
         values_BT: Values of tokens; values at masked tokens do not count.

@@ -178,11 +178,13 @@ class _Loop:
     async def _step(self, step: int) -> dict[str, float]:
         self._clock.start_step()
         with self._clock.phase("update"):
-            metrics = await run_in_thread(self._learner.supervise, self._sampler.batch(step))
+            batch = self._sampler.batch(step)
+            metrics = await run_in_thread(self._learner.supervise, batch)
         if self._is_due(step, self._config.trainer.val_every):
             metrics |= await self._validate()
         seconds = self._clock.seconds()
-        metrics[names.TOKENS_PER_SECOND] = metrics[names.SFT_TOKENS] / max(seconds["update"], 1e-9)
+        num_tokens = float(batch["attention_mask"].sum())
+        metrics[names.TOKENS_PER_SECOND] = num_tokens / max(seconds["update"], 1e-9)
         metrics |= {f"{names.SECONDS}{phase}": value for phase, value in seconds.items()}
         self._writer.write(step, metrics)
         self._progress.end_step(step, metrics)
