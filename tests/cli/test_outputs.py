@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -64,6 +65,32 @@ def test_an_unwritable_folder_is_reported_before_the_rollout(command: Command, o
     assert (evaluated.exit_code, trained.exit_code) == (2, 2)
     assert f"OutputError: --out is '{out}', which cannot be written or locked" in evaluated.err
     assert f"Error: trainer.run_dir is '{out}', " in trained.err
+
+
+def test_only_regular_files_are_replaced(command: Command) -> None:
+    Path("pairs.jsonl").symlink_to("rows.jsonl")
+    rows = Path("rows.jsonl").read_bytes()
+    assert command("rollout", "config.yaml", "--out", "pairs.jsonl").exit_code == 2
+    assert command("rollout", "config.yaml", "--out", "sampled.parquet", "--max-rows", "1").exit_code == 0
+    paired = command("export", "sampled.parquet", "--pairs", "--out", "pairs.jsonl")
+    exported = command("view", "sampled.parquet", "--export", "pairs.jsonl")
+    assert "'pairs.jsonl' cannot be used (it is not a regular file)" in paired.err
+    assert "--export 'pairs.jsonl' cannot be written (it is not a regular file)" in exported.err
+    assert Path("pairs.jsonl").is_symlink()
+    assert Path("rows.jsonl").read_bytes() == rows
+
+
+def test_a_full_disk_is_reported_before_the_run_starts(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    trained = command("train", "config.yaml")
+    assert trained.exit_code == 2
+    assert "trainer.run_dir is 'run', which cannot be written or locked (OSError: [Errno 28]" in trained.err
+    assert not Path("run").exists()
 
 
 def test_rescore_with_an_unwritable_output_computes_nothing(command: Command) -> None:

@@ -89,11 +89,16 @@ def test_a_new_folder_that_stays_empty_is_removed(tmp_path: Path) -> None:
 
 def test_paths_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "pipe")
     for lock, path, complaint in (
         (exclusive_folder, tmp_path / "file", "which is a file; give a folder"),
         (exclusive_folder, tmp_path / "file" / "run", "cannot be written or locked"),
         (exclusive_folder, Path("/proc/run"), "cannot be written or locked"),
         (exclusive_file, tmp_path, "which is a folder; give a file in it"),
+        (exclusive_file, tmp_path / "link", "which is a device, pipe or symbolic link"),
+        (exclusive_file, tmp_path / "pipe", "which is a device, pipe or symbolic link"),
+        (exclusive_file, Path("/dev/full"), "which is a device, pipe or symbolic link"),
         (exclusive_file, Path("."), "which is a folder; give a file in it"),
         (exclusive_file, Path("/proc/out.jsonl"), "cannot be written or locked"),
     ):

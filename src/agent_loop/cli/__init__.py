@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 
 import typer
@@ -69,8 +70,8 @@ add_verbosity(app)
 def main() -> None:
     """Run the command line.
 
-    An `AgentLoopError`, or an `OSError` about a file, is printed without a traceback and ends with exit code 2. With
-    `-v`, the traceback is printed too.
+    An `AgentLoopError`, or an `OSError` about a file or a full disk, is printed without a traceback and ends with exit
+    code 2. With `-v`, the traceback is printed too.
     """
     try:
         app()
@@ -80,12 +81,15 @@ def main() -> None:
         _show(error, str(error))
         exit_process(2)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is not None:
+            named = f"{str(error.filename)!r} cannot be used ({error.strerror}); give another path, or fix this one"
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            named = (
+                f"a file cannot be written ({error.strerror}); free the disk, or give a path on another one"
+            )
+        else:
             raise
-        _show(
-            error,
-            f"{str(error.filename)!r} cannot be used ({error.strerror}); give another path, or fix this one",
-        )
+        _show(error, named)
         exit_process(2)
 
 

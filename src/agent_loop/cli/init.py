@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from agent_loop.errors import OutputError
 from agent_loop.files.new_folder import refuse_existing
 
 STARTERS = Path(__file__).parent / "starters"
@@ -67,10 +68,16 @@ def init_command(
         agent-loop init shelf --model Qwen/Qwen3-0.6B
     """
     refuse_existing(folder)
-    for part in (COMMON, CONVERSATIONS[template.value], template.value):
-        shutil.copytree(
-            STARTERS / part, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
+    try:
+        for part in (COMMON, CONVERSATIONS[template.value], template.value):
+            shutil.copytree(
+                STARTERS / part, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
+            )
+    except shutil.Error as error:
+        _, to, reason = error.args[0][0]
+        raise OutputError(
+            f"{to!r} cannot be written ({reason}); free the disk, or give another folder"
+        ) from error
     commands = [["make_data.py"]]
     if model is None:
         commands.append(["-m", "agent_loop", "make-model", MODEL, "--config", "config.yaml"])

@@ -54,12 +54,16 @@ def exclusive_file(file: Path, *, name: str) -> Generator[None]:
     """Hold the lock of a file. The lock is in the same folder. See `exclusive_folder`.
 
     Raises:
-        OutputError: The path is a folder, the folder of the file cannot be written to, or another process holds the
-            lock.
+        OutputError: The path is a folder or another thing that is not a regular file, the folder of the file cannot
+            be written to, or another process holds the lock.
     """
     with _errors_named(file, name=name):
         if not file.name or file.is_dir():
             raise OutputError(f"{name} is {str(file)!r}, which is a folder; give a file in it")
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            raise OutputError(
+                f"{name} is {str(file)!r}, which is a device, pipe or symbolic link; give the path of a regular file"
+            )
     with _exclusive(file.with_name(f".{file.name}.lock"), what=file, name=name):
         yield
 
@@ -78,7 +82,8 @@ def _exclusive(path: Path, *, what: Path, name: str) -> Generator[None]:
                 "or give another path"
             ) from None
     try:
-        _sign(owner)
+        with _errors_named(what, name=name):
+            _sign(owner)
         yield
     finally:
         with suppress(OSError):
@@ -98,15 +103,14 @@ def _errors_named(what: Path, *, name: str) -> Generator[None]:
 
 
 def _sign(owner: Path) -> None:
-    """Write which process holds the lock, for later error messages. A failure to write is ignored."""
+    """Write which process holds the lock, for later error messages. Fails on a full disk, before any work."""
     facts = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "command": shlex.join(sys.argv),
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
-    with suppress(OSError):
-        owner.write_text(json.dumps(facts), encoding="utf-8")
+    owner.write_text(json.dumps(facts), encoding="utf-8")
 
 
 def _described(owner: Path) -> str:

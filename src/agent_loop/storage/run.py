@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -80,7 +81,8 @@ class StoredRun:
         wanted = pa.schema([SCHEMA.field(name) for name in columns])
         tables = [wanted.empty_table()]
         for file in self._files_of(split=split, step=step):
-            table = parquet.read_table(file.path, partitioning=None, columns=[*{*columns, "split", "step"}])
+            with _opened(file.path) as stored:
+                table = stored.read([*{*columns, "split", "step"}])
             table = table.filter(mask_of_rows(table, split=split, step=step))
             tables.append(table.select(columns).replace_schema_metadata(None))
         return pa.concat_tables(tables)
@@ -103,7 +105,7 @@ class StoredRun:
     ) -> Iterator[dict[str, Any]]:
         """Yield trajectories with all columns, as `trajectory` returns them."""
         for file in self._files_of(split=split, step=step):
-            with parquet.ParquetFile(file.path) as stored:
+            with _opened(file.path) as stored:
                 for group in range(stored.num_row_groups):
                     yield from _rows_of(stored, group, split=split, step=step, trajectory_id=trajectory_id)
 
@@ -113,7 +115,7 @@ class StoredRun:
         places = {(split, step) for split, step, _ in wanted}
         for file in self.files():
             if any(file.split in (None, split) and file.step in (None, step) for split, step in places):
-                with parquet.ParquetFile(file.path) as stored:
+                with _opened(file.path) as stored:
                     for group in range(stored.num_row_groups):
                         yield from _rows_with_keys(stored, group, wanted)
 
@@ -133,6 +135,23 @@ class StoredRun:
             is_of_step = None in (step, file.step) or step == file.step
             if is_of_split and is_of_step:
                 yield file
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[Any]:
+    """Open a file of trajectories to read its pages.
+
+    Raises:
+        DataError: A page is damaged.
+    """
+    try:
+        with parquet.ParquetFile(path) as stored:
+            yield stored
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"{str(path)!r} is damaged ({str(error).splitlines()[0]}); copy it again, or move it away to read the "
+            "others"
+        ) from error
 
 
 def _described(path: Path) -> StoredFile:

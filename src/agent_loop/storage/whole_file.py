@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,14 +13,17 @@ from pathlib import Path
 def whole_file(path: Path, *, to_disk: bool = False) -> Generator[Path]:
     """Yield the path of a temporary file that takes the place of `path` when the block ends.
 
-    If the block raises, the temporary file is removed, and what was at `path` is untouched.
+    If the block raises, the temporary file is removed, and what was at `path` is untouched. Only a regular file is
+    replaced: a device, pipe or symbolic link would be lost.
 
     Args:
         to_disk: Wait until the file is on the disk, so that a machine that loses power keeps the old one or the new.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: The file cannot be written, or `path` is not a regular file.
     """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.errors import ConfigError, DataError
+from agent_loop.storage.whole_file import whole_file
 from agent_loop.viewer.page import static_files, style_names
 from agent_loop.viewer.plain_json import encode_json
 from agent_loop.viewer.source import RunSource
@@ -81,12 +82,17 @@ def write_export(run: Path, *, target: Path, max_trajectories: int) -> str:
     parts.add("data-head", encode_json(head))
     text = _page(parts.packed)
     try:
-        target.write_text(text, encoding="utf-8")
+        with whole_file(target) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"--export {str(target)!r} cannot be written ({error.strerror}); give another file"
         ) from error
-    return f"{target}: {num_rows} trajectories, {len(trajectories)} in full, {len(text) / 2**20:.1f} MiB. {omitted}"
+    unreadable = [f"Unreadable: {problem}." for problem in state["problems"]]
+    size = f"{len(text) / 2**20:.1f} MiB"
+    return " ".join(
+        [f"{target}: {num_rows} trajectories, {len(trajectories)} in full, {size}.", omitted, *unreadable]
+    )
 
 
 def _newest_files(source: RunSource) -> list[tuple[int, int]]:
@@ -122,8 +128,9 @@ def _add_trajectories(
     for one in chosen:
         try:
             data = source.trajectory(split=one.split, step=one.step, trajectory_id=one.trajectory_id)
-        except DataError:
-            continue  # a running run may have removed the file
+        except DataError as error:  # the file is damaged, or a running run has removed it
+            source.files.problems.setdefault(one.file, str(error))
+            continue
         if parts.num_bytes + len(data) > MAX_BYTES:
             break
         part = parts.add(f"data-trajectory-{len(added)}", data)

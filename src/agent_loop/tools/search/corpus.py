@@ -109,7 +109,7 @@ def _read_parquet(file: Path) -> Iterator[Passage]:
             for document in batch.to_pylist():
                 number += 1
                 yield as_passage(document, where=f"{file} row {number}")
-    except arrow.ArrowException as error:
+    except (OSError, arrow.ArrowException) as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}") from error
 
 
