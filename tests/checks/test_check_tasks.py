@@ -80,7 +80,7 @@ def test_a_solution_that_fails_is_named_with_its_exit_status_and_output(tmp_path
 
 def test_tests_that_write_no_reward_are_named(tmp_path: Path) -> None:
     (report,) = check(write(tmp_path / "answer", test="#!/bin/sh\necho broken here\nexit 1\n"))
-    assert report.solution == 0.0
+    assert report.solution is None
     assert "broken here" in report.problems[-1]
     assert "wrote no" in report.problems[-1]
 
@@ -98,7 +98,7 @@ def test_a_reward_as_json_counts_before_one_as_text(tmp_path: Path) -> None:
 def test_a_reward_left_by_the_agent_does_not_count(tmp_path: Path) -> None:
     solution = "mkdir -p /logs/verifier && echo 1 > /logs/verifier/reward.txt"
     (report,) = check(write(tmp_path / "answer", test="#!/bin/sh\nexit 1\n", solution=solution))
-    assert report.solution == 0.0
+    assert report.solution is None
 
 
 def test_a_task_without_a_solution_fails(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import ConfigError, WorkspaceError, WorkspaceFileMissing
+from agent_loop.rollout.failures import failure_of
 from agent_loop.runtime.owner import this_process
 from agent_loop.workspaces.check import check_reward
 from agent_loop.workspaces.factory import open_workspace
@@ -242,12 +243,9 @@ async def checked(source: Path, command: str, **settings: Any) -> Any:
         ("true", {}, 1.0),
         ("false", {}, 0.0),
         ("no-such-command", {}, 0.0),
-        ("sleep 60", {"timeout_s": 0.2}, 0.0),
         ("echo 0.25 > reward.txt", {"reward_file": "reward.txt"}, 0.25),
         ("""echo '{"reward": 0.5, "tests": 3}' > r""", {"reward_file": "r"}, 0.5),
-        ("true", {"reward_file": "reward.txt"}, 0.0),
-        ("echo much > reward.txt", {"reward_file": "reward.txt"}, 0.0),
-        ("exit 3", {"reward_file": "reward.txt"}, 0.0),
+        ("echo 0 > reward.txt; exit 3", {"reward_file": "reward.txt"}, 0.0),
     ],
 )
 def test_a_check_gives_the_reward(
@@ -256,6 +254,29 @@ def test_a_check_gives_the_reward(
     score = asyncio.run(checked(source, command, **settings))
     assert score.reward == reward
     assert "check_exit_code" in score.extra
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "problem"),
+    [
+        (
+            "echo half; sleep 60",
+            {"timeout_s": 0.3},
+            "exceeded its time limit of 0.3 s; its output ends with: half",
+        ),
+        ("kill -9 $$", {}, "was killed"),
+        ("sh -c 'kill -9 $$'; exit $?", {}, "was killed"),
+        ("echo 0 > reward.txt; kill -9 $$", {"reward_file": "reward.txt"}, "was killed"),
+        ("exit 3", {"reward_file": "reward.txt"}, "wrote no reward.txt"),
+        ("echo much > reward.txt", {"reward_file": "reward.txt"}, "wrote no reward into reward.txt"),
+    ],
+)
+def test_a_check_that_did_not_judge_is_retried_and_then_has_no_reward(
+    source: Path, command: str, settings: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(WorkspaceError, match=problem) as raised:
+        asyncio.run(checked(source, command, **settings))
+    assert failure_of(raised.value).is_retried
 
 
 def test_a_check_uses_files_that_the_agent_did_not_see(source: Path, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class CheckSettings(Section):
     """File in the workspace that the command writes: a number, or a JSON object with `reward`. Without it, the reward
     is 1.0 for exit status 0, and 0.0 otherwise."""
     timeout_s: PositiveSeconds = 600.0
-    """Time limit of the command. A command that exceeds it scores 0.0."""
+    """Time limit of the command. A command that exceeds it is a failure without a reward."""
 
 
 class WorkspaceSettings(Section):
