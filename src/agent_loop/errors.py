@@ -122,6 +122,10 @@ class BadPrompt(ServerError):
     """The prompt is empty, exceeds the model's context, or holds ids or attachments that the model does not support."""
 
 
+class FatalRequest(ServerError):
+    """A request during which several servers died. It is not repeated, since it may be what kills them."""
+
+
 class ServerDied(ServerError):
     """The engine's process has ended or is unreachable: every later request to this server fails.
 

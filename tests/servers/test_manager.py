@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from agent_loop.errors import ServerDied, ServerTimeout
+from agent_loop.errors import FatalRequest, ServerDied, ServerTimeout
+from agent_loop.rollout.failures import failure_of
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.manager import AsyncLLMServerManager
@@ -136,7 +137,7 @@ def test_the_error_names_every_dead_server_when_none_is_left() -> None:
         servers, manager = two_servers(streams=False)
         for server in servers:
             server.die(f"{server.name} has no memory")
-        with pytest.raises(ServerDied, match=r"server . request s: . has no memory"):
+        with pytest.raises(FatalRequest, match=r"the last one: server . request s: . has no memory"):
             await complete(manager)
         with pytest.raises(ServerDied, match=r"no server is left \(.*a has no memory.*b has no memory"):
             await complete(manager)
@@ -183,6 +184,7 @@ def test_requests_fail_when_no_server_restarts_in_time() -> None:
         manager, clock = AsyncLLMServerManager(pool), asyncio.get_running_loop().time
         for server in servers:
             server.die()
+            pool.mark_lost(server.name, reason="killed")
         async with manager.watching():
             for _ in range(2):
                 began = clock()
@@ -194,19 +196,53 @@ def test_requests_fail_when_no_server_restarts_in_time() -> None:
     run_virtual(main())
 
 
-def test_a_request_that_kills_every_server_fails_although_they_restart() -> None:
-    async def main() -> None:
-        class DiesOnGenerate(ScriptedServer):
-            restarts = True
-
-            async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_request_that_kills_servers_fails_and_takes_no_more_than_two_with_it(restarts: bool) -> None:
+    class DiesOnRequest(ScriptedServer):
+        async def generate(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> TokenOutput:
+            if prompt_ids[-1] == 66:
                 raise ServerDied("killed by the request", server=self.name)
+            return await super().generate(prompt_ids, *args, **kwargs)
 
-        servers = [DiesOnGenerate([], name="a")]
-        manager = AsyncLLMServerManager(ServerPool(servers, restart_timeout_s=60))
+    async def main() -> None:
+        servers = [DiesOnRequest(count_up, name=name) for name in "abcd"]
+        for server in servers:
+            server.restarts = restarts
+        pool = ServerPool(servers, restart_timeout_s=60)
+        manager = AsyncLLMServerManager(pool)
+        async with manager.watching(), asyncio.TaskGroup() as group:
+            others = [group.create_task(complete(manager, f"s{n}")) for n in range(8)]
+            with pytest.raises(FatalRequest, match="killed by the request") as raised:
+                await manager.generate("fatal", prompt_ids=[66], sampling_params={})
+            assert len(pool.lost) == 2
+            assert not failure_of(raised.value).is_retried
+        assert {tuple(task.result().token_ids) for task in others} == {tuple(range(101, 111))}
+        assert pool.lost == {}
+
+    run_virtual(main())
+
+
+def test_a_server_forgets_the_sessions_that_ended_or_moved_while_it_was_lost() -> None:
+    ended: list[str] = []
+
+    class Records(ScriptedServer):
+        def end_session(self, request_id: str) -> None:
+            ended.append(f"{self.name} {request_id}")
+
+    async def main() -> None:
+        servers = [Records(count_up, name=name) for name in ("a", "b")]
+        manager = AsyncLLMServerManager(servers)
+        with manager.scope() as scope:
+            for number in range(4):
+                await complete(scope, f"s{number}", num_tokens=1)
+            homes = {f"s{n}": manager.balancer.server_of(f"s{n}") for n in range(4)}
+            manager.pool.mark_lost("a", reason="its health check took too long")
+        assert "a" not in {each[0] for each in ended}
         async with manager.watching():
-            with pytest.raises(ServerDied, match="killed by the request"):
-                await complete(manager)
+            await asyncio.sleep(1)
+        assert {each for each in ended if each[0] == "a"} == {
+            f"a {s}" for s, home in homes.items() if home == "a"
+        }
 
     run_virtual(main())
 

@@ -6,7 +6,9 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -511,6 +513,25 @@ def test_a_server_whose_replies_are_all_invalid_is_lost_until_its_next_health_ch
             assert manager.pool.lost == {}
             assert all(await ask_for(20))
 
+    run_virtual(main())
+
+
+def test_servers_that_were_excluded_for_their_replies_rejoin_when_the_last_other_one_dies() -> None:
+    bad = [FixedReplyServer(None, name=name) for name in "abc"]
+    last = FixedReplyServer([chunk()], name="d")
+    manager = AsyncLLMServerManager([*bad, last])
+
+    async def main() -> None:
+        while len(manager.pool.lost) < 3:
+            with suppress(BadServerReply):
+                await ask(manager, str(next(numbers)))
+        for server in bad:
+            server.reply = [chunk()]
+        manager.pool.mark_lost("d", reason="killed")
+        assert (await ask(manager)).token_ids == [7, 8]
+        assert set(manager.pool.lost) == {"d"}
+
+    numbers = count()
     run_virtual(main())
 
 

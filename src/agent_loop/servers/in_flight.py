@@ -178,7 +178,6 @@ class InFlightRequest:
 
         Finishes the request if it already has `max_tokens` tokens.
         """
-        self.num_servers_lost += 1
         self._begin_attempt()
         self._output = None
         if self.is_finished:

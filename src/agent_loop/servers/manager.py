@@ -96,7 +96,8 @@ class AsyncLLMServerManager:
         Raises:
             SamplingParamsError: A parameter is unknown or out of range.
             ServerError: The server failed, or took longer than the time limit.
-            ServerDied: The server died and no other is left, or the request has lost `MAX_SERVERS_LOST` servers.
+            ServerDied: The server died and no other is left.
+            FatalRequest: Two servers died during the request.
             BadServerReply: The reply is not a completion of the prompt, or the server raised something other than
                 `ServerError` or `SamplingParamsError`.
         """
@@ -290,7 +291,7 @@ class AsyncLLMServerManager:
             except RequestAborted:
                 request.abort(weight_version=self._pool.weight_version)
             except ServerDied as error:
-                if not request.is_finished and not self._pool.may_fail_over(request, error):
+                if not request.is_finished and not self._pool.may_fail_over(error):
                     raise
         return request.output
 

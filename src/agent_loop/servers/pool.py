@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent_loop.errors import BadServerReply, ServerDied, ServerError, ServerTimeout
+from agent_loop.errors import BadServerReply, FatalRequest, ServerDied, ServerError, ServerTimeout
 from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.concurrency import run_shielded, run_together
 from agent_loop.runtime.describe import describe_error
@@ -41,10 +41,10 @@ HEALTH_EVERY_S = 5.0
 RESTART_CHECK_EVERY_S = 0.5
 """How often lost servers are checked while a call to all servers waits for one of them."""
 ABORT_TIMEOUT_S = 10.0
-MAX_SERVERS_LOST = 5
-"""A request that has lost this many servers fails with the error of the last: the request may be what kills them."""
+MAX_SERVERS_LOST = 2
+"""A request during which this many servers died fails: the request may be what kills them."""
 MAX_BAD_REPLIES = 8
-"""A server that sends this many bad replies in a row is lost until its next health check."""
+"""A server that sends this many bad replies in a row is lost until its next health check, or until no other is left."""
 
 
 class RequestAborted(Exception):
@@ -86,6 +86,10 @@ class ServerPool:
         self._servers: dict[str, AsyncServerBase] = {}
         self._lost: dict[str, str] = {}
         """Reason of each lost server."""
+        self._excluded: set[str] = set()
+        """Lost servers that are alive and have the pool's weights: their replies were bad."""
+        self._sessions_left: dict[str, list[str]] = {}
+        """Sessions that each lost server may still hold."""
         self.usage = ServerUsage()
         """Totals over all completions since the pool was created."""
         self._healths: dict[str, ServerHealth] = {}
@@ -176,6 +180,7 @@ class ServerPool:
 
         Raises:
             ServerDied: The server died, or no server is left and none rejoined in time.
+            FatalRequest: The server died, and so did others before it during this request.
             ServerTimeout: The time limit passed while the request was queued.
             RequestAborted: The request was aborted while it was queued.
         """
@@ -193,17 +198,18 @@ class ServerPool:
             if lease.granted_at is not None:
                 self.mark_lost(lease.server.name, reason=str(error))
                 request.add_partial(error.chunks, server=lease.server.name)
+                request.num_servers_lost += 1
             request.note_interruption()
+            if request.num_servers_lost == MAX_SERVERS_LOST and not request.is_finished:
+                raise FatalRequest(
+                    f"{MAX_SERVERS_LOST} servers died during this request, so no other gets it; the last one: {error}",
+                    request_id=request.session,
+                ) from None
             raise
 
-    def may_fail_over(self, request: InFlightRequest, error: ServerDied) -> bool:
-        """Return whether another server may resume a request that lost its server.
-
-        Returns False if no server is left and none may rejoin, or if the request has lost `MAX_SERVERS_LOST` servers.
-        """
-        may_rejoin = bool(error.server) and self.expects_restarts
-        is_server_left = bool(self.balancer.servers) or may_rejoin
-        return is_server_left and request.num_servers_lost != MAX_SERVERS_LOST
+    def may_fail_over(self, error: ServerDied) -> bool:
+        """Return whether another server may resume a request that lost its server: one is left, or may rejoin."""
+        return bool(self.balancer.servers) or (bool(error.server) and self.expects_restarts)
 
     def _slot_request(self, request: InFlightRequest) -> SlotRequest:
         session = request.session
@@ -249,7 +255,8 @@ class ServerPool:
     def _note_bad_reply(self, server: AsyncServerBase, error: BadServerReply) -> None:
         """Mark a server as lost if its last `MAX_BAD_REPLIES` replies were all bad. Keep the last server.
 
-        Such a server fails its requests at once, so it always has a free slot and would get nearly all requests.
+        Such a server fails its requests at once, so it always has a free slot and would get nearly all requests. It
+        rejoins if no other server is left.
         """
         name = server.name
         self._num_bad_replies[name] += 1
@@ -257,6 +264,7 @@ class ServerPool:
             self.mark_lost(
                 name, reason=f"its last {MAX_BAD_REPLIES} replies were invalid; the last one: {error}"
             )
+            self._excluded.add(name)
 
     async def _wait_in_queue(self, wanted: SlotRequest, *, ends_at: float | None) -> SlotGrant:
         future = self._queued[wanted.id] = asyncio.get_running_loop().create_future()
@@ -315,12 +323,15 @@ class ServerPool:
         logger.warning("server %s is lost: %s", name, reason)
         self._num_bad_replies.pop(name, None)
         self._lost[name] = reason
-        self.balancer.remove_server(name)
+        self._sessions_left[name] = self.balancer.remove_server(name)
         for request_id, lease in list(self._leases.items()):
             if lease.server.name == name:
                 del self._leases[request_id]
                 self.num_failovers += 1
                 lease.lose_server(reason)
+        if not self.balancer.servers:
+            for excluded in list(self._excluded):
+                self._rejoin(excluded)
         if self.balancer.servers:
             self._deliver(self.balancer.grant_free_slots())
         elif self.expects_restarts:
@@ -383,6 +394,7 @@ class ServerPool:
                 lambda server: server.update_weights(shared, weight_version=weight_version), at_version=False
             )
         self.weight_version = weight_version
+        self._excluded.clear()
 
     async def close(self) -> None:
         """Close all servers."""
@@ -399,6 +411,9 @@ class ServerPool:
     def _rejoin(self, name: str) -> None:
         logger.warning("server %s has rejoined", name)
         del self._lost[name]
+        self._excluded.discard(name)
+        for session in self._sessions_left.pop(name):  # they have moved to other servers, or ended
+            self._end_session_on(name, session)
         self._stop_restart_timer()
         self._join(self._servers[name])
 
@@ -498,6 +513,7 @@ class ServerPool:
         health = await self._health_of(server)
         has_version = not at_version or health.weight_version == self.weight_version
         if not health.is_alive:
+            self._excluded.discard(server.name)
             self.mark_lost(server.name, reason=health.detail or "its health report says that it is not alive")
         elif server.name in self._lost and has_version:
             self._rejoin(server.name)

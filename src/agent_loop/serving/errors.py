@@ -14,6 +14,7 @@ from agent_loop.errors import (
     BadServerReply,
     ChatTemplateError,
     DataError,
+    FatalRequest,
     RequestError,
     SamplingParamsError,
     ServerTimeout,
@@ -26,7 +27,9 @@ CLIENT_CLOSED_REQUEST = 499
 
 def status_of(error: AgentLoopError) -> int:
     """Return the HTTP status of an error."""
-    if isinstance(error, RequestError | SamplingParamsError | ChatTemplateError | DataError | BadPrompt):
+    if isinstance(
+        error, RequestError | SamplingParamsError | ChatTemplateError | DataError | BadPrompt | FatalRequest
+    ):
         return HTTPStatus.BAD_REQUEST
     if isinstance(error, HttpStatusError) and error.status in (400, 413, 422):
         return HTTPStatus.BAD_REQUEST
