@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.storage import StoredRun, write_vocabulary
+from agent_loop.storage.arrow import parquet
 from tests.cli.stored_project import make_stored_project, run
 from tests.helpers import HERMES_TEMPLATE, small_tokenizer
 
@@ -223,3 +225,26 @@ def test_eval_also_writes_parquet() -> None:
     run("eval", "config.yaml", "--out", "evaluated", "-n", "2")
     assert StoredRun("evaluated").scalars()["split"].to_pylist() == ["eval"] * 8
     assert "8 trajectories, mean reward 0.250" in run("show", "evaluated").output
+
+
+def test_a_damaged_page_is_named(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.parquet"
+    data = bytearray(Path("run/rollout.parquet").read_bytes())
+    group = parquet.ParquetFile("run/rollout.parquet").metadata.row_group(0)
+    columns = {group.column(n).path_in_schema: group.column(n) for n in range(group.num_columns)}
+    start = columns["reward"].dictionary_page_offset or columns["reward"].data_page_offset
+    data[start : start + 20] = bytes(20)
+    damaged.write_bytes(data)
+    named = re.escape(f"{str(damaged)!r} is damaged (")
+    for command in (["show"], ["show", "--row", ROW], ["rescore", "--reward", "script.py:generous"]):
+        with pytest.raises(DataError, match=named):
+            run(command[0], str(damaged), *command[1:])
+    exported = run("view", str(damaged), "--export", str(tmp_path / "x.html")).output
+    assert "Unreadable: damaged.parquet: " in exported
+
+
+def test_a_scripted_engine_needs_only_the_tokenizer_of_the_model(tmp_path: Path) -> None:
+    small_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    out = str(tmp_path / "out.parquet")
+    run("rollout", "config.yaml", "--out", out, "--max-rows", "1", f"model.path={tmp_path / 'tokenizer'}")
+    assert next(StoredRun(out).rows())["answer"] == "sum 1"

@@ -54,6 +54,17 @@ def run_rows(*edits: Any) -> list[Trajectory]:
     return harness.run(rows)
 
 
+def test_an_output_without_a_prompt_fails_its_row_with_a_message() -> None:
+    def without_prompt(output: AgentLoopOutput) -> AgentLoopOutput:
+        ids = output.response_ids
+        return AgentLoopOutput(prompt_ids=[], response_ids=ids, response_mask=[1] * len(ids))
+
+    bad, good = run_rows(without_prompt, None)
+    assert bad.output.failure is not None
+    assert "prompt_ids is empty" in bad.output.failure.error
+    assert good.output.failure is None
+
+
 @pytest.mark.parametrize("reward", [*BAD_REWARDS, "x", [1.0], np.array([1.0, 2.0])])
 def test_a_reward_score_that_a_batch_cannot_hold_fails_its_row_with_a_message(reward: Any) -> None:
     bad, good = run_rows(lambda output: replace(output, reward_score=reward), None)

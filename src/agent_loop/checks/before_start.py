@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
 from agent_loop.checks.model_files import check_model, check_template
-from agent_loop.config import Config
+from agent_loop.config import Config, RolloutConfig
 from agent_loop.environments.factory import load_environments
 from agent_loop.errors import AgentLoopError, CheckpointError, ConfigError, DataError, did_you_mean
 from agent_loop.interactions.registry import load_interactions
@@ -112,13 +112,21 @@ def checks_of(run: PlannedRun) -> Checks:
     checks["agent loop"] = partial(_check_loops, run)
     if run.trains:
         checks["algorithm"] = partial(_check_algorithm, config)  # after the code that may register names
-    checks["model"] = partial(check_model, config)
+    checks["model"] = partial(
+        check_model, config, loads_weights=run.trains or _starts_engines(config.rollout)
+    )
     checks["chat template"] = partial(check_template, config)
     if run.trains:
         checks["run folder"] = partial(check_run_dir, config, resumes=run.resumes, overwrites=run.overwrites)
         if run.is_thorough:
             checks["memory"] = partial(_check_memory, config)
     return checks
+
+
+def _starts_engines(rollout: RolloutConfig) -> bool:
+    """Return whether the run starts engines that load the model."""
+    is_custom = rollout.agent.custom_async_server is not None
+    return rollout.engine in {*ENGINES} - {"scripted"} and not rollout.server_urls and not is_custom
 
 
 def _check_algorithm(config: Config) -> str:

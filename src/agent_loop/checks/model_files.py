@@ -24,8 +24,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.
 NOT_HERE = "not on this machine; it will be loaded from the hub"
 
 
-def check_model(config: Config) -> str:
+def check_model(config: Config, *, loads_weights: bool = True) -> str:
     """Return where the model is.
+
+    Args:
+        config: The configuration.
+        loads_weights: Whether the run loads the model, and not only its tokenizer.
 
     Raises:
         ConfigError: There is no such folder, and the name is not that of a model of the hub; or files are missing.
@@ -34,7 +38,7 @@ def check_model(config: Config) -> str:
     folder = _folder(model.path, key="model.path")
     if folder is None:
         return f"{model.path}, {NOT_HERE}"
-    if not (folder / CONFIG_FILE).is_file():
+    if loads_weights and not (folder / CONFIG_FILE).is_file():
         inner = model_in(folder)
         such_as = f", such as {str(inner)!r}" if inner is not None else ""
         raise ConfigError(

@@ -57,6 +57,8 @@ class LoopOutputs(Struct, frozen=True):
         num_prompt_tokens = sum([len(s.token_ids) for s in output.segments if s.origin is PROMPT])
         num_response_tokens = sum([len(s.token_ids) for s in output.segments]) - num_prompt_tokens
         output = _checked(output, num_response_tokens=num_response_tokens)
+        if output.segments and not num_prompt_tokens and output.failure is None:
+            raise EpisodeError("prompt_ids is empty; give the tokens of the prompt that the model got")
         if output.segments:
             _check_ids(output.segments, vocab_size=self.context.template.vocab_size)
         if num_prompt_tokens > limits.prompt_length:
