@@ -18,7 +18,7 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
     peft accelerate codetiming cachetools dill torchdata pybind11 pylatexenc msgspec pyzmq pillow psutil uvicorn fastapi
 
 "${pip[@]}" aiohttp google-re2 jsonschema orjson rich safetensors tiktoken typer \
-    'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-rerunfailures>=15' 'hypothesis>=6.100'
+    hypothesis 'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-rerunfailures>=15' 'hypothesis>=6.100'
 # verl needs an older tensordict than this package declares. Both work with what this package uses of it.
 "${pip[@]}" --no-deps --editable "$(dirname "$0")/.."
 
