@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.config import load_config
 from agent_loop.errors import ConfigError
+from agent_loop.rollout.components import load_template
 
 
 def write(folder: Path, text: str) -> Path:
@@ -50,6 +52,29 @@ def test_verl_names_set_the_corresponding_keys(tmp_path: Path) -> None:
     assert (config.rollout.n, config.rollout.top_p, config.rollout.prompt_length) == (6, 0.9, 100)
     assert config.rollout.val.temperature == 0.0
     assert config.rollout.agent.num_workers == 2
+
+
+@pytest.mark.parametrize("key", ["data.apply_chat_template_kwargs", "model.chat_template_kwargs"])
+def test_variables_of_the_chat_template_are_in_every_prompt_also_if_they_are_false(
+    tmp_path: Path, key: str
+) -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    )
+    placeholder_tokenizer(source).save_pretrained(tmp_path)
+    template = load_template(
+        load_config(overrides=[f"model.path={tmp_path}", f"{key}.enable_thinking=false"])
+    )
+    messages = [{"role": "user", "content": "-"}]
+    assert template.decode(template.open(messages)).endswith("<think>\n\n</think>\n\n")
+    assert template.decode(template.bridge(messages)).endswith("<think>\n\n</think>\n\n")
+
+
+def test_a_config_of_the_model_that_is_overridden_with_false_is_not_dropped() -> None:
+    with pytest.raises(ConfigError, match="tie_word_embeddings"):
+        load_config(overrides=["actor_rollout_ref.model.override_config.tie_word_embeddings=False"])
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,8 @@ class ChatTemplate:
         self._prepare()
 
     def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
-        """Return the template that gets these variables in each render, for example `{"enable_thinking": False}`.
+        """Return the template that gets these variables in each render, for example `{"enable_thinking": False}`, in
+        addition to those that it has.
 
         Prompts and bridges of one conversation have to come from the same template. The last few are kept.
 
@@ -105,6 +106,7 @@ class ChatTemplate:
                 f"{', '.join(reserved)} cannot be set as variables of the chat template, because the renderer sets "
                 "them; leave them out"
             )
+        variables = {**self.variables, **variables}
         key = json.dumps(variables, sort_keys=True)
         return self._variants.get(key, lambda: self._variant(variables))
 
@@ -223,7 +225,7 @@ class ChatTemplate:
             ChatTemplateError: The template refuses the messages, or the model has no processor for their images.
             DataError: An image cannot be read.
         """
-        messages, media = self._split(messages)
+        messages, media = self._split([self.bridges.adapted(message) for message in messages])
         ids = self._prompts.ids(messages, tools=tools)
         if ids is None:
             ids = as_token_ids(self.encoder.encode(self.renderer.text(messages, tools=tools)))
@@ -379,6 +381,7 @@ def load_chat_template(
     trust_remote_code: bool = False,
     encoder: EncoderChoice = "auto",
     model_path: str | None = None,
+    variables: Mapping[str, Any] = NO_VARIABLES,
 ) -> ChatTemplate:
     """Load a tokenizer with its chat template from a folder or the hub.
 
@@ -389,6 +392,7 @@ def load_chat_template(
         trust_remote_code: Run code that comes with the tokenizer.
         model_path: Folder or hub name of the model, if it differs from `path`. The model's config holds the size of the
             vocabulary.
+        variables: See `ChatTemplate.with_variables`.
 
     Raises:
         ConfigError: The tokenizer or the template file does not exist or cannot be loaded.
@@ -417,7 +421,7 @@ def load_chat_template(
     model_path = model_path or path
     text_config = _text_config_at(model_path, trust_remote_code=trust_remote_code)
     vocab_size = getattr(text_config, "vocab_size", None)
-    return ChatTemplate(
+    template = ChatTemplate(
         tokenizer,
         tool_parser=tool_parser,
         media=media,
@@ -425,6 +429,7 @@ def load_chat_template(
         vocab_size=vocab_size if isinstance(vocab_size, int) and vocab_size > 0 else None,
         eos_token_ids=_eos_token_ids_at(model_path, text_config=text_config),
     )
+    return template.with_variables(variables)
 
 
 def _reserved_names(tokenizer: Any) -> frozenset[str]:

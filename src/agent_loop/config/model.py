@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from agent_loop.config.values import NotNegative, Section
 from agent_loop.errors import ConfigError
@@ -19,6 +19,9 @@ class ModelConfig(Section):
     """Folder or hub name of the tokenizer; None is `path`."""
     chat_template_path: str | None = None
     """Jinja file that replaces the tokenizer's chat template."""
+    chat_template_kwargs: dict[str, JsonValue] = {}
+    """Variables of the chat template, such as `{enable_thinking: false}`, in every prompt of rollouts, evaluations and
+    supervised training. Requests to `agent-loop serve` and to gateways may replace them."""
     encoder: Literal["auto", "tokenizers", "tiktoken"] = "auto"
     """Library that encodes text. `auto` is `tiktoken`, which is several times faster, if it is proved to give the
     tokenizer's own ids. `tiktoken` refuses tokenizers without that proof."""

@@ -39,6 +39,7 @@ def load_template(config: Config) -> ChatTemplate:
         trust_remote_code=config.model.trust_remote_code,
         encoder=config.model.encoder,
         model_path=config.model.path,
+        variables=config.model.chat_template_kwargs,
     )
 
 

@@ -98,6 +98,7 @@ def _load_template(config: Config) -> tuple[ChatTemplate, str]:
         trust_remote_code=config.model.trust_remote_code,
         encoder=config.model.encoder,
         model_path=config.model.path,
+        variables=config.model.chat_template_kwargs,
     )
     if tool_format != "auto":
         return template, ""
@@ -109,7 +110,7 @@ def _load_template(config: Config) -> tuple[ChatTemplate, str]:
             encoder=config.model.encoder,
             vocab_size=template.vocab_size,
             eos_token_ids=template.eos_token_ids,
-        ), ""
+        ).with_variables(template.variables), ""
     except ConfigError as error:
         return template, f"the model's format of tool calls is not known ({error})"
 

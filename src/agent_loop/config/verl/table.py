@@ -266,7 +266,7 @@ _ROWS = (
     *_rows("data", "custom_cls.path datagen.path", OFF, DATASET),
     *_rows("data.sampler", "class_name class_path", OFF, SAMPLER),
     Row("data.train_max_samples", OFF, "write fewer rows to data.train_files"),
-    Row("data.apply_chat_template_kwargs", OFF, "set the values in a template, and model.chat_template_path"),
+    Row("data.apply_chat_template_kwargs", "model.chat_template_kwargs"),
     *_rows(
         "data",
         "image_key video_key audio_key image_patch_size return_multi_modal_inputs mm_processor_kwargs "

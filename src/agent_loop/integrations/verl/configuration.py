@@ -195,7 +195,7 @@ def _data(settings: Config) -> dict[str, Any]:
         "tool_config_path": rollout.multi_turn.tool_config_path,
         "function_tool_path": None,
         "custom_cls": {"path": None, "name": None},
-        "apply_chat_template_kwargs": {},
+        "apply_chat_template_kwargs": settings.model.chat_template_kwargs,
         "mm_processor_kwargs": {},
     }
 
