@@ -87,6 +87,17 @@ def test_json_is_passed_to_servers_that_can_constrain_completions_and_refused_by
     assert not unable.requests
 
 
+def test_the_bytes_of_tokens_are_those_of_the_text_also_of_parts_of_a_character() -> None:
+    text = "a \N{GRINNING FACE} é"
+    ids = encoded(f"{text}<|im_end|>")
+    assert len(ids) > len(text)  # characters have several tokens
+    server = scripted(ScriptedReply(ids))
+    with serve_app([server]) as served, client_of(served) as client:
+        chat = client.chat.completions.create(model=MODEL, messages=user("?"), logprobs=True)
+    parts = [bytes(token.bytes) for token in chat.choices[0].logprobs.content]
+    assert b"".join(parts).decode().removesuffix("<|im_end|>") == text
+
+
 def test_candidates_are_returned_by_both_apis() -> None:
     ids = encoded("hi<|im_end|>")
     tops = {

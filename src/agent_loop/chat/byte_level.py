@@ -21,6 +21,9 @@ from agent_loop.chat.controls import is_control
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Pattern by which `tokenizers` splits text if a byte-level pre-tokenizer has no pattern."""
 
+BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""Pattern of the names that SentencePiece vocabularies give to single bytes."""
+
 _WHOLE = r"[\s\S]+"
 _READ_ALIKE = re.compile(
     r"(?:\\[pP]\{\w+\}|\\[sSrnt]|\\[^\w]|\[\^?|\(\?(?:i?:|!|=)|\{\d+(?:,\d*)?\}|[^\\^$.{}&\[])*"
@@ -152,6 +155,14 @@ CHARS = frozenset(map(chr, _BYTE_OF_CHAR))
 def bytes_of(token: str) -> bytes:
     """Return the bytes of a token of a byte-level vocabulary."""
     return token.translate(_BYTE_OF_CHAR).encode("latin-1")
+
+
+def bytes_of_name(name: str) -> bytes:
+    """Return the bytes of a token that is part of a character, by its name in the vocabulary."""
+    byte = BYTE_NAME.fullmatch(name)
+    if byte:
+        return bytes([int(byte[1], 16)])
+    return bytes_of(name) if CHARS.issuperset(name) else name.encode()
 
 
 def _require(holds: bool, reason: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from uuid import uuid4
 
+from agent_loop.chat.byte_level import bytes_of_name
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.response_models import (
@@ -157,8 +158,10 @@ class ResponseBuilder:
 
     def _candidate(self, token_id: int, logprob: float) -> TopLogProb:
         token = self.template.decode([token_id])
-        is_whole = "\ufffd" not in token
-        return TopLogProb(token=token, logprob=logprob, bytes=list(token.encode()) if is_whole else None)
+        encoded = token.encode()
+        if "\ufffd" in token:  # the token is part of a character
+            encoded = bytes_of_name(self.template.tokenizer.convert_ids_to_tokens(token_id))
+        return TopLogProb(token=token, logprob=logprob, bytes=list(encoded))
 
     def _with_ids(self, calls: Sequence[ToolCall]) -> list[tuple[str, ToolCallFunction]]:
         """Return each call with a unique id, which is the model's own id if there is one."""

@@ -67,7 +67,7 @@ class TopLogProb(ResponseModel):
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class TokenLogProb(ResponseModel):
@@ -76,8 +76,8 @@ class TokenLogProb(ResponseModel):
     token: str
     logprob: float
     """`log_softmax(logits / temperature)`, before top-k and top-p."""
-    bytes: list[int] | None
-    """UTF-8 bytes; None if the token is part of a character."""
+    bytes: list[int]
+    """Bytes of the token in UTF-8; those of several tokens together may be a character."""
     top_logprobs: list[TopLogProb] = []
     """The likeliest tokens, as many as `top_logprobs` of the request. The sampled token need not be among them."""
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from agent_loop.chat.byte_level import CHARS, bytes_of
+from agent_loop.chat.byte_level import BYTE_NAME, CHARS, bytes_of
 from agent_loop.errors import DataError
 from agent_loop.storage.schema import VOCABULARY_VERSION
 from agent_loop.storage.whole_file import whole_file
 
 Piece: TypeAlias = str | list[int]
 """Text of a token, or its bytes if these are not valid text."""
-BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""Pattern of the names that SentencePiece vocabularies give to single bytes."""
 ANCHOR = "a"
 
 
