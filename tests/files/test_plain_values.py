@@ -52,6 +52,17 @@ def test_invalid_yaml_raises_an_error_that_names_the_file(tmp_path: Path, text: 
     assert "\n" not in str(raised.value)
 
 
+def test_words_that_only_yaml_1_1_reads_as_other_values_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "given.yaml"
+    path.write_text(
+        "on: {enum: [NO, SE, 'é'], is_open: true, at: 12:30, base: &base off}\ncopy: *base\nn: 1e-4\n"
+    )
+    expected = {"enum": ["NO", "SE", "é"], "is_open": True, "at": "12:30", "base": "off"}
+    assert read_yaml(path, what="tool file") == {"on": expected, "copy": "off", "n": 1e-4}
+    assert parse_override("a.b=no") == {"a": {"b": "no"}}
+    assert parse_override("a=[NO, 'x, y', true]") == {"a": ["NO", "x, y", True]}
+
+
 @pytest.mark.parametrize("name", ["missing.yaml", "."])
 def test_a_path_that_is_not_a_file_is_an_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="give the path of a YAML file"):

@@ -2,9 +2,10 @@ import asyncio
 import dataclasses
 import enum
 import threading
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
+from pydantic import BaseModel
 
 from agent_loop.errors import ConfigError, ToolError
 from agent_loop.tools.base import ToolResponse
@@ -139,3 +140,35 @@ def test_a_function_without_a_docstring_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="has no docstring"):
         function_tool(nothing)
+
+
+class Node(BaseModel):
+    """A node."""
+
+    name: str
+    children: list["Node"] = []
+
+
+class Corner(TypedDict, total=False):
+    x: int
+
+
+def test_types_that_contain_themselves_and_typed_dictionaries_are_shown_without_references() -> None:
+    @function_tool
+    def draw(tree: Node, at: list[Corner] | None = None) -> str:
+        """Draw a tree."""
+        return f"{tree.children[0].children[0].name} at {at}"
+
+    properties = draw.tool_schema["function"]["parameters"]["properties"]
+    assert "$ref" not in str(draw.tool_schema)
+    assert properties["tree"]["properties"]["children"]["items"] == {
+        "type": "object",
+        "description": "A node.",
+    }
+    assert properties["at"]["anyOf"][0]["items"]["properties"] == {"x": {"type": "integer"}}
+    tree = {"name": "a", "children": [{"name": "b", "children": [{"name": "c"}]}]}
+    response, _, _ = asyncio.run(draw.execute("1", {"tree": tree, "at": [{"x": 1}]}))
+    assert response.text == "c at [{'x': 1}]"
+    tree["children"] = [{"title": "b"}]
+    with pytest.raises(ToolError, match=r"children\.0\.name"):
+        asyncio.run(draw.execute("1", {"tree": tree}))

@@ -419,6 +419,7 @@ paths:
         - {name: since, in: query, schema: {type: string, default: 2024-02-29}}
         - {name: kinds, in: query, explode: false, schema: {type: array, items: {type: string}}}
         - {name: all, in: query, schema: {type: boolean}}
+        - {name: country, in: query, schema: {type: string, enum: [NO, SE]}}
         - {name: Authorization, in: header, schema: {type: string}}
 """
 
@@ -431,6 +432,7 @@ def test_yaml_and_openapi_features_beyond_json_are_supported(tmp_path: Path) -> 
         [result] = ask({"days": tool}, ToolCall("days", arguments))
     properties = tool.tool_schema["function"]["parameters"]["properties"]
     assert properties["since"] == {"type": "string", "default": "2024-02-29"}
+    assert properties["country"]["enum"] == ["NO", "SE"]
     assert "Authorization" not in properties
     path, _, query = json.loads(str(result.response.text))["path"].partition("?")
     assert path == "/v3/days/1%2C2"

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from io import StringIO
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +30,10 @@ MAX_DATA_DEPTH = 200
 LONGEST_NUMBER = re.compile(r"[-+]?[0-9a-fA-FxoXO_:]{1000,}")
 """Pattern of a plain scalar that is considered a number of thousands of digits, in any base."""
 UNUSABLE = re.compile("[\0\ud800-\udfff]")
+WORD_OF_YAML_1_1 = re.compile(
+    r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF|[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
+)
+"""Pattern of the plain scalars that YAML 1.1 reads as booleans or as numbers of base 60, and YAML 1.2 as text."""
 HALVES = re.compile("[\ud800-\udfff]")
 """Halves of surrogate pairs, which JSON can represent and UTF-8 cannot encode."""
 MAX_SHOWN = 200
@@ -66,7 +72,7 @@ def read_yaml(path: str | Path, *, what: str, resolve: bool = False) -> Any:
     try:
         if _scan_yaml(text):
             raise ValueError(f"it holds the single value {shown(text.strip())}, where keys or a list belong")
-        return OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=resolve)
+        return OmegaConf.to_container(OmegaConf.load(StringIO(as_yaml_1_2(text))), resolve=resolve)
     except _FAULTS as error:
         raise ConfigError(f"{named} is not valid YAML: {reason(error)}") from error
 
@@ -84,9 +90,32 @@ def parse_override(text: str) -> dict[str, Any]:
         if len(re.findall(r"[.\[]", key)) >= MAX_DEPTH:
             raise ValueError(f"the key has more than {MAX_DEPTH} parts")
         _scan_yaml(value)
-        return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist([text])))
+        read = as_yaml_1_2(value).rstrip("\n") if value else value
+        return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={read}"])))
     except (*_FAULTS, LookupError) as error:
         raise ConfigError(f"override {shown(text)} cannot be read: {reason(error)}") from error
+
+
+def as_yaml_1_2(text: str) -> str:
+    """Return a YAML text with quotes around the words that only YAML 1.1 reads as other values, such as `NO` and
+    `12:30`.
+
+    Raises:
+        yaml.YAMLError: The text is not YAML.
+    """
+    if WORD_OF_YAML_1_1.search(text) is None:
+        return text
+    events: list[Any] = list(cast(Any, yaml).parse(text, Loader=_LOADER))
+    words = [
+        event
+        for event in events
+        if isinstance(event, yaml.ScalarEvent)
+        and event.implicit[0]
+        and WORD_OF_YAML_1_1.fullmatch(event.value)
+    ]
+    for word in words:
+        word.implicit, word.style = (False, True), "'"
+    return cast(str, cast(Any, yaml).emit(events, allow_unicode=True, width=len(text))) if words else text
 
 
 def merge_mappings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +156,60 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"{error.msg} at {place}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(reason(error)) from error
+
+
+def without_references(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema with its definitions in the place of the references to them.
+
+    Many chat templates show a schema in parts, so that the model would not see the definitions. A definition inside
+    itself is shown by its type and description alone. A schema that would have more than `MAX_VALUES` parts is
+    returned unchanged.
+    """
+    if "$ref" not in str(schema):
+        return dict(schema)
+    try:
+        resolved = _resolved(schema, root=schema, parents=(), num_left=count(MAX_VALUES, -1))
+    except (OverflowError, RecursionError):
+        return dict(schema)
+    return {key: value for key, value in resolved.items() if key not in ("$defs", "definitions")}
+
+
+def _resolved(node: Any, *, root: Mapping[str, Any], parents: tuple[str, ...], num_left: count[int]) -> Any:
+    if next(num_left) < 0:
+        raise OverflowError
+    resolve = partial(_resolved, root=root, parents=parents, num_left=num_left)
+    if isinstance(node, list):
+        return [resolve(item) for item in cast(list[Any], node)]
+    if not isinstance(node, Mapping):
+        return node
+    schema = dict(cast(Mapping[str, Any], node))
+    reference: Any = schema.get("$ref")
+    target = _definition(root, reference) if isinstance(reference, str) else None
+    below: dict[str, Any] = {}
+    if target is not None and reference in parents:
+        below = {key: target[key] for key in ("type", "description") if key in target}
+    elif target is not None:
+        below = _resolved(target, root=root, parents=(*parents, reference), num_left=num_left)
+    if target is not None:
+        del schema["$ref"]
+    read: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties") and isinstance(value, Mapping):
+            read[key] = {name: resolve(inner) for name, inner in cast(Mapping[str, Any], value).items()}
+        elif key in ("default", "enum", "const", "examples", "$defs", "definitions"):
+            read[key] = value
+        else:
+            read[key] = resolve(value)
+    return {**below, **read}
+
+
+def _definition(root: Mapping[str, Any], reference: str) -> Mapping[str, Any] | None:
+    """Return the part of a schema that a reference such as `#/$defs/Name` names, or None if it names none."""
+    found: Any = root if reference.startswith("#/") else None
+    for part in reference.removeprefix("#/").split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = cast(Mapping[str, Any], found).get(name) if isinstance(found, Mapping) else None
+    return cast(Mapping[str, Any], found) if isinstance(found, Mapping) else None
 
 
 def depth_fault(value: Any, *, max_depth: int = MAX_DATA_DEPTH) -> str | None:

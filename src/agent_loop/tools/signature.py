@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, Literal, NotRequired, Required, Union, cast, get_args, get_origin, get_type_hints
 
+import typing_extensions
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
 
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.files.plain_values import without_references
 from agent_loop.loading import USER_MODULE
 from agent_loop.tools.docstring import Docstring, parse_docstring
 
@@ -55,9 +59,9 @@ def arguments_model(function: Callable[..., Any]) -> type[BaseModel]:
             default = ... if parameter.default is parameter.empty else parameter.default
             text = docstring.arguments.get(name)
             described: dict[str, Any] = {"description": text} if text else {}
-            fields[f"parameter_{index}"] = (hints[name], Field(default, alias=name, **described))
+            fields[f"parameter_{index}"] = (_readable(hints[name]), Field(default, alias=name, **described))
         return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
-    except (PydanticUserError, NameError, TypeError, ValueError) as error:
+    except (PydanticUserError, NameError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: its annotations cannot be read: {error}") from error
 
 
@@ -99,6 +103,31 @@ def _check_parameters(
             )
 
 
+def _readable(hint: Any) -> Any:
+    """Return a type hint with the typed dictionaries of `typing` as those of `typing_extensions`.
+
+    Pydantic reads only the latter before Python 3.12.
+    """
+    if isinstance(hint, _TYPED_DICT):
+        items = {name: _readable(value) for name, value in get_type_hints(hint, include_extras=True).items()}
+        for name, value in items.items():
+            if get_origin(value) not in (Required, NotRequired):
+                items[name] = (Required if name in hint.__required_keys__ else NotRequired)[value]
+        return cast(Any, typing_extensions.TypedDict)(hint.__name__, items)
+    inner = get_args(hint)
+    if not inner or get_origin(hint) is Literal:
+        return hint
+    read = tuple(_readable(value) for value in inner)
+    if read == inner:
+        return hint
+    if isinstance(hint, types.UnionType):
+        return Union[read]  # noqa: UP007  (of types that are known only here)
+    return hint.copy_with(read) if hasattr(hint, "copy_with") else get_origin(hint)[read]
+
+
+_TYPED_DICT: Any = type(typing.TypedDict("_TypedDict", {}))
+
+
 class _QuietJsonSchema(GenerateJsonSchema):
     """Schema generator that omits a default without a JSON form, without a warning."""
 
@@ -110,8 +139,7 @@ def _parameters_schema(model: type[BaseModel], *, where: str) -> dict[str, Any]:
         schema = model.model_json_schema(schema_generator=_QuietJsonSchema)
     except PydanticUserError as error:
         raise ConfigError(f"{where}: one of its parameters has no JSON form: {error.message}") from error
-    definitions = schema.pop("$defs", {})
-    tidy = _tidy(schema, definitions=definitions, where=where)
+    tidy = _tidy(without_references(schema))
     return {"type": "object", "properties": tidy["properties"]} | (
         {"required": tidy["required"]} if "required" in tidy else {}
     )
@@ -123,39 +151,20 @@ _VALUES = ("default", "enum", "const", "examples")
 _KEY_ORDER = {"type": 0, "description": 2, "default": 3}
 
 
-def _tidy(node: Any, *, definitions: Mapping[str, Any], where: str, parents: tuple[str, ...] = ()) -> Any:
-    """Return the schema without titles and null defaults, and with references resolved.
-
-    Many chat templates cannot handle references, titles or null defaults.
-    """
+def _tidy(node: Any) -> Any:
+    """Return the schema without titles and null defaults, which many chat templates cannot handle."""
     if isinstance(node, list):
-        items = cast(list[Any], node)
-        return [_tidy(item, definitions=definitions, where=where, parents=parents) for item in items]
+        return [_tidy(item) for item in cast(list[Any], node)]
     if not isinstance(node, dict):
         return node
-    schema = dict(cast(dict[str, Any], node))
-    reference = schema.pop("$ref", None)
-    if reference is not None:
-        target = str(reference).removeprefix("#/$defs/")
-        if target in parents:
-            raise ConfigError(
-                f"{where}: its parameter type {target!r} contains itself; use a flat type, or JSON text"
-            )
-        schema = {**definitions[target], **schema}
-        parents = (*parents, target)
+    schema = cast(dict[str, Any], node)
     tidy: dict[str, Any] = {}
     for key in sorted(schema, key=lambda key: _KEY_ORDER.get(key, 1)):
         value = schema[key]
         if key in _NOISE or (key == "default" and value is None):
             continue
         if key in _NAMED_SCHEMAS:
-            tidy[key] = {
-                name: _tidy(inner, definitions=definitions, where=where, parents=parents)
-                for name, inner in value.items()
-            }
+            tidy[key] = {name: _tidy(inner) for name, inner in value.items()}
         else:
-            is_schema = key not in _VALUES
-            tidy[key] = (
-                _tidy(value, definitions=definitions, where=where, parents=parents) if is_schema else value
-            )
+            tidy[key] = value if key in _VALUES else _tidy(value)
     return tidy

@@ -14,7 +14,7 @@ from urllib.request import urlopen
 import yaml
 
 from agent_loop.errors import ConfigError
-from agent_loop.files.plain_values import reason
+from agent_loop.files.plain_values import as_yaml_1_2, reason
 
 FETCH_TIMEOUT_S = 30.0
 
@@ -97,4 +97,4 @@ def _parse_spec(text: str) -> Any:
     """Parse JSON or YAML. JSON is tried first, since the YAML parser takes a hundred times as long for it."""
     with suppress(ValueError):
         return json.loads(text)
-    return yaml.load(text, Loader=_JsonValues)
+    return yaml.load(as_yaml_1_2(text), Loader=_JsonValues)
