@@ -141,9 +141,12 @@ def test_any_row_is_refused_or_ends_with_a_reason(columns: dict[str, Any]) -> No
         ({"agent_name": 5}, r"agent_name is 5 \(int\)"),
         ({"self": 1}, "a column 'self', which is an argument of every agent loop; rename it"),
         ({"sampling_params": 1}, "a column 'sampling_params'"),
-        ({"prompt": [{"role": "user", "content": 5}]}, r"a message whose content is 5 \(int\)"),
-        ({"prompt": [{"role": "user", "content": [5]}]}, r"a message whose content is \[5\]"),
-        ({"prompt": [{"role": "user", "content": "", "tool_calls": 5}]}, r"tool_calls are 5 \(int\)"),
+        ({"prompt": [{"role": "user", "content": 5}]}, r"messages\[0\].content is 5 \(int\)"),
+        ({"prompt": [{"role": "user", "content": [5]}]}, r"messages\[0\].content\[0\] is 5"),
+        (
+            {"prompt": [{"role": "user", "content": "", "tool_calls": 5}]},
+            r"messages\[0\].tool_calls is 5 \(int\)",
+        ),
     ],
 )
 def test_a_column_of_the_wrong_form_is_refused_with_its_location(

@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
 from agent_loop.errors import ConfigError, DataError
-from agent_loop.rollout.rows import RowSampler, load_rows
+from agent_loop.rollout.rows import RowSampler, load_rows, prepare_rows
 
 
 def test_the_same_rows_are_read_from_every_kind_of_source(tmp_path: Path) -> None:
@@ -35,23 +37,41 @@ def test_the_same_rows_are_read_from_every_kind_of_source(tmp_path: Path) -> Non
     assert load_rows(both, prompt_key="prompt") == expected * 2
 
 
-def test_keys_that_parquet_adds_to_messages_are_removed(tmp_path: Path) -> None:
-    rows = [
-        {
-            "prompt": [
-                {
-                    "role": "user",
-                    "content": [{"type": "text", "text": "hi"}, {"type": "image", "image": "a.png"}],
-                },
-                {"role": "tool", "content": None, "name": "look"},
-            ]
-        }
+def test_messages_have_one_form_whatever_wrote_them(tmp_path: Path) -> None:
+    def call(name: str, arguments: Any) -> dict[str, Any]:
+        return {"id": name, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    def chat(*calls: dict[str, Any], content: Any = "hi") -> list[dict[str, Any]]:
+        return [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": "", "tool_calls": [*calls]},
+        ]
+
+    image = {"type": "image", "image": "a.png"}
+    messages = [
+        chat(call("calculate", {"expression": "1 + 2"})),
+        chat(call("search", {"query": "a", "options": {"top": 3}})),
+        chat(call("list", {}), content=[{"type": "text", "text": "hi"}, image]),
     ]
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    rows = [{"prompt": prompt} for prompt in messages]
+    parquet.write_table(pa.Table.from_pylist(rows[:2]), tmp_path / "rows.parquet")
+    parquet.write_table(pa.Table.from_pylist([{"prompt": messages[2][:1]}]), tmp_path / "image.parquet")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows[:2])))
+    text = [{"type": "text", "text": "hi"}]
+    in_memory = [
+        {"prompt": chat(call("calculate", '{"expression": "1 + 2"}'), content=np.array(text, dtype=object))},
+        {
+            "prompt": np.array(
+                chat(call("search", {"query": "a", "options": {"top": np.int64(3)}}), content=text)
+            )
+        },
+        {"prompt": chat(call("list", ""), content=[*text, image])},
+    ]
 
-    (row,) = load_rows([str(tmp_path / "rows.parquet")], prompt_key="prompt")
-
-    assert row["raw_prompt"] == rows[0]["prompt"]
+    assert [row["raw_prompt"] for row in load_rows([str(tmp_path / "rows.jsonl")])] == messages[:2]
+    assert [row["raw_prompt"] for row in load_rows([str(tmp_path / "rows.parquet")])] == messages[:2]
+    assert load_rows([str(tmp_path / "image.parquet")])[0]["raw_prompt"] == messages[2][:1]
+    assert [row["raw_prompt"] for row in prepare_rows(in_memory, prompt_key="prompt")] == messages
 
 
 def test_text_becomes_one_user_message_and_raw_prompt_is_unchanged(tmp_path: Path) -> None:
@@ -79,8 +99,8 @@ def test_text_becomes_one_user_message_and_raw_prompt_is_unchanged(tmp_path: Pat
         ("rows.json", '[{"prompt": "a"}, {"prompt": null}]', r"row 2 has no 'prompt'"),
         ("rows.json", '[{"prompt": 3}]', r"row 1, column 'prompt' is a int; give text"),
         ("rows.json", '[{"prompt": []}]', r"is an empty list"),
-        ("rows.json", '[{"prompt": ["hi"]}]', r"holds a str"),
-        ("rows.json", '[{"prompt": [{"content": "hi"}]}]', r"a message with the keys \['content'\]"),
+        ("rows.json", '[{"prompt": ["hi"]}]', r"messages\[0\] is 'hi'"),
+        ("rows.json", '[{"prompt": [{"content": "hi"}]}]', r"messages\[0\] has the keys \['content'\]"),
         ("rows.json", "[]", r"no rows in .*rows.json"),
         ("rows.parquet", "PAR", r"cannot be read as Parquet"),
     ],

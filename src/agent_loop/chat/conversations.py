@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_loop.chat.assistant_turns import completion_ids
+from agent_loop.chat.parsers import THINK
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import IntArray, Message, Origin, ToolCall, as_token_ids
@@ -56,8 +57,10 @@ def encode_conversation(
             replies, calls = messages[before + 1 : turn], _calls(messages[before])
             runs.append(_bridge(template, runs[-1], replies, calls=calls))
             history += bridges.filled(replies, calls=calls)
-        history.append(bridges.adapted(messages[turn]))
-        rendered = _rendered_turn(template, history, tools=tools)
+        message = bridges.adapted(messages[turn])
+        rendered = _rendered_turn(template, [*history, message], tools=tools)
+        # Reasoning of earlier turns is left out, since a template may drop it once the last turn follows.
+        history.append({key: value for key, value in message.items() if key != "reasoning_content"})
         ids = completion_ids(template, rendered, next_id=_next_id(template, messages[turn : turn + 2]))
         runs.append(TokenRun(as_token_ids(ids), Origin.MODEL, turn))
     return runs
@@ -90,19 +93,70 @@ def _bridge(
 def _rendered_turn(
     template: ChatTemplate, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Return what the template renders for the last message, after the generation prompt."""
-    before = template.renderer.text(messages[:-1], tools=tools)
-    ended = template.renderer.text(messages, tools=tools, add_generation_prompt=False)
-    if ended.startswith(before):
-        return ended[len(before) :]
-    shared = template.encoder.shared(ended, before)
-    if before[len(shared) :].strip():
+    """Return what a model writes as the last message, after the generation prompt.
+
+    That is what the template renders, and before it the reasoning if the template leaves reasoning out of messages.
+    """
+    *history, message = messages
+    where = f"assistant message {len(history)}"
+    before = template.renderer.text(history, tools=tools)
+
+    def rendered(message: Message) -> tuple[str, str]:
+        """Return the end of the generation prompt that is not in the turn, and the turn after the prompt."""
+        ended = template.renderer.text([*history, message], tools=tools, add_generation_prompt=False)
+        shared = before if ended.startswith(before) else template.encoder.shared(ended, before)
+        return before[len(shared) :], ended[len(shared) :]
+
+    reasoning, answer = _split_reasoning(message, template)
+    opened, turn = rendered(answer)
+    text = template.encoder.unmask(turn)
+    if not all(call["function"]["name"] in text for call in message.get("tool_calls") or ()):
+        raise ChatTemplateError(f"the template leaves out calls of {where}")
+    if reasoning is None and not opened.strip():
+        return turn
+    if reasoning is not None:
+        for variant in ({**answer, "reasoning_content": reasoning}, message):
+            begun, full = rendered(variant)
+            is_whole = not reasoning or (reasoning in template.encoder.unmask(full) and full != turn)
+            if is_whole and not begun.strip():
+                return full
+    else:
+        remedy = "give the message the reasoning_content that the prompt opens"
+        if template.mentions("enable_thinking"):
+            remedy += ", or set model.chat_template_kwargs.enable_thinking=false"
         raise ChatTemplateError(
-            f"the template renders assistant message {len(messages) - 1} without the end of its generation prompt, "
-            f"{template.encoder.unmask(before[len(shared) :])[:80]!r}; give the message the reasoning_content that the "
-            "prompt opens, or set a variable of the template such as enable_thinking"
+            f"the template renders {where} without the end of its generation prompt, "
+            f"{template.encoder.unmask(opened)[:80]!r}; {remedy}"
         )
-    return ended[len(shared) :]
+    marks = next(iter(template.tool_parser.reasoning_marks), None)
+    start = "" if marks is None else f"{marks.opening}{marks.label}"
+    if (
+        marks is None
+        or opened.strip() not in ("", start)
+        or turn.startswith(start)
+        or marks.closing not in str(template.tokenizer.chat_template)
+    ):
+        raise ChatTemplateError(
+            f"the template leaves out the reasoning of {where}, and rollout.multi_turn.format has no marks for the "
+            "reasoning of this template; set another format or template, or leave the reasoning out"
+        )
+    begin = "" if opened.strip() else f"{start}\n"
+    end = f"\n{marks.closing}" + ("\n\n" if marks == THINK else "")
+    return f"{begin}{template.encoder.mask(reasoning)}{end}{turn}"
+
+
+def _split_reasoning(message: Message, template: ChatTemplate) -> tuple[str | None, Message]:
+    """Return the reasoning of a message, or None if it has none, and the message without it."""
+    content, reasoning = message.get("content"), message.get("reasoning_content")
+    if isinstance(reasoning, str) and reasoning.strip():
+        answer = {key: value for key, value in message.items() if key != "reasoning_content"}
+        return reasoning.strip(), answer
+    for marks in template.tool_parser.reasoning_marks:
+        if isinstance(content, str) and marks.closing in content:
+            reasoning, _, text = content.partition(marks.closing)
+            reasoning = reasoning.strip().removeprefix(marks.opening).removeprefix(marks.label)
+            return reasoning.strip(), {**message, "content": text.lstrip("\n")}
+    return None, message
 
 
 def _calls(message: Message) -> list[ToolCall]:

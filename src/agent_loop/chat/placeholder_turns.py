@@ -111,7 +111,8 @@ class PlaceholderTurns:
         if self.arguments_as_json:
             for message in messages:
                 arguments = message["function"]["arguments"]
-                message["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+                if not isinstance(arguments, str):
+                    message["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
         content: Message = {"content": ""} if self.has_text else {}
         return {"role": "assistant", **content, "tool_calls": messages}
 

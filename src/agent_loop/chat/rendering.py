@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self._encoder = encoder
         self._variables = _each_text(variables, encoder.mask)
+        self._reasoning_key = _reasoning_key(str(tokenizer.chat_template))
         self._rewritten: dict[str, str | None] = {}
         """Rewritten templates by source; None where rewriting changes nothing."""
         self.takes_parts = False
@@ -94,9 +96,11 @@ class Renderer:
     def _masked(self, message: Message) -> Message:
         mask, mask_searchable = self._encoder.mask, self._encoder.mask_searchable
         is_assistant = message.get("role") == "assistant"
+        # gpt-oss refuses a turn of calls with both text and reasoning.
+        is_refused = bool(message.get("tool_calls") and message.get("content"))
         return self._in_parts(
             {
-                key: _each_text(
+                self._reasoning_key if key == "reasoning_content" and not is_refused else key: _each_text(
                     value, mask_searchable if is_assistant and key in TEXTS_WITH_MARKERS else mask
                 )
                 for key, value in message.items()
@@ -126,6 +130,12 @@ class Renderer:
             return SENTINEL in self.text([], after=messages, add_generation_prompt=False)
         except ChatTemplateError:
             return False
+
+
+def _reasoning_key(source: str) -> str:
+    """Return the key of a message under which a template reads reasoning."""
+    keys = ("reasoning_content", "thinking", "reasoning")
+    return next((key for key in keys if re.search(rf"""[.'"]{key}\b""", source)), keys[0])
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:

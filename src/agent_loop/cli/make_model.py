@@ -86,6 +86,7 @@ def make_model_command(
         raise ConfigError("there are no rows; give --from-rows, or --config with data.train_files")
 
     # late: keeps `--help` and config errors quick
+    from agent_loop.chat.messages import shown_tool
     from agent_loop.tiny_models.model import Size
     from agent_loop.tools.registry import load_tools
     from agent_loop.training.supervised.task_model import TaskTexts, make_task_model
@@ -99,7 +100,7 @@ def make_model_command(
         settings.sft.files if demonstrations is None else demonstrations,
         prompt_key=settings.data.prompt_key,
         messages_key=settings.sft.messages_key,
-        tools=[tool.tool_schema for tool in loaded.values()],
+        tools=[shown_tool(tool.tool_schema) for tool in loaded.values()],
     )
     run_to_end(
         make_task_model(

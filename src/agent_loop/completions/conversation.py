@@ -6,23 +6,26 @@ import json
 from collections.abc import Sequence
 from typing import Any, cast
 
-from agent_loop.chat.parsers.json_calls import JsonFault, decode_json
+from agent_loop.chat.messages import MessageError, normalise_messages
 from agent_loop.completions.requests import ChatCompletionRequest, ChatMessage
 from agent_loop.errors import RequestError
 from agent_loop.runtime.describe import one_line
 from agent_loop.types import Message
 
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+
 
 def conversation_of(messages: Sequence[ChatMessage]) -> list[Message]:
-    """Return the messages in the form that a `ChatTemplate` takes.
-
-    The role `developer` becomes `system`. Content parts that are all text become one text, joined by line breaks.
-    Arguments of calls become mappings.
+    """Return the messages in the form that a `ChatTemplate` takes. See `normalise_messages`.
 
     Raises:
         RequestError: A content part has an unknown type, an image is not a data URL, or a call is not valid.
     """
-    return [_message(message, where=f"messages[{index}]") for index, message in enumerate(messages)]
+    given = [_as_mapping(message, where=f"messages[{index}]") for index, message in enumerate(messages)]
+    try:
+        return normalise_messages(given, where="messages")
+    except MessageError as error:
+        raise RequestError(str(error), param=error.where) from error
 
 
 def split_prefill(request: ChatCompletionRequest, messages: Sequence[Message]) -> tuple[list[Message], str]:
@@ -61,31 +64,13 @@ def split_prefill(request: ChatCompletionRequest, messages: Sequence[Message]) -
     return earlier, text
 
 
-def _message(message: ChatMessage, *, where: str) -> Message:
-    role = "system" if message.role == "developer" else message.role
-    written: Message = {"role": role, "content": _content(message.content, where=f"{where}.content")}
-    for key in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, key)) is not None:
-            written[key] = value
-    if message.tool_calls and role != "assistant":
-        raise RequestError(
-            f"{where}.tool_calls: only assistant messages may have tool calls; remove them",
-            param=f"{where}.tool_calls",
-        )
-    if message.tool_calls:
-        written["tool_calls"] = [
-            _call(call, where=f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
+def _as_mapping(message: ChatMessage, *, where: str) -> dict[str, Any]:
+    given = {key: getattr(message, key) for key in _KEYS}
+    if isinstance(message.content, list):
+        given["content"] = [
+            _part(part, where=f"{where}.content[{index}]") for index, part in enumerate(message.content)
         ]
-    return written
-
-
-def _content(content: str | list[dict[str, Any]] | None, *, where: str) -> str | list[dict[str, Any]]:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = [_part(part, where=f"{where}[{index}]") for index, part in enumerate(content)]
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts
+    return given
 
 
 def _part(part: dict[str, Any], *, where: str) -> dict[str, Any]:
@@ -105,32 +90,3 @@ def _part(part: dict[str, Any], *, where: str) -> dict[str, Any]:
         f"{where}: type is {one_line(json.dumps(kind), max_length=80)}; give text (with a text) or image_url",
         param=where,
     )
-
-
-def _call(call: dict[str, Any], *, where: str) -> dict[str, Any]:
-    function: Any = call.get("function")
-    name: Any = cast(dict[str, Any], function).get("name") if isinstance(function, dict) else None
-    if call.get("type", "function") != "function" or not isinstance(name, str) or not name:
-        raise RequestError(
-            f"{where} is not a function call with a name; give type and function.name", param=where
-        )
-    arguments: Any = cast(dict[str, Any], function).get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = decode_json(arguments) if arguments.strip() else {}
-        except JsonFault as error:
-            raise RequestError(
-                f"{where}.function.arguments is not valid JSON: {error}", param=where
-            ) from error
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise RequestError(f"{where}.function.arguments must hold a JSON object", param=where)
-    call_id: Any = call.get("id")
-    if call_id is not None and not isinstance(call_id, str):
-        raise RequestError(f"{where}.id must be a string", param=where)
-    return {
-        "type": "function",
-        "id": call_id or "",
-        "function": {"name": name, "arguments": arguments},
-    }

@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
+from agent_loop.chat.messages import shown_tool
 from agent_loop.runtime.describe import one_line
 from agent_loop.tools.json_schema import InvalidSchema, check_json_schema
 
@@ -120,7 +121,7 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
             _check_schema(json.dumps(parameters))
         except (InvalidSchema, RecursionError) as error:
             raise ValueError(f"function.parameters is not a valid JSON schema: {error}") from error
-    return tool
+    return shown_tool(tool)
 
 
 @lru_cache(maxsize=1024)

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from msgspec import Struct, field, structs
 
+from agent_loop.chat.messages import shown_tool
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config, MultiTurnConfig
 from agent_loop.environments.factory import EnvironmentFactory
@@ -154,7 +155,7 @@ class AgentLoopBase(ABC):
             server_manager=self.context.server_manager,
             limits=self.context.limits,
             tools=session,
-            tool_schemas=[tool.tool_schema for tool in tools.values() if tool.is_shown],
+            tool_schemas=[shown_tool(tool.tool_schema) for tool in tools.values() if tool.is_shown],
             interaction=self._interaction_session(interaction_kwargs, trajectory=trajectory),
             log=None if self.context.new_log is None else self.context.new_log(),
             cancellation=self.context.cancellation,

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from agent_loop.chat.messages import without_added_nulls
 from agent_loop.errors import DataError
 from agent_loop.files.file_kinds import ARROW_MAGIC
 from agent_loop.files.plain_values import parse_json
@@ -61,7 +62,7 @@ def _plain_rows(path: Path, batches: Iterator[Any], *, kind: str) -> Iterator[di
     try:
         for batch in batches:
             decoders = _json_decoders(batch.schema)
-            rows = batch.to_pylist()
+            rows = map(without_added_nulls, batch.to_pylist())
             yield from (_with_decoded(row, decoders) for row in rows) if decoders else rows
     except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from agent_loop.chat.messages import without_added_nulls
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.loading import load_object
 from agent_loop.runtime.describe import describe_error, describe_value
@@ -29,6 +30,13 @@ def call_row_function(source: str) -> Iterator[Any]:
     return _rows_of(function, source=source)
 
 
+def plain_rows(rows: Iterable[Any]) -> Iterable[Any]:
+    """Return rows without the nulls that Arrow adds, if they are a data set of Hugging Face."""
+    if not hasattr(rows, "column_names"):
+        return rows
+    return (without_added_nulls(cast(dict[str, Any], row)) if isinstance(row, dict) else row for row in rows)
+
+
 def _rows_of(function: Callable[[], Any], *, source: str) -> Iterator[Any]:
     """Yield the rows that a user's function returns. Convert its errors to DataError."""
     try:
@@ -38,7 +46,7 @@ def _rows_of(function: Callable[[], Any], *, source: str) -> Iterator[Any]:
             raise DataError(f"{source} is an async function; define it with def, not with async def")
         if not isinstance(rows, Iterable):
             raise DataError(f"{source} returned {describe_value(rows)}; it must return an iterable of rows")
-        yield from cast(Iterable[Any], rows)
+        yield from plain_rows(cast(Iterable[Any], rows))
     except DataError:
         raise
     except (Exception, SystemExit) as error:

@@ -9,11 +9,12 @@ from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
+from agent_loop.chat.messages import normalise_messages
 from agent_loop.environments.row_formats import environment_rows
 from agent_loop.errors import DataError
 from agent_loop.files.plain_values import depth_fault
 from agent_loop.rollout.located_rows import number_rows
-from agent_loop.rollout.row_functions import call_row_function
+from agent_loop.rollout.row_functions import call_row_function, plain_rows
 from agent_loop.rollout.row_readers import read_shard
 from agent_loop.rollout.row_sources import find_shards
 from agent_loop.rollout.row_workspaces import with_workspace
@@ -85,7 +86,7 @@ def prepare_rows(rows: Iterable[Any], *, prompt_key: str) -> list[dict[str, Any]
     """
     prepared = [
         _with_prompt(row, where=where, prompt_key=prompt_key)
-        for where, row in number_rows("the data set", rows)
+        for where, row in number_rows("the data set", plain_rows(rows))
     ]
     if not prepared:
         raise DataError("there are no rows; give at least one")
@@ -249,43 +250,10 @@ def _messages(prompt: Any, *, where: str) -> list[Message]:
     kind = type(prompt).__name__
     if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping):
         raise DataError(f"{where} is a {kind}; {_PROMPT_SHAPE}")
-    messages = [_message(message, where=where) for message in cast(Iterable[Any], prompt)]
+    messages = list(cast(Iterable[Any], prompt))
     if not messages:
         raise DataError(f"{where} is an empty list; {_PROMPT_SHAPE}")
-    return messages
-
-
-def _message(message: Any, *, where: str) -> Message:
-    """Validate a message, and remove the keys without a value, which columnar files add to every message and part."""
-    if not isinstance(message, Mapping):
-        raise DataError(f"{where} holds a {type(message).__name__}; {_PROMPT_SHAPE}")
-    given = cast(Mapping[str, Any], message)
-    if not isinstance(given.get("role"), str) or "content" not in given:
-        raise DataError(f"{where} holds a message with the keys {sorted(given)}; {_PROMPT_SHAPE}")
-    content: Any = given["content"]
-    parts: list[Any] = cast(list[Any], content) if isinstance(content, list) else []
-    if not isinstance(content, str | list | None) or not all(isinstance(p, str | Mapping) for p in parts):
-        raise DataError(
-            f"{where} holds a message whose content is {describe_value(cast(Any, content))}; give text, or a list of "
-            'parts like {"type": "text", "text": "..."}'
-        )
-    calls: Any = given.get("tool_calls")
-    if not isinstance(calls, list | None) or not all(
-        isinstance(c, Mapping) for c in cast(list[Any], calls or [])
-    ):
-        raise DataError(
-            f"{where} holds a message whose tool_calls are {describe_value(calls)}; give a list of calls"
-        )
-    cleaned = {key: value for key, value in given.items() if value is not None or key == "content"}
-    if isinstance(content, list):
-        cleaned["content"] = [_content_part(part) for part in parts]
-    return cleaned
-
-
-def _content_part(part: Any) -> Any:
-    if not isinstance(part, Mapping):
-        return part
-    return {key: value for key, value in cast(Mapping[str, Any], part).items() if value is not None}
+    return normalise_messages(messages, where=f"{where}: messages")
 
 
 _TOOLS_SHAPE = 'a mapping like {"tool": {"create_kwargs": {...}}}'

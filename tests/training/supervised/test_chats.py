@@ -6,18 +6,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
+from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import SftConfig
 from agent_loop.errors import DataError
 from agent_loop.rollout.batch import assemble
 from agent_loop.training.supervised import Examples, load_examples
+from agent_loop.types import Origin
 from tests.helpers import call_text, hermes_template, user
 
 TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 ]
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+ADD = {"name": "add", "arguments": {"a": 1}}
 CHAT = [
     {"role": "system", "content": "Be brief."},
     *user("1 + 2?"),
@@ -27,10 +33,10 @@ CHAT = [
 ]
 
 
-def loaded(tmp_path: Path, *rows: Any, **config: Any) -> Examples:
+def loaded(tmp_path: Path, *rows: Any, template: ChatTemplate | None = None, **config: Any) -> Examples:
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_examples([str(path)], config=SftConfig(**config), template=hermes_template())
+    return load_examples([str(path)], config=SftConfig(**config), template=template or hermes_template())
 
 
 def trained_texts(examples: Examples) -> list[str]:
@@ -64,11 +70,102 @@ def test_a_message_of_weight_0_is_context_only(tmp_path: Path) -> None:
 
 
 def test_other_columns_hold_messages_and_schemas_as_json(tmp_path: Path) -> None:
-    row = {"chat": CHAT, "schemas": json.dumps(TOOLS)}
+    definitions = {"Number": {"type": "integer"}}
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/Number"}}, "$defs": definitions}
+    row = {"chat": CHAT, "schemas": json.dumps([{"name": "add", "parameters": parameters}])}
 
     examples = loaded(tmp_path, row, messages_key="chat", tools_key="schemas")
 
-    assert '"name": "add"' in hermes_template().decode(examples.trajectories[0].output.prompt_ids)
+    prompt = hermes_template().decode(examples.trajectories[0].output.prompt_ids)
+    shown = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert json.dumps({"type": "function", "function": {"name": "add", "parameters": shown}}) in prompt
+
+
+def test_columnar_files_give_the_tokens_of_the_same_conversations_as_lines(tmp_path: Path) -> None:
+    other = json.loads(json.dumps(CHAT).replace('"add"', '"search"'))
+    other[2]["tool_calls"][0]["function"]["arguments"] = {"query": "b"}
+    tool = {"name": "search", "parameters": {"type": "object", "properties": {"query": {"type": "string"}}}}
+    rows = [
+        {
+            "messages": [*CHAT[:2], {**CHAT[2], "tool_calls": [{**CALL, "function": ADD}]}, *CHAT[3:]],
+            "tools": TOOLS,
+        },
+        {"messages": other, "tools": [{"type": "function", "function": tool}]},
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "chats.parquet")
+    path = str(tmp_path / "chats.parquet")
+
+    columnar = load_examples([path], config=SftConfig(), template=hermes_template()).trajectories
+
+    lines = loaded(tmp_path, *rows).trajectories
+    assert [segment.token_ids.tolist() for t in columnar for segment in t.output.segments] == [
+        segment.token_ids.tolist() for t in lines for segment in t.output.segments
+    ]
+
+
+def test_results_of_parallel_calls_follow_the_order_of_the_calls(tmp_path: Path) -> None:
+    calls = [{**CALL, "id": name} for name in ("one", "two")]
+    results = [{"role": "tool", "tool_call_id": name, "content": f"of {name}"} for name in ("two", "one")]
+
+    examples = loaded(
+        tmp_path, {"messages": [*CHAT[:2], {**CHAT[2], "tool_calls": calls}, *results, CHAT[4]]}
+    )
+
+    response = hermes_template().decode(examples.trajectories[0].output.response_ids)
+    assert "of one\n</tool_response>\n<tool_response>\nof two" in response
+
+
+THINKS = """\
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}<|user|>{{ m.content }}
+{%- else -%}<|assistant|>{{ m.content.split('</think>')[-1] }}<|end|>{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|><think>\n{% endif -%}
+"""
+"""Opens reasoning in its prompt, and drops reasoning from messages, as DeepSeek's templates do."""
+CHANNELS = """\
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}<|user|>{{ m.content }}<|end|>
+{%- else -%}<|assistant|>
+{%- if 'thinking' in m and loop.last %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|assistant|>{% endif -%}
+<|channel|>final<|message|>{{ m.content }}<|end|>{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{% endif -%}
+"""
+"""Reads reasoning under another name, as that of gpt-oss does."""
+
+
+@pytest.mark.parametrize(
+    ("source", "turn", "expected"),
+    [
+        (THINKS, {"reasoning_content": "It is 3."}, "It is 3.\n</think>\n\nthree<|end|>"),
+        (THINKS, {"content": "<think>\nIt is 3.\n</think>\n\nthree"}, "It is 3.\n</think>\n\nthree<|end|>"),
+        (
+            CHANNELS,
+            {"reasoning": "It is 3."},
+            "<|channel|>analysis<|message|>It is 3.<|end|><|assistant|><|channel|>final<|message|>three<|end|>",
+        ),
+    ],
+)
+def test_reasoning_is_trained_with_templates_that_drop_it_or_have_another_name_for_it(
+    tmp_path: Path, source: str, turn: dict[str, Any], expected: str
+) -> None:
+    template = ChatTemplate(placeholder_tokenizer(source))
+    answer = {"role": "assistant", "content": "three", **turn}
+    row = {"messages": [*user("1 + 2?"), answer, *user("Sure?"), answer]}
+
+    [trajectory] = loaded(tmp_path, row, template=template).trajectories
+
+    trained = [s.token_ids for s in trajectory.output.segments if s.origin is Origin.MODEL]
+    assert [template.decode(token_ids) for token_ids in trained] == [expected] * 2
+
+
+def test_reasoning_that_the_template_leaves_out_is_named(tmp_path: Path) -> None:
+    row = {
+        "messages": [*user("1 + 2?"), {"role": "assistant", "content": "3", "reasoning_content": "It is 3."}]
+    }
+    with pytest.raises(DataError, match="leaves out the reasoning of assistant message 1"):
+        loaded(tmp_path, row)
 
 
 def test_long_conversations_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -83,7 +180,10 @@ def test_long_conversations_are_left_out_and_counted(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"messages": user("hi")}, "conversation 1: the conversation has no assistant message"),
-        ({"messages": [{"role": "robot", "content": "hi"}]}, "conversation 1: a message has 'role'"),
+        (
+            {"messages": [{"role": "robot", "content": "hi"}]},
+            "conversation 1: a message has the role 'robot'",
+        ),
         (
             {"messages": [*user("hi"), {"role": "assistant", "content": "a", "weight": 2}]},
             "the weight of a message is 2; give 0 or 1",

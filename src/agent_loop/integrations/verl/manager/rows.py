@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from agent_loop.chat.messages import normalise_messages, without_added_nulls
 from agent_loop.integrations.verl.manager.loops import loop_name
 from agent_loop.integrations.verl.manager.record import RECORD, VerlRecord
 from agent_loop.integrations.verl.manager.verl_package import load_verl
@@ -56,9 +57,10 @@ def make_row(columns: dict[str, Any], names: KnownNames, *, is_greedy: bool = Fa
     """
     agent_name = str(columns.pop("agent_name", names.default_agent_loop))
     record = VerlRecord(columns, agent_name=agent_name, is_greedy=is_greedy)
+    prompt = without_added_nulls({"raw_prompt": list(columns["raw_prompt"])})  # verl reads rows with Arrow
     row = {
         **columns,
-        "raw_prompt": list(columns["raw_prompt"]),
+        "raw_prompt": normalise_messages(prompt["raw_prompt"], where="raw_prompt"),
         "agent_name": loop_name(agent_name, is_text=names.is_text),
         RECORD: record,
     }
