@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +42,7 @@ SMALL = {
 REWARD = '''
 import json
 import os
+from functools import cache
 from pathlib import Path
 
 
@@ -69,12 +71,15 @@ def option(recipe: Path, name: str) -> str:
     return found[1]
 
 
+shape_of = cache(read_shape)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_the_machine_that_it_names(recipe: Path) -> None:
     assert "not yet run" in recipe.read_text().splitlines()[0]
     plan = make_plan(
         load_config(recipe),
-        read_shape(option(recipe, "model")),
+        shape_of(option(recipe, "model")),
         machine=parse_devices(option(recipe, "devices")),
     )
     assert not plan.faults

@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agent_loop.config import Config
-from agent_loop.planning.shapes import ModelShape
+from agent_loop.planning.shapes import FULL, ModelShape
 
-FULL = 4
-"""Bytes of a float32 number."""
 QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a number in 4 bits: with a scale of 8 bits per 64 numbers, and one of 32 bits per 256 scales."""
 BLOCK_LOGITS = {False: 2**20, True: 2**26}
@@ -99,9 +97,9 @@ def update_memory(shape: ModelShape, config: Config, *, on_gpu: bool) -> UpdateM
         weights = (trained + (shape.parameters if rank else 0)) * FULL / processes
         reference = shape.parameters * FULL / processes
         gathered = (2 * shape.layer_parameters + shape.root_parameters) * size
-    largest = max(shape.embedding_parameters, shape.mlp_parameters if shape.experts else 0)
+    largest = shape.largest_parameter
     if config.model.base_bits:  # a matrix at a time is dequantised
-        gathered = max(shape.intermediate, shape.query_width) * shape.hidden * (size + FULL)
+        gathered = max(weight.numel() for weight in shape.linear) * (size + FULL)
     gradient = 0 if rank else largest * (size + FULL if size < FULL or has_host_copies else FULL)
     return UpdateMemory(
         weights=weights,
@@ -120,8 +118,7 @@ def _frozen_bytes(shape: ModelShape, config: Config, size: int) -> float:
     """Return the bytes of the weights below adapters."""
     if config.model.base_bits is None:
         return shape.parameters * size
-    linear = shape.attention_parameters + (0 if shape.experts else shape.mlp_parameters)
-    quantized = shape.layers * linear
+    quantized = sum(weight.numel() for weight in shape.linear)
     return quantized * QUANTIZED + (shape.parameters - quantized) * size
 
 
@@ -137,31 +134,13 @@ def _activations(shape: ModelShape, config: Config, size: int) -> float:
     With gradient checkpointing, a layer keeps its input, and one layer at a time is computed again. Selective
     checkpointing also keeps the result of attention.
     """
-    layer = _layer_activations(shape, size, is_frozen=bool(config.model.lora_rank))
+    activations = shape.activation_bytes(size, is_frozen=bool(config.model.lora_rank))
     if config.actor.gradient_checkpointing:
         kept = (
             shape.hidden if config.actor.gradient_checkpointing is True else shape.hidden + shape.query_width
         )
-        return shape.layers * kept * size + layer
-    return shape.layers * layer
-
-
-def _layer_activations(shape: ModelShape, size: int, *, is_frozen: bool) -> float:
-    """Return the bytes per token that a layer keeps.
-
-    Two norms keep their input in float32, their result, and the normalised values if their weights are trained.
-    Attention keeps queries, keys, values and its result. The MLP keeps the gate before and after its activation, the
-    other factor, and their product.
-    """
-    norm = FULL + size + (0 if is_frozen else size)
-    h, q, kv, i = shape.hidden, shape.query_width, shape.kv_width, shape.intermediate
-    attention = (2 * q + 2 * q) * size  # keys and values are repeated for all heads
-    if shape.has_qk_norm:
-        attention += (q + kv) * (FULL + (0 if is_frozen else size))
-    mlp = 4 * i * size
-    if shape.experts:
-        mlp = shape.experts_per_token * (5 * i + 2 * h) * size
-    return 2 * h * norm + attention + mlp
+        return shape.layers * kept * size + activations / shape.layers
+    return activations
 
 
 def _head(shape: ModelShape, positions: int, size: int, *, on_gpu: bool) -> float:

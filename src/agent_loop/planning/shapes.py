@@ -1,146 +1,209 @@
-"""Sizes of a model, read from its `config.json`."""
+"""Sizes of a model, counted on torch's meta device, where tensors take no memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import parse_json
 
-KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
-"""Model types whose parameters are counted. They differ in biases, norms of queries and keys, and experts."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
 CONFIG_FILE = "config.json"
+FULL = 4
+"""Bytes of a float32 number."""
+PROBE_TOKENS = 60
+"""Tokens of the forward that counts activations; no usual size of a window, a chunk or a head."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class ModelShape:
-    """Sizes of a decoder with grouped-query attention and a gated MLP."""
+    """Sizes of a model. Tied weights count once."""
 
-    model_type: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    """Width of the MLP, or of one expert."""
-    vocabulary: int
-    is_tied: bool
-    """Whether embedding and head share their weights."""
-    experts: int = 0
-    """Experts per layer; 0 for a dense MLP."""
-    experts_per_token: int = 0
-    has_qk_norm: bool = False
-    has_qkv_bias: bool = False
-    max_positions: int | None = None
+    model: Any
+    """The model, on the meta device."""
 
     @property
-    def query_width(self) -> int:
-        return self.heads * self.head_dim
+    def model_type(self) -> str:
+        return self.model.config.model_type
 
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
+    @cached_property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
-    @property
-    def attention_parameters(self) -> int:
-        """Weights of the projections of one layer."""
-        return self.hidden * (2 * self.query_width + 2 * self.kv_width)
-
-    @property
-    def mlp_parameters(self) -> int:
-        """Weights of the MLP, or of all experts and the router, of one layer."""
-        one = 3 * self.hidden * self.intermediate
-        return one if not self.experts else self.experts * (one + self.hidden)
+    @cached_property
+    def root_parameters(self) -> int:
+        """Parameters of the embedding and the head."""
+        embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
+        return embedding.numel() * (1 if head is None or head.weight is embedding else 2)
 
     @property
     def layer_parameters(self) -> int:
-        """All parameters of one layer."""
-        norms = 2 * self.hidden + (2 * self.head_dim if self.has_qk_norm else 0)
-        biases = self.query_width + 2 * self.kv_width if self.has_qkv_bias else 0
-        return self.attention_parameters + self.mlp_parameters + norms + biases
+        """All other parameters, divided by the number of layers."""
+        return (self.parameters - self.root_parameters) // self.layers
+
+    @cached_property
+    def largest_parameter(self) -> int:
+        return max(parameter.numel() for parameter in self.model.parameters())
+
+    @cached_property
+    def linear(self) -> Sequence[Tensor]:
+        """Weights of the linear layers but the head. Stacked experts are not linear layers."""
+        from torch import nn
+        from transformers.pytorch_utils import Conv1D
+
+        head = self.model.get_output_embeddings()
+        return [
+            m.weight for m in self.model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head
+        ]
 
     @property
-    def embedding_parameters(self) -> int:
-        return self.vocabulary * self.hidden
+    def layers(self) -> int:
+        return int(getattr(self._text, "num_hidden_layers", 1))
 
     @property
-    def root_parameters(self) -> int:
-        """Parameters outside the layers: embedding, head and last norm."""
-        return self.embedding_parameters * (1 if self.is_tied else 2) + self.hidden
+    def vocabulary(self) -> int:
+        return self.model.get_input_embeddings().weight.shape[0]
 
     @property
-    def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.root_parameters
+    def hidden(self) -> int:
+        return self.model.get_input_embeddings().weight.shape[1]
+
+    @property
+    def query_width(self) -> int:
+        """Width of the result of attention in a layer; the hidden width if it differs between layers."""
+        try:
+            heads = int(getattr(self._text, "num_attention_heads", 1) or 1)
+            return heads * int(getattr(self._text, "head_dim", None) or self.hidden // heads)
+        except RuntimeError:  # raised by configurations with a value per layer
+            return self.hidden
+
+    @property
+    def max_positions(self) -> int | None:
+        return getattr(self._text, "max_position_embeddings", None)
 
     def lora_parameters(self, rank: int) -> int:
-        """Return the parameters of adapters on all linear modules. Experts are not linear modules, and have none."""
-        h, q, kv, i = self.hidden, self.query_width, self.kv_width, self.intermediate
-        attention = (h + q) * 2 + (h + kv) * 2
-        mlp = 0 if self.experts else 3 * (h + i)
-        return self.layers * rank * (attention + mlp)
+        """Return the parameters of adapters on all linear layers but the head."""
+        return rank * sum(sum(weight.shape) for weight in self.linear)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_width * itemsize
+        _, cache_width = self._frozen_probe
+        return (cache_width or 2 * self.layers * self.hidden) * itemsize
+
+    def activation_bytes(self, itemsize: int, *, is_frozen: bool) -> float:
+        """Return the bytes per token that the forward of all layers keeps for the backward pass.
+
+        Args:
+            itemsize: Bytes of a number that the model computes with.
+            is_frozen: Whether adapters alone are trained.
+        """
+        numbers, _ = self._frozen_probe if is_frozen else self._probe
+        return numbers[2] * itemsize + numbers[FULL] * FULL
+
+    @cached_property
+    def _probe(self) -> tuple[Mapping[int, float], int]:
+        return _probe(self.model, trained=list(self.model.parameters()), linear=self.linear)
+
+    @cached_property
+    def _frozen_probe(self) -> tuple[Mapping[int, float], int]:
+        return _probe(self.model, trained=self.linear, linear=self.linear)
+
+    @property
+    def _text(self) -> Any:
+        return self.model.config.get_text_config()
 
 
 def read_shape(path: str | Path) -> ModelShape:
-    """Read the sizes of a model.
+    """Read the configuration of a model, and count its sizes.
 
     Args:
         path: A `config.json`, a folder with one, or the hub name of a model that is in the local cache.
 
     Raises:
-        ConfigError: There is no such file, or models of its type are not known.
+        ConfigError: There is no such file, or `transformers` has no language model for it.
     """
     file = _find(path)
     try:
         values = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(file)!r} cannot be read as JSON: {error}") from error
-    given: Mapping[str, Any] = (
-        cast(Any, values).get("text_config", values) if isinstance(values, dict) else {}
-    )
-    return parse_shape(given, where=str(file))
+    return parse_shape(cast(Any, values) if isinstance(values, dict) else {}, where=str(file))
 
 
 def parse_shape(values: Mapping[str, Any], *, where: str) -> ModelShape:
-    """Return the sizes that the contents of a `config.json` name.
+    """Return the sizes of the model that the contents of a `config.json` describe.
 
     Raises:
-        ConfigError: Models of this type are not known, or a size is missing.
+        ConfigError: `transformers` has no language model for it.
     """
-    kind = values.get("model_type")
-    if kind not in KNOWN:
-        raise ConfigError(
-            f"{where} has model_type {kind!r}, whose parameters are not counted; known are {', '.join(KNOWN)}"
-        )
+    import torch  # late, as transformers is: this module is imported where torch may be missing
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.initialization import no_init_weights
+
+    known: Any = AutoConfig
     try:
-        heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
-        experts = int(values.get("num_experts") or 0) if kind == "qwen3_moe" else 0
-        return ModelShape(
-            model_type=kind,
-            hidden=hidden,
-            layers=int(values["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(values.get("num_key_value_heads") or heads),
-            head_dim=int(values.get("head_dim") or hidden // heads),
-            intermediate=int(values["moe_intermediate_size" if experts else "intermediate_size"]),
-            vocabulary=int(values["vocab_size"]),
-            is_tied=bool(values.get("tie_word_embeddings", False)),
-            experts=experts,
-            experts_per_token=int(values.get("num_experts_per_tok") or 0) if experts else 0,
-            has_qk_norm=kind in ("qwen3", "qwen3_moe"),
-            has_qkv_bias=kind == "qwen2",
-            max_positions=values.get("max_position_embeddings"),
-        )
-    except KeyError as error:
-        raise ConfigError(f"{where} lacks {error}; give the config.json of a transformers model") from error
+        config = known.for_model(**{"model_type": None, **values})
+        has_vision = getattr(config, "vision_config", None) is not None
+        make: Any = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+        with torch.device("meta"), no_init_weights():
+            model = make.from_config(config, dtype=torch.bfloat16).eval()
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{where} describes no language model of transformers: {reason}") from error
+    model.tie_weights()
+    return ModelShape(model)
+
+
+def _probe(
+    model: Any, *, trained: Sequence[Tensor], linear: Sequence[Tensor]
+) -> tuple[Mapping[int, float], int]:
+    """Run a forward on the meta device, with a model in bfloat16.
+
+    A model whose forward reads values of tensors cannot run there. Then the inputs and outputs of all linear layers
+    count, and the KV cache is not known.
+
+    Returns:
+        The numbers per token that the forward keeps for the backward pass, by their bytes, and those in the KV cache.
+    """
+    import torch
+
+    model.requires_grad_(False)
+    for weight in trained:
+        weight.requires_grad_(True)
+    kept: dict[int, Tensor] = {}
+    own = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+
+    def keep(tensor: Tensor) -> Tensor:
+        is_score = tensor.shape[-2:] == (PROBE_TOKENS, PROBE_TOKENS)  # which fused attention does not keep
+        if not is_score and _storage(tensor) not in own:
+            kept.setdefault(_storage(tensor), tensor)
+        return tensor
+
+    ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta")
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            result = model.base_model(input_ids=ids, use_cache=True)
+    except Exception:  # noqa: BLE001  (whatever a model raises on tensors without values)
+        return {2: float(sum(sum(weight.shape) for weight in linear)), FULL: 0.0}, 0
+    numbers = {2: 0.0, FULL: 0.0}
+    for tensor in kept.values():
+        size = 2 if tensor.itemsize == 2 else FULL
+        numbers[size] += tensor.untyped_storage().nbytes() / size / PROBE_TOKENS
+    layers: Sequence[Any] = getattr(getattr(result, "past_key_values", None), "layers", ())
+    cached = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    return numbers, sum(tensor.numel() for tensor in cached if tensor is not None) // PROBE_TOKENS
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the identity of the storage, which views share."""
+    return cast(Any, tensor.untyped_storage())._cdata
 
 
 def _find(path: str | Path) -> Path:
