@@ -139,7 +139,7 @@ def model_type_of(model: Any) -> str:
 def refusal(model: Any, *, length: int) -> str | None:
     """Return why the engine does not serve a model with contexts of this length; None if it does."""
     config = model.config.get_text_config()
-    if getattr(config, "attention_type", None) == "block_sparse":
+    if config.model_type == "big_bird" and config.attention_type == "block_sparse":
         return f"{_LATER_TOKENS} (attention_type is block_sparse)"
     if 0 < getattr(config, "keep_window_size", length) < length:
         return f"{_LATER_TOKENS} (keep_window_size is {config.keep_window_size}, below the context of {length} tokens)"
