@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 import openai
 import pytest
 
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason
 from tests.gateway.harness import ADD, MODEL, ProgramHarness, echo, in_order, origins, prompts, tokens
-from tests.helpers import call_text, encoded, hermes_template, text_reply, tool_call_reply, user
+from tests.helpers import (
+    call_text,
+    encoded,
+    hermes_template,
+    small_tokenizer,
+    text_reply,
+    tool_call_reply,
+    user,
+)
 
 
 def client_of(base_url: str, api_key: str, http_client: Any, **options: Any) -> openai.AsyncOpenAI:
@@ -291,6 +301,50 @@ def test_reasoning_that_the_client_drops_stays_in_the_tokens() -> None:
     [trajectory] = harness.run_virtual(program)
     assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
     assert "Hm." in prompts(harness.server.requests[1:])[0]
+
+
+KIMI_TEMPLATE = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.reasoning_content %}{{- '<think>' + m.reasoning_content + '</think>' }}{%- endif %}
+    {%- if m.role == 'tool' %}{{- 'Return of ' + m.tool_call_id + ': ' }}{%- endif %}
+    {{- m.content or '' }}
+    {%- if m.tool_calls %}
+        {{- '<|tool_calls_section_begin|>' }}
+        {%- for call in m.tool_calls %}
+            {{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+            {{- (call.function.arguments | tojson) + '<|tool_call_end|>' }}
+        {%- endfor %}
+        {{- '<|tool_calls_section_end|>' }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+def test_ids_that_a_client_changed_and_reasoning_under_another_name_are_those_of_the_model() -> None:
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.chat_template = KIMI_TEMPLATE
+    template = ChatTemplate(tokenizer, tool_parser="kimi_k2")
+
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        answer = echo((await create(model=MODEL, messages=user("1 + 2?"), tools=[ADD])).choices[0].message)
+        answer["tool_calls"][0]["id"] = "functions_add_0"
+        answer["reasoning"] = answer.pop("reasoning_content")
+        answer |= {"parsed": None, "provider_specific_fields": None}
+        history = [answer, {"role": "tool", "tool_call_id": "functions_add_0", "content": "3"}]
+        await create(model=MODEL, messages=[*user("1 + 2?"), *history], tools=[ADD])
+        await create(model=MODEL, messages=[*user("Shorter: 1 + 2?"), *history], tools=[ADD])
+
+    call = "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    first = f"<think>Hm.</think><|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+    harness = ProgramHarness(in_order(text_reply(first), text_reply("It is 3.")), template=template)
+    harness.run_virtual(program)
+    _, continued, rebuilt = prompts(harness.server.requests)
+    assert "Return of functions.add:0: 3" in continued
+    assert "<think>Hm.</think>" in rebuilt
 
 
 def test_sampling_parameters_of_the_request_override_those_of_the_run() -> None:

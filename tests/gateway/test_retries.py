@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import tracemalloc
 from typing import Any
 
 import openai
 import pytest
 
+from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.episode.limits import EpisodeLimits
+from agent_loop.gateway.responses import build_completion
+from agent_loop.gateway.retries import RetryInfo
+from agent_loop.gateway.session import Session
+from agent_loop.loops.base import LoopContext
+from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason
 from tests.gateway.harness import ADD, MODEL, ProgramHarness, in_order, origins
 from tests.gateway.test_conversations import client_of
-from tests.helpers import text_reply, tool_call_reply, user
+from tests.helpers import hermes_template, text_reply, tool_call_reply, user
 
 FIRST_TRY = {"x-stainless-retry-count": "0"}
 RETRY = {"x-stainless-retry-count": "1"}
@@ -105,3 +114,29 @@ def test_a_server_failure_is_a_typed_error_and_the_retry_continues_the_conversat
     [incident] = trajectory.output.incidents
     assert incident.kind is IncidentKind.FAILED_REQUEST
     assert "out of memory" in incident.detail
+
+
+def test_the_memory_of_a_session_grows_linearly_with_its_turns() -> None:
+    harness = ProgramHarness(in_order(text_reply("ok")))
+    limits = EpisodeLimits(prompt_length=10**7, response_length=10**7)
+    context = LoopContext(server_manager=harness.pool, template=hermes_template(), limits=limits)
+
+    async def main(num_turns: int) -> int:
+        tracemalloc.start()
+        async with Session(context) as session:
+            messages: list[Any] = []
+            for number in range(num_turns):
+                messages += user(f"{number} " + 200 * "so many words ")
+                body = json.loads(
+                    json.dumps({"model": MODEL, "messages": messages})
+                )  # as each request brings it
+                request = ChatCompletionRequest.read(body)
+                completion = await build_completion(request, session.submit(request, retry=RetryInfo()))
+                messages.append({"role": "assistant", "content": completion.choices[0].message.content})
+            harness.server.requests.clear()
+            num_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return num_bytes
+
+    run_virtual(main(2))
+    assert run_virtual(main(24)) < 2.5 * run_virtual(main(12))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
-from pydantic import Field, JsonValue, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, JsonValue, ValidationError, ValidationInfo, field_validator, model_validator
 
 from agent_loop.completions.fields import (
     MAX_STOPS,
@@ -152,10 +152,25 @@ class ChatMessage(RequestModel):
     """Tool calls of an assistant message, as in the response."""
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    """Reasoning of an assistant message."""
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
     refusal: Ignored = None
     annotations: Ignored = None
+    parsed: Ignored = None
+    provider_specific_fields: Ignored = None
     audio: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only({})] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_reasoning(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        fields = cast(dict[str, Any], value)
+        if not fields.get("reasoning") or fields.get("reasoning_content"):
+            return fields
+        return {**fields, "reasoning_content": fields["reasoning"]}
 
 
 class ChatCompletionRequest(SamplingRequest):

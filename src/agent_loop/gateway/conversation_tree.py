@@ -43,6 +43,8 @@ class TreePosition:
     """Key of the whole conversation, which ignores differences that clients introduce."""
     exact_history: str
     """Key of the whole conversation exactly as the client wrote it."""
+    call_ids: Sequence[str] = ()
+    """Ids of the calls in the parent's completion, as the client has them."""
     has_rewritten_calls: bool = False
     """Whether the client changed arguments of calls in the parent's completion."""
 
@@ -79,7 +81,7 @@ class ConversationTree:
         """
         opening = opening_key(tools, variables)
         history = exact = opening
-        parent, start, is_rewritten = None, 0, False
+        parent, start, is_rewritten, call_ids = None, 0, False, tuple[str, ...]()
         for position, message_key in enumerate(keys, start=1):
             key, exact_key = message_key.key, message_key.exact_key
             if message_key.role == "assistant":
@@ -87,7 +89,7 @@ class ConversationTree:
                 is_rewritten = parent is None and trusts_call_ids
                 if is_rewritten:
                     parent = self._turn_with_calls(history, message_key)
-                start = position
+                start, call_ids = position, message_key.call_ids
                 key = exact_key = message_key.exact_key if parent is None else _key_of_reply(parent)
             history, exact = chained(history, key), chained(exact, exact_key)
         if parent is None or start == len(messages):
@@ -95,7 +97,7 @@ class ConversationTree:
         new = [message_key.exact_key for message_key in keys[start:]]
         origin = opening if parent is None else id(parent)
         request_key = digest(origin, new)
-        return TreePosition(parent, messages[start:], request_key, history, exact, is_rewritten)
+        return TreePosition(parent, messages[start:], request_key, history, exact, call_ids, is_rewritten)
 
     def find_cut_turn(self, position: TreePosition, reply: MessageKey) -> TurnNode | None:
         """Return the turn with this completion after the conversation of a position, if it can be continued."""

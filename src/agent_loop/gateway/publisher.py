@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -55,7 +55,9 @@ class CompletionPublisher:
     ) -> None:
         self._needs_logprobs = bool(request.logprobs)
         self._index = index
-        prompt_ids = np.concatenate([context, as_token_ids(prefix.token_ids)])
+        prompt_ids = (
+            np.concatenate([context, as_token_ids(prefix.token_ids)]) if prefix.token_ids else context
+        )
         ends_after = first_call_end(request, template=template, context=context, prefix=prefix)
         self.is_needed_per_token = bool(request.stream or request.stops or ends_after)
         """Whether `on_chunk` has to be called while the completion is sampled."""
@@ -63,7 +65,11 @@ class CompletionPublisher:
         self._builder = ResponseBuilder(
             request, template, prompt_ids, new_call_id=partial(_call_id, turn_name)
         )
-        shared.builder = self._builder
+        # The session keeps this builder for retries, which bring their own request. The messages of all requests
+        # together would grow with the square of the conversation.
+        shared.builder = replace(
+            self._builder, request=request.model_copy(update={"messages": [], "tools": None})
+        )
         self._decoder = ChunkDecoder(
             template,
             stops=request.stops,

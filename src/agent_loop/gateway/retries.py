@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.gateway.message_keys import MessageKey, digest
 from agent_loop.gateway.shared_completion import SharedChoices
+
+MAX_KEPT = 64
+"""Number of completions that a session keeps for retries. As many as a session has branches by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +25,17 @@ class RetryInfo:
     """Requests with the same body and the same key are one request."""
 
 
+class _Kept(NamedTuple):
+    fingerprint: str
+    idempotency_key: str | None
+    completion: SharedChoices
+
+
 class CompletionIndex:
-    """Completions of a session, by request."""
+    """The latest completions of a session, by request."""
 
     def __init__(self) -> None:
-        self._by_request: dict[str, list[SharedChoices]] = {}
-        self._by_key: dict[str, SharedChoices] = {}
+        self._kept: deque[_Kept] = deque(maxlen=MAX_KEPT)
 
     def find(self, fingerprint: str, retry: RetryInfo) -> SharedChoices | None:
         """Return the completion that a retry gets; None if the request needs a new completion.
@@ -33,23 +43,21 @@ class CompletionIndex:
         If several requests have the same fingerprint and the completion of one failed, the retry is taken to be a
         retry of the failed one, and needs a new completion.
         """
+        same = [kept for kept in self._kept if kept.fingerprint == fingerprint]
         if retry.idempotency_key is not None:
-            completion = self._by_key.get(digest(fingerprint, retry.idempotency_key))
-            return completion if completion is not None and completion.is_reusable else None
-        completions = self._by_request.get(fingerprint)
-        if not retry.num_retries or not completions:
+            same = [kept for kept in same if kept.idempotency_key == retry.idempotency_key]
+            return same[-1].completion if same and same[-1].completion.is_reusable else None
+        if not retry.num_retries or not same:
             return None
-        failed = next((completion for completion in completions if not completion.is_reusable), None)
+        failed = next((kept for kept in same if not kept.completion.is_reusable), None)
         if failed is None:
-            return completions[-1]
-        completions.remove(failed)
+            return same[-1].completion
+        self._kept.remove(failed)
         return None
 
     def add(self, fingerprint: str, retry: RetryInfo, completion: SharedChoices) -> None:
         """Store the new completion of a request."""
-        self._by_request.setdefault(fingerprint, []).append(completion)
-        if retry.idempotency_key is not None:
-            self._by_key[digest(fingerprint, retry.idempotency_key)] = completion
+        self._kept.append(_Kept(fingerprint, retry.idempotency_key, completion))
 
 
 def fingerprint_of(request: ChatCompletionRequest, keys: Sequence[MessageKey]) -> str:

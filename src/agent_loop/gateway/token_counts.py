@@ -29,7 +29,7 @@ async def count_prompt_tokens(plan: TurnPlan) -> int:
 async def _context(plan: TurnPlan) -> IntArray:
     parent = plan.position.parent
     if parent is not None and parent.after is not None:
-        new_messages = with_model_call_ids(plan.position.new_messages, parent)
+        new_messages = with_model_call_ids(plan.position)
         with suppress(ChatTemplateError):  # a request would start a new conversation then
             return await parent.branch.episode.context_with(new_messages, at=parent.after)
     template = plan.template

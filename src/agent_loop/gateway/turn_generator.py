@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from agent_loop.completions.turn_prefix import TurnPrefix, begin_turn
 from agent_loop.episode import Completion, Episode, EpisodeStopped
 from agent_loop.errors import ChatTemplateError, ServerError
 from agent_loop.gateway.branches import Branches
-from agent_loop.gateway.conversation_tree import ConversationTree, TurnNode
+from agent_loop.gateway.conversation_tree import ConversationTree, TreePosition, TurnNode
 from agent_loop.gateway.message_keys import message_keys
 from agent_loop.gateway.publisher import CompletionPublisher, SentMessage
 from agent_loop.gateway.shared_completion import SharedCompletion
@@ -76,7 +76,7 @@ class TurnGenerator:
         await self._branches.open(turn.branch)
         if turn.before is None and turn.position.parent is not None:
             try:
-                new_messages = with_model_call_ids(turn.position.new_messages, turn.position.parent)
+                new_messages = with_model_call_ids(turn.position)
                 if not await turn.branch.episode.observe(new_messages):
                     raise EpisodeStopped(StopReason.RESPONSE_LENGTH)
             except ChatTemplateError:
@@ -169,11 +169,16 @@ def _beginning(plan: TurnPlan, episode: Episode) -> tuple[IntArray, TurnPrefix]:
     return context[:start], TurnPrefix.of_tokens(context[start:], template=plan.template, given=given)
 
 
-def with_model_call_ids(new_messages: Sequence[Message], parent: TurnNode) -> list[Message]:
-    """Return the messages that follow `parent`, with the model's own call names and ids in tool messages."""
-    written: list[Message] = []
-    for message in new_messages:
-        call = parent.calls.get(str(message.get("tool_call_id")))
+def with_model_call_ids(position: TreePosition) -> list[Message]:
+    """Return the messages that follow the parent, with the model's own call names and ids in tool messages.
+
+    A client may have changed the ids that it received. It then has its own in the parent's completion too.
+    """
+    assert position.parent is not None
+    sampled, written = position.parent.calls, list[Message]()
+    calls = {**dict(zip(position.call_ids, sampled.values(), strict=False)), **sampled}
+    for message in position.new_messages:
+        call = calls.get(str(message.get("tool_call_id")))
         if message["role"] == "tool" and call is not None:
             message = {"role": "tool", "content": message["content"], "name": call.name}
             message |= {"tool_call_id": call.id} if call.id else {}
