@@ -139,7 +139,8 @@ async def run_cluster(cluster: SimulatedCluster, plans: Sequence[TrajectoryPlan]
 def _worker(manager: AsyncLLMServerManager, cluster: SimulatedCluster) -> AgentLoopWorker:
     context = LoopContext(
         server_manager=manager,
-        template=cast(Any, SimpleNamespace(tokenizer=None)),  # a plan has no text
+        # A plan has no text.
+        template=cast(Any, SimpleNamespace(tokenizer=None, encoder=SimpleNamespace(decode=None))),
         limits=EpisodeLimits(prompt_length=1, response_length=1),
     )
     return AgentLoopWorker(
