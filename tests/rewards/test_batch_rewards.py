@@ -499,7 +499,7 @@ def test_batch_without_a_function_is_refused() -> None:
 def test_verls_reward_managers_are_accepted_or_refused_with_a_message(key: str) -> None:
     assert load_config(overrides=[f"{key}=batch"]).reward.batch is True
     assert load_config(overrides=[f"{key}=naive"]).reward.batch is False
-    with pytest.raises(ConfigError, match=f"{key} is 'mine'; give 'naive' or 'batch'"):
+    with pytest.raises(ConfigError, match=f"{key} is 'mine': input should be 'naive', 'batch'"):
         load_config(overrides=[f"{key}=mine"])
 
 
