@@ -14,7 +14,7 @@ OTHERS := ray or integrations or browser or containers or agents or environments
 # Every run shows its slowest tests and why tests were skipped.
 SHOWN := --durations=15 -rs
 # Tests of real processes have more time and are retried once, and the summary lists every retry.
-RETRY := --timeout=120 --reruns 1 -rR --durations=15
+RETRY := --timeout=120 --durations=15 --reruns 1 -rRs
 # Without bytecode, each of the hundreds of processes that the tests start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -43,7 +43,7 @@ test: $(INSTALLED)  ## Run the tests.
 	$(BIN)/python -m pytest $(PARALLEL) $(SHOWN)
 
 test-slow: $(INSTALLED)  ## Run the tests that take long: crashes, sandbox escapes, MCP servers, engines behind the gateway.
-	$(BIN)/python -m pytest $(PARALLEL) -m slow $(RETRY)s
+	$(BIN)/python -m pytest $(PARALLEL) -m slow $(RETRY)
 
 nightly: check install-extras install-browser install-containers  ## Run everything: all cases of sweeps, all examples of properties, every suite, environments and verl included.
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow or not ($(OTHERS))" --hypothesis-profile=full --timeout=1200 --reruns 1 -rRs
