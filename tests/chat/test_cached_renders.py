@@ -162,6 +162,7 @@ def test_cached_renders_equal_full_renders_for_every_kind_of_text(name: str, cho
         check(template, reference, first, second)
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", SMALL)
 @examples(25)
@@ -217,6 +218,7 @@ def conversations(draw: st.DrawFn) -> tuple[list[Message], list[ToolCall]]:
     return replies, calls
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("name", SMALL)
 @examples(60)
 @given(conversation=conversations())

@@ -65,6 +65,7 @@ def joining(family: str) -> Any:
     return tokenizer
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("family", PATTERNS)
 def test_the_patterns_of_all_families_cut_lines(family: str) -> None:
     assert ControlledEncoder(like(family)).cuts_lines
@@ -86,6 +87,7 @@ def test_a_tokenizer_with_an_unknown_pattern_is_not_cut() -> None:
     assert not ControlledEncoder(tokenizer).cuts_lines
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("tokenizer_of", [like, joining])
 @pytest.mark.parametrize("family", PATTERNS)
 @examples(200)
@@ -103,6 +105,7 @@ def test_the_tokens_on_the_sides_of_a_cut_are_those_of_the_whole_text(
         assert left is None or right is None or left + right == expected
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("tokenizer_of", [like, joining])
 @pytest.mark.parametrize("family", PATTERNS)
 @examples(100)
@@ -127,6 +130,7 @@ def test_cached_renders_that_are_cut_have_the_tokens_of_the_whole_text(
     assert render.with_first(first).ids([second]).tolist() == expected
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("tokenizer_of", [like, joining])
 @pytest.mark.parametrize("family", PATTERNS)
 def test_no_character_at_the_start_of_a_line_joins_the_line_before_it(

@@ -113,6 +113,7 @@ def check(section: type[Section], values: dict[str, Any]) -> None:
     assert all(abs(number) <= (1e308 if isinstance(number, float) else MOST) for number in numbers(read))
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("section", Config.model_fields)
 def test_an_unusual_value_of_any_setting_is_accepted_or_rejected(section: str) -> None:
     keys = [section, *(key for key in all_keys(Config) if key.startswith(f"{section}."))]

@@ -74,6 +74,7 @@ def option(recipe: Path, name: str) -> str:
 shape_of = cache(read_shape)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_the_machine_that_it_names(recipe: Path) -> None:
     assert "not yet run" in recipe.read_text().splitlines()[0]

@@ -138,6 +138,7 @@ def test_a_first_step_without_scores_stops_at_once_whatever_the_limit(config: Co
     assert list_checkpoints(Path(config.trainer.run_dir)) == []
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus_baseline", "reinforce_plus_plus"])
 @pytest.mark.parametrize("drops", [True, False])
 def test_equal_rewards_are_a_dead_step_for_every_estimator_without_a_critic(

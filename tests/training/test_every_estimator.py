@@ -60,6 +60,7 @@ def test_the_settings_below_name_every_built_in_estimator() -> None:
     assert {name for name, f in functions.items() if f.__module__.startswith("agent_loop.")} == set(SETTINGS)
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("estimator", sorted(SETTINGS))
 def test_an_estimator_takes_a_step_through_the_trainer(config: Config, estimator: str) -> None:
     algorithm = {"adv_estimator": estimator, "turn_reward_weight": 0.5, **SETTINGS[estimator]}

@@ -260,6 +260,7 @@ def test_parsers_raise_for_no_text(written: Format, data: st.DataObject) -> None
     assert isinstance(parse(written, "".join(pieces)), ParsedCompletion)
 
 
+@pytest.mark.nightly(keep=6)
 @every_format
 @examples(40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
