@@ -58,7 +58,11 @@ def test_every_template_encodes_conversations_as_prompts_completions_and_bridges
             kept, _ = tokens(template, first, turns, tools=tools)
         except (ChatTemplateError, AssertionError):
             continue  # the template refuses the messages, or renders a turn without its generation prompt
-        runs = encode_conversation(template, messages, tools=tools)
+        try:
+            runs = encode_conversation(template, messages, tools=tools)
+        except ChatTemplateError:
+            assert has_reasoning  # the template leaves it out, and the format has no marks for it
+            continue
         found = [token_id for run in runs for token_id in run.token_ids.tolist()]
         assert found == kept[: len(found)]
         assert [run.message for run in runs if run.origin is Origin.MODEL] == [

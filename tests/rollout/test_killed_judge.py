@@ -124,13 +124,16 @@ class Batch:
         return asyncio.run(run())
 
     async def verdict(self, answer: str) -> float:
-        """Ask the judge about an answer. Kill the judge while it works on several answers."""
+        """Ask the judge about an answer. Kill the judge while it works on several answers, and before this one."""
         self._num_verdicts += 1
-        if self._num_verdicts == KILLED_AT:
+        is_last = self._num_verdicts == KILLED_AT
+        if is_last:
             self._judge.kill()
-            if self._comes_back:
+        try:
+            return float(await self._post(self._judge.url, answer))
+        finally:
+            if is_last and self._comes_back:
                 self._judge.start()
-        return float(await self._post(self._judge.url, answer))
 
     async def _score(self, output: AgentLoopOutput, row: Row) -> float:
         return await self.verdict(output.answer)
