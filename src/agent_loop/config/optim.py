@@ -40,15 +40,16 @@ class OptimConfig(Section):
     ppo_mini_batches: Positive = 1
     """Optimiser steps per pass."""
     max_tokens_per_micro_batch: Tokens = 16384
-    """Maximum tokens in one forward and backward pass, padding included."""
+    """Maximum tokens in one forward and backward pass, padding included. Fewer tokens need less memory for
+    activations."""
     use_packing: bool = False
-    """Put several short rows into one line of the input instead of padding each. A model that computes packed rows
-    differently from single rows is refused at the start."""
+    """Put several short rows into one line of the input instead of padding each. Refused at the start for types of
+    models that are not proved for it."""
     share_prefixes: bool = False
     """Compute each distinct token of a micro-batch once, on the prefix tree of its rows: the prompt of a group, and
     what branches, forks and compactions have in common. There is no padding, and `max_tokens_per_micro_batch` counts
-    the distinct tokens. Refused at the start for models with linear attention, state-space layers, soft caps or
-    attention sinks, and for a model that computes such rows differently from single rows."""
+    the distinct tokens. Refused at the start for types of models that are not proved for it, such as those with
+    linear attention, state-space layers or attention sinks."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Maximum norm of the gradient."""
     loss_agg_mode: AggregationMode = "token-mean"
