@@ -137,7 +137,7 @@ def test_the_error_names_every_dead_server_when_none_is_left() -> None:
         servers, manager = two_servers(streams=False)
         for server in servers:
             server.die(f"{server.name} has no memory")
-        with pytest.raises(FatalRequest, match=r"the last one: server . request s: . has no memory"):
+        with pytest.raises(ServerDied, match=r"server . request s: . has no memory"):
             await complete(manager)
         with pytest.raises(ServerDied, match=r"no server is left \(.*a has no memory.*b has no memory"):
             await complete(manager)
@@ -167,7 +167,6 @@ def test_requests_wait_for_a_restart_when_every_server_died(streams: bool) -> No
             await asyncio.sleep(0)
             for server in servers:
                 server.die()
-                pool.mark_lost(server.name, reason="killed")
             later = group.create_task(complete(manager, "later"))
             await asyncio.sleep(20)
             assert not any(task.done() for task in (*before, later))
@@ -184,7 +183,6 @@ def test_requests_fail_when_no_server_restarts_in_time() -> None:
         manager, clock = AsyncLLMServerManager(pool), asyncio.get_running_loop().time
         for server in servers:
             server.die()
-            pool.mark_lost(server.name, reason="killed")
         async with manager.watching():
             for _ in range(2):
                 began = clock()

@@ -195,7 +195,8 @@ class ServerPool:
             self._note_bad_reply(lease.server, error)
             raise
         except ServerDied as error:
-            if lease.granted_at is not None:
+            was_granted = lease.granted_at is not None
+            if was_granted:
                 self.mark_lost(lease.server.name, reason=str(error))
                 request.add_partial(error.chunks, server=lease.server.name)
                 request.num_servers_lost += 1
@@ -205,6 +206,8 @@ class ServerPool:
                     f"{MAX_SERVERS_LOST} servers died during this request, so no other gets it; the last one: {error}",
                     request_id=request.session,
                 ) from None
+            if was_granted:  # others may have died at the same time, which says nothing about the request
+                await run_together(self._check_server(self._servers[name]) for name in self.balancer.servers)
             raise
 
     def may_fail_over(self, error: ServerDied) -> bool:
