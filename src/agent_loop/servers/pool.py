@@ -43,6 +43,8 @@ RESTART_CHECK_EVERY_S = 0.5
 ABORT_TIMEOUT_S = 10.0
 MAX_SERVERS_LOST = 2
 """A request during which this many servers died fails: the request may be what kills them."""
+MAX_LOSSES_OF_RESTARTING = 5
+"""The same number where servers are restarted, since a request may then notice one death more than once."""
 MAX_BAD_REPLIES = 8
 """A server that sends this many bad replies in a row is lost until its next health check, or until no other is left."""
 
@@ -201,9 +203,10 @@ class ServerPool:
                 request.add_partial(error.chunks, server=lease.server.name)
                 request.num_servers_lost += 1
             request.note_interruption()
-            if request.num_servers_lost == MAX_SERVERS_LOST and not request.is_finished:
+            limit = MAX_LOSSES_OF_RESTARTING if self.expects_restarts else MAX_SERVERS_LOST
+            if request.num_servers_lost == limit and not request.is_finished:
                 raise FatalRequest(
-                    f"{MAX_SERVERS_LOST} servers died during this request, so no other gets it; the last one: {error}",
+                    f"{limit} servers died during this request, so no other gets it; the last one: {error}",
                     request_id=request.session,
                 ) from None
             if was_granted:  # others may have died at the same time, which says nothing about the request
