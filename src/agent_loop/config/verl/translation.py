@@ -22,7 +22,7 @@ _OWN_KEYS = frozenset(all_keys(Config))
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of a key, or of several keys with one counterpart."""
+    """Outcome of the conversion of a key, or of several keys with one counterpart."""
 
     given: Mapping[str, Any]
     status: Status
@@ -38,7 +38,7 @@ class Translation:
     """Settings of this package, with the keys that they come from."""
 
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
-    """In nested mappings."""
+    """The converted settings as nested mappings."""
     unknown: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keys that neither this package nor verl has, in nested mappings."""
     names: dict[str, str] = field(default_factory=dict[str, str])

@@ -105,7 +105,7 @@ def simple_timer(name: str, timing_raw: dict[str, float]) -> Generator[None]:
 
 
 class RolloutTraceConfig:
-    """What `init` was called with. The settings `rollout.trace.*` configure the traces of a run."""
+    """Arguments of the last call of `init`. The settings `rollout.trace.*` configure the traces of a run."""
 
     _backend: str | None = None
     _token2text = False
