@@ -57,9 +57,8 @@ def _check_not_shared(model: PreTrainedModel, *, config: ModelConfig) -> None:
 
     A module that is used in several places has its adapter in each of them.
     """
-    users: dict[
-        int, dict[int, str]
-    ] = {}  # of each weight: names of the modules with their own adapter, or with none
+    # Names of the modules that use each weight, by their adapter; 0 stands for none.
+    users: dict[int, dict[int, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, is_adapted, _ = name.partition(BASE)
         adapter = id(model.get_submodule(owner)) if is_adapted else 0

@@ -60,16 +60,15 @@ def prepare_batching(model: PreTrainedModel, *, config: OptimConfig, section: st
     """
     name, kind = type(model).__name__, model.config.model_type
     key = "share_prefixes" if config.share_prefixes else "use_packing"
-    reason = None
+    is_proved = (
+        can_share_prefixes(model) if config.share_prefixes else can_pack(model) or not config.use_packing
+    )
+    reason = None if is_proved else f"is of a type ({kind}) that is not proved for it"
     if config.share_prefixes:
         try:
             use_tree_attention(model)
         except ConfigError as error:
             reason = str(error)
-    if not (
-        can_share_prefixes(model) if config.share_prefixes else can_pack(model) or not config.use_packing
-    ):
-        reason = reason or f"is of a type ({kind}) that is not proved for it"
     if reason is not None:
         raise ConfigError(f"{section}.{key} is on, but {name} {reason}; set {section}.{key}=false")
     pads = can_pad(model)
