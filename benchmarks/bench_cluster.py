@@ -161,7 +161,7 @@ class Client:
     async def _by_actor(
         self, scoped: AsyncLLMServerManager, name: str, context: Any, params: SamplingParams
     ) -> list[int]:
-        request = SlotRequest(f"{name}/{len(context)}", name, "", len(context))
+        request = SlotRequest(f"{name}/{len(context)}", name, len(context))
         server = self._servers[await self._balancer.acquire.remote(request)]
         output = await server.generate(context, params, name)
         self._balancer.release.remote(request.id, len(output.token_ids))

@@ -17,9 +17,8 @@ from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.components import make_gate
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.worker import AgentLoopWorker
-from agent_loop.servers.forecast import Forecast
+from agent_loop.servers.balancer import BalancerConfig, LoadBalancer
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.servers.policy import BalancerConfig, LeastWork, Policy
 from agent_loop.servers.pool import ServerPool
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
@@ -42,16 +41,6 @@ class PolicyName(StrEnum):
     VERL = "verl"
 
 
-class OrderName(StrEnum):
-    """Order of queued requests."""
-
-    ARRIVAL = "arrival"
-    LEARNT = "learnt"
-    """The trajectory with the most work left first, as predicted from the run so far."""
-    ORACLE = "oracle"
-    """The trajectory with the most work left first, as known from its plan."""
-
-
 @dataclass(frozen=True, slots=True)
 class SimulatedCluster:
     """Servers of a simulated cluster, and the policy that balances them."""
@@ -62,7 +51,6 @@ class SimulatedCluster:
     """Share of slow servers, spread evenly over the list."""
     slow_speed: float = 0.5
     policy: PolicyName = PolicyName.LEAST_WORK
-    order: OrderName = OrderName.ARRIVAL
     balancer: BalancerConfig = field(default_factory=BalancerConfig)
     max_concurrent: int | Literal["auto"] | None = None
     """Limit of trajectories in flight, as in `rollout.max_concurrent`; None starts all at once."""
@@ -72,11 +60,6 @@ class SimulatedCluster:
             raise ConfigError(
                 f"num_servers is {self.num_servers}, slow_share is {self.slow_share} and slow_speed is "
                 f"{self.slow_speed}; give at least one server, a share from 0 to 1 and a speed above 0"
-            )
-        if self.order is not OrderName.ARRIVAL and self.policy is not PolicyName.LEAST_WORK:
-            raise ConfigError(
-                f"order is {self.order}, but policy {self.policy} has no queue to order; use policy "
-                f"{PolicyName.LEAST_WORK}"
             )
 
     @property
@@ -116,7 +99,7 @@ async def run_cluster(cluster: SimulatedCluster, plans: Sequence[TrajectoryPlan]
         )
         for number, speed in enumerate(cluster.speeds)
     ]
-    pool = ServerPool(servers, policy=_policy(cluster), forecast=_forecast(cluster, run))
+    pool = ServerPool(servers, balancer=_balancer(cluster))
     manager = AsyncLLMServerManager(pool)
     num_failed = 0
     clock = asyncio.get_running_loop().time
@@ -155,40 +138,12 @@ def _job(plan: TrajectoryPlan, run: SimulatedRun) -> Job:
     return Job({"plan": plan, "run": run}, plan.group, int(plan.id.rpartition("/")[2]), {})
 
 
-def _policy(cluster: SimulatedCluster) -> Policy:
-    config = replace(cluster.balancer, longest_first=cluster.order is not OrderName.ARRIVAL)
-    match cluster.policy:
-        case PolicyName.LEAST_WORK:
-            return LeastWork(config)
-        case PolicyName.ROUND_ROBIN:
-            return RoundRobin(config)
-        case PolicyName.LEAST_REQUESTS:
-            return LeastRequests(config)
-        case PolicyName.STICKY_HASH:
-            return StickyHash(config)
-        case PolicyName.VERL:
-            return StickyLeastRequests(config)
-
-
-def _forecast(cluster: SimulatedCluster, run: SimulatedRun) -> Forecast | None:
-    return _OracleForecast(cluster.model, run) if cluster.order is OrderName.ORACLE else None
-
-
-class _OracleForecast:
-    """Forecast that reads the remaining work from the plans."""
-
-    def __init__(self, model: EngineModel, run: SimulatedRun) -> None:
-        self._step_s = 1 / (model.best_tokens_per_s / model.max_concurrent)
-        self._run = run
-        self._turns: dict[str, int] = {}
-
-    def begin_turn(self, session: str) -> float:
-        """Return the seconds that a trajectory has left: its tools, and decoding steps of a full batch."""
-        turn = self._turns.get(session, 0)
-        self._turns[session] = turn + 1
-        plan = self._run.plans[session]
-        tools = sum(turn.tool_s for turn in plan.turns[turn:-1])
-        return tools + self._step_s * sum(turn.num_tokens for turn in plan.turns[turn:])
-
-    def end(self, session: str) -> None:
-        self._turns.pop(session, None)
+def _balancer(cluster: SimulatedCluster) -> LoadBalancer:
+    kinds = {
+        PolicyName.LEAST_WORK: LoadBalancer,
+        PolicyName.ROUND_ROBIN: RoundRobin,
+        PolicyName.LEAST_REQUESTS: LeastRequests,
+        PolicyName.STICKY_HASH: StickyHash,
+        PolicyName.VERL: StickyLeastRequests,
+    }
+    return kinds[cluster.policy](config=cluster.balancer)

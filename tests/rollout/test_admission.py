@@ -14,7 +14,7 @@ from simulation.workload import Workload
 
 from agent_loop.rollout.admission import AdmissionControl
 from agent_loop.rollout.gate import AdmissionGate
-from agent_loop.servers.usage import ServerUsage
+from agent_loop.servers.pool import ServerUsage
 from agent_loop.testing import run_virtual
 from agent_loop.types import TokenOutput
 

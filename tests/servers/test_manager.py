@@ -399,21 +399,3 @@ async def error_of(call: Coroutine[Any, Any, Any]) -> BaseException | None:
     except Exception as error:
         return error
     return None
-
-
-@pytest.mark.parametrize("num_clients", [1, 2, 4])
-def test_one_slow_first_completion_does_not_exclude_its_server(num_clients: int) -> None:
-    def script(request: ScriptedRequest) -> ScriptedReply:
-        return ScriptedReply([1] * 10, latency_s=30.0 if request.request_id == "0" else 1.0)
-
-    servers = [ScriptedServer(script, name=name) for name in "abcd"]
-    manager = AsyncLLMServerManager(servers)
-    sessions = iter(range(400))
-
-    async def client() -> None:
-        for session in sessions:
-            with manager.scope() as scope:
-                await complete(scope, str(session))
-
-    run_virtual(run_together(client() for _ in range(num_clients)))
-    assert min(len(server.requests) for server in servers) > 70

@@ -6,9 +6,7 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncGenerator
-from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +22,6 @@ from agent_loop.servers.abort_and_resume import AbortAndResumeServer
 from agent_loop.servers.base import Ability, ServerHealth
 from agent_loop.servers.completion_memory import CompletionMemory, RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.servers.pool import MAX_BAD_REPLIES
 from agent_loop.servers.reply_check import ReplyCheck
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
@@ -438,24 +435,6 @@ def test_chunks_of_a_lost_server_are_ignored() -> None:
     run_virtual(main())
 
 
-def test_the_lease_is_released_if_the_policy_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = AsyncLLMServerManager([FixedReplyServer(GOOD, max_concurrent=1)])
-
-    def breaks(*_: Any, **__: Any) -> None:
-        raise ZeroDivisionError
-
-    async def main() -> None:
-        for name in ("on_granted", "on_released"):
-            with monkeypatch.context() as patched:
-                patched.setattr(manager.balancer.policy, name, breaks)
-                with pytest.raises(ZeroDivisionError):
-                    await ask(manager)
-            assert manager.balancer.num_leases == 0
-            assert (await ask(manager)).token_ids == [7, 8]
-
-    run_virtual(main())
-
-
 # -- several servers ---------------------------------------------------------------------------------------------------
 
 
@@ -486,65 +465,6 @@ def test_only_the_raising_server_is_lost_if_its_error_names_another_server() -> 
         for number in range(4):
             assert (await ask(manager, f"s{number}")).token_ids == [7, 8]
         assert set(manager.pool.lost) == {"a"}
-
-    run_virtual(main())
-
-
-def test_a_server_whose_replies_are_all_invalid_is_lost_until_its_next_health_check() -> None:
-    bad, good = FixedReplyServer(None, name="bad"), FixedReplyServer([chunk()], name="good")
-    manager = AsyncLLMServerManager([bad, good])
-
-    async def ask_for(number: int) -> list[bool]:
-        outcomes: list[bool] = []
-        for _ in range(number):
-            try:
-                await ask(manager, f"s{len(outcomes)}/{number}")
-                outcomes.append(True)
-            except BadServerReply:
-                outcomes.append(False)
-        return outcomes
-
-    async def main() -> None:
-        async with manager.watching():
-            assert (await ask_for(200)).count(False) == MAX_BAD_REPLIES
-            assert "replies were invalid" in manager.pool.lost["bad"]
-            bad.reply = [chunk()]
-            await asyncio.sleep(6)
-            assert manager.pool.lost == {}
-            assert all(await ask_for(20))
-
-    run_virtual(main())
-
-
-def test_servers_that_were_excluded_for_their_replies_rejoin_when_the_last_other_one_dies() -> None:
-    bad = [FixedReplyServer(None, name=name) for name in "abc"]
-    last = FixedReplyServer([chunk()], name="d")
-    manager = AsyncLLMServerManager([*bad, last])
-
-    async def main() -> None:
-        while len(manager.pool.lost) < 3:
-            with suppress(BadServerReply):
-                await ask(manager, str(next(numbers)))
-        for server in bad:
-            server.reply = [chunk()]
-        manager.pool.mark_lost("d", reason="killed")
-        assert (await ask(manager)).token_ids == [7, 8]
-        assert set(manager.pool.lost) == {"d"}
-
-    numbers = count()
-    run_virtual(main())
-
-
-def test_the_last_server_is_not_lost_for_invalid_replies() -> None:
-    server = FixedReplyServer(None)
-    manager = AsyncLLMServerManager([server])
-
-    async def main() -> None:
-        for number in range(3 * MAX_BAD_REPLIES):
-            with pytest.raises(BadServerReply):
-                await ask(manager, f"s{number}")
-        server.reply = GOOD
-        assert (await ask(manager)).token_ids == [7, 8]
 
     run_virtual(main())
 

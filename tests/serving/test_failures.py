@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from agent_loop.errors import BadServerReply, ServerDied
-from agent_loop.servers.balancer import BalancerConfig
+from agent_loop.servers.balancer import BalancerConfig, LoadBalancer
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedRequest, ScriptedServer
 from tests.helpers import text_reply, user
@@ -211,8 +211,7 @@ def test_a_named_session_stays_on_its_server_and_others_end_with_their_request()
     servers = [SpellingServer(text_reply("Yes.")) for _ in range(3)]
     for number, server in enumerate(servers):
         server.name = f"scripted-{number}"
-    # A busy machine may make one of them look slow, which would be a reason to leave it.
-    pool = ServerPool(servers, config=BalancerConfig(escape_margin=math.inf))
+    pool = ServerPool(servers, balancer=LoadBalancer(config=BalancerConfig(escape_margin=math.inf)))
     with serve_app(pool) as served, client_of(served) as client:
         for _ in range(6):
             client.chat.completions.create(

@@ -193,9 +193,6 @@ class RolloutConfig(Section):
     max_concurrent: Positive | Literal["auto"] | None = "auto"
     """Maximum trajectories in flight per worker. `auto` starts new trajectories while the servers' KV caches hold the
     running ones, without a limit for servers that do not report their caches. None starts all at once."""
-    longest_first: bool = False
-    """Order of queued requests: first those whose trajectories have the most turns left, as predicted from the run so
-    far; otherwise in order of arrival."""
     watchdog_s: PositiveSeconds | None = 120.0
     """Seconds without progress after which the log lists what each trajectory waits for; None logs nothing."""
     retries: NotNegative = 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from agent_loop.servers.usage import ServerUsage
+from agent_loop.servers.pool import ServerUsage
 
 MAX_RECOMPUTED = 0.5
 """Recomputed tokens per sampled token above which a round is costly. Computing a prompt token takes about a tenth of

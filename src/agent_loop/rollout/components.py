@@ -20,7 +20,6 @@ from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
 from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.servers.policy import BalancerConfig
 from agent_loop.servers.pool import ServerPool
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.registry import load_tools
@@ -109,16 +108,15 @@ def load_context(
 def make_server_manager(
     config: RolloutConfig, servers: Sequence[AsyncServerBase], *, vocab_size: int | None
 ) -> AsyncLLMServerManager:
-    """Make the client of these servers, balanced as the configuration says.
+    """Make the client of these servers.
 
     Args:
-        config: Settings of the balancer, and time limits.
+        config: Time limits.
         servers: The servers.
         vocab_size: Vocabulary size of the model. See `AsyncLLMServerManager`.
     """
     pool = ServerPool(
         servers,
-        config=BalancerConfig(longest_first=config.longest_first),
         restart_timeout_s=config.start_timeout_s,
     )
     return AsyncLLMServerManager(pool, request_timeout_s=config.request_timeout_s, vocab_size=vocab_size)

@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager
 from agent_loop.rollout.admission import AdmissionControl
 from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.servers.base import ServerHealth
-from agent_loop.servers.pool import ServerPool
-from agent_loop.servers.usage import ServerUsage
+from agent_loop.servers.pool import ServerPool, ServerUsage
 
 UPDATE_INTERVAL_S = 1.0
 """Seconds between updates of the bound."""

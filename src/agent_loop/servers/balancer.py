@@ -1,30 +1,45 @@
-"""Load balancer: in-flight counts, session affinity and the queue. Pure: no I/O, no clock."""
+"""Load balancer: choice of servers, session affinity and the queue. Pure: no I/O, no clock.
+
+Work is measured in tokens to decode. Each prompt token that the server has not computed yet adds `prefill_cost`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from msgspec import Struct
 
 from agent_loop.errors import ConfigError
-from agent_loop.servers.policy import (
-    BalancerConfig,
-    LeastWork,
-    Policy,
-    Rank,
-    RequestQueue,
-    ServerState,
-    SessionState,
-    SlotRequest,
-)
-from agent_loop.servers.priority_queue import IndexedPriorityQueue
 
-__all__ = ["BalancerConfig", "LoadBalancer", "SlotGrant", "SlotRequest"]
+LENGTH_MEMORY = 0.02
+"""Weight of the newest completion in the running mean of their lengths."""
+MAX_MARGIN = 1 / 8
+"""Largest escape margin in completions, as a share of the server's slots."""
 
-NUM_STEAL_CANDIDATES = 8
+
+@dataclass(frozen=True, slots=True)
+class BalancerConfig:
+    """Settings of the balancer."""
+
+    prefill_cost: float = 0.05
+    """Cost of computing one prompt token, in decoded tokens."""
+    escape_margin: float = 8.0
+    """Difference in load, in completions of mean length, above which a session moves to another server. The cost of
+    computing the session's prefix again is added. Capped at an eighth of the server's slots."""
+    expected_tokens: float = 256.0
+    """Assumed length of a completion, in tokens, until completions have ended."""
+
+
+class SlotRequest(Struct, frozen=True):
+    """Request for a slot on a server, for one completion."""
+
+    id: str
+    """Unique id. A second `acquire` with the same id has no effect."""
+    session: str
+    num_prompt_tokens: int = 0
+    max_tokens: int | None = None
 
 
 class SlotGrant(Struct, frozen=True):
@@ -40,48 +55,62 @@ class SlotGrant(Struct, frozen=True):
     """Number of prompt tokens that this server has computed or sampled before."""
 
 
-@dataclass(frozen=True, slots=True)
-class _QueuedRequest:
-    request: SlotRequest
-    queue: RequestQueue
-    key: tuple[float, int]
-    """Priority, then order of arrival."""
+@dataclass(slots=True)
+class ServerState:
+    """State of one server in the balancer."""
+
+    name: str
+    number: int
+    """Order in which the servers joined."""
+    max_in_flight: float
+    last_chosen: int
+    """Sequence number of the last grant; the least recently chosen server has the lowest."""
+    work: float = 0.0
+    """Outstanding work of the in-flight requests, in tokens to decode."""
+    num_in_flight: int = 0
+    num_external: int = 0
+    """Last reported number of requests from other clients."""
+    num_sessions: int = 0
+
+    @property
+    def has_free_slot(self) -> bool:
+        return self.num_in_flight < self.max_in_flight
+
+
+@dataclass(slots=True)
+class SessionState:
+    """State of one session in the balancer."""
+
+    id: str
+    server: ServerState | None = None
+    num_tokens: int = 0
+    """Number of tokens of the last prompt."""
+    num_cached: int = 0
+    """Number of context tokens that the server has computed."""
 
 
 class LoadBalancer:
     """Load balancer over a set of servers. It alone writes in-flight counts and session affinity.
 
-    Requests beyond the slots of all servers are queued here, not in the servers. A queued request goes to the first
-    server with a free slot.
+    Each request goes to the server with the least outstanding work. A session stays on the server that has its prefix
+    until the imbalance costs more than computing the prefix again. Requests beyond the slots of all servers are queued
+    here, not in the servers. Free slots go to queued requests in order of arrival.
+
+    A subclass may override `rank` and `choose`.
     """
 
-    def __init__(
-        self,
-        servers: Iterable[str] = (),
-        *,
-        config: BalancerConfig | None = None,
-        policy: Policy | None = None,
-    ) -> None:
-        """Create a balancer without servers.
+    keeps_queue: bool = True
+    """Whether requests beyond a server's slots are queued in the balancer; otherwise they are queued in the server."""
 
-        Args:
-            policy: Policy that chooses the servers; None is `LeastWork(config)`.
-        """
-        self.policy = policy or LeastWork(config)
-        self.config = self.policy.config
+    def __init__(self, servers: Iterable[str] = (), *, config: BalancerConfig | None = None) -> None:
+        self.config = config or BalancerConfig()
+        self.mean_tokens = self.config.expected_tokens
         self._servers: dict[str, ServerState] = {}
-        self._with_free_slot: IndexedPriorityQueue[Rank] = IndexedPriorityQueue()
-        self._with_queue: IndexedPriorityQueue[Rank] = IndexedPriorityQueue()
-        """Servers whose own queue is not empty, highest load first."""
-        self._changed: dict[str, ServerState] = {}
-        """Servers whose rank must be updated before the next choice."""
-        self._unassigned: RequestQueue = IndexedPriorityQueue()
-        """Queued requests that any server may serve."""
         self._sessions: dict[str, SessionState] = {}
         self._leases: dict[str, SlotGrant] = {}
-        self._queued: dict[str, _QueuedRequest] = {}
+        self._queued: dict[str, tuple[SlotRequest, SessionState]] = {}
+        """Queued requests and their sessions, in order of arrival."""
         self._order = count()
-        self._epoch = self.policy.epoch
         for server in servers:
             self.add_server(server)
 
@@ -128,12 +157,38 @@ class LoadBalancer:
         known = self._sessions.get(session)
         return None if known is None or known.server is None else known.server.name
 
+    # -- choice ----------------------------------------------------------------------------------------------------
+
+    def rank(self, server: ServerState) -> tuple[float, int, int]:
+        """Return the rank of a server. A new session goes to the server with the lowest rank."""
+        return (self._load(server), server.num_sessions, server.last_chosen)
+
+    def choose(self, session: SessionState, *, best: ServerState) -> ServerState | None:
+        """Return the server for a session's next request, or None to queue it for its own server.
+
+        Args:
+            best: Server with the lowest rank among those with a free slot.
+        """
+        home = session.server
+        if home is None or home is best or self._is_worth_moving(session, home=home, to=best):
+            return best
+        return home if home.has_free_slot else None
+
+    def _load(self, server: ServerState) -> float:
+        """Return the outstanding work in completions of mean length."""
+        return server.work / self.mean_tokens + server.num_external
+
+    def _is_worth_moving(self, session: SessionState, *, home: ServerState, to: ServerState) -> bool:
+        prefill = self.config.prefill_cost * session.num_cached / self.mean_tokens
+        margin = min(self.config.escape_margin, MAX_MARGIN * home.max_in_flight)
+        return self._load(home) > self._load(to) + prefill + margin
+
     # -- requests --------------------------------------------------------------------------------------------------
 
     def acquire(self, request: SlotRequest) -> SlotGrant | None:
         """Grant a request a slot, or queue the request and return None.
 
-        A later `release`, `add_server`, `grant_free_slots` or `drop_owner` returns the grant of a queued request.
+        A later `release`, `add_server` or `grant_free_slots` returns the grant of a queued request.
         """
         lease = self._leases.get(request.id)
         if lease is not None or request.id in self._queued:
@@ -142,58 +197,35 @@ class LoadBalancer:
         if session is None:
             session = self._sessions[request.session] = SessionState(request.session)
         session.num_tokens = request.num_prompt_tokens
-        server = self._choose(session)
+        free = [server for server in self._servers.values() if server.has_free_slot]
+        server = self.choose(session, best=min(free, key=self.rank)) if free else None
         if server is not None:
             return self._grant(request, session, server)
-        priority = -request.expected_remaining if self.config.longest_first else 0.0
-        queue = self._unassigned if session.server is None else session.server.queue
-        self._enqueue(_QueuedRequest(request, queue, (priority, next(self._order))), session.server)
+        self._queued[request.id] = (request, session)
         return None
 
-    def release(
-        self, request_id: str, *, num_new_tokens: int | None = None, seconds: float | None = None
-    ) -> list[SlotGrant]:
+    def release(self, request_id: str, *, num_new_tokens: int | None = None) -> list[SlotGrant]:
         """Free the slot of a request, or remove the request from the queue. Does nothing for an unknown request.
 
         Args:
             num_new_tokens: Number of sampled tokens; None if the request failed.
-            seconds: Seconds from the grant to the release, from which the server's speed is learned; None if unknown.
 
         Returns:
             The grants of queued requests that got the free slots.
         """
         lease = self._leases.pop(request_id, None)
         if lease is None:
-            if request_id in self._queued:
-                self._dequeue(request_id)
+            self._queued.pop(request_id, None)
             return []
         server = self._servers[lease.server]
-        try:
-            self.policy.on_released(lease.request, on=server, num_new_tokens=num_new_tokens, seconds=seconds)
-        finally:  # frees the slot even if the policy raises
-            server.num_in_flight -= 1
-            server.work = max(0.0, server.work - lease.work) if server.num_in_flight else 0.0
+        server.num_in_flight -= 1
+        server.work = max(0.0, server.work - lease.work) if server.num_in_flight else 0.0
+        if num_new_tokens:
+            self.mean_tokens += LENGTH_MEMORY * (num_new_tokens - self.mean_tokens)
         session = self._sessions.get(lease.request.session)
         if session is not None and session.server is server and num_new_tokens is not None:
             session.num_cached = lease.request.num_prompt_tokens + num_new_tokens
-        self._changed[server.name] = server
         return self._grant_slots_of(server)
-
-    @contextmanager
-    def lease(self, session: str) -> Generator[str]:
-        """Hold a slot for one request and yield the server's name. For tests and for servers without a request limit.
-
-        Raises:
-            ConfigError: The request would be queued.
-        """
-        request = SlotRequest(f"{session}/{next(self._order)}", session)
-        lease = self.acquire(request)
-        try:
-            if lease is None:
-                raise ConfigError("every server is full; use acquire, which queues the request")
-            yield lease.server
-        finally:
-            self.release(request.id)
 
     def end_session(self, session: str) -> str | None:
         """Forget a session and return the name of its server."""
@@ -201,43 +233,23 @@ class LoadBalancer:
         if known is None or known.server is None:
             return None
         known.server.num_sessions -= 1
-        self._changed[known.server.name] = known.server
         return known.server.name
-
-    def drop_owner(self, owner: str) -> list[SlotGrant]:
-        """Release all slots and queued requests of an owner. Return the grants of other requests."""
-        for queued in [q for q in self._queued.values() if q.request.owner == owner]:
-            self._dequeue(queued.request.id)
-        granted: list[SlotGrant] = []
-        for lease in [lease for lease in self._leases.values() if lease.request.owner == owner]:
-            granted += self.release(lease.request.id)
-            self.end_session(lease.request.session)
-        return granted
 
     # -- membership ------------------------------------------------------------------------------------------------
 
-    def add_server(
-        self, name: str, *, max_in_flight: int | None = None, speed: float = 1.0
-    ) -> list[SlotGrant]:
-        """Add an idle server. Sessions stay on their servers.
+    def add_server(self, name: str, *, max_in_flight: int | None = None) -> list[SlotGrant]:
+        """Add an idle server and return the grants of queued requests. Sessions stay on their servers.
 
         Args:
             max_in_flight: Number of slots; None sets no limit.
-            speed: Speed relative to the other servers.
-
-        Returns:
-            The grants of queued requests.
 
         Raises:
             ConfigError: A server with this name exists.
         """
         if name in self._servers:
             raise ConfigError(f"there are two servers with the name {name!r}; give each server a unique name")
-        limit = max_in_flight if self.policy.keeps_queue else None
-        number = next(self._order)
-        server = self._servers[name] = ServerState(name, number, limit or float("inf"), speed)
-        server.last_chosen = next(self._order)
-        self._changed[name] = server
+        limit = (max_in_flight if self.keeps_queue else None) or float("inf")
+        server = self._servers[name] = ServerState(name, next(self._order), limit, next(self._order))
         return self._grant_slots_of(server)
 
     def remove_server(self, name: str) -> list[str]:
@@ -249,10 +261,6 @@ class LoadBalancer:
         server = self._servers.pop(name, None)
         if server is None:
             return []
-        self._with_free_slot.discard(name)
-        self._with_queue.discard(name)
-        self._changed.pop(name, None)
-        self.policy.on_server_removed(server)
         for lease in [lease for lease in self._leases.values() if lease.server == name]:
             del self._leases[lease.request.id]
         moved: list[str] = []
@@ -260,8 +268,6 @@ class LoadBalancer:
             if session.server is server:
                 session.server, session.num_cached = None, 0
                 moved.append(session_id)
-        for queued in [q for q in self._queued.values() if q.queue is server.queue]:
-            self._enqueue(replace(queued, queue=self._unassigned), None)
         return moved
 
     def set_external_requests(self, name: str, num_requests: int) -> None:
@@ -269,70 +275,35 @@ class LoadBalancer:
         server = self._servers.get(name)
         if server is not None:
             server.num_external = num_requests
-            self._changed[name] = server
 
     def grant_free_slots(self) -> list[SlotGrant]:
         """Grant free slots to queued requests. Call it after `remove_server`."""
-        granted: list[SlotGrant] = []
-        for server in list(self._servers.values()):
-            granted += self._grant_slots_of(server)
-        return granted
+        return [grant for server in list(self._servers.values()) for grant in self._grant_slots_of(server)]
 
     # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _choose(self, session: SessionState) -> ServerState | None:
-        """Return the server for a session's request, or None to queue the request."""
-        if len(self._servers) == 1:
-            [only] = self._servers.values()
-            return only if only.has_free_slot else None
-        self._rank_changed()
-        best = self._with_free_slot.first()
-        return None if best is None else self.policy.choose(session, best=self._servers[best])
 
     def _grant_slots_of(self, server: ServerState) -> list[SlotGrant]:
         """Grant a server's free slots to queued requests."""
         granted: list[SlotGrant] = []
-        while self._queued and server.has_free_slot and (request := self._next_for(server)) is not None:
-            granted.append(self._grant(request, self._sessions[request.session], server))
+        while server.has_free_slot and (queued := self._next_for(server)) is not None:
+            request, session = queued
+            del self._queued[request.id]
+            granted.append(self._grant(request, session, server))
         return granted
 
-    def _next_for(self, server: ServerState) -> SlotRequest | None:
-        """Remove the next request for a server from its queue and return it, or return None.
+    def _next_for(self, server: ServerState) -> tuple[SlotRequest, SessionState] | None:
+        """Return the queued request that a free server should get, or None.
 
-        The first request comes first among the server's own sessions and unassigned sessions. If there is none, a
-        request moves here from the server with the highest load, if the policy finds the move worthwhile.
+        The first request that arrived among the server's own sessions and sessions without a server comes first. If
+        there is none, the first one whose session is worth moving comes.
         """
-        own, unassigned = server.queue.first_key(), self._unassigned.first_key()
-        if own is not None and (unassigned is None or own < unassigned):
-            return self._dequeue(server.queue.first() or "")
-        if unassigned is not None:
-            return self._dequeue(self._unassigned.first() or "")
-        self._rank_changed()
-        busiest = self._with_queue.first()
-        if busiest is None:
-            return None
-        home = self._servers[busiest]
-        chosen = home.queue.first_where(
-            lambda request_id: self.policy.is_worth_moving(
-                self._sessions[self._queued[request_id].request.session], home=home, to=server
-            ),
-            at_most=NUM_STEAL_CANDIDATES,
-        )
-        return None if chosen is None else self._dequeue(chosen)
-
-    def _enqueue(self, queued: _QueuedRequest, home: ServerState | None) -> None:
-        self._queued[queued.request.id] = queued
-        queued.queue.put(queued.request.id, queued.key)
-        if home is not None:
-            self._changed[home.name] = home
-
-    def _dequeue(self, request_id: str) -> SlotRequest:
-        queued = self._queued.pop(request_id)
-        queued.queue.discard(request_id)
-        home = self._sessions[queued.request.session].server
-        if home is not None and not len(home.queue):
-            self._with_queue.discard(home.name)
-        return queued.request
+        for request, session in self._queued.values():
+            if session.server is None or session.server is server:
+                return request, session
+        for request, session in self._queued.values():
+            if session.server is not None and self._is_worth_moving(session, home=session.server, to=server):
+                return request, session
+        return None
 
     def _grant(self, request: SlotRequest, session: SessionState, server: ServerState) -> SlotGrant:
         moved_from = None
@@ -340,33 +311,19 @@ class LoadBalancer:
             if session.server is not None:
                 moved_from = session.server.name
                 session.server.num_sessions -= 1
-                self._changed[moved_from] = session.server
             session.server, session.num_cached = server, 0
             server.num_sessions += 1
-        work = self.policy.estimate_work(request, num_cached=session.num_cached)
+        work = self._estimate_work(request, num_cached=session.num_cached)
         server.work += work
         server.num_in_flight += 1
         server.last_chosen = next(self._order)
-        self._changed[server.name] = server
-        lease = self._leases[request.id] = SlotGrant(
-            request, server.name, work, moved_from, session.num_cached
-        )
-        self.policy.on_granted(
-            request, on=server
-        )  # last, so that the counts are consistent if the policy raises
-        return lease
+        grant = SlotGrant(request, server.name, work, moved_from, session.num_cached)
+        self._leases[request.id] = grant
+        return grant
 
-    def _rank_changed(self) -> None:
-        if self._epoch != self.policy.epoch:
-            self._epoch = self.policy.epoch
-            self._changed |= self._servers
-        for name, server in self._changed.items():
-            rank = self.policy.rank(server)
-            if server.has_free_slot:
-                self._with_free_slot.put(name, rank)
-            else:
-                self._with_free_slot.discard(name)
-            if self._queued and len(server.queue):
-                load, num_sessions, last_chosen = rank
-                self._with_queue.put(name, (-load, num_sessions, last_chosen))
-        self._changed.clear()
+    def _estimate_work(self, request: SlotRequest, *, num_cached: int) -> float:
+        """Return the expected work of a request, in tokens to decode."""
+        expected = self.mean_tokens
+        if request.max_tokens is not None:
+            expected = min(expected, request.max_tokens)
+        return expected + self.config.prefill_cost * max(0, request.num_prompt_tokens - num_cached)

@@ -10,9 +10,9 @@ from agent_loop.errors import SamplingParamsError, ServerDied, ServerError, Serv
 from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.user_code import run_bounded
+from agent_loop.servers.balancer import SlotRequest
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.in_flight import InFlightRequest
-from agent_loop.servers.policy import SlotRequest
 from agent_loop.servers.reply_check import bad_reply
 from agent_loop.types import TokenOutput
 

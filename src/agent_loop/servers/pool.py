@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from agent_loop.errors import BadServerReply, FatalRequest, ServerDied, ServerError, ServerTimeout
+from msgspec import Struct
+
+from agent_loop.errors import FatalRequest, ServerDied, ServerError, ServerTimeout
 from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.concurrency import run_shielded, run_together
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
-from agent_loop.servers.balancer import BalancerConfig, LoadBalancer, SlotGrant, SlotRequest
+from agent_loop.servers.balancer import LoadBalancer, SlotGrant, SlotRequest
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
-from agent_loop.servers.forecast import Forecast, RemainingTurnsForecast
 from agent_loop.servers.in_flight import InFlightRequest
 from agent_loop.servers.lease import Lease
-from agent_loop.servers.policy import Policy
 from agent_loop.servers.reply_check import checked_health
-from agent_loop.servers.usage import ServerUsage
+from agent_loop.types import TokenOutput
 from agent_loop.weights.shared import SenderPool, SharedWeights
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-ResultT = TypeVar("ResultT")
 
 CLOSE_TIMEOUT_S = 60.0
 HEALTH_TIMEOUT_S = 10.0
@@ -45,12 +43,49 @@ MAX_SERVERS_LOST = 2
 """A request during which this many servers died fails: the request may be what kills them."""
 MAX_LOSSES_OF_RESTARTING = 5
 """The same number where servers are restarted, since a request may then notice one death more than once."""
-MAX_BAD_REPLIES = 8
-"""A server that sends this many bad replies in a row is lost until its next health check, or until no other is left."""
 
 
 class RequestAborted(Exception):
     """The request was aborted while it was queued."""
+
+
+class ServerUsage(Struct, frozen=True):
+    """Totals over the completions that a pool's servers returned."""
+
+    num_turns: int = 0
+    """Number of completions."""
+    num_sampled_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    """Number of context tokens that a server computed again, after a cache eviction or a preemption."""
+
+    def with_completion(
+        self, output: TokenOutput, *, num_prompt_tokens: int, num_known_tokens: int
+    ) -> ServerUsage:
+        """Return the totals with one more completion.
+
+        Args:
+            output: The completion of one server.
+            num_known_tokens: Number of prompt tokens that this server has computed or sampled before.
+        """
+        num_cached = output.num_cached_tokens
+        num_dropped = 0 if num_cached is None else max(num_known_tokens - num_cached, 0)
+        return ServerUsage(
+            self.num_turns + 1,
+            self.num_sampled_tokens + len(output.token_ids),
+            self.num_recomputed_tokens + num_dropped + output.num_preempted * num_prompt_tokens,
+        )
+
+    def plus(self, other: ServerUsage, *, sign: int = 1) -> ServerUsage:
+        """Return the sum of both totals."""
+        return ServerUsage(
+            num_turns=self.num_turns + sign * other.num_turns,
+            num_sampled_tokens=self.num_sampled_tokens + sign * other.num_sampled_tokens,
+            num_recomputed_tokens=self.num_recomputed_tokens + sign * other.num_recomputed_tokens,
+        )
+
+    def since(self, earlier: ServerUsage) -> ServerUsage:
+        """Return the difference to an earlier total."""
+        return self.plus(earlier, sign=-1)
 
 
 class ServerPool:
@@ -63,33 +98,23 @@ class ServerPool:
         self,
         servers: Iterable[AsyncServerBase],
         *,
-        config: BalancerConfig | None = None,
-        policy: Policy | None = None,
-        forecast: Forecast | None = None,
+        balancer: LoadBalancer | None = None,
         restart_timeout_s: float = 0.0,
     ) -> None:
         """Create a pool that does not start its servers.
 
         Args:
-            config: Settings of the balancer.
-            policy: Policy that chooses the servers; None is `LeastWork(config)`.
-            forecast: Forecast of the work left in a session, for `BalancerConfig.longest_first`. None learns the
-                forecast from the sessions of this pool.
+            balancer: Balancer without servers; None is a `LoadBalancer` with its defaults.
             restart_timeout_s: How long requests stay queued for a server to rejoin when every server is lost. Applies
                 only if one of the servers `restarts`. 0 fails the requests at once.
         """
-        self.balancer = LoadBalancer(config=config, policy=policy)
-        self._forecast = (
-            (forecast or RemainingTurnsForecast()) if self.balancer.config.longest_first else None
-        )
+        self.balancer = balancer or LoadBalancer()
         self.weight_version = 0
         self.num_failovers = 0
         """Number of in-flight requests that lost their server."""
         self._servers: dict[str, AsyncServerBase] = {}
         self._lost: dict[str, str] = {}
         """Reason of each lost server."""
-        self._excluded: set[str] = set()
-        """Lost servers that are alive and have the pool's weights: their replies were bad."""
         self._sessions_left: dict[str, list[str]] = {}
         """Sessions that each lost server may still hold."""
         self.usage = ServerUsage()
@@ -100,8 +125,6 @@ class ServerPool:
         """Queued requests, by id."""
         self._leases: dict[str, Lease] = {}
         """Granted leases, by the id of the slot request."""
-        self._num_bad_replies: Counter[str] = Counter()
-        """Bad replies since the last good one, by server."""
         self._weight_senders: SenderPool = {}
         self._numbers = count()
         self._restart_timeout_s = restart_timeout_s
@@ -193,9 +216,6 @@ class ServerPool:
                 yield lease
             finally:
                 self._release(lease)
-        except BadServerReply as error:
-            self._note_bad_reply(lease.server, error)
-            raise
         except ServerDied as error:
             was_granted = lease.granted_at is not None
             if was_granted:
@@ -224,7 +244,6 @@ class ServerPool:
             session,
             num_prompt_tokens=len(request.prompt_ids) + request.num_tokens,
             max_tokens=request.params.max_tokens,
-            expected_remaining=0.0 if self._forecast is None else self._forecast.begin_turn(session),
         )
 
     async def _acquire(self, lease: Lease) -> None:
@@ -247,30 +266,14 @@ class ServerPool:
         """Free the slot, or remove the request from the queue. Grant free slots to queued requests."""
         wanted, output = lease.slot_request, lease.output
         self._leases.pop(wanted.id, None)
-        seconds = None if lease.granted_at is None else lease.clock() - lease.granted_at
         num_new_tokens = None if output is None else len(output.token_ids)
-        self._deliver(self.balancer.release(wanted.id, num_new_tokens=num_new_tokens, seconds=seconds))
+        self._deliver(self.balancer.release(wanted.id, num_new_tokens=num_new_tokens))
         if output is not None:
-            self._num_bad_replies.pop(lease.server.name, None)
             self.usage = self.usage.with_completion(
                 output,
                 num_prompt_tokens=wanted.num_prompt_tokens,
                 num_known_tokens=lease.num_known_tokens,
             )
-
-    def _note_bad_reply(self, server: AsyncServerBase, error: BadServerReply) -> None:
-        """Mark a server as lost if its last `MAX_BAD_REPLIES` replies were all bad. Keep the last server.
-
-        Such a server fails its requests at once, so it always has a free slot and would get nearly all requests. It
-        rejoins if no other server is left.
-        """
-        name = server.name
-        self._num_bad_replies[name] += 1
-        if self._num_bad_replies[name] >= MAX_BAD_REPLIES and len(self.balancer.servers) > 1:
-            self.mark_lost(
-                name, reason=f"its last {MAX_BAD_REPLIES} replies were invalid; the last one: {error}"
-            )
-            self._excluded.add(name)
 
     async def _wait_in_queue(self, wanted: SlotRequest, *, ends_at: float | None) -> SlotGrant:
         future = self._queued[wanted.id] = asyncio.get_running_loop().create_future()
@@ -315,8 +318,6 @@ class ServerPool:
         """End a session: no further turn will follow."""
         server = self._server_of(session)
         self.balancer.end_session(session)
-        if self._forecast is not None:
-            self._forecast.end(session)
         if server is not None:
             self._end_session_on(server.name, session)
 
@@ -327,7 +328,6 @@ class ServerPool:
         if name in self._lost:
             return
         logger.warning("server %s is lost: %s", name, reason)
-        self._num_bad_replies.pop(name, None)
         self._lost[name] = reason
         self._sessions_left[name] = self.balancer.remove_server(name)
         for request_id, lease in list(self._leases.items()):
@@ -335,9 +335,6 @@ class ServerPool:
                 del self._leases[request_id]
                 self.num_failovers += 1
                 lease.lose_server(reason)
-        if not self.balancer.servers:
-            for excluded in list(self._excluded):
-                self._rejoin(excluded)
         if self.balancer.servers:
             self._deliver(self.balancer.grant_free_slots())
         elif self.expects_restarts:
@@ -400,7 +397,6 @@ class ServerPool:
                 lambda server: server.update_weights(shared, weight_version=weight_version), at_version=False
             )
         self.weight_version = weight_version
-        self._excluded.clear()
 
     async def close(self) -> None:
         """Close all servers."""
@@ -417,7 +413,6 @@ class ServerPool:
     def _rejoin(self, name: str) -> None:
         logger.warning("server %s has rejoined", name)
         del self._lost[name]
-        self._excluded.discard(name)
         for session in self._sessions_left.pop(name):  # they have moved to other servers, or ended
             self._end_session_on(name, session)
         self._stop_restart_timer()
@@ -519,7 +514,6 @@ class ServerPool:
         health = await self._health_of(server)
         has_version = not at_version or health.weight_version == self.weight_version
         if not health.is_alive:
-            self._excluded.discard(server.name)
             self.mark_lost(server.name, reason=health.detail or "its health report says that it is not alive")
         elif server.name in self._lost and has_version:
             self._rejoin(server.name)

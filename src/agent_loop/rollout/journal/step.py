@@ -30,7 +30,7 @@ FREE_KEYS = frozenset(
     {
         "num_servers", "server_urls", "start_timeout_s", "request_timeout_s", "weight_transfer", "free_cache_engine",
         "max_concurrent", "max_failed_share", "journal", "num_workers", "trust_remote_code", "device", "watchdog_s",
-        "longest_first", "on_weight_update", "retries",
+        "on_weight_update", "retries",
     }
 )  # fmt: skip
 """Settings that may change between a crash and the resume, because no token depends on them."""
