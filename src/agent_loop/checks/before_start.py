@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from agent_loop.checks.model_files import check_model, check_template
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.environments.factory import load_environments
-from agent_loop.errors import AgentLoopError, CheckpointError, ConfigError, DataError, did_you_mean
+from agent_loop.errors import AgentLoopError, ConfigError, DataError, did_you_mean
 from agent_loop.interactions.registry import load_interactions
 from agent_loop.loading import load_object
 from agent_loop.loops.registry import LoopEntry
@@ -28,9 +28,12 @@ from agent_loop.rollout.row_sources import find_shards
 from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.factory import ENGINES, REMOTE_ENGINES, find_server_class
 from agent_loop.storage.metrics_file import written_parts
+from agent_loop.storage.query import Condition
 from agent_loop.tools.registry import BUILTIN_TOOLS, load_tools
 from agent_loop.training.learnable import refuse_truncated_sampling, refuse_without_reward
 from agent_loop.training.registry import ESTIMATORS, POLICY_LOSSES, SAMPLERS
+from agent_loop.training.supervised.settings import check_sources
+from agent_loop.training.supervised.stored import is_stored
 from agent_loop.types import Row
 
 COMPARING_ESTIMATORS = frozenset(
@@ -65,37 +68,16 @@ class PlannedRun:
     """Rows that were read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Result of one check."""
-
-    check: str
-    found: str
-    """Result in one line; the message of the error if there is one."""
-    error: AgentLoopError | None = None
-
-
-def findings(checks: Checks) -> Iterator[Finding]:
-    """Run checks one after the other, and yield the result of each one that applies."""
+def findings(checks: Checks) -> Iterator[tuple[str, str, AgentLoopError | None]]:
+    """Run checks one after the other. Yield the name, the result and the error of each one that applies."""
     for name, check in checks.items():
         try:
             found = check()
         except AgentLoopError as error:
-            yield Finding(name, str(error), error)
+            yield name, str(error), error
         else:
             if found:
-                yield Finding(name, found)
-
-
-def refuse_faults(checks: Checks) -> None:
-    """Raise the first error of checks.
-
-    Raises:
-        AgentLoopError: Something that the run needs is missing or does not fit.
-    """
-    for finding in findings(checks):
-        if finding.error is not None:
-            raise finding.error
+                yield name, found, None
 
 
 def checks_of(run: PlannedRun) -> Checks:
@@ -117,10 +99,45 @@ def checks_of(run: PlannedRun) -> Checks:
     )
     checks["chat template"] = partial(check_template, config)
     if run.trains:
-        checks["run folder"] = partial(check_run_dir, config, resumes=run.resumes, overwrites=run.overwrites)
+        checks["run folder"] = partial(_check_run_dir, config, resumes=run.resumes, overwrites=run.overwrites)
         if run.is_thorough:
             checks["memory"] = partial(_check_memory, config)
     return checks
+
+
+def supervised_checks(config: Config, *, resumes: bool, overwrites: bool, is_thorough: bool) -> Checks:
+    """Return the checks of supervised training. Large files are read only if `is_thorough`."""
+    sft = config.sft
+
+    def check_files() -> str:
+        check_sources(config)
+        return _check_conversations(config, sft.files, is_thorough=is_thorough)
+
+    def check_conditions() -> str:
+        for condition in sft.conditions:
+            Condition.parse(condition)
+        return " and ".join(sft.conditions)
+
+    return {
+        "sft.files": check_files,
+        "sft.val_files": partial(_check_conversations, config, sft.val_files, is_thorough=is_thorough),
+        "sft.where": check_conditions,
+        "model": partial(check_model, config),
+        "chat template": partial(check_template, config),
+        "run folder": partial(_check_run_dir, config, resumes=resumes, overwrites=overwrites),
+    }
+
+
+def _check_conversations(config: Config, sources: list[str], *, is_thorough: bool) -> str:
+    stored = [source for source in sources if is_stored(source)]
+    chats = [source for source in sources if source not in stored]
+    read = chats if is_thorough else _small_sources(chats)
+    found = [f"trajectories of {source}" for source in stored]
+    if read:
+        rows = load_rows(read, prompt_key=config.sft.messages_key)
+        found.append(f"{len(rows)} conversations of {', '.join(read)}")
+    found += [f"{source}, not read" for source in chats if source not in read]
+    return ", ".join(found)
 
 
 def _starts_engines(rollout: RolloutConfig) -> bool:
@@ -203,7 +220,7 @@ def _check_rows(run: PlannedRun, sources: Sequence[str], *, where: str) -> str:
     if not sources:
         raise ConfigError(f"{where} is empty; give at least one file, or file.py:function")
     data = run.config.data
-    read = sources if run.is_thorough else small_sources(sources)
+    read = sources if run.is_thorough else _small_sources(sources)
     if not read:
         return f"{', '.join(sources)}, not read"
     rows = load_rows(read, prompt_key=data.prompt_key, workspace=data.workspace)
@@ -216,12 +233,8 @@ def _check_rows(run: PlannedRun, sources: Sequence[str], *, where: str) -> str:
     return f"{len(rows)} rows of {', '.join(read)}"
 
 
-def small_sources(sources: Sequence[str]) -> list[str]:
-    """Return the sources whose files have at most `QUICK_BYTES` together.
-
-    Raises:
-        DataError: A file does not exist.
-    """
+def _small_sources(sources: Sequence[str]) -> list[str]:
+    """Return the sources of at most `QUICK_BYTES` each."""
     shards = {source: find_shards(source) for source in sources}
     return [
         source
@@ -271,12 +284,8 @@ def _check_program(entry: LoopEntry, *, key: str) -> None:
             )
 
 
-def check_run_dir(config: Config, *, resumes: bool, overwrites: bool) -> str:
-    """Return the folder of a training run.
-
-    Raises:
-        ConfigError: It cannot be written, or holds a run that is neither resumed nor overwritten.
-    """
+def _check_run_dir(config: Config, *, resumes: bool, overwrites: bool) -> str:
+    """Refuse a folder that cannot be written, or holds a run that is neither resumed nor overwritten."""
     folder = Path(config.trainer.run_dir)
     parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -303,15 +312,3 @@ def _check_memory(config: Config) -> str:
         raise ConfigError(f"{'; '.join(plan.faults)}; `agent-loop plan` shows what would make it fit")
     largest = max(plan.loads, key=lambda load: load.total)
     return f"{largest.total / GB:.2f} of {largest.capacity / GB:.2f} GB at most"
-
-
-def check_resume_source(path: Path) -> None:
-    """Check that there is something to resume from.
-
-    Raises:
-        CheckpointError: The path is no checkpoint and no run.
-    """
-    if not path.is_dir():
-        raise CheckpointError(
-            f"--resume-from is {str(path)!r}, which does not exist; give a checkpoint, or the folder of a training run"
-        )

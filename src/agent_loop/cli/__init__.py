@@ -24,11 +24,10 @@ from agent_loop.cli.replay import replay_command
 from agent_loop.cli.rescore import rescore_command
 from agent_loop.cli.rollout import rollout_command
 from agent_loop.cli.serve import serve_command
-from agent_loop.cli.sft import sft_command
 from agent_loop.cli.show import show_command
 from agent_loop.cli.tasks import tasks_app
 from agent_loop.cli.traces import traces_command
-from agent_loop.cli.train import train_command
+from agent_loop.cli.train import sft_command, train_command
 from agent_loop.cli.verbosity import VERBOSITY, add_verbosity
 from agent_loop.cli.verify_template import verify_template_command
 from agent_loop.cli.view import view_command

@@ -50,12 +50,10 @@ def above_0(value: float) -> float:
     return value
 
 
-ConfigArgument = Annotated[Path, typer.Argument(help="YAML file.", show_default=False)]
+ConfigArgument = Annotated[Path, typer.Argument(help="YAML file.")]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...", help="Settings that replace those of the file.", show_default=False
-    ),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of the file."),
 ]
 ResumeOption = Annotated[
     bool,
@@ -67,19 +65,14 @@ ResumeOption = Annotated[
 ResumeFromOption = Annotated[
     Path | None,
     typer.Option(
-        "--resume-from",
-        help="Resume from this checkpoint, or from the last checkpoint of this run.",
-        show_default=False,
+        "--resume-from", help="Resume from this checkpoint, or from the last checkpoint of this run."
     ),
 ]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Remove the files of an earlier run in `trainer.run_dir`.")
 ]
 ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model", help="Use this model folder or hub name in place of `model.path`.", show_default=False
-    ),
+    str | None, typer.Option("--model", help="Use this model folder or hub name in place of `model.path`.")
 ]
 DataOption = Annotated[
     list[str] | None,
@@ -87,28 +80,27 @@ DataOption = Annotated[
         "--data",
         help="Rows: files, folders or globs of them, a folder saved by `datasets` (folder:split), the name of a task "
         "(suite:task?option=value), or file.py:function; may be given more than once.",
-        show_default=False,
     ),
 ]
-RunArgument = Annotated[
-    Path,
-    typer.Argument(metavar="RUN", help="Folder of a run, or file of trajectories.", show_default=False),
-]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or file of trajectories.")]
 WhereOption = Annotated[
     list[str] | None,
     typer.Option(
         "--where",
         help="Only trajectories with this condition, as in `reward<1`. May be given more than once; all must hold.",
-        show_default=False,
     ),
 ]
-StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Only this step.", show_default=False)]
-SplitOption = Annotated[
-    str | None, typer.Option("--split", help="Only `train`, `val`, `eval` or `rollout`.", show_default=False)
-]
+StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Only this step.")]
+SplitOption = Annotated[str | None, typer.Option("--split", help="Only `train`, `val`, `eval` or `rollout`.")]
 JsonLinesOption = Annotated[
     bool,
     typer.Option("--jsonl", help="Write JSON lines with the columns of the Parquet files, one value each."),
+]
+EXIT_FAILED = 1
+"""Exit code of a command that finds something wrong."""
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+CheckTimeoutOption = Annotated[
+    float, typer.Option(min=0, callback=finite, help="Time limit of each check, in seconds.")
 ]
 MaxRowsOption = Annotated[int | None, typer.Option("--max-rows", min=1, help="Maximum number of rows.")]
 SamplesOption = Annotated[
@@ -125,9 +117,6 @@ def find_run(path: Path) -> Path:
     """Return the run at a path: the path itself, or the only run in that folder.
 
     The trajectories of JSON lines are copied to a Parquet file, which is removed when the process ends.
-
-    Raises:
-        DataError: The path holds something else. The error names its kind and the command that reads it.
     """
     path = only_run(path)
     kind = kind_of(path)
@@ -146,22 +135,14 @@ def find_run(path: Path) -> Path:
 
 
 def find_checkpoint_source(path: Path) -> Path:
-    """Return the checkpoint or the run at a path, or the only run in that folder.
-
-    Raises:
-        CheckpointError: The path is a file or a data set, or does not exist.
-    """
+    """Return the checkpoint or the run at a path, or the only run in that folder."""
     if not path.is_dir() or kind_of(path) is SAVED_DATASET:
         raise CheckpointError(explain(path, wanted="a checkpoint, or the folder of a training run"))
     return only_run(path)
 
 
 def refuse_no_model(name: str) -> None:
-    """Refuse a file or a folder that is not a model. Any other name may be a hub name.
-
-    Raises:
-        ConfigError: The name is a file or a folder without a model.
-    """
+    """Refuse a file or a folder that is not a model. Any other name may be a hub name."""
     path = Path(name)
     if path.is_file() or (path.is_dir() and kind_of(path) is not MODEL):
         model = model_in(path)
@@ -194,11 +175,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def read_config(path: Path, overrides: Sequence[str] | None, *, model: str | None = None) -> Config:
-    """Return the configuration in a file, with overrides.
-
-    Raises:
-        ConfigError: The file is missing, or a setting is wrong.
-    """
+    """Return the configuration in a file, with overrides."""
     kind = kind_of(path)
     if kind not in (None, SETTINGS):
         raise ConfigError(explain(path, wanted="a YAML file of settings"))
@@ -207,12 +184,7 @@ def read_config(path: Path, overrides: Sequence[str] | None, *, model: str | Non
 
 
 def read_rows(config: Config, *, data: Sequence[str] | None, max_rows: int | None) -> list[dict[str, Any]]:
-    """Return the rows of `data`, else the validation rows, else the training rows.
-
-    Raises:
-        ConfigError: The configuration and `data` name no rows.
-        DataError: A file or a row is wrong.
-    """
+    """Return the rows of `data`, else the validation rows, else the training rows."""
     sources = list(data or config.data.val_files or config.data.train_files)
     if not sources:
         raise ConfigError("there are no rows: set data.val_files or data.train_files, or give --data")
@@ -220,11 +192,7 @@ def read_rows(config: Config, *, data: Sequence[str] | None, max_rows: int | Non
 
 
 def load_named_rows(config: Config, sources: Sequence[str], *, max_rows: int | None) -> list[dict[str, Any]]:
-    """Return the rows of these files.
-
-    Raises:
-        DataError: A file or a row is wrong.
-    """
+    """Return the rows of these files."""
     from agent_loop.rollout.rows import load_rows  # late: keeps `--help` quick
 
     data = config.data

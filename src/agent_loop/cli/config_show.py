@@ -28,8 +28,7 @@ def config_show_command(
         bool, typer.Option("--all", help="Print the settings that have their default value too.")
     ] = False,
     section: Annotated[
-        str | None,
-        typer.Option(help="Print only the settings below this key, as in `rollout`.", show_default=False),
+        str | None, typer.Option(help="Print only the settings below this key, as in `rollout`.")
     ] = None,
 ) -> None:
     """Print the settings of a run, one per line, and where each value comes from.

@@ -27,9 +27,7 @@ def demo_command(
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...",
-            help="Settings that replace those of the example's `config.yaml`.",
-            show_default=False,
+            metavar="[KEY=VALUE]...", help="Settings that replace those of the example's `config.yaml`."
         ),
     ] = None,
     *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -22,14 +22,14 @@ from agent_loop.cli.arguments import (
     load_named_rows,
     read_config,
 )
-from agent_loop.cli.dry_run import DryRunOption, check_before
-from agent_loop.cli.eval_folder import EvalFolder
+from agent_loop.cli.eval_folder import SPLIT, EvalFolder
 from agent_loop.cli.eval_tables import print_summary
-from agent_loop.cli.running import key_of, run_rows
+from agent_loop.cli.running import EXIT_INTERRUPTED, DryRunOption, check_rollout, key_of, run_rows
 from agent_loop.cli.verbosity import print_hint
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, DataError, RolloutError
 from agent_loop.runtime.event_loop import run_to_end
+from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.training.evaluation import (
     EvaluationSummary,
     categories_of,
@@ -39,8 +39,6 @@ from agent_loop.training.evaluation import (
 )
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
-
-EXIT_INTERRUPTED = 130
 
 
 def eval_command(
@@ -55,7 +53,6 @@ def eval_command(
         typer.Option(
             "--checkpoint",
             help="Model to evaluate: a checkpoint, a run (its last checkpoint), or the folder of a model.",
-            show_default=False,
         ),
     ] = None,
     model: ModelOption = None,
@@ -76,18 +73,14 @@ def eval_command(
             "--by",
             metavar="COLUMN",
             help="Print scores per value of this column, such as extra_info.level. May be given more than once.",
-            show_default=False,
         ),
     ] = None,
     compare: Annotated[
         Path | None,
-        typer.Option(
-            "--compare", help="Folder of another evaluation to compare with, row by row.", show_default=False
-        ),
+        typer.Option("--compare", help="Folder of another evaluation to compare with, row by row."),
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Resume the evaluation in `--out`, or show it if it is finished."),
+        bool, typer.Option("--resume", help="Resume the evaluation in `--out`, or show it if it is finished.")
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the evaluation in `--out`.")
@@ -118,9 +111,10 @@ def eval_command(
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other; give one of them")
     settings = _settings(config, overrides, checkpoint=checkpoint, model=model)
-    source = _source(settings, data=data, on=on)
-    rows = load_named_rows(settings, source.files, max_rows=max_rows)
-    if check_before(settings, rows=rows, is_dry_run=dry_run):
+    rows_of, sources = _sources(settings, data=data, on=on)
+    rows = load_named_rows(settings, sources, max_rows=max_rows)
+    check_rollout(settings, rows=rows, is_dry_run=dry_run)
+    if dry_run:
         return
     columns = {column: categories_of(rows, column=column) for column in by or ()}
     other = compare and (compare, _read_other(compare, rows=rows))
@@ -129,11 +123,11 @@ def eval_command(
     folder, console = EvalFolder(out), Console(stderr=as_json)
     if resume:
         folder.require_evaluation()
-    with folder.locked():
+    with exclusive_folder(out, name="--out"):
         finished = folder.finished(key) if resume else None
         if not resume:
             folder.begin(overwrite=overwrite)
-        console.print(f"rows of {source.name}: {', '.join(source.files)}", markup=False)
+        console.print(f"rows of {rows_of}: {', '.join(sources)}", markup=False)
         trajectories: Sequence[Trajectory] = ()
         if finished is None:
             trajectories = _run(
@@ -145,7 +139,7 @@ def eval_command(
         summary = EvaluationSummary.of(
             evaluation,
             model=settings.model.path,
-            rows_of=source.name,
+            rows_of=rows_of,
             settings=asdict(key),
             columns=columns,
             other=other,
@@ -169,31 +163,18 @@ def eval_command(
     )
 
 
-class RowSource(NamedTuple):
-    """Files of the rows to evaluate."""
-
-    name: str
-    """Setting or option that gives the files."""
-    files: Sequence[str]
-
-
-def _source(config: Config, *, data: Sequence[str] | None, on: Literal["val", "train"] | None) -> RowSource:
-    """Return the source of the rows. Training rows are used only with `--on train`.
-
-    Raises:
-        ConfigError: There are no rows, or two options give rows.
-    """
+def _sources(
+    config: Config, *, data: Sequence[str] | None, on: Literal["val", "train"] | None
+) -> tuple[str, Sequence[str]]:
+    """Return the option or setting of the rows, and their sources. Training rows are used only with `--on train`."""
     if data:
         if on is not None:
             raise ConfigError(f"--data and --on {on} both select rows; give only one of them")
-        return RowSource("--data", data)
+        return "--data", data
     split = on or "val"
-    name, files = (
-        f"data.{split}_files",
-        {"val": config.data.val_files, "train": config.data.train_files}[split],
-    )
-    if files:
-        return RowSource(name, files)
+    name, sources = f"data.{split}_files", config.data.train_files if on == "train" else config.data.val_files
+    if sources:
+        return name, sources
     hint = "give rows with --data, set it"
     if split == "val" and config.data.train_files:
         hint += ", or evaluate the training rows with --on train"
@@ -203,19 +184,19 @@ def _source(config: Config, *, data: Sequence[str] | None, on: Literal["val", "t
 def _settings(
     config: Path, overrides: Sequence[str] | None, *, checkpoint: Path | None, model: str | None
 ) -> Config:
-    """Return the configuration with the model to evaluate.
-
-    Raises:
-        ConfigError: The configuration is wrong, or two options give a model.
-        CheckpointError: The checkpoint is damaged.
-    """
+    """Return the configuration with the model to evaluate."""
     if checkpoint is None:
         return read_config(config, overrides, model=model)
     if model is not None:
         raise ConfigError(
             f"--checkpoint {checkpoint} and --model {model} both select a model; give only one of them"
         )
-    settings = read_config(config, overrides, model=str(_model_folder(checkpoint)))
+    folder = checkpoint
+    if not (folder / "config.json").is_file():
+        from agent_loop.training.export import evaluated_model  # late: needs torch
+
+        folder = evaluated_model(find_checkpoint_source(checkpoint))
+    settings = read_config(config, overrides, model=str(folder))
     if settings.rollout.server_urls:
         raise ConfigError(
             f"--checkpoint is {str(checkpoint)!r}, but the servers of rollout.server_urls have their own weights; "
@@ -224,21 +205,8 @@ def _settings(
     return settings
 
 
-def _model_folder(path: Path) -> Path:
-    """Return the model folder of a checkpoint or of a run's last checkpoint, or the path if it is a model folder."""
-    if (path / "config.json").is_file():
-        return path
-    from agent_loop.training.export import evaluated_model  # late: needs torch
-
-    return evaluated_model(find_checkpoint_source(path))
-
-
 def _read_other(path: Path, *, rows: Sequence[Row]) -> EvaluationSummary:
-    """Return the evaluation to compare with.
-
-    Raises:
-        DataError: The evaluation cannot be read, or shares no rows with this one.
-    """
+    """Return the evaluation to compare with."""
     summary = read_summary(path)
     if not {row.prompt_digest for row in summary.evaluation.rows} & set(map(prompt_digest, rows)):
         raise DataError(
@@ -257,9 +225,11 @@ def _run(
     console: Console,
 ) -> list[Trajectory]:
     """Run the rows. A resumed evaluation runs only the unfinished rows."""
+    from agent_loop.storage.json_lines import writing_lines  # late: keeps `--help` quick
+
     finished: list[Trajectory] = []
     try:
-        with folder.writing_trajectories() as write:
+        with writing_lines(folder.trajectories, split=SPLIT) as write:
 
             def keep(trajectory: Trajectory) -> None:
                 write(trajectory)

@@ -9,8 +9,7 @@ runs/eval/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING
 from agent_loop.cli.running import by_id
 from agent_loop.errors import ConfigError, JournalError, OutputError
 from agent_loop.runtime.describe import describe_error
-from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.training.evaluation import SUMMARY_FILE, EvaluationSummary, read_summary
 from agent_loop.trajectory import Trajectory
 
@@ -47,11 +45,7 @@ class EvalFolder:
         return self.path / "rollout.journal"
 
     def begin(self, *, overwrite: bool) -> None:
-        """Prepare the folder for a new evaluation.
-
-        Raises:
-            ConfigError: The folder holds an evaluation, and `overwrite` is False.
-        """
+        """Prepare the folder for a new evaluation, which may replace another one with `overwrite` alone."""
         files = [file for file in (self.summary, self.journal) if file.exists()]
         if files and not overwrite:
             what = "a finished" if self.summary in files else "an unfinished"
@@ -62,20 +56,8 @@ class EvalFolder:
         for file in files:
             file.unlink()
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Create the folder and lock it against other processes.
-
-        Raises:
-            OutputError: The folder cannot be written, or another process has locked it.
-        """
-        return exclusive_folder(self.path, name="--out")
-
     def require_evaluation(self) -> None:
-        """Raise an error unless there is an evaluation to resume.
-
-        Raises:
-            JournalError: The folder holds no evaluation.
-        """
+        """Raise an error unless there is an evaluation to resume."""
         if not self.summary.exists() and not self.journal.exists():
             raise JournalError(
                 f"{str(self.path)!r} holds no evaluation to resume; run the command without --resume, or give the "
@@ -83,12 +65,7 @@ class EvalFolder:
             )
 
     def finished(self, key: StepKey) -> EvaluationSummary | None:
-        """Return the summary of a finished evaluation, or None if the evaluation can be resumed.
-
-        Raises:
-            DataError: The summary is damaged.
-            JournalError: The summary belongs to another evaluation.
-        """
+        """Return the summary of a finished evaluation, or None if the evaluation can be resumed."""
         from agent_loop.rollout.journal.step import StepKey  # late: keeps `--help` quick
 
         if not self.summary.exists():
@@ -102,29 +79,6 @@ class EvalFolder:
             )
         return summary
 
-    @contextmanager
-    def writing_trajectories(self) -> Generator[Callable[[Trajectory], None]]:
-        """Open the file of trajectories and yield a function that adds a trajectory to it.
-
-        Raises:
-            OutputError: The file cannot be written, when it is opened or later.
-        """
-        from agent_loop.storage.json_lines import writing_lines  # late: keeps `--help` quick
-
-        with ExitStack() as stack:
-            try:
-                write = stack.enter_context(writing_lines(self.trajectories, split=SPLIT))
-            except OSError as error:
-                raise self._unwritten(self.trajectories, error) from error
-
-            def add(trajectory: Trajectory) -> None:
-                try:
-                    write(trajectory)
-                except OSError as error:
-                    raise self._unwritten(self.trajectories, error) from error
-
-            yield add
-
     def finish(
         self,
         trajectories: Iterable[Trajectory],
@@ -133,14 +87,7 @@ class EvalFolder:
         success_threshold: float,
         as_jsonl: bool = False,
     ) -> None:
-        """Write the sorted trajectories and the summary.
-
-        Args:
-            as_jsonl: Keep a file of JSON lines beside the Parquet file.
-
-        Raises:
-            OutputError: A file cannot be written.
-        """
+        """Write the sorted trajectories and the summary. With `as_jsonl`, keep JSON lines too."""
         # late: keeps `--help` quick
         from agent_loop.storage.json_lines import write_lines
         from agent_loop.storage.writer import write_trajectories
@@ -155,10 +102,9 @@ class EvalFolder:
             summary.write(self.summary)
             self.journal.unlink(missing_ok=True)
         except OSError as error:
-            raise self._unwritten(self.path, error) from error
-
-    def _unwritten(self, path: Path, error: OSError) -> OutputError:
-        kept = f"the finished trajectories are in {str(self.trajectories)!r}"
-        if self.journal.exists():
-            kept += " and in the journal. Free the disk, and run the same command with --resume; they are not run again"
-        return OutputError(f"{str(path)!r} cannot be written ({describe_error(error)}); {kept}")
+            kept = f"the finished trajectories are in {str(self.trajectories)!r}"
+            if self.journal.exists():
+                kept += " and in the journal. Free the disk, and run the same command with --resume"
+            raise OutputError(
+                f"{str(self.path)!r} cannot be written ({describe_error(error)}); {kept}"
+            ) from error

@@ -14,21 +14,13 @@ from agent_loop.cli.verbosity import print_hint
 
 def export_command(
     source: Annotated[
-        Path,
-        typer.Argument(
-            help="Folder of a checkpoint, or of a run, for its last checkpoint.", show_default=False
-        ),
+        Path, typer.Argument(help="Folder of a checkpoint, or of a run, for its last checkpoint.")
     ],
     *,
-    out: Annotated[
-        Path,
-        typer.Option("--out", help="Folder to write; with `--pairs`, a .jsonl file.", show_default=False),
-    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write; with `--pairs`, a .jsonl file.")],
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option(
-            "--dtype", help="Precision of the weights; by default `model.dtype`.", show_default=False
-        ),
+        typer.Option("--dtype", help="Precision of the weights; by default `model.dtype`."),
     ] = None,
     keep_adapter: Annotated[
         bool, typer.Option("--keep-adapter", help="Write only the LoRA adapters, in the format of `peft`.")

@@ -28,10 +28,7 @@ TITLES = {
 
 def from_verl_command(
     given: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[YAML]... [KEY=VALUE]...", help="Settings of verl's trainer.", show_default=False
-        ),
+        list[str], typer.Argument(metavar="[YAML]... [KEY=VALUE]...", help="Settings of verl's trainer.")
     ],
     *,
     out: Annotated[Path, typer.Option("--out", help="File to write.")] = Path("config.yaml"),

@@ -40,7 +40,7 @@ class Starter(StrEnum):
 
 
 def init_command(
-    folder: Annotated[Path, typer.Argument(help="New folder.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="New folder.")],
     *,
     template: Annotated[
         Starter,
@@ -50,8 +50,7 @@ def init_command(
         ),
     ] = Starter.TOOL,
     model: Annotated[
-        str | None,
-        typer.Option(help="Train this model folder or hub name, and make no tiny model.", show_default=False),
+        str | None, typer.Option(help="Train this model folder or hub name, and make no tiny model.")
     ] = None,
 ) -> None:
     """Write a folder with a small task that trains as it is: task, reward, rows, config, tests and a tiny model.

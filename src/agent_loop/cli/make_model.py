@@ -27,35 +27,25 @@ class SizeChoice(StrEnum):
 
 
 def make_model_command(
-    out: Annotated[Path, typer.Argument(help="New folder of the model.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="New folder of the model.")],
     *,
     config: Annotated[
         Path | None,
         typer.Option(
             help="YAML file of a run: its `data.train_files`, `sft.files`, tools and `trainer.seed` are used where an "
-            "option is not given.",
-            show_default=False,
+            "option is not given."
         ),
     ] = None,
     rows: Annotated[
         list[str] | None,
-        typer.Option(
-            "--from-rows", help="Rows of the task, in any form of `data.train_files`.", show_default=False
-        ),
+        typer.Option("--from-rows", help="Rows of the task, in any form of `data.train_files`."),
     ] = None,
     demonstrations: Annotated[
         list[str] | None,
-        typer.Option(
-            "--demonstrations",
-            help="Complete conversations, in any form of `data.train_files`.",
-            show_default=False,
-        ),
+        typer.Option("--demonstrations", help="Complete conversations, in any form of `data.train_files`."),
     ] = None,
     tools: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tool", help="Tool of the task, as in `rollout.multi_turn.tools`.", show_default=False
-        ),
+        list[str] | None, typer.Option("--tool", help="Tool of the task, as in `rollout.multi_turn.tools`.")
     ] = None,
     size: Annotated[
         SizeChoice, typer.Option(help="`tiny`: 150,000 parameters. `small`: 4,000,000.")

@@ -40,19 +40,10 @@ def plan_command(
     ] = None,
     rollout_speed: Annotated[
         float | None,
-        typer.Option(
-            callback=_speed,
-            help="Tokens per second that all servers sample together.",
-            show_default=False,
-        ),
+        typer.Option(callback=_speed, help="Tokens per second that all servers sample together."),
     ] = None,
     train_speed: Annotated[
-        float | None,
-        typer.Option(
-            callback=_speed,
-            help="Tokens per second that the trainer trains on.",
-            show_default=False,
-        ),
+        float | None, typer.Option(callback=_speed, help="Tokens per second that the trainer trains on.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,7 +21,6 @@ from agent_loop.cli.arguments import (
 )
 from agent_loop.cli.show import find_row
 from agent_loop.cli.verbosity import print_hint
-from agent_loop.config import Config
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.trajectory import Trajectory
@@ -39,9 +38,7 @@ ENDED_FROM_OUTSIDE = (StopReason.FAILED, StopReason.CANCELLED, StopReason.DEADLI
 
 def replay_command(
     run: RunArgument,
-    row: Annotated[
-        str, typer.Argument(metavar="ROW", help="Trajectory, as in `group=3/rollout=1`.", show_default=False)
-    ],
+    row: Annotated[str, typer.Argument(metavar="ROW", help="Trajectory, as in `group=3/rollout=1`.")],
     overrides: OverridesArgument = None,
     *,
     step: StepOption = None,
@@ -49,20 +46,14 @@ def replay_command(
     from_turn: Annotated[
         int | None,
         typer.Option(
-            "--from-turn",
-            min=1,
-            help="First turn that the model samples again; 1 is its first turn.",
+            "--from-turn", min=1, help="First turn that the model samples again; 1 is its first turn."
         ),
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", help="YAML file; by default the `config.yaml` of the run.", show_default=False
-        ),
+        Path | None, typer.Option("--config", help="YAML file; by default the `config.yaml` of the run.")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="File for the new trajectory (.parquet or .jsonl).", show_default=False),
+        Path | None, typer.Option("--out", help="File for the new trajectory (.parquet or .jsonl).")
     ] = None,
 ) -> None:
     """Run a stored trajectory again: the real loop, template and parsers, with recorded completions and tool replies.
@@ -81,17 +72,28 @@ def replay_command(
     """
     # late: keeps `--help` quick
     from agent_loop.recording.recorded_responses import extract_responses
+    from agent_loop.rollout.replay import replay_trajectory
+    from agent_loop.storage.json_lines import write_lines
     from agent_loop.storage.reading import to_trajectory
     from agent_loop.storage.run import StoredRun
+    from agent_loop.storage.writer import write_trajectories
 
     stored = StoredRun(find_run(run))
-    settings = _settings(config or stored.folder / CONFIG_FILE, overrides)
+    file = config or stored.folder / CONFIG_FILE
+    if not file.is_file():
+        raise ConfigError(f"there is no {str(file)!r} with the settings of the run; give them with --config")
+    settings = read_config(file, overrides)
     found = find_row(stored, row, split=split, step=step)
     old = to_trajectory(found)
     recorded = extract_responses(old)
     console = Console()
+
+    def again(responses: RecordedResponses) -> Trajectory:
+        is_live = from_turn is not None
+        return run_to_end(replay_trajectory(settings, old, recorded=responses, continue_live=is_live))[0]
+
     if from_turn is None:
-        new = _again(settings, old, recorded, continue_live=False)
+        new = again(recorded)
         is_same = _compare(old, new, console, pieces=stored.vocabulary())
     else:
         last = len(recorded.completions) + 1
@@ -99,32 +101,19 @@ def replay_command(
             raise DataError(
                 f"--from-turn is {from_turn}, but {row} can continue at turn {last} at the latest; give at most {last}"
             )
-        new = _again(settings, old, recorded.before(from_turn), continue_live=True)
+        new = again(recorded.before(from_turn))
         is_same = True
         _print_both(old, new, console, from_turn=from_turn)
     if out is not None:
-        _write(out, new, step=found["step"], split=found["split"])
+        where: dict[str, Any] = {"step": found["step"], "split": found["split"]}
+        write = write_lines if out.suffix in JSON_LINES else write_trajectories
+        write(out, [new], **where)
         console.print(f"new trajectory written to {out}", markup=False, soft_wrap=True)
         print_hint(
             console, f"look at it with: agent-loop view {out}, or in the terminal: agent-loop show {out}"
         )
     if not is_same or (from_turn is not None and new.output.failure is not None):
         raise typer.Exit(EXIT_DIFFERS)
-
-
-def _settings(path: Path, overrides: Sequence[str] | None) -> Config:
-    if not path.is_file():
-        raise ConfigError(f"there is no {str(path)!r} with the settings of the run; give them with --config")
-    return read_config(path, overrides)
-
-
-def _again(
-    config: Config, old: Trajectory, recorded: RecordedResponses, *, continue_live: bool
-) -> Trajectory:
-    from agent_loop.rollout.replay import replay_trajectory
-
-    trajectories = run_to_end(replay_trajectory(config, old, recorded=recorded, continue_live=continue_live))
-    return trajectories[0]
 
 
 def _compare(old: Trajectory, new: Trajectory, console: Console, *, pieces: Sequence[Piece] | None) -> bool:
@@ -162,14 +151,18 @@ def _compare(old: Trajectory, new: Trajectory, console: Console, *, pieces: Sequ
 
 def _print_both(old: Trajectory, new: Trajectory, console: Console, *, from_turn: int) -> None:
     table = Table("", "recorded", "now", box=None)
-    for name, value in _facts(old).items():
-        table.add_row(name, value, _facts(new)[name])
+    facts = [_facts(trajectory) for trajectory in (old, new)]
+    for name in facts[0]:
+        table.add_row(name, *(each[name] for each in facts))
     console.print(table)
     for title, trajectory in (("recorded", old), ("now", new)):
         console.print(f"\n{title}, from turn {from_turn} on:", style="bold")
-        for message in _messages_from(trajectory, turn=from_turn):
-            line = f"{message['role']}: {message.get('content') or ''}{message.get('tool_calls') or ''}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        num_turns = 0
+        for message in trajectory.output.messages:
+            num_turns += message["role"] == "assistant"
+            if num_turns >= from_turn:
+                line = f"{message['role']}: {message.get('content') or ''}{message.get('tool_calls') or ''}"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
     if new.output.failure is not None:
         console.print(new.output.failure.error, markup=False, style="red", soft_wrap=True)
 
@@ -183,22 +176,3 @@ def _facts(trajectory: Trajectory) -> dict[str, str]:
         "response tokens": str(len(output.response_ids)),
         "incidents": str(len(output.incidents)),
     }
-
-
-def _messages_from(trajectory: Trajectory, *, turn: int) -> list[dict[str, object]]:
-    messages, num_turns = list[dict[str, object]](), 0
-    for message in trajectory.output.messages:
-        num_turns += message["role"] == "assistant"
-        if num_turns >= turn:
-            messages.append(message)
-    return messages
-
-
-def _write(out: Path, trajectory: Trajectory, *, step: int, split: str) -> None:
-    from agent_loop.storage.json_lines import write_lines
-    from agent_loop.storage.writer import write_trajectories
-
-    if out.suffix in JSON_LINES:
-        write_lines(out, [trajectory], step=step, split=split)
-    else:
-        write_trajectories(out, [trajectory], step=step, split=split)

@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
-from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption, find_run, finite, nothing_stored
+from agent_loop.cli.arguments import (
+    EXIT_FAILED,
+    RunArgument,
+    SplitOption,
+    StepOption,
+    find_run,
+    finite,
+    nothing_stored,
+)
 from agent_loop.cli.verbosity import print_hint
 from agent_loop.errors import ConfigError, OutputError, RewardError
 from agent_loop.runtime.describe import describe_error
@@ -29,7 +36,6 @@ if TYPE_CHECKING:
 
 MAX_AT_ONCE = 32
 UNSCORED = (StopReason.FAILED, StopReason.CANCELLED)
-EXIT_FAILED = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,57 +43,29 @@ class Rescored:
     """Stored trajectory, and its reward by another function."""
 
     stored: Mapping[str, Any]
-    trajectory: Trajectory
-    """Trajectory with the new reward."""
+    answer: str
+    reward: float | None
+    extra: Mapping[str, Any]
     error: str = ""
     """Error of the function; empty if it returned a reward."""
 
     @property
-    def name(self) -> str:
-        return f"{self.stored['split']} step {self.stored['step']} {self.stored['trajectory_id']}"
-
-    @property
     def rollout(self) -> Hashable:
         """Key of the rollout that the trajectory belongs to."""
-        names = ("split", "step", "group", "rollout")
-        where = tuple(self.stored[name] for name in names)
+        where = tuple(self.stored[name] for name in ("split", "step", "group", "rollout"))
         return where if self.stored["branch"] is not None else (*where, self.stored["trajectory_id"])
-
-    @classmethod
-    def of(cls, stored: Mapping[str, Any], trajectory: Trajectory, verdict: ScoreResult) -> Rescored:
-        """Return a stored trajectory with the function's result."""
-        if verdict.score is None:
-            return cls(
-                stored,
-                structs.replace(trajectory, reward=None),
-                describe_error(verdict.error or RewardError()),
-            )
-        score = verdict.score
-        return cls(stored, structs.replace(trajectory, reward=score.reward, reward_extra=score.extra))
-
-    @property
-    def differs(self) -> bool:
-        return self.stored["reward"] != self.trajectory.reward
 
 
 def rescore_command(
     run: RunArgument,
     *,
     reward: Annotated[
-        str,
-        typer.Option(
-            "--reward", help="Reward function, as `file.py:name` or `module:name`.", show_default=False
-        ),
+        str, typer.Option("--reward", help="Reward function, as `file.py:name` or `module:name`.")
     ],
     step: StepOption = None,
     split: SplitOption = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            help="Parquet file for the trajectories with their new rewards.",
-            show_default=False,
-        ),
+        Path | None, typer.Option("--out", help="Parquet file for the trajectories with their new rewards.")
     ] = None,
     threshold: Annotated[
         float | None,
@@ -127,6 +105,7 @@ def rescore_command(
     # late: keeps `--help` quick
     from agent_loop.rewards.function import load_batch_reward, load_reward
     from agent_loop.storage.run import StoredRun
+    from agent_loop.storage.writer import rewrite_scores
 
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out is {str(out)!r}; give a file that ends in .parquet")
@@ -135,13 +114,19 @@ def rescore_command(
     rows = list(stored.rows(split=split, step=step))
     if not rows:
         raise nothing_stored(stored, step=step, split=split)
-    new_threshold = stored.files()[0].success_threshold if threshold is None else threshold
+    least = stored.files()[0].success_threshold if threshold is None else threshold
     with nullcontext() if out is None else exclusive_file(out, name="--out"):
         rescored = run_to_end(_score_all(rows, function))
-        console.print(_comparison(rescored, threshold=new_threshold))
-        _print_disagreements(rescored, console, limit=limit)
+        console.print(_comparison(rescored, threshold=least))
+        _print_changes(rescored, console, limit=limit)
         if out is not None:
-            _write(out, rescored, threshold=new_threshold)
+            scores = [(each.reward, each.extra) for each in rescored]
+            try:
+                rewrite_scores(out, rows, scores, success_threshold=least)
+            except OSError as error:
+                raise OutputError(
+                    f"--out is {str(out)!r}, which cannot be written ({describe_error(error)})"
+                ) from error
             console.print(f"{len(rescored)} trajectories in {out}", markup=False, soft_wrap=True)
             print_hint(
                 console,
@@ -159,25 +144,24 @@ async def _score_all(
     from agent_loop.storage.reading import to_trajectory
 
     calls = asyncio.Semaphore(MAX_AT_ONCE)
-    is_single = isinstance(function, RewardFunction)
+    trajectories = [to_trajectory(row) for row in rows]
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for place, row in enumerate(rows):
-        groups[place if is_single else (row["split"], row["step"], row["group"])].append(place)
+    for place, (row, trajectory) in enumerate(zip(rows, trajectories, strict=True)):
+        if trajectory.output.stop_reason not in UNSCORED:
+            is_single = isinstance(function, RewardFunction)
+            groups[place if is_single else (row["split"], row["step"], row["group"])].append(place)
+    verdicts: dict[int, ScoreResult] = {}
 
-    async def score(places: Sequence[int]) -> dict[int, Rescored]:
-        trajectories = {place: to_trajectory(rows[place]) for place in places}
-        found = {place: Rescored(rows[place], trajectory) for place, trajectory in trajectories.items()}
-        judged = {p: t for p, t in trajectories.items() if t.output.stop_reason not in UNSCORED}
-        if judged:
-            async with calls:
-                verdicts = await _verdicts(list(judged.values()), function)
-            for (place, trajectory), verdict in zip(judged.items(), verdicts, strict=True):
-                found[place] = Rescored.of(rows[place], trajectory, verdict)
-        return found
+    async def score(places: Sequence[int]) -> None:
+        async with calls:
+            found = await _verdicts([trajectories[place] for place in places], function)
+        verdicts.update(zip(places, found, strict=True))
 
-    parts = await run_together(score(places) for places in groups.values())
-    found = {place: each for part in parts for place, each in part.items()}
-    return [found[place] for place in range(len(rows))]
+    await run_together(score(places) for places in groups.values())
+    return [
+        _rescored(row, trajectory, verdicts.get(place))
+        for place, (row, trajectory) in enumerate(zip(rows, trajectories, strict=True))
+    ]
 
 
 async def _verdicts(
@@ -195,13 +179,23 @@ async def _verdicts(
         return [ScoreResult(error=error) for _ in trajectories]
 
 
+def _rescored(row: Mapping[str, Any], trajectory: Trajectory, verdict: ScoreResult | None) -> Rescored:
+    answer = trajectory.output.answer
+    if verdict is None:
+        return Rescored(row, answer, trajectory.reward, trajectory.reward_extra)
+    if verdict.score is None:
+        error = describe_error(verdict.error or RewardError())
+        return Rescored(row, answer, None, trajectory.reward_extra, error)
+    return Rescored(row, answer, verdict.score.reward, verdict.score.extra)
+
+
 def _comparison(rescored: Sequence[Rescored], *, threshold: float) -> Table:
     """Return a table of old and new scores of rollouts.
 
     The branches of a rollout share its weight. A rollout is a success if one of its branches is.
     """
     keys = [each.rollout for each in rescored]
-    old, new = ([each.stored["reward"] for each in rescored], [each.trajectory.reward for each in rescored])
+    old, new = [each.stored["reward"] for each in rescored], [each.reward for each in rescored]
     was_success = [bool(each.stored["is_success"]) for each in rescored]
     is_success = [reward is not None and reward >= threshold for reward in new]
     table = Table("", "old", "new", box=None)
@@ -221,30 +215,13 @@ def _share(keys: Sequence[Hashable], flags: Sequence[bool]) -> float:
     return len({key for key, flag in zip(keys, flags, strict=True) if flag}) / len(set(keys))
 
 
-def _print_disagreements(rescored: Sequence[Rescored], console: Console, *, limit: int) -> None:
-    differing = [each for each in rescored if each.differs]
-    console.print(f"{len(differing)} of {len(rescored)} trajectories differ", highlight=False)
-    for each in differing[:limit]:
-        old, new = (_number(value) for value in (each.stored["reward"], each.trajectory.reward))
-        answer = " ".join(each.trajectory.output.answer.split())[:60]
-        line = f"  {each.name}  {old} -> {new}  {each.error or repr(answer)}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if len(differing) > limit:
-        console.print(f"  ... and {len(differing) - limit} more (--limit)", highlight=False)
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
-
-
-def _write(out: Path, rescored: Sequence[Rescored], *, threshold: float) -> None:
-    """Write all trajectories to one file, each with its original step and split."""
-    from agent_loop.storage.writer import rewrite_scores
-
-    scores = [(each.trajectory.reward, each.trajectory.reward_extra) for each in rescored]
-    try:
-        rewrite_scores(out, [each.stored for each in rescored], scores, success_threshold=threshold)
-    except OSError as error:
-        raise OutputError(
-            f"--out is {str(out)!r}, which cannot be written ({describe_error(error)})"
-        ) from error
+def _print_changes(rescored: Sequence[Rescored], console: Console, *, limit: int) -> None:
+    changed = [each for each in rescored if each.stored["reward"] != each.reward]
+    console.print(f"{len(changed)} of {len(rescored)} trajectories differ", highlight=False)
+    for each in changed[:limit]:
+        row, answer = each.stored, " ".join(each.answer.split())[:60]
+        old, new = ("none" if value is None else f"{value:g}" for value in (row["reward"], each.reward))
+        line = f"  {row['split']} step {row['step']} {row['trajectory_id']}  {old} -> {new}  "
+        console.print(line + (each.error or repr(answer)), markup=False, highlight=False, soft_wrap=True)
+    if len(changed) > limit:
+        console.print(f"  ... and {len(changed) - limit} more (--limit)", highlight=False)

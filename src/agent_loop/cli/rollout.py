@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,14 +24,15 @@ from agent_loop.cli.arguments import (
     read_config,
     read_rows,
 )
-from agent_loop.cli.dry_run import DryRunOption, check_before
-from agent_loop.cli.rollout_file import RolloutFile
-from agent_loop.cli.running import by_id, run_rows
+from agent_loop.cli.running import DryRunOption, by_id, check_rollout, run_rows
 from agent_loop.cli.verbosity import print_hint
-from agent_loop.errors import AgentLoopError, ConfigError
+from agent_loop.errors import AgentLoopError, ConfigError, JournalError, OutputError
+from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.storage.exclusive import exclusive_file
 from agent_loop.trajectory import Trajectory, group_branches, mean_reward
+
+SPLIT = "rollout"
 
 
 def rollout_command(
@@ -75,14 +77,18 @@ def rollout_command(
         )
     settings = read_config(config, overrides, model=model)
     rows = read_rows(settings, data=data, max_rows=max_rows)
-    if check_before(settings, rows=rows, is_dry_run=dry_run):
+    check_rollout(settings, rows=rows, is_dry_run=dry_run)
+    if dry_run:
         return
-    console, target = Console(), RolloutFile(out, settings, as_jsonl)
-    if resume:
-        target.require_journal()
+    console, journal = Console(), out.with_name(f"{out.name}.journal")
+    if resume and not journal.is_file():
+        raise JournalError(
+            f"there is no journal {str(journal)!r} to resume from; run the command without --resume"
+        )
+    threshold = settings.reward.success_threshold
     with exclusive_file(out, name="--out"):
         if not resume:
-            target.keep_earlier_journal(console)
+            _keep_earlier_journal(journal, out=out, console=console)
         finished: list[Trajectory] = []
         try:
             trajectories = run_to_end(
@@ -93,26 +99,74 @@ def rollout_command(
                     validate=False,
                     console=console,
                     on_trajectory=finished.append,
-                    journal_path=target.journal if settings.rollout.journal else None,
+                    journal_path=journal if settings.rollout.journal else None,
                     resume=resume,
                 )
             )
         except (KeyboardInterrupt, AgentLoopError):
             if finished:
-                target.write(sorted(finished, key=by_id))
+                in_order = sorted(finished, key=by_id)
+                _write(out, in_order, journal=journal, as_jsonl=as_jsonl, threshold=threshold)
                 console.print(
                     f"stopped; the {len(finished)} finished trajectories are in {out}", markup=False
                 )
-            if target.journal.is_file():
+            if journal.is_file():
                 console.print("resume with --resume", markup=False)
             raise
-        target.write(trajectories)
-        target.journal.unlink(missing_ok=True)
+        _write(out, trajectories, journal=journal, as_jsonl=as_jsonl, threshold=threshold)
+        journal.unlink(missing_ok=True)
     console.print(_summary(trajectories))
     console.print(f"{len(trajectories)} trajectories in {out}", markup=False, soft_wrap=True)
     print_hint(
         console, f"look at them with: agent-loop view {out}, or in the terminal: agent-loop show {out}"
     )
+
+
+def _keep_earlier_journal(journal: Path, *, out: Path, console: Console) -> None:
+    """Rename the journal of an earlier, incomplete rollout, so that it is not overwritten."""
+    if not journal.exists():
+        return
+    number, kept = 1, journal
+    while kept.exists():
+        kept, number = journal.with_name(f"{journal.name}.before-{number}"), number + 1
+    journal.rename(kept)
+    console.print(
+        f"an earlier rollout into {out} is incomplete; its journal is now {kept}. To resume that rollout, rename its "
+        f"journal to {journal.name} and run with --resume",
+        markup=False,
+    )
+
+
+def _write(
+    out: Path, trajectories: Sequence[Trajectory], *, journal: Path, as_jsonl: bool, threshold: float
+) -> None:
+    """Write the trajectories.
+
+    Raises:
+        OutputError: The file cannot be written. The error names the journal or the temporary file that has them.
+    """
+    # late: keeps `--help` quick
+    from agent_loop.storage.json_lines import write_lines
+    from agent_loop.storage.writer import write_trajectories
+
+    try:
+        if as_jsonl:
+            write_lines(out, trajectories, split=SPLIT)
+        else:
+            write_trajectories(out, trajectories, step=0, split=SPLIT, success_threshold=threshold)
+    except Exception as error:
+        if journal.is_file():
+            kept = (
+                f"in the journal {str(journal)!r}. Free the disk or correct the permissions, and run the same command "
+                "with --resume; no trajectory is run again"
+            )
+        else:
+            spare = Path(tempfile.mkdtemp(prefix="agent-loop-rollout-")) / f"{out.stem}.jsonl"
+            write_lines(spare, trajectories, split=SPLIT)
+            kept = f"in {str(spare)!r}, as JSON lines"
+        raise OutputError(
+            f"--out is {str(out)!r}, which cannot be written ({describe_error(error)}); the trajectories are {kept}"
+        ) from error
 
 
 def _summary(trajectories: Sequence[Trajectory]) -> Table:

@@ -1,11 +1,12 @@
-"""Run rows with a progress bar."""
+"""Checks before a command starts, and runs of rows with a progress bar."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -23,7 +24,52 @@ from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 
 if TYPE_CHECKING:
+    from agent_loop.checks.before_start import Checks
     from agent_loop.rollout.journal.step import StepKey
+
+EXIT_FAULTS = 2
+EXIT_INTERRUPTED = 130
+DryRunOption = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Check files, names, code, model and memory, print one line for each check, and start nothing.",
+    ),
+]
+
+
+def check_rollout(config: Config, *, rows: Sequence[Row], is_dry_run: bool) -> None:
+    """Check what a rollout of rows needs before torch is imported, which takes seconds."""
+    from agent_loop.checks.before_start import PlannedRun, checks_of  # late: keeps `--help` quick
+
+    run = PlannedRun(config, sources={}, rows=list(rows), is_thorough=is_dry_run)
+    run_checks(checks_of(run), is_dry_run=is_dry_run)
+
+
+def run_checks(checks: Checks, *, is_dry_run: bool) -> None:
+    """Run checks. A dry run prints one line for each, and exits with code 2 if one fails.
+
+    Raises:
+        AgentLoopError: A check failed, and this is no dry run.
+    """
+    from agent_loop.checks.before_start import findings  # late: keeps `--help` quick
+
+    console, num_faults = Console(highlight=False, soft_wrap=True), 0
+    for name, found, error in findings(checks):
+        if not is_dry_run:
+            if error is not None:
+                raise error
+            continue
+        num_faults += error is not None
+        mark, style = ("ok", "green") if error is None else ("ERROR", "bold red")
+        console.print(f"{mark:5}", style=style, end=" ")
+        console.print(f"{name}: {found}", markup=False)
+    if num_faults:
+        noun = "error" if num_faults == 1 else "errors"
+        console.print(f"{num_faults} {noun}; nothing was started", markup=False)
+        raise typer.Exit(EXIT_FAULTS)
+    if is_dry_run:
+        console.print("everything is there; run the command without --dry-run to start", markup=False)
 
 
 async def run_rows(
@@ -43,9 +89,6 @@ async def run_rows(
         on_trajectory: Called with each trajectory as it ends, so that those are not lost if the run stops early.
         journal_path: Journal of the turns; None writes no journal. The caller holds a lock on the file.
         resume: Resume the rollout in the journal.
-
-    Raises:
-        JournalError: The journal cannot be written, or belongs to another rollout.
     """
     # late: keeps `--help` quick
     from agent_loop.distributed import create_manager
@@ -62,7 +105,6 @@ async def run_rows(
                 Progress(*columns, *times, console=console, disable=VERBOSITY.quiet) as progress,
             ):
                 task = progress.add_task("trajectories", total=len(rows) * num_samples)
-
                 ended: set[tuple[int, int]] = set()
 
                 def count_trajectory(trajectory: Trajectory) -> None:

@@ -24,9 +24,7 @@ EXIT_BY_SIGNAL = 128
 
 
 def serve_command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Model folder or hub name.", show_default=False)
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub name.")],
     overrides: OverridesArgument = None,
     *,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
@@ -63,7 +61,6 @@ def serve_command(
             "--api-key",
             envvar="AGENT_LOOP_API_KEY",
             help="Key that clients must send. Without a key, every client is accepted.",
-            show_default=False,
         ),
     ] = None,
     allowed_host: Annotated[
@@ -72,7 +69,6 @@ def serve_command(
             "--allowed-host",
             metavar="NAME",
             help="Host name that clients may use in addition to --host and localhost. May be given more than once.",
-            show_default=False,
         ),
     ] = None,
     served_model_name: Annotated[
@@ -81,10 +77,7 @@ def serve_command(
             "--served-model-name", help="Model name that clients send.", show_default="name of the model"
         ),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", help="YAML file of settings.", show_default=False),
-    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")] = None,
 ) -> None:
     """Serve a model to OpenAI clients: chat with tools, completions of text or token ids, streaming, health, metrics.
 

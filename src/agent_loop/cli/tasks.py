@@ -66,9 +66,7 @@ def list_suites_command(context: typer.Context) -> None:
 
 @tasks_app.command("show")
 def show_tasks_command(
-    name: Annotated[
-        str, typer.Argument(help="A suite, or a task: suite:task?option=value.", show_default=False)
-    ],
+    name: Annotated[str, typer.Argument(help="A suite, or a task: suite:task?option=value.")],
 ) -> None:
     """Show the tasks of a suite, or three rows of a task, its tools and the parts of its reward.
 

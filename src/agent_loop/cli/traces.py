@@ -13,36 +13,24 @@ from agent_loop.files.file_kinds import TRACES, explain, kind_of
 
 
 def traces_command(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="Trace file, as in `rollout.trace.path`.", show_default=False),
-    ],
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Trace file, as in `rollout.trace.path`.")],
     *,
     trajectory: Annotated[
         str | None,
-        typer.Option(
-            "--trajectory",
-            help="Only trajectories whose id contains this, as in `step=3/`.",
-            show_default=False,
-        ),
+        typer.Option("--trajectory", help="Only trajectories whose id contains this, as in `step=3/`."),
     ] = None,
     to: Annotated[
         Literal["mlflow", "otel", "weave"] | None,
-        typer.Option(
-            "--to", help="Send the traces to this system instead of printing them.", show_default=False
-        ),
+        typer.Option("--to", help="Send the traces to this system instead of printing them."),
     ] = None,
     at: Annotated[
         str | None,
         typer.Option(
-            "--at",
-            help="Address of the system, as in `rollout.trace.tracking_uri` or `otlp_endpoint`.",
-            show_default=False,
+            "--at", help="Address of the system, as in `rollout.trace.tracking_uri` or `otlp_endpoint`."
         ),
     ] = None,
     project: Annotated[
-        str | None,
-        typer.Option("--project", help="Project, as in `rollout.trace.project_name`.", show_default=False),
+        str | None, typer.Option("--project", help="Project, as in `rollout.trace.project_name`.")
     ] = None,
 ) -> None:
     """Print the traces of `rollout.trace.backend=file`, one line of JSON per event, or send them to a tracing system.

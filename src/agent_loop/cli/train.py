@@ -1,9 +1,10 @@
-"""`agent-loop train`: train a model on rollouts."""
+"""`agent-loop train` and `agent-loop sft`: train a model on rollouts, or on complete conversations."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -16,15 +17,14 @@ from agent_loop.cli.arguments import (
     ResumeOption,
     read_config,
 )
-from agent_loop.cli.dry_run import DryRunOption, check_training
+from agent_loop.cli.running import EXIT_INTERRUPTED, DryRunOption, run_checks
 from agent_loop.cli.verbosity import VERBOSITY, print_hint
 from agent_loop.config import Config
+from agent_loop.errors import CheckpointError, ConfigError
 from agent_loop.runtime.event_loop import run_to_end
 
 if TYPE_CHECKING:
     from agent_loop.checks.before_start import Checks
-
-EXIT_INTERRUPTED = 130
 
 
 def train_command(
@@ -56,13 +56,13 @@ def train_command(
         torchrun --nproc-per-node 4 -m agent_loop train config.yaml
     """
     settings = read_config(config, overrides)
-    if check_training(
-        partial(_checks, settings, overwrites=overwrite, is_thorough=dry_run),
-        resume=resume,
-        resume_from=resume_from,
-        overwrite=overwrite,
-        is_dry_run=dry_run,
-    ):
+    source = _resume_source(resume, resume_from, overwrite=overwrite)
+    if _is_checker(dry_run):
+        run_checks(
+            _checks(settings, resumes=bool(source), overwrites=overwrite, is_thorough=dry_run),
+            is_dry_run=dry_run,
+        )
+    if dry_run:
         return
 
     # late: keeps `--help` and config errors quick
@@ -74,29 +74,82 @@ def train_command(
         with seeing_own_devices(settings) as local_rank:
             run_rank(settings, local_rank=local_rank)
         return
-    trainer = PPOTrainer(
-        settings,
-        resume=str(resume_from) if resume_from else resume and "auto",
-        overwrite=overwrite,
-        console=Console(quiet=VERBOSITY.quiet),
-    )
-    result = run_to_end(trainer.fit())
-    if result.is_interrupted:
-        raise typer.Exit(EXIT_INTERRUPTED)
-    typer.echo(f"the run is in {result.run_dir}")
-    print_hint(
-        Console(),
-        f"look at it with: agent-loop view {result.run_dir}; "
-        f"export the model with: agent-loop export {result.run_dir} --out FOLDER",
-    )
+    console = Console(quiet=VERBOSITY.quiet)
+    _fit(PPOTrainer(settings, resume=source, overwrite=overwrite, console=console))
 
 
-def _checks(settings: Config, resumes: bool, *, overwrites: bool, is_thorough: bool) -> Checks:
-    from agent_loop.checks.before_start import PlannedRun, checks_of  # late: as above
+def sft_command(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    *,
+    resume: ResumeOption = False,
+    resume_from: ResumeFromOption = None,
+    overwrite: OverwriteOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Train a model on complete conversations, or on stored trajectories (supervised fine-tuning).
 
-    wants_validation = settings.trainer.val_every is not None or settings.trainer.val_before_train
+    Conversations are messages in the OpenAI form, with tools. The tokens of the assistant's turns are trained, as a
+    rollout would sample them. The folder of a run in `sft.files` trains on the tokens that its model sampled. Ctrl-C
+    finishes the step, writes a checkpoint and stops.
+
+    Examples:
+
+        agent-loop sft config.yaml sft.files=[chats.jsonl] sft.epochs=2 actor.lr=1e-5
+
+        agent-loop sft config.yaml sft.files=[runs/train] "sft.where=[reward>=1]" sft.best_of_group=1
+
+        agent-loop sft config.yaml --dry-run
+
+        agent-loop sft config.yaml --resume
+    """
+    settings = read_config(config, overrides)
+    source = _resume_source(resume, resume_from, overwrite=overwrite)
+    if _is_checker(dry_run):
+        from agent_loop.checks.before_start import supervised_checks  # late: keeps `--help` quick
+
+        run_checks(
+            supervised_checks(settings, resumes=bool(source), overwrites=overwrite, is_thorough=dry_run),
+            is_dry_run=dry_run,
+        )
+    if dry_run:
+        return
+
+    # late: keeps `--help` and config errors quick
+    from agent_loop.training.rank_process import run_rank
+    from agent_loop.training.ranks import is_nonzero_rank
+    from agent_loop.training.supervised import SupervisedTrainer
+    from agent_loop.training.supervised.settings import supervised_config
+
+    if is_nonzero_rank():
+        run_rank(supervised_config(settings), local_rank=int(os.environ["LOCAL_RANK"]))
+        return
+    console = Console(quiet=VERBOSITY.quiet)
+    _fit(SupervisedTrainer(settings, resume=source, overwrite=overwrite, console=console))
+
+
+def _resume_source(resume: bool, resume_from: Path | None, *, overwrite: bool) -> str | bool:
+    """Return what a trainer resumes from: a path, `auto` for the run in the folder, or False."""
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other; give one of them")
+    if resume_from is not None and not resume_from.is_dir():
+        raise CheckpointError(
+            f"--resume-from is {str(resume_from)!r}, which does not exist; give a checkpoint, or the folder of a "
+            "training run"
+        )
+    return str(resume_from) if resume_from else resume and "auto"
+
+
+def _is_checker(is_dry_run: bool) -> bool:
+    """Return whether this process checks the run. Of several processes, that of rank 0 does."""
+    return is_dry_run or os.environ.get("RANK", "0") == "0"
+
+
+def _checks(settings: Config, *, resumes: bool, overwrites: bool, is_thorough: bool) -> Checks:
+    from agent_loop.checks.before_start import PlannedRun, checks_of  # late: keeps `--help` quick
+
     sources = {"data.train_files": settings.data.train_files}
-    if wants_validation:
+    if settings.trainer.val_every is not None or settings.trainer.val_before_train:
         sources["data.val_files"] = settings.data.val_files
     run = PlannedRun(
         settings,
@@ -107,3 +160,15 @@ def _checks(settings: Config, resumes: bool, *, overwrites: bool, is_thorough: b
         is_thorough=is_thorough,
     )
     return checks_of(run)
+
+
+def _fit(trainer: Any) -> None:
+    result = run_to_end(trainer.fit())
+    if result.is_interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    typer.echo(f"the run is in {result.run_dir}")
+    print_hint(
+        Console(),
+        f"look at it with: agent-loop view {result.run_dir}; "
+        f"export the model with: agent-loop export {result.run_dir} --out FOLDER",
+    )

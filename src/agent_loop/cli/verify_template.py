@@ -44,13 +44,11 @@ def verify_template_command(
         typer.Argument(
             metavar="PATH_OR_NAME",
             help="Model folder, hub name, or template file (.jinja), which gets a placeholder tokenizer.",
-            show_default=False,
         ),
     ],
     *,
     chat_template: Annotated[
-        Path | None,
-        typer.Option("--chat-template", help="Template file to use with the tokenizer.", show_default=False),
+        Path | None, typer.Option("--chat-template", help="Template file to use with the tokenizer.")
     ] = None,
     tools: Annotated[
         bool, typer.Option("--tools/--no-tools", help="Also verify conversations with tools.")

@@ -25,7 +25,6 @@ def view_command(
         typer.Argument(
             metavar="RUN...",
             help="Folder of a run or an evaluation, or file of trajectories; or several, or a folder of them.",
-            show_default=False,
         ),
     ],
     *,
@@ -45,9 +44,7 @@ def view_command(
     ] = True,
     export: Annotated[
         Path | None,
-        typer.Option(
-            "--export", help="Write the page to one file that needs no server, and exit.", show_default=False
-        ),
+        typer.Option("--export", help="Write the page to one file that needs no server, and exit."),
     ] = None,
     max_trajectories: Annotated[
         int,
@@ -61,7 +58,6 @@ def view_command(
             "--server",
             help="Server for forks of trajectories with an edited turn: the URL of a vLLM, SGLang or "
             "`agent-loop serve` server, or `run` for the engine in the settings of the run.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agent_loop.cli.check.options import EXIT_FAILED, JsonOption
+from agent_loop.cli.arguments import EXIT_FAILED, JsonOption
 from agent_loop.config import load_config
 from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import merge_mappings, parse_override
@@ -29,23 +29,17 @@ def check_tasks_command(
         typer.Argument(
             metavar="PATH_OR_NAME",
             help="Folder of a task, or of several tasks, in Harbor's form; or a name, suite:task?option=value.",
-            show_default=False,
         ),
     ],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...",
-            help="Settings that are merged over the workspaces of the tasks.",
-            show_default=False,
+            metavar="[KEY=VALUE]...", help="Settings that are merged over the workspaces of the tasks."
         ),
     ] = None,
     *,
     config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", help="Configuration whose `data.workspace` is merged too.", show_default=False
-        ),
+        Path | None, typer.Option("--config", help="Configuration whose `data.workspace` is merged too.")
     ] = None,
     concurrency: Annotated[
         int, typer.Option("--concurrency", min=1, max=1000, help="Number of tasks that are checked at once.")
