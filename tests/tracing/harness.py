@@ -11,7 +11,7 @@ from typing import Any
 from agent_loop.config import AgentConfig, MultiTurnConfig, RolloutConfig, TraceConfig
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import Script, ScriptedServer
-from agent_loop.tracing.stored import event_lines, read_accounts
+from agent_loop.tracing.trace_files import event_lines, read_traces
 from agent_loop.trajectory import Trajectory
 from tests.helpers import hermes_template, text_reply, tool_call_reply, user
 
@@ -54,4 +54,4 @@ def run(trace: TraceConfig, **kwargs: Any) -> list[Trajectory]:
 
 def events_in(path: Path) -> list[dict[str, Any]]:
     """Return the events of all trajectories in a file of the `file` backend, as `agent-loop traces` prints them."""
-    return [json.loads(line) for account in read_accounts(path) for line in event_lines(account)]
+    return [json.loads(line) for document in read_traces(path) for line in event_lines(document)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.tracing import background_writer as writer_module
 from agent_loop.tracing import tracer as tracer_module
 from agent_loop.tracing.background_writer import BackgroundWriter, OneAtATimeWriter
-from agent_loop.tracing.json_traces import JsonTrace, to_json_traces
-from agent_loop.tracing.stored import read_accounts
+from agent_loop.tracing.documents import trace_document
+from agent_loop.tracing.trace_files import read_traces
 from agent_loop.types import StopReason
 from tests.helpers import hermes_template, text_reply, user
 from tests.tracing.harness import run, settings
@@ -186,7 +186,7 @@ def test_queued_traces_are_written_after_the_rollout_is_cancelled(tmp_path: Path
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(main())
-    assert len(list(read_accounts(path))) == 5
+    assert len(list(read_traces(path))) == 5
 
 
 def test_a_missing_package_is_reported_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,18 +200,18 @@ def test_a_missing_package_is_reported_before_anything_runs(monkeypatch: pytest.
 def test_finished_trajectories_are_converted_only_in_the_writers_thread(
     writer: Callable[[Notebook], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readers: list[str] = []
+    threads: list[str] = []
 
-    def read(*args: Any, **kwargs: Any) -> Iterator[JsonTrace]:
-        readers.append(threading.current_thread().name)
-        return to_json_traces(*args, **kwargs)
+    def convert(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread().name)
+        return trace_document(*args, **kwargs)
 
-    monkeypatch.setattr(tracer_module, "to_json_traces", read)
+    monkeypatch.setattr(tracer_module, "trace_document", convert)
     notebook = Notebook()
     writer(notebook)
     run(TraceConfig(backend="file"))
     assert len(notebook.items) == 1
-    assert readers == ["agent-loop-traces to file-writer"]
+    assert threads == ["agent-loop-traces to file-writer"]
 
 
 class Album:

@@ -12,7 +12,7 @@ from agent_loop.config import TraceConfig
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
-from agent_loop.tracing.stored import event_lines, read_accounts
+from agent_loop.tracing.trace_files import event_lines, read_traces
 from agent_loop.trajectory import AgentLoopOutput
 from tests.helpers import encoded, text_reply, tool_call_reply, user
 from tests.tracing.harness import ADDS, events_in, run
@@ -180,8 +180,8 @@ def test_events_grow_linearly_with_the_tokens(tmp_path: Path, token2text: bool) 
         [trajectory] = run(trace, script=script)
         assert trajectory.output.num_assistant_turns == num_turns
         num_tokens = len(trajectory.output.prompt_ids) + len(trajectory.output.response_ids)
-        [account] = read_accounts(path)
-        return path.stat().st_size / num_tokens, sum(map(len, event_lines(account))) / num_tokens
+        [document] = read_traces(path)
+        return path.stat().st_size / num_tokens, sum(map(len, event_lines(document))) / num_tokens
 
     stored, rendered = zip(bytes_per_token(10), bytes_per_token(200), strict=True)
     assert stored[1] < 2 * stored[0]

@@ -20,12 +20,10 @@ from agent_loop.errors import DataError
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
-from agent_loop.tracing.events import TraceAttributes
-from agent_loop.tracing.json_traces import FinishedTrajectory, JsonTrace, account_from_json, to_json_traces
-from agent_loop.tracing.stored import event_lines, read_accounts
-from agent_loop.tracing.token_decoder import BytesDecoder, make_token_decoder
-from agent_loop.tracing.writers.file import line_of
-from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from agent_loop.tracing.documents import trace_document
+from agent_loop.tracing.trace_files import line_of, read_traces
+from agent_loop.tracing.tracer import make_token_decoder
+from agent_loop.trajectory import AgentLoopOutput
 from tests.helpers import hermes_template, small_tokenizer, text_reply, user
 from tests.tracing.harness import events_in, run
 
@@ -56,42 +54,16 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "traces.jsonl"
 
 
-def json_trace_of(trajectory: Trajectory, *, template: ChatTemplate | None = None) -> JsonTrace:
-    """Return a trajectory's JSON document as the writer receives it."""
-    assert trajectory.trace is not None
-    attributes = TraceAttributes("step=3/group=0/rollout=0", 3, 0, 0, False, "tool_agent", "")
-    decode_runs = None if template is None else make_token_decoder(template)
-    [form] = to_json_traces(
-        [FinishedTrajectory(trajectory, attributes, trajectory.trace)], decode_runs=decode_runs
-    )
-    return form
-
-
-@pytest.mark.parametrize("token2text", [False, True])
-def test_a_stored_trajectory_has_the_events_of_the_live_one(path: Path, token2text: bool) -> None:
-    [trajectory] = run(TraceConfig(backend="file", path=str(path), token2text=token2text))
-    live = account_from_json(json_trace_of(trajectory, template=hermes_template() if token2text else None))
-    [stored] = read_accounts(path)
-    assert list(event_lines(stored)) == list(event_lines(live))
-    assert len(list(event_lines(stored))) > 8
-
-
 def test_texts_are_those_of_the_tokenizer() -> None:
     template = hermes_template()
     vocabulary = template.tokenizer.backend_tokenizer.get_vocab_size()
     random = np.random.default_rng(0)
-    runs = [random.integers(0, vocabulary + 50, length).astype(np.int32) for length in (1, 0, 3, 500, 2)]
-    decode_runs = make_token_decoder(template)
-    assert isinstance(decode_runs, BytesDecoder)
-    expected = [
-        template.tokenizer.backend_tokenizer.decode(r.tolist(), skip_special_tokens=False) for r in runs
-    ]
-    assert decode_runs(runs) == expected
-    assert decode_runs([]) == []
-    assert decode_runs([runs[1]]) == [""]
-    others = make_token_decoder(ChatTemplate(small_tokenizer(), tool_parser="hermes", encoder="tokenizers"))
-    assert not isinstance(others, BytesDecoder)
-    assert others(runs) == expected
+    others = ChatTemplate(small_tokenizer(), tool_parser="hermes", encoder="tokenizers")
+    for length in (1, 0, 3, 500):
+        ids = random.integers(0, vocabulary + 50, length).astype(np.int32)
+        expected = template.tokenizer.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        assert make_token_decoder(template)(ids) == expected
+        assert make_token_decoder(others)(ids) == expected
 
 
 def test_an_incomplete_last_line_is_skipped_with_a_warning(
@@ -100,7 +72,7 @@ def test_an_incomplete_last_line_is_skipped_with_a_warning(
     run(TraceConfig(backend="file", path=str(path)), runs=[{"n": 3}])
     path.write_bytes(path.read_bytes()[:-10])
     with caplog.at_level(logging.WARNING):
-        assert len(list(read_accounts(path))) == 2
+        assert len(list(read_traces(path))) == 2
     assert "line 3 is incomplete" in caplog.text
 
 
@@ -109,28 +81,28 @@ def test_an_incomplete_last_line_is_skipped_with_a_warning(
     [
         ('{"event": "began"}', "line 1 is not a trajectory that rollout.trace.backend=file wrote"),
         ("what?", "line 1 is not a trajectory"),
-        ('{"version": 99}', "line 1 has version 99, but this agent-loop reads 1; upgrade agent-loop"),
+        ('{"version": 99}', "line 1 has version 99, but this agent-loop reads 2; read it with the version"),
     ],
 )
 def test_an_invalid_line_is_rejected_with_its_number(path: Path, line: str, message: str) -> None:
     path.write_text(line + "\n")
     with pytest.raises(DataError, match=message):
-        list(read_accounts(path))
+        list(read_traces(path))
 
 
 def test_the_error_for_a_missing_file_names_it(path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
-        list(read_accounts(path))
+        list(read_traces(path))
 
 
 def test_values_that_json_cannot_represent_are_described(path: Path) -> None:
     [trajectory] = run(TraceConfig())
     strange = {"half": "a \ud83d b", "large": 2**70, "infinite": float("inf"), "object": object(), 3: (1, 2)}
-    path.write_bytes(line_of(json_trace_of(structs.replace(trajectory, reward=1.0, reward_extra=strange))))
-    [stored] = read_accounts(path)
-    described = str(stored.reward_extra.pop("object"))
-    assert described.startswith("<object object at")
-    assert stored.reward_extra == {"half": "a ? b", "large": 2.0**70, "infinite": None, "3": [1, 2]}
+    scored = structs.replace(trajectory, reward=1.0, reward_extra=strange)
+    path.write_bytes(line_of(trace_document(scored, {"trajectory_id": "group=0"}, decode=None)))
+    [stored] = read_traces(path)
+    assert stored["reward_extra"].pop("object").startswith("<object object at")
+    assert stored["reward_extra"] == {"half": "a ? b", "large": 2.0**70, "infinite": None, "3": [1, 2]}
 
 
 def test_a_branch_does_not_store_the_spans_of_all_branches(path: Path) -> None:
@@ -139,7 +111,7 @@ def test_a_branch_does_not_store_the_spans_of_all_branches(path: Path) -> None:
         trace = TraceConfig(backend="file", path=str(file))
         row = {"raw_prompt": user("go"), "agent_name": "many_branches", "num_branches": num_branches}
         run(trace, script=many_branches_script, rows=[row])
-        assert len(list(read_accounts(file))) == num_branches
+        assert len(list(read_traces(file))) == num_branches
         return file.stat().st_size / num_branches
 
     assert bytes_per_branch(40) < 1.3 * bytes_per_branch(4)

@@ -45,21 +45,21 @@ def traces_command(
     """
     # late: keeps `--help` quick
     from agent_loop.config import TraceConfig
-    from agent_loop.tracing.stored import event_lines, read_traces, send_traces
-    from agent_loop.tracing.writers import make_writer
+    from agent_loop.tracing.trace_files import event_lines, read_traces
+    from agent_loop.tracing.tracer import make_writer, send_traces
 
     is_empty = path.is_file() and not path.stat().st_size
     if kind_of(path) is not TRACES and not is_empty:
         raise DataError(explain(path, wanted="a trace file, as in rollout.trace.path"))
-    traces = (
-        (form, account)
-        for form, account in read_traces(path)
-        if trajectory is None or trajectory in account.attributes.trajectory_id
+    documents = (
+        document
+        for document in read_traces(path)
+        if trajectory is None or trajectory in document["attributes"]["trajectory_id"]
     )
     if to is None:
-        for _, account in traces:
-            sys.stdout.buffer.writelines(event_lines(account))
+        for document in documents:
+            sys.stdout.buffer.writelines(event_lines(document))
         return
     config = TraceConfig(backend=to, tracking_uri=at, otlp_endpoint=at, project_name=project)
-    count = send_traces((form for form, _ in traces), writer=make_writer(to, config))
+    count = send_traces(documents, writer=make_writer(to, config))
     typer.echo(f"{count} trajectories are in {to}")

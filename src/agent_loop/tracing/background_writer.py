@@ -32,11 +32,7 @@ class BatchWriter(Protocol[ItemT_contra]):
         ...
 
     def write(self, items: Iterable[ItemT_contra], /) -> None:
-        """Write all items of a batch.
-
-        Raises:
-            Exception: None of the items was written.
-        """
+        """Write all items of a batch, or raise and write none."""
         ...
 
     def close(self) -> None:
@@ -49,13 +45,7 @@ class ItemWriter(Protocol[ItemT_contra]):
 
     def open(self) -> None: ...
 
-    def write(self, item: ItemT_contra, /) -> None:
-        """Write one item.
-
-        Raises:
-            Exception: The item was not written.
-        """
-        ...
+    def write(self, item: ItemT_contra, /) -> None: ...
 
     def close(self) -> None: ...
 
@@ -124,16 +114,12 @@ class BackgroundWriter(Generic[ItemT]):
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                self._drop("end", f"it did not finish in {timeout_s:g} s", count=self._discard_queue())
+                with self._changed:
+                    num_left = len(self._queue) + self._num_in_write
+                    self._queue.clear()
+                self._drop("end", f"it did not finish in {timeout_s:g} s", count=num_left)
         if self.num_dropped:
             logger.warning("%s: %d in total were not written", self.name, self.num_dropped)
-
-    def _discard_queue(self) -> int:
-        """Clear the queue and return the number of items that were not written."""
-        with self._changed:
-            num_left = len(self._queue) + self._num_in_write
-            self._queue.clear()
-            return num_left
 
     def _run(self) -> None:
         is_open = False

@@ -10,8 +10,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from agent_loop.runtime.describe import safe_repr
-
 MAX_CHARACTERS = 4000
 MAX_ITEMS = 32
 MAX_DEPTH = 4
@@ -26,40 +24,23 @@ def bounded(value: Any, *, depth: int = MAX_DEPTH) -> Any:
     Long texts and sequences are cut and end with their full length. Numbers that are not finite become None. Other
     objects become a short `repr`.
     """
-    try:
-        return _bounded(value, depth)
-    except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are user code)
-        return safe_repr(value)
-
-
-def _bounded(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
-        return (
-            value
-            if len(value) <= MAX_CHARACTERS
-            else f"{value[:MAX_CHARACTERS]}... ({len(value)} characters)"
-        )
+        is_short = len(value) <= MAX_CHARACTERS
+        return value if is_short else f"{value[:MAX_CHARACTERS]}... ({len(value)} characters)"
     if isinstance(value, np.generic):
         return bounded(cast(Any, value).item(), depth=depth)
     if depth > 0 and isinstance(value, Mapping):
-        return _mapping(cast(Mapping[Any, Any], value), depth=depth - 1)
+        pairs = cast(Mapping[Any, Any], value)
+        kept = {str(key): bounded(item, depth=depth - 1) for key, item in islice(pairs.items(), MAX_ITEMS)}
+        return kept if len(pairs) <= MAX_ITEMS else kept | {"...": f"{len(pairs)} in all"}
     if depth > 0 and _is_sequence(value):
-        return _sequence(value, depth=depth - 1)
+        items = [bounded(item, depth=depth - 1) for item in islice(value, MAX_ITEMS)]
+        return items if len(value) <= MAX_ITEMS else [*items, f"... ({len(value)} in all)"]
     return _SHORT.repr(value)
-
-
-def _mapping(values: Mapping[Any, Any], *, depth: int) -> dict[str, Any]:
-    kept = {str(key): bounded(value, depth=depth) for key, value in islice(values.items(), MAX_ITEMS)}
-    return kept if len(values) <= MAX_ITEMS else kept | {"...": f"{len(values)} in all"}
-
-
-def _sequence(values: Sequence[Any], *, depth: int) -> list[Any]:
-    kept = [bounded(value, depth=depth) for value in islice(values, MAX_ITEMS)]
-    return kept if len(values) <= MAX_ITEMS else [*kept, f"... ({len(values)} in all)"]
 
 
 def _is_sequence(value: Any) -> bool:

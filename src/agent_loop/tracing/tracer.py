@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.config import Config, RolloutConfig
+from agent_loop.config import Config, RolloutConfig, TraceConfig
 from agent_loop.tracing.background_writer import BackgroundWriter, BatchWriter
-from agent_loop.tracing.events import TraceAttributes
-from agent_loop.tracing.json_traces import FinishedTrajectory, JsonTrace, TokenDecoder, to_json_traces
-from agent_loop.tracing.token_decoder import make_token_decoder
-from agent_loop.tracing.writers import make_writer
+from agent_loop.tracing.documents import Json, TokenDecoder, trace_document
+from agent_loop.tracing.spans import ROOT_NAME
 from agent_loop.trajectory import Trajectory
-from agent_loop.types import Row
+from agent_loop.types import IntArray, Row
 
 TrajectoryCallback = Callable[[Trajectory], None]
+FinishedTrajectory: TypeAlias = tuple[Trajectory, Json]
+"""Trajectory that is queued for the writers, and its attributes."""
+
+WRITERS: Mapping[str, tuple[str, str]] = {
+    "file": ("trace_files", "FileWriter"),
+    "mlflow": ("mlflow", "MlflowWriter"),
+    "otel": ("otel", "OtelWriter"),
+    "weave": ("weave", "WeaveWriter"),
+}
 
 _STEP = re.compile(r"\bstep=(\d+)")
 
@@ -38,10 +48,10 @@ class Tracer:
 
     def __init__(self, config: RolloutConfig, *, template: ChatTemplate) -> None:
         trace = config.trace
-        decode_runs = make_token_decoder(template) if trace.token2text and trace.backends else None
+        decode = make_token_decoder(template) if trace.token2text and trace.backends else None
         self.background_writers: Sequence[BackgroundWriter[FinishedTrajectory]] = [
             BackgroundWriter(
-                JsonTraceWriter(make_writer(backend, trace), decode_runs=decode_runs),
+                _DocumentWriter(make_writer(backend, trace), decode=decode),
                 name=f"traces to {backend}",
                 max_queued=trace.max_queued,
             )
@@ -94,18 +104,18 @@ class Tracer:
         if trajectory.trace is None:  # it ended before a crash and was traced then
             return
         row = trajectory.row
-        attributes = TraceAttributes(
-            trajectory_id=f"{label}/{trajectory.trajectory_id}" if label else trajectory.trajectory_id,
-            step=step,
-            sample_index=_index_of(row, otherwise=trajectory.group),
-            rollout_n=trajectory.rollout,
-            validate=validate,
-            agent_name=str(row.get("agent_name") or self._default_agent),
-            experiment_name=self._config.experiment_name or "",
-        )
-        finished = FinishedTrajectory(trajectory, attributes, trajectory.trace)
+        attributes = {
+            "trajectory_id": f"{label}/{trajectory.trajectory_id}" if label else trajectory.trajectory_id,
+            "step": step,
+            "sample_index": _index_of(row, otherwise=trajectory.group),
+            "rollout_n": trajectory.rollout,
+            "validate": validate,
+            "agent_name": str(row.get("agent_name") or self._default_agent),
+            "experiment_name": self._config.experiment_name or "",
+            "name": ROOT_NAME,
+        }
         for background_writer in self.background_writers:
-            background_writer.put(finished)
+            background_writer.put((trajectory, attributes))
 
     def _traced_rows(self, num_rows: int, *, step: int | None) -> frozenset[int] | None:
         """Return the rows whose trajectories are traced; None for all. The choice depends on the seed and step only."""
@@ -116,18 +126,64 @@ class Tracer:
         return frozenset(random.permutation(num_rows)[: per_worker * self._num_workers].tolist())
 
 
-class JsonTraceWriter:
-    """Adapter that converts trajectories to JSON documents in the writer's thread."""
+class _DocumentWriter:
+    """Adapter that converts trajectories to documents in the writer's thread.
 
-    def __init__(self, writer: BatchWriter[JsonTrace], *, decode_runs: TokenDecoder | None) -> None:
+    Documents are built one at a time, so that few objects are alive at once and Python's gc rarely runs.
+    """
+
+    def __init__(self, writer: BatchWriter[Json], *, decode: TokenDecoder | None) -> None:
         self.open = writer.open
         self.close = writer.close
         self.max_batch = writer.max_batch
         self._write = writer.write
-        self._texts_of = decode_runs
+        self._decode = decode
 
     def write(self, items: Iterable[FinishedTrajectory], /) -> None:
-        self._write(to_json_traces(list(items), decode_runs=self._texts_of))
+        self._write(self._documents(items))
+
+    def _documents(self, items: Iterable[FinishedTrajectory]) -> Iterator[Json]:
+        for trajectory, attributes in items:
+            yield trace_document(trajectory, attributes, decode=self._decode)
+
+
+def make_writer(backend: str, config: TraceConfig) -> BatchWriter[Json]:
+    """Return the writer of a backend. It connects in `open`.
+
+    Raises:
+        ConfigError: The backend's package is not installed.
+    """
+    module, name = WRITERS[backend]
+    make: Callable[[TraceConfig], Any] = getattr(import_module(f"agent_loop.tracing.{module}"), name)
+    return make(config)
+
+
+def send_traces(documents: Iterable[Json], *, writer: BatchWriter[Json]) -> int:
+    """Write stored documents with a writer, and return their number."""
+    left, count = iter(documents), 0
+    writer.open()
+    try:
+        while batch := list(islice(left, writer.max_batch)):
+            writer.write(batch)
+            count += len(batch)
+    finally:
+        writer.close()
+    return count
+
+
+def make_token_decoder(template: ChatTemplate) -> TokenDecoder:
+    """Return a thread-safe function that decodes token ids, control tokens included. Unknown ids are skipped."""
+    token_bytes = template.encoder.token_bytes
+    if token_bytes is None:
+        # A copy, because a tokenizer raises if one thread changes it while another thread uses it.
+        tokenizer: Any = copy.deepcopy(template.tokenizer.backend_tokenizer)
+        return lambda ids: tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def decode(ids: IntArray) -> str:
+        known: list[int] = ids[ids < len(token_bytes)].tolist()
+        return b"".join(map(token_bytes.__getitem__, known)).decode("utf-8", "replace")
+
+    return decode
 
 
 def with_trace_names(config: Config) -> RolloutConfig:

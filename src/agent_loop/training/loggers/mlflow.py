@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from agent_loop.loading import import_extra
-from agent_loop.tracing.writers.mlflow import experiment_id
+from agent_loop.tracing.mlflow import experiment_id
 from agent_loop.training.loggers import RunNames, Scalars, flat
 
 MAX_PARAMETER = 500
