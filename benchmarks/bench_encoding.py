@@ -37,7 +37,7 @@ WINDOW = 10
 """Number of measured turns up to and including a watched turn."""
 NUM_CONTROL_TOKENS = 200
 TARGET_OF_GROWTH = 1.2
-TARGET_OF_BARE = 2.0
+TARGET_OF_BARE = 3.0
 
 TEMPLATE = """\
 {%- if tools -%}

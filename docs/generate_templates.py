@@ -33,8 +33,8 @@ the whole conversation, on short conversations with and without tools:
 
 `agent-loop verify-template MODEL_OR_PATH` prints the same for any other model, probe by probe, with an example for
 each cause. Its exit code is 0 if nothing is left out, 3 if tools' schemas, the system prompt or calls are left out,
-and 1 if the template is unsupported. When training starts, it checks some of the conversations and logs the
-differences; the verdict is then at most `likely_exact`.
+and 1 if the template is unsupported. When training starts, a template that cannot render the replies of the run is
+refused, and one that leaves out tools' schemas is logged.
 """
 
 

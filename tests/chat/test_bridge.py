@@ -118,12 +118,3 @@ def test_messages_that_a_template_refuses_are_errors_when_they_are_rendered() ->
     assert template.decode(template.bridge(user("more"))).startswith("<|end|>")
     with pytest.raises(ChatTemplateError, match=r"'tool'.*no tools, please"):
         template.bridge([tool_message("4")])
-
-
-def test_texts_inserted_into_a_form_equal_texts_rendered_by_the_template() -> None:
-    for chat_template in (NEXT_ROLE_ENDS_THE_TURN, NINE_LETTER_IDS, ARGUMENTS_ARE_TEXT, CALLS_END_OTHERWISE):
-        template = family(chat_template)
-        for text in ("", " a\n", "<|user|> </s>", '{"a": "b"}'):
-            as_text = template.bridge(user(text)).tolist()
-            # A message with an unknown field is never inserted into a form.
-            assert as_text == template.bridge([{**user(text)[0], "note": "x"}]).tolist()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop.chat.system_messages import renders_system_messages, settle_system_messages
+from agent_loop.chat.messages import renders_system_messages, settle_system_messages
 from agent_loop.chat.template import ChatTemplate
 from tests.chat.families import family
 from tests.helpers import hermes_template, user

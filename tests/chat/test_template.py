@@ -132,3 +132,20 @@ def test_the_call_start_is_one_token_if_the_tokenizer_has_it() -> None:
 
 def test_the_parser_can_be_detected_from_the_template() -> None:
     assert isinstance(ChatTemplate(small_tokenizer(), tool_parser="auto").tool_parser, HermesToolParser)
+
+
+def test_a_prompt_that_the_caller_changes_is_not_changed_for_the_next_one() -> None:
+    template = hermes_template()
+    first = template.open(user("x"))
+    expected = first.tolist()
+    first[:] = 0
+    assert template.open(user("x")).tolist() == expected
+
+
+def test_a_schema_that_is_changed_in_place_is_rendered_again() -> None:
+    template = hermes_template()
+    schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    before = template.open(user("x"), tools=[schema])
+    schema["function"]["name"] = "multiply"
+    assert "multiply" in template.decode(template.open(user("x"), tools=[schema]))
+    assert "multiply" not in template.decode(before)

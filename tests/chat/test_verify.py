@@ -161,12 +161,6 @@ def test_a_template_without_reasoning_is_tested_without_reasoning() -> None:
     assert not any("thinking" in result.name for result in report.results)
 
 
-def test_the_short_check_at_the_start_of_a_run_never_reports_exact() -> None:
-    report = require_template(hermes_template(), tools=True)
-    assert report.without_tools is report.with_tools is report.verdict is TemplateVerdict.LIKELY_EXACT
-    assert len(report.results) < len(verify_template(hermes_template(), tools=True).results) / 2
-
-
 def test_optional_messages_that_a_template_refuses_are_limits() -> None:
     report = verify_template(family(NINE_LETTER_IDS), tools=False)
     assert [(limit.name, limit.verdict) for limit in report.limits] == [
@@ -185,30 +179,23 @@ def test_the_report_shows_the_first_differing_token_and_the_cost() -> None:
     assert json.loads(json.dumps(report.as_dict()))["without_tools"] == "differs"
 
 
-def test_a_template_that_cannot_write_tool_messages_is_refused_with_the_report() -> None:
+def test_a_template_that_cannot_write_tool_messages_is_refused_with_the_reason() -> None:
     template = family(
         "{{ raise_exception('no tools, please') if messages[-1].role == 'tool' }}" + STRIPS_REASONING
     )
-    assert require_template(template, tools=False).with_tools is None
-    with pytest.raises(ChatTemplateError, match=r"model\.chat_template_path(.|\n)*no tools, please"):
+    require_template(template, tools=False)
+    with pytest.raises(ChatTemplateError, match=r"model\.chat_template_path.*no tools, please"):
         require_template(template, tools=True)
 
 
-def test_a_difference_is_logged_once_and_exactness_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_leaves_out_schemas_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     require_template(hermes_template(), tools=True)
-    assert not caplog.records
     require_template(family(STRIPS_REASONING), tools=False)
-    [record] = caplog.records
-    assert "stripped_reasoning" in record.getMessage()
-    assert "nothing is lost" in record.getMessage()
-
-
-def test_omissions_are_logged_first_and_as_errors(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
+    assert not caplog.records
     require_template(family(MANY_HABITS), tools=True)
-    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 3 + [logging.WARNING]
-    assert "ignored_tools" in caplog.records[0].getMessage()
+    [record] = caplog.records
+    assert "ignored_tools" in record.getMessage()
 
 
 def test_a_date_in_the_prompt_is_noted() -> None:

@@ -7,18 +7,123 @@ Which part of that the model samples itself is determined once, when a template 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product, takewhile
+from typing import Any, NamedTuple
 
-from agent_loop.chat.cached_bridges import CachedBridges
 from agent_loop.chat.encoding import ControlledEncoder
-from agent_loop.chat.placeholder_turns import CallKey, PlaceholderTurns, candidates, with_generated_ids
 from agent_loop.chat.rendering import SENTINEL, Renderer
-from agent_loop.chat.slot_check import SlotCheck
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import IntArray, Message, ToolCall, as_token_ids
+
+_PARAMETER = "value"
+"""The only argument of a placeholder call."""
+
+_SCHEMA: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "placeholder",
+        "description": "-",
+        "parameters": {"type": "object", "properties": {_PARAMETER: {"type": "string", "description": "-"}}},
+    },
+}
+
+
+class CallKey(NamedTuple):
+    """Name and id by which a tool message refers to the call that it answers."""
+
+    name: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceholderTurns:
+    """One choice of placeholder turns. The sentinel is the assistant's last text in them."""
+
+    has_calls: bool = False
+    """The assistant calls a tool with the sentinel as the argument. Otherwise the sentinel is its text."""
+    calls_each: bool = True
+    """One call per tool message. Otherwise one call for all, for templates that refuse parallel calls."""
+    has_text: bool = True
+    """A message with calls has an empty text. Otherwise it has no text."""
+    arguments_as_json: bool = False
+    """Arguments are a JSON string. Otherwise they are a mapping."""
+    fills_in: bool = False
+    """Tool messages without a name or an id get one, for templates that demand both."""
+    has_system: bool = False
+    has_schema: bool = False
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return (_SCHEMA,) if self.has_schema else ()
+
+    def messages(self, answered: Sequence[CallKey]) -> list[Message]:
+        """Return the messages before replies to these calls; the assistant's message is the last."""
+        messages: list[Message] = [{"role": "system", "content": "-"}] if self.has_system else []
+        messages.append({"role": "user", "content": "-"})
+        if not self.has_calls:
+            return [*messages, {"role": "assistant", "content": SENTINEL}]
+        kept = answered if self.calls_each else answered[-1:]
+        calls = [ToolCall(call.name, {_PARAMETER: SENTINEL}, id=call.id) for call in kept]
+        return [*messages, self._message(calls)]
+
+    def filled(self, replies: Sequence[Message], answered: Sequence[CallKey]) -> list[Message]:
+        """Return the replies, with names and ids where the template demands them."""
+        if not self.fills_in:
+            return list(replies)
+        filled = [
+            {**reply, "name": call.name, "tool_call_id": call.id}
+            for reply, call in zip(_tool_replies(replies), answered, strict=False)
+        ]
+        return [*filled, *replies[len(filled) :]]
+
+    def answered(self, replies: Sequence[Message], *, calls: Sequence[ToolCall] = ()) -> list[CallKey]:
+        """Return the call that each leading tool message answers.
+
+        Args:
+            replies: The new messages.
+            calls: The calls of the assistant, for replies that do not name their call.
+        """
+        if not self.has_calls:
+            return []
+        leading = list(_tool_replies(replies))
+        known = calls if len(calls) == len(leading) else [ToolCall("", {})] * len(leading)
+        return [
+            CallKey(
+                str(reply.get("name") or call.name or "tool"),
+                str(reply.get("tool_call_id") or call.id or _generated_id(i)),
+            )
+            for i, (reply, call) in enumerate(zip(leading, known, strict=True))
+        ]
+
+    def adapted(self, message: Message) -> Message:
+        """Return an assistant message whose calls have the form that the template accepts."""
+        calls = message.get("tool_calls")
+        if not calls:
+            return message
+        accepted = [
+            ToolCall(c["function"]["name"], c["function"]["arguments"], id=c.get("id") or _generated_id(i))
+            for i, c in enumerate(calls)
+        ]
+        return {
+            **message,
+            **self._message(accepted),
+            "content": message.get("content") or ("" if self.has_text else None),
+        }
+
+    def _message(self, calls: Sequence[ToolCall]) -> Message:
+        messages = [call.as_message() for call in calls]
+        if self.arguments_as_json:
+            for message in messages:
+                arguments = message["function"]["arguments"]
+                if not isinstance(arguments, str):
+                    message["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        content: Message = {"content": ""} if self.has_text else {}
+        return {"role": "assistant", **content, "tool_calls": messages}
+
 
 _NAMES = ("first.tool", "other.tool")
 _IDS = ("id0000001", "id0000002")
@@ -71,23 +176,13 @@ class BridgeBuilder:
     Args:
         renderer: Renderer of the template.
         encoder: Encoder of the tokenizer.
-        check: Decides where the template need not run for each bridge.
         eos_token_ids: Further tokens at which the model may end a turn.
-        chat_template: Source of the template.
 
     Raises:
         ChatTemplateError: The template can render neither a user's nor a tool's reply after an assistant turn.
     """
 
-    def __init__(
-        self,
-        renderer: Renderer,
-        *,
-        encoder: ControlledEncoder,
-        check: SlotCheck,
-        eos_token_ids: Set[int],
-        chat_template: str,
-    ) -> None:
+    def __init__(self, renderer: Renderer, *, encoder: ControlledEncoder, eos_token_ids: Set[int]) -> None:
         self._renderer = renderer
         self._encoder = encoder
         self._plain_close = ""
@@ -102,25 +197,21 @@ class BridgeBuilder:
         """Tokens with which the template closes a turn."""
         self.end_ids = self.close_ids | eos_token_ids
         """Tokens at which the model may end a turn."""
-        self._cached = CachedBridges(self._render, check=check, encoder=encoder, chat_template=chat_template)
-        for replies in (_USER_REPLY, _TOOL_REPLIES[:1], _TOOL_REPLIES):
-            self._cached.check_shape(_joint_key(replies), replies, _ANSWERED[: len(replies)])
 
     def ids(
         self, replies: Sequence[Message], *, last_token_id: int | None, calls: Sequence[ToolCall] = ()
     ) -> IntArray:
         """Return the tokens of a bridge. See `ChatTemplate.bridge`."""
-        key = _joint_key(replies)
-        joint = self._joint(key)
+        joint = self.joint(replies)
         answered = joint.placeholder.answered(replies, calls=calls)
         try:
-            ids = self._all_ids(key, replies, answered)
+            ids = self._all_ids(joint, replies, answered)
         except ChatTemplateError:
             # The model may have written an id that its own template refuses.
-            renamed = with_generated_ids(answered)
+            renamed = _with_generated_ids(answered)
             if not joint.placeholder.fills_in or renamed == answered:
                 raise
-            ids = self._all_ids(key, replies, renamed)
+            ids = self._all_ids(joint, replies, renamed)
         return ids[self._num_sampled(ids, last_token_id, joint) :]
 
     def joint(self, replies: Sequence[Message]) -> Joint:
@@ -129,7 +220,10 @@ class BridgeBuilder:
         Raises:
             ChatTemplateError: The template cannot render such replies after an assistant turn.
         """
-        return self._joint(_joint_key(replies))
+        joint = self._joints[_joint_key(replies)]
+        if isinstance(joint, ChatTemplateError):
+            raise joint
+        return joint
 
     def adapted(self, message: Message) -> Message:
         """Return a message whose calls have the form that the template accepts."""
@@ -140,27 +234,15 @@ class BridgeBuilder:
         placeholder = self.joint(replies).placeholder
         return placeholder.filled(replies, placeholder.answered(replies, calls=calls))
 
-    def rendered_ids(self, replies: Sequence[Message], *, calls: Sequence[ToolCall] = ()) -> list[int]:
-        """Return the tokens of a bridge by running the template. Tests compare `ids` with these tokens."""
-        answered = self.joint(replies).placeholder.answered(replies, calls=calls)
-        return self._encoder.encode(self._render(replies, answered))
-
-    def _all_ids(self, key: str, replies: Sequence[Message], answered: Sequence[CallKey]) -> IntArray:
+    def _all_ids(self, joint: Joint, replies: Sequence[Message], answered: Sequence[CallKey]) -> IntArray:
         """Return the tokens of a bridge, with those that the model may have sampled."""
-        ids = self._cached.ids(key, replies, answered)
-        return as_token_ids(self._encoder.encode(self._render(replies, answered))) if ids is None else ids
-
-    def _render(self, replies: Sequence[Message], answered: Sequence[CallKey]) -> str:
-        joint = self.joint(replies)
-        turns = joint.placeholder.messages(answered)
-        filled = joint.placeholder.filled(replies, answered)
-        return joint.after(self._renderer.text(filled, after=turns, tools=joint.placeholder.tools))
-
-    def _joint(self, key: str) -> Joint:
-        joint = self._joints[key]
-        if isinstance(joint, ChatTemplateError):
-            raise joint
-        return joint
+        placeholder = joint.placeholder
+        rendered = self._renderer.text(
+            placeholder.filled(replies, answered),
+            after=placeholder.messages(answered),
+            tools=placeholder.tools,
+        )
+        return as_token_ids(self._encoder.encode(joint.after(rendered)))
 
     def _num_sampled(self, ids: IntArray, last_token_id: int | None, joint: Joint) -> int:
         """Return how many leading tokens of a bridge the model has sampled: those up to its last token."""
@@ -178,7 +260,7 @@ class BridgeBuilder:
     def _find_joint(self, replies: list[Message], *, for_tools: bool) -> Joint | ChatTemplateError:
         """Return the joint of the first placeholder that works, or the error of the simplest placeholder."""
         errors: list[ChatTemplateError] = []
-        for placeholder in candidates(for_tools=for_tools):
+        for placeholder in _candidates(for_tools=for_tools):
             try:
                 return self._joint_of(placeholder, replies)
             except ChatTemplateError as error:
@@ -324,3 +406,37 @@ def _joint_key(replies: Sequence[Message]) -> str:
     if roles == ["tool", "tool"]:
         return "tools"
     return "tool" if roles[:1] == ["tool"] else "user"
+
+
+def _tool_replies(replies: Sequence[Message]) -> Iterator[Message]:
+    """Yield the tool messages with which the replies begin."""
+    return takewhile(lambda reply: reply.get("role") == "tool", replies)
+
+
+def _candidates(*, for_tools: bool) -> Iterator[PlaceholderTurns]:
+    """Yield the placeholders to try for tool replies or for other replies, the simplest first."""
+    with_system_and_schema = list(product((False, True), repeat=2))
+    if for_tools:
+        for (has_system, has_schema), as_json, has_text, calls_each in product(
+            with_system_and_schema, (False, True), (True, False), (True, False)
+        ):
+            yield PlaceholderTurns(
+                has_calls=True,
+                calls_each=calls_each,
+                has_text=has_text,
+                arguments_as_json=as_json,
+                has_system=has_system,
+                has_schema=has_schema,
+            )
+    for has_system, has_schema in with_system_and_schema:
+        yield PlaceholderTurns(has_system=has_system, has_schema=has_schema)
+
+
+def _with_generated_ids(answered: Sequence[CallKey]) -> list[CallKey]:
+    """Return the same calls with ids that every template accepts."""
+    return [CallKey(call.name, _generated_id(i)) for i, call in enumerate(answered)]
+
+
+def _generated_id(number: int) -> str:
+    """Return an id of nine letters and digits, which even the strictest template accepts."""
+    return f"call{number:05d}"

@@ -1,38 +1,115 @@
-"""The parts of a byte-level BPE tokenizer that `tiktoken` needs to return the same ids.
+"""Byte-level BPE with `tiktoken`, which is several times faster than `tokenizers` and returns the same ids.
 
 `tokenizers` joins the pair that comes first in a list of merges; `tiktoken` joins the pair whose token has the lowest
 id. Both take the same steps if ids increase along the list and every token is the encoding of its own text; see
-docs/design/008-encoder.md for the reason.
+docs/design/008-encoder.md for the reason. Both split texts by a pattern. The patterns here are those whose splits the
+tests compare.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
+import tiktoken
 from tokenizers import AddedToken, Tokenizer, models
-
-from agent_loop.chat.controls import is_control
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Pattern by which `tokenizers` splits text if a byte-level pre-tokenizer has no pattern."""
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
+_MARK = r" ?[^\s\p{L}\p{N}]+"
+_PATTERNS = frozenset(
+    {
+        GPT2_PATTERN,
+        r"[\s\S]+",
+        # Qwen2, Qwen2.5, Qwen3
+        rf"{_CONTRACTIONS}|{_BEFORE_WORD}\p{{L}}+|\p{{N}}|{_MARK}[\r\n]*|{_SPACES}",
+        # Qwen3.5
+        rf"{_CONTRACTIONS}|{_BEFORE_WORD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+        # Llama 3, GLM 4
+        rf"{_CONTRACTIONS}|{_BEFORE_WORD}\p{{L}}+|\p{{N}}{{1,3}}|{_MARK}[\r\n]*|{_SPACES}",
+        # gpt-oss
+        rf"{_BEFORE_WORD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_BEFORE_WORD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+        rf"|\p{{N}}{{1,3}}|{_MARK}[\r\n/]*|{_SPACES}",
+    }
+)
 
 BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """Pattern of the names that SentencePiece vocabularies give to single bytes."""
 
-_WHOLE = r"[\s\S]+"
-_READ_ALIKE = re.compile(
-    r"(?:\\[pP]\{\w+\}|\\[sSrnt]|\\[^\w]|\[\^?|\(\?(?:i?:|!|=)|\{\d+(?:,\d*)?\}|[^\\^$.{}&\[])*"
-)
-"""Matches patterns that mean the same to every engine: no anchors, no dots, no intersections of classes."""
+MAX_CHARACTERS = 250_000
+"""Longest text that is encoded at once; `tiktoken`'s search for its pattern fails on a million spaces."""
 
 
 class OtherTokenizer(Exception):
-    """Raised if another encoder cannot replace a tokenizer. The message is the reason."""
+    """Raised if `tiktoken` cannot replace a tokenizer. The message is the reason."""
+
+
+class TiktokenEncoder:
+    """Encodes and decodes like a tokenizer of `tokenizers`.
+
+    Raises:
+        OtherTokenizer: `tiktoken` does not support the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        parts = read_byte_level(tokenizer)
+        self._control_ids = parts.control_ids
+        self.token_bytes = parts.token_bytes
+        """Bytes of the tokens by id; empty for ids without a token."""
+        self._normalizer: Any = tokenizer.normalizer if parts.is_composed else None
+        longest_first = sorted(map(re.escape, parts.control_ids), key=len, reverse=True)
+        self._controls = re.compile(f"({'|'.join(longest_first)})")
+        self._first_characters = {text[0] for text in parts.control_ids}
+        self._encoding = tiktoken.Encoding(
+            "byte-level", pat_str=parts.pattern, mergeable_ranks=dict(parts.ranks), special_tokens={}
+        )
+
+    def encode(self, text: str, *, read: Callable[[str], str] = str) -> list[int] | None:
+        """Return the token ids of a text with control tokens, or None if the ids may differ from the tokenizer's.
+
+        Args:
+            text: The text.
+            read: Applied to each stretch between control tokens before the stretch is encoded.
+        """
+        may_hold_controls = any(map(text.__contains__, self._first_characters))
+        stretches = self._controls.split(text) if may_hold_controls else [text]
+        ids: list[int] = []
+        for number, stretch in enumerate(stretches):
+            if number % 2:
+                ids.append(self._control_ids[stretch])
+            elif stretch:
+                text_ids = self.encode_text(read(stretch))
+                if text_ids is None:
+                    return None
+                ids += text_ids
+        return ids
+
+    def encode_text(self, text: str) -> list[int] | None:
+        """Return the token ids of text without control tokens, or None if the ids may differ from the tokenizer's."""
+        if len(text) > MAX_CHARACTERS:
+            return None
+        if not text.isascii():
+            if any(unicodedata.category(char) in ("Cn", "Cs") for char in set(text)):
+                return None  # the libraries may know other versions of Unicode
+            if self._normalizer is not None and not unicodedata.is_normalized("NFC", text):
+                text = self._normalizer.normalize_str(text)
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids. Unknown ids are left out."""
+        known = self.token_bytes
+        return b"".join([known[token_id] for token_id in token_ids if token_id < len(known)]).decode(
+            "utf-8", "replace"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +155,12 @@ def read_byte_level(tokenizer: Tokenizer) -> ByteLevelBpe:
     )
 
 
+def is_control(token: AddedToken) -> bool:
+    """Return whether an added token is a control token, and not a word or a run of spaces."""
+    is_word = not token.content.strip() or token.content.replace(" ", "").isalnum()
+    return bool(token.content) and (token.special or not is_word)
+
+
 def _control_ids(added: Mapping[int, AddedToken], *, is_composed: bool) -> dict[str, int]:
     for token in added.values():
         quirks = [name for name in ("lstrip", "rstrip", "single_word") if getattr(token, name)]
@@ -111,7 +194,7 @@ def _pattern(described: dict[str, Any]) -> str:
     _require(stages[-1].get("type") == "ByteLevel", "its pre-tokenizer is not byte-level")
     _require(not stages[-1]["add_prefix_space"], "it puts a space before a text")
     if len(stages) == 1:
-        return GPT2_PATTERN if stages[0]["use_regex"] else _WHOLE
+        return GPT2_PATTERN if stages[0]["use_regex"] else r"[\s\S]+"
     is_one_split = len(stages) == 2 and stages[0]["type"] == "Split" and not stages[1]["use_regex"]
     _require(is_one_split, "it splits in several stages")
     split = stages[0]
@@ -119,9 +202,7 @@ def _pattern(described: dict[str, Any]) -> str:
     _require(keeps_matches, f"it splits by {split['behavior']}")
     pattern = split["pattern"].get("Regex", "")
     _require(bool(pattern), "it splits by a fixed text")
-    _require(
-        _READ_ALIKE.fullmatch(pattern) is not None, f"engines may read its pattern differently: {pattern}"
-    )
+    _require(pattern in _PATTERNS, f"it is not tested with the pattern of its splits: {pattern}")
     return pattern
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
+from uuid import uuid4
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding, Tokenizer, pre_tokenizers
 
-from agent_loop.chat.byte_level import OtherTokenizer
-from agent_loop.chat.controls import anchors, is_control
-from agent_loop.chat.plain_text import PlainTextEncoder
-from agent_loop.chat.tiktoken_encoder import TiktokenEncoder, tiktoken_encoder
+from agent_loop.chat.byte_level import OtherTokenizer, TiktokenEncoder, is_control
 from agent_loop.errors import ConfigError
 
 EncoderChoice: TypeAlias = Literal["auto", "tokenizers", "tiktoken"]
-"""The library that encodes. `auto` is `tiktoken` where it was verified to return the same ids."""
+"""The library that encodes. `auto` is `tiktoken` where it returns the same ids."""
 
 MASK_OPEN = "@mask"
 """Start of every mask. Plain ASCII, which templates do not change when they quote, escape or print text."""
@@ -47,13 +47,11 @@ class ControlledEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._quick = _quick_encoder(tokenizer, choice)
-        self._plain = PlainTextEncoder(tokenizer)
+        self._plain = _PlainTextEncoder(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._controls = {token_id: token.content for token_id, token in added.items() if is_control(token)}
         self.control_ids = frozenset(self._controls)
         """Ids of all added tokens, special or not, except words and runs of spaces."""
-        found = anchors(added.values(), is_normalised=tokenizer.normalizer is not None)
-        self._anchor_ids = {token_id for token_id, text in self._controls.items() if text in found}
         words = {*self._controls.values(), *reserved, MASK_OPEN}
         self._word_start = _starts_of(words)
         self._word_starts = {first: _starts_of(group) for first, group in _by_first_character(words).items()}
@@ -80,34 +78,6 @@ class ControlledEncoder:
             return ids
         encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
         return self._with_masks_as_text(rendered, encoding) if MASK_OPEN in rendered else encoding.ids
-
-    def encode_between(self, rendered: str, *, before: str, after: str) -> list[int]:
-        """Return the token ids of the text between two anchors. An empty anchor is the beginning or end of a text."""
-        read = self.unmask if MASK_OPEN in rendered else str
-        ids = self._quick.encode(rendered, read=read) if self._quick else None
-        if ids is not None:
-            return ids
-        ids = self.encode(f"{before}{rendered}{after}")
-        return ids[bool(before) : len(ids) - bool(after)]
-
-    @property
-    def cuts_lines(self) -> bool:
-        """Whether the texts before and after the start of a line are encoded separately. See `line_cuts`."""
-        return self._quick is not None and self._quick.cuts_lines
-
-    def encode_cut(self, rendered: str, *, next_character: str) -> list[int] | None:
-        """Return the token ids of a text that begins and ends at an anchor or at the start of a line.
-
-        Args:
-            rendered: The text.
-            next_character: The character that follows if the text ends at the start of a line; otherwise empty.
-
-        Returns:
-            The ids, or None if the text has to be encoded together with the text beside it.
-        """
-        read = self.unmask if MASK_OPEN in rendered else str
-        ids = self._quick.encode(rendered + next_character, read=read) if self._quick else None
-        return ids if ids is None or not next_character else ids[:-1]  # the character is one token
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of untrusted text. None of them is a control token."""
@@ -136,11 +106,9 @@ class ControlledEncoder:
 
     def control_spans(self, rendered: str) -> list[tuple[int, int]]:
         """Return the start and end of each control token in a text, in characters."""
-        return self._spans(rendered, self.control_ids)
-
-    def anchor_spans(self, rendered: str) -> list[tuple[int, int]]:
-        """Return the start and end of each anchor in a text: control tokens at which the text can be cut."""
-        return self._spans(rendered, self._anchor_ids)
+        encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
+        both = zip(encoding.ids, encoding.offsets, strict=True)
+        return [span for token_id, span in both if token_id in self.control_ids]
 
     def shared(self, rendered: str, other: str) -> str:
         """Return the common beginning of two rendered texts, without a cut through a control token of the first."""
@@ -163,11 +131,6 @@ class ControlledEncoder:
         # One pattern for each first character is searched many times faster than one for all.
         has_words = any(starts.search(text) for starts in self._word_starts.values())
         return self._word_start.sub(lambda found: mask_of(found[0]), text) if has_words else text
-
-    def _spans(self, rendered: str, token_ids: Set[int]) -> list[tuple[int, int]]:
-        encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
-        both = zip(encoding.ids, encoding.offsets, strict=True)
-        return [span for token_id, span in both if token_id in token_ids]
 
     def _with_masks_as_text(self, rendered: str, encoding: Encoding) -> list[int]:
         """Return the ids with the tokens of each stretch that contains masks replaced."""
@@ -208,7 +171,7 @@ def _quick_encoder(tokenizer: Tokenizer, choice: EncoderChoice) -> TiktokenEncod
     if choice == "tokenizers":
         return None
     try:
-        return tiktoken_encoder(tokenizer)
+        return TiktokenEncoder(tokenizer)
     except OtherTokenizer as error:
         if choice == "tiktoken":
             raise ConfigError(
@@ -257,3 +220,91 @@ def _opaque_mask(char: str) -> str:
 
 def _searchable_mask(char: str) -> str:
     return f"{MASK_OPEN}:{ord(char):x};"
+
+
+class _PlainTextEncoder:
+    """Encodes any text without control tokens.
+
+    Args:
+        tokenizer: The `tokenizers` tokenizer. Not changed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._controls = {token.content for token in added.values() if is_control(token)}
+        self._control_ids = {token_id for token_id, token in added.items() if is_control(token)}
+
+    def encode(self, text: str, *, at_start: bool) -> list[int]:
+        """Return the token ids of a text.
+
+        Args:
+            text: The text.
+            at_start: Whether the prompt begins with the text.
+        """
+        tokenizer = self._text_tokenizer if at_start else self._inner_text_tokenizer
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if not self._control_ids.isdisjoint(ids):
+            tokenizer = self._strict_tokenizer if at_start else self._inner_strict_tokenizer
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _text_tokenizer(self) -> Tokenizer:
+        """Tokenizer with the same model and without added tokens."""
+        return _without_added_tokens(self._tokenizer, self._tokenizer.model)
+
+    @cached_property
+    def _inner_text_tokenizer(self) -> Tokenizer:
+        return _for_inner_text(self._text_tokenizer)
+
+    @cached_property
+    def _strict_tokenizer(self) -> Tokenizer:
+        """Tokenizer whose model does not know the control tokens either, since some models find them as words."""
+        model = _model_without(self._controls, self._tokenizer)
+        return _without_added_tokens(self._tokenizer, model)
+
+    @cached_property
+    def _inner_strict_tokenizer(self) -> Tokenizer:
+        return _for_inner_text(self._strict_tokenizer)
+
+
+def _without_added_tokens(tokenizer: Tokenizer, model: Any) -> Tokenizer:
+    plain = Tokenizer(model)
+    if tokenizer.normalizer is not None:
+        plain.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        plain.pre_tokenizer = tokenizer.pre_tokenizer
+    return plain
+
+
+def _for_inner_text(tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer for text inside the prompt: some tokenizers put a space before the first word only."""
+    pre_tokenizer = tokenizer.pre_tokenizer
+    if not isinstance(pre_tokenizer, pre_tokenizers.Metaspace) or pre_tokenizer.prepend_scheme != "first":
+        return tokenizer
+    inner = _without_added_tokens(tokenizer, tokenizer.model)
+    metaspace = copy.deepcopy(pre_tokenizer)
+    metaspace.prepend_scheme = "never"
+    inner.pre_tokenizer = metaspace
+    return inner
+
+
+def _model_without(words: set[str], tokenizer: Tokenizer) -> Any:
+    """Return the tokenizer's model with these tokens renamed to strings that no text contains."""
+    description = cast(dict[str, Any], json.loads(tokenizer.to_str()))
+    description |= {"added_tokens": [], "post_processor": None}
+    model = cast(dict[str, Any], description["model"])
+    new_names = {word: f"{uuid4().hex} {uuid4().hex}" for word in words}
+    vocab: Any = model["vocab"]
+    if isinstance(vocab, list):
+        pieces = cast(list[tuple[str, float]], vocab)
+        model["vocab"] = [[new_names.get(piece, piece), score] for piece, score in pieces]
+    else:
+        model["vocab"] = {new_names.get(piece, piece): token_id for piece, token_id in vocab.items()}
+    if "merges" in model:
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if words.isdisjoint(pair) and "".join(pair) not in words]
+    if model.get("unk_token") in words:
+        model["unk_token"] = new_names[model["unk_token"]]
+    return Tokenizer.from_str(json.dumps(description)).model

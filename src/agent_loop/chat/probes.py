@@ -95,8 +95,6 @@ class Probe:
     has_tools: bool = False
     is_essential: bool = False
     """Whether a template that refuses the conversation is unsupported. Refusing other probes is a limit."""
-    is_quick: bool = False
-    """Whether the conversation is also checked when a run starts."""
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -122,45 +120,42 @@ def plain_probes(control_text: str) -> list[Probe]:
     """
     ask = _TEXTS["user"][0]
     return [
-        _probe("user follow-up", "user answer user", is_essential=True, is_quick=True),
-        _probe("system prompt", "system user answer user answer user", is_quick=True),
+        _probe("user follow-up", "user answer user", is_essential=True),
+        _probe("system prompt", "system user answer user answer user"),
         _probe("third turn", "user answer user answer user"),
         _probe("two user messages", "user answer user user answer user"),
         _probe("thinking", "user thinking+answer user"),
         _probe(
             "thinking in some turns",
             "user thinking+answer user thinking+answer user answer user thinking+answer user",
-            is_quick=True,
         ),
         _probe("thinking and system prompt", "system user thinking+answer user thinking+answer user"),
-        _probe("empty text", "user answer user answer user", answer=("", "Sunny."), is_quick=True),
+        _probe("empty text", "user answer user answer user", answer=("", "Sunny.")),
         _probe("empty user message", "user answer user answer user", user=(ask, "", "And then?")),
         _probe("unicode", "user answer user", user=(ask, _UNICODE), answer=(_UNICODE,)),
-        _probe("control tokens", "user answer user", user=(ask, control_text), is_quick=True),
+        _probe("control tokens", "user answer user", user=(ask, control_text)),
     ]
 
 
 def tool_probes(control_text: str) -> list[Probe]:
     """Return conversations with tools."""
 
-    def probe(
-        name: str, plan: str, *, is_essential: bool = False, is_quick: bool = False, **texts: Sequence[str]
-    ) -> Probe:
-        return _probe(name, plan, has_tools=True, is_essential=is_essential, is_quick=is_quick, **texts)
+    def probe(name: str, plan: str, *, is_essential: bool = False, **texts: Sequence[str]) -> Probe:
+        return _probe(name, plan, has_tools=True, is_essential=is_essential, **texts)
 
     return [
-        probe("tool", "user call reply", is_essential=True, is_quick=True),
-        probe("parallel tools", "user call+call reply reply", is_quick=True),
+        probe("tool", "user call reply", is_essential=True),
+        probe("parallel tools", "user call+call reply reply"),
         probe("tool error", "user call reply", reply=(_ERROR,)),
-        probe("system prompt and tool", "system user call reply answer user call reply", is_quick=True),
-        probe("second tool turn", "user call reply call reply", is_quick=True),
+        probe("system prompt and tool", "system user call reply answer user call reply"),
+        probe("second tool turn", "user call reply call reply"),
         probe("parallel tools in each turn", "user call+call reply reply call+call reply reply answer user"),
-        probe("follow-up after tool", "user call reply answer user call reply answer user", is_quick=True),
+        probe("follow-up after tool", "user call reply answer user call reply answer user"),
         probe("follow-up with tools", "user answer user call reply"),
         probe("user behind tool reply", "user call reply user answer user"),
         probe("tool without reply", "user call user answer user"),
         probe("text and tool", "user text+call reply"),
-        probe("text and tool, then answer", "user text+call reply answer user", is_quick=True),
+        probe("text and tool, then answer", "user text+call reply answer user"),
         probe("text and tool, then user", "user text+call reply user answer user"),
         probe("text and tool without reply", "user text+call user answer user"),
         probe(
@@ -175,12 +170,11 @@ def tool_probes(control_text: str) -> list[Probe]:
         probe(
             "thinking in each tool turn",
             "system user thinking+call reply thinking+call reply answer user thinking+call reply answer user",
-            is_quick=True,
         ),
         probe("thinking, text and tool", "user thinking+text+call reply thinking+answer user"),
         probe("empty tool reply", "user call reply call reply", reply=("", "5 degrees")),
         probe("unicode tool reply", "user call reply answer user", call=(_UNICODE,), reply=(_UNICODE,)),
-        probe("control tokens in tool reply", "user call reply", reply=(control_text,), is_quick=True),
+        probe("control tokens in tool reply", "user call reply", reply=(control_text,)),
     ]
 
 
@@ -223,7 +217,6 @@ def _probe(
     *,
     has_tools: bool = False,
     is_essential: bool = False,
-    is_quick: bool = False,
     **texts: Sequence[str],
 ) -> Probe:
     """Return the probe of a plan.
@@ -231,7 +224,7 @@ def _probe(
     Args:
         name: Name of the probe.
         plan: The content of each message in words, such as `user thinking+call reply`.
-        has_tools, is_essential, is_quick: See `Probe`.
+        has_tools, is_essential: See `Probe`.
         texts: Texts of a word, in the order of use, that replace the default texts.
     """
     used = {word: iter(choice) for word, choice in {**_TEXTS, **texts}.items()}
@@ -254,4 +247,4 @@ def _probe(
         if words == "reply":
             message |= {"name": TOOL_NAME, "tool_call_id": calls.pop(0).id}
         messages.append(message)
-    return Probe(name, messages, has_tools=has_tools, is_essential=is_essential, is_quick=is_quick)
+    return Probe(name, messages, has_tools=has_tools, is_essential=is_essential)

@@ -14,8 +14,6 @@ class TemplateVerdict(StrEnum):
 
     EXACT = "exact"
     """The tokens were equal in every conversation of the check."""
-    LIKELY_EXACT = "likely_exact"
-    """The tokens were equal in the few conversations that are checked when a run starts."""
     DIFFERS = "differs"
     """The tokens were not equal, or the template leaves something out of both sides. The trajectory keeps the tokens
     that the model saw and sampled."""
@@ -143,9 +141,6 @@ class TemplateReport:
     has_reasoning: bool = True
     """Whether the template renders reasoning. Otherwise the report holds for models that do not reason."""
 
-    is_thorough: bool = True
-    """Whether all conversations were checked, not only the few for the start of a run."""
-
     @property
     def without_tools(self) -> TemplateVerdict:
         return self._overall([result for result in self.results if not result.has_tools])
@@ -201,20 +196,12 @@ class TemplateReport:
             "probes": [asdict(result) for result in self.results],
         }
 
-    def __str__(self) -> str:
-        lines = [f"without tools: {self.without_tools}"]
-        if self.with_tools is not None:
-            lines.append(f"with tools: {self.with_tools}")
-        lines += [f"{cause}: {cause.meaning}" for cause in self.causes]
-        lines += [f"{r.name}: {r.error}" for r in self.results if r.verdict is TemplateVerdict.UNSUPPORTED]
-        return "\n".join(lines)
-
     def _overall(self, results: Sequence[ProbeResult]) -> TemplateVerdict:
         if any(result.verdict is TemplateVerdict.UNSUPPORTED and result.is_essential for result in results):
             return TemplateVerdict.UNSUPPORTED
         if any(result.differences for result in results):
             return TemplateVerdict.DIFFERS
-        return TemplateVerdict.EXACT if self.is_thorough else TemplateVerdict.LIKELY_EXACT
+        return TemplateVerdict.EXACT
 
 
 def _ranked(results: Sequence[ProbeResult]) -> tuple[Cause, ...]:

@@ -8,18 +8,15 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.chat.bridge import BridgeBuilder
-from agent_loop.chat.cached_prompts import CachedPrompts
 from agent_loop.chat.encoding import ControlledEncoder, EncoderChoice
-from agent_loop.chat.lru_cache import LruCache
-from agent_loop.chat.multimodal import Encoded, MediaProcessor, ReadMedium
+from agent_loop.chat.multimodal import Encoded, MediaProcessor, ReadMedium, load_media_processor
 from agent_loop.chat.parsers import ReasoningMarks, ToolParser, detect_parser
-from agent_loop.chat.processors import load_media_processor
 from agent_loop.chat.rendering import NO_VARIABLES, SENTINEL, Renderer
-from agent_loop.chat.slot_check import SlotCheck
 from agent_loop.chat.sources import Medium, split_media
 from agent_loop.errors import ChatTemplateError, ConfigError
 from agent_loop.trajectory.attachments import AttachmentKind
@@ -30,6 +27,8 @@ MAX_OPENING_TOKENS = 32
 RENDERED_NAMES = ("raise_exception", "strftime_now")
 """Functions that templates call."""
 NO_KINDS: frozenset[AttachmentKind] = frozenset()
+MAX_PROMPTS = 64
+"""First prompts whose tokens are kept, because the trajectories of a group share theirs."""
 MAX_VARIANTS = 16
 """Sets of variables whose prepared templates are kept."""
 
@@ -64,7 +63,7 @@ class ChatTemplate:
     ) -> None:
         self.variables = NO_VARIABLES
         """Further variables that the template gets, such as `enable_thinking`."""
-        self._variants: LruCache[ChatTemplate] = LruCache(MAX_VARIANTS)
+        self._variant = lru_cache(MAX_VARIANTS)(self._make_variant)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ChatTemplateError(
@@ -81,6 +80,7 @@ class ChatTemplate:
         self.media_kinds = NO_KINDS if isinstance(media, str) else media.kinds
         """Kinds of media that messages may contain."""
         self.encoder = ControlledEncoder(backend, reserved=[SENTINEL], choice=encoder)
+        self._encode_prompt = lru_cache(MAX_PROMPTS)(self._encoded)
         self.renderer = Renderer(tokenizer, encoder=self.encoder)
         if tool_parser == "auto":
             tool_parser = self._detect_parser()
@@ -106,34 +106,22 @@ class ChatTemplate:
                 f"{', '.join(reserved)} cannot be set as variables of the chat template, because the renderer sets "
                 "them; leave them out"
             )
-        variables = {**self.variables, **variables}
-        key = json.dumps(variables, sort_keys=True)
-        return self._variants.get(key, lambda: self._variant(variables))
+        return self._variant(json.dumps({**self.variables, **variables}, sort_keys=True))
 
     def mentions(self, variable: str) -> bool:
         """Return whether the source of the template contains the name of a variable."""
         return re.search(rf"\b{re.escape(variable)}\b", str(self.tokenizer.chat_template)) is not None
 
-    def _variant(self, variables: Mapping[str, Any]) -> ChatTemplate:
+    def _make_variant(self, variables: str) -> ChatTemplate:
         variant = copy.copy(self)
-        variant.variables = dict(variables)
-        variant.renderer = Renderer(self.tokenizer, encoder=self.encoder, variables=variables)
+        variant.variables = json.loads(variables)
+        variant.renderer = Renderer(self.tokenizer, encoder=self.encoder, variables=variant.variables)
         variant._prepare()
         return variant
 
     def _prepare(self) -> None:
-        """Prepare bridges and cached prompts for the variables of this template."""
-        tokenizer = self.tokenizer
-        source = str(tokenizer.chat_template)
-        check = SlotCheck(mask=self.encoder.mask, chat_template=source)
-        self.bridges = BridgeBuilder(
-            self.renderer,
-            encoder=self.encoder,
-            check=check,
-            eos_token_ids=self.eos_token_ids,
-            chat_template=source,
-        )
-        self._prompts = CachedPrompts(self.renderer, check=check, encoder=self.encoder, chat_template=source)
+        """Prepare bridges for the variables of this template."""
+        self.bridges = BridgeBuilder(self.renderer, encoder=self.encoder, eos_token_ids=self.eos_token_ids)
         self._opened_reasoning = self._find_opened_reasoning()
         needed = self.tool_parser.format_texts
         controls = self.encoder.control_ids
@@ -226,9 +214,7 @@ class ChatTemplate:
             DataError: An image cannot be read.
         """
         messages, media = self._split([self.bridges.adapted(message) for message in messages])
-        ids = self._prompts.ids(messages, tools=tools)
-        if ids is None:
-            ids = as_token_ids(self.encoder.encode(self.renderer.text(messages, tools=tools)))
+        ids = self._encode_prompt(self.renderer.text(messages, tools=tools)).copy()
         return self._attached(ids, media, read)
 
     def bridge(
@@ -322,6 +308,9 @@ class ChatTemplate:
         start = self.tool_parser.call_start
         ids = self.encoder.encode(start) if start else []
         return (ids[0],) if len(ids) == 1 else ()
+
+    def _encoded(self, rendered: str) -> IntArray:
+        return as_token_ids(self.encoder.encode(rendered))
 
     def _detect_parser(self) -> ToolParser:
         response_template = getattr(self.tokenizer, "response_template", None)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from agent_loop.chat.messages import settle_system_messages
 from agent_loop.chat.multimodal import Encoded
-from agent_loop.chat.system_messages import settle_system_messages
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.continued_parser import ContinuedParser
 from agent_loop.completions.conversation import conversation_of, split_prefill

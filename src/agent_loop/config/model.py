@@ -23,8 +23,8 @@ class ModelConfig(Section):
     """Variables of the chat template, such as `{enable_thinking: false}`, in every prompt of rollouts, evaluations and
     supervised training. Requests to `agent-loop serve` and to gateways may replace them."""
     encoder: Literal["auto", "tokenizers", "tiktoken"] = "auto"
-    """Library that encodes text. `auto` is `tiktoken`, which is several times faster, if it is proved to give the
-    tokenizer's own ids. `tiktoken` refuses tokenizers without that proof."""
+    """Library that encodes text. `auto` is `tiktoken`, which is several times faster, for byte-level tokenizers with
+    the splits of GPT-2, Qwen, Llama 3, GLM 4 or gpt-oss. `tiktoken` refuses other tokenizers."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Precision of sampling and training; `auto` is that of the model's files. The optimiser updates float32 weights in
     any case."""

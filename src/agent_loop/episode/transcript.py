@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from agent_loop.chat.multimodal import Encoded
-from agent_loop.chat.off_loop import encoded_off_loop
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.episode.ledger import TokenLedger
 from agent_loop.episode.turns import Completion, EpisodeMark
@@ -177,13 +176,9 @@ class Transcript:
         self.user_turns += 1
         return True
 
-    def _encoded(self, messages: Sequence[Message], encode: Callable[..., Encoded]) -> Awaitable[Encoded]:
+    async def _encoded(self, messages: Sequence[Message], encode: Callable[..., Encoded]) -> Encoded:
         """Encode the messages, reading their images and videos first."""
         if self._template.media_kinds:
-            return self._read_and_encoded(messages, encode)
-        return encoded_off_loop(messages, encode)
-
-    async def _read_and_encoded(self, messages: Sequence[Message], encode: Callable[..., Encoded]) -> Encoded:
-        with waiting_for(WaitKind.ENCODE):
-            encode = partial(encode, read=await self._template.read(messages))
-        return await encoded_off_loop(messages, encode)
+            with waiting_for(WaitKind.ENCODE):
+                encode = partial(encode, read=await self._template.read(messages))
+        return encode()

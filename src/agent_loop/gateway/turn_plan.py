@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from agent_loop.chat.system_messages import settle_system_messages
+from agent_loop.chat.messages import settle_system_messages
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.conversation import conversation_of, split_prefill
 from agent_loop.completions.requests import ChatCompletionRequest

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from agent_loop.chat.off_loop import encoded_off_loop
 from agent_loop.chat.sources import split_media
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import EpisodeError
@@ -66,8 +64,7 @@ class ContinuousTokens:
         given = [name for name, value in media.items() if value and name != "mm_inputs_out"]
         if given:
             raise EpisodeError(f"ct_build_initial_tokens got {given[0]}; {USE_EPISODE}")
-        encode = partial(self.template.open_encoded, messages, tools=tools or ())
-        encoded = await encoded_off_loop(messages, encode)
+        encoded = self.template.open_encoded(messages, tools=tools or ())
         return encoded.token_ids.tolist()[-self.rollout_config.prompt_length :]
 
     async def ct_merge_context_msg(
@@ -93,10 +90,7 @@ class ContinuousTokens:
         appended: list[int] = []
         if new:
             last = runtime_token_ids[-1] if runtime_token_ids else None
-            encoded = await encoded_off_loop(
-                new, partial(self.template.bridge_encoded, new, last_token_id=last)
-            )
-            appended = encoded.token_ids.tolist()
+            appended = self.template.bridge_encoded(new, last_token_id=last).token_ids.tolist()
         return (
             MergeResult([*runtime_token_ids, *appended], len(appended), "context"),
             [*response_mask, *[0] * len(appended)],

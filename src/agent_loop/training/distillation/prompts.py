@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from agent_loop.chat.lru_cache import LruCache
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import TeacherConfig
 from agent_loop.errors import ConfigError, DataError
@@ -33,7 +32,7 @@ class TeacherPrompts:
     def __init__(self, config: TeacherConfig, *, template: object) -> None:
         self._hint, self._key = config.hint, config.hint_key
         self._template: ChatTemplate | None = None
-        self._prompts = LruCache[IntArray](MAX_PROMPTS)
+        self._prompts: dict[tuple[bytes, str], IntArray] = {}
         if self._hint is None and self._key is None:
             return
         if not isinstance(template, ChatTemplate):
@@ -55,7 +54,11 @@ class TeacherPrompts:
             return prompt_ids
         hint = self._hint_of(trajectory)
         key = (prompt_ids.tobytes(), hint)
-        return self._prompts.get(key, lambda: _with_hint(trajectory, hint=hint, template=template))
+        if key not in self._prompts:
+            if len(self._prompts) >= MAX_PROMPTS:
+                self._prompts.clear()
+            self._prompts[key] = _with_hint(trajectory, hint=hint, template=template)
+        return self._prompts[key]
 
     def _hint_of(self, trajectory: Trajectory) -> str:
         texts = [] if self._hint is None else [self._hint]
