@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_loop.config import Config
-from agent_loop.planning.memory import update_memory
-from agent_loop.planning.shapes import parse_shape
+from agent_loop.planning.sizes import parse_shape, update_memory
 
 TARGET = 0.15
 MB = 1e6

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent_loop.checks import check_interaction
-from agent_loop.checks.interaction.contract import INTERACTION_CHECKS
+from agent_loop.checks.interaction import INTERACTION_CHECKS
 from agent_loop.environments.gymnasium.interaction import GymnasiumInteraction
 from agent_loop.errors import ConfigError, ContractError
 from agent_loop.integrations.verl.gsm8k import Gsm8kInteraction

@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 from agent_loop.checks import Reference, check_server
-from agent_loop.checks.server import suite
+from agent_loop.checks import server as suite
 from agent_loop.errors import ConfigError, ContractError, ServerError, WeightsError
 from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer

@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from agent_loop.checks import check_tool
-from agent_loop.checks.tool import checked_tool, contract
-from agent_loop.checks.tool.checked_tool import CheckedTool
-from agent_loop.checks.tool.contract import TOOL_CHECKS
-from agent_loop.checks.tool.edge_arguments import edge_arguments
+from agent_loop.checks import tool as tool_checks
+from agent_loop.checks.tool import TOOL_CHECKS, CheckedTool, edge_arguments
 from agent_loop.cli import app
 from agent_loop.errors import ConfigError, ContractError, ToolError
 from agent_loop.integrations.verl.gsm8k import Gsm8kTool
@@ -381,9 +378,8 @@ def test_a_tool_without_fault_passes() -> None:
 def test_each_fault_is_found(
     faulty: type[Notes], sentence: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (contract, checked_tool):
-        monkeypatch.setattr(module, "END_S", 0.2)
-    tool = CheckedTool(faulty(), CALLS, {}, {}, _numbers=count())
+    monkeypatch.setattr(tool_checks, "END_S", 0.2)
+    tool = CheckedTool(faulty(), CALLS, {}, {})
     timeout_s = 0.5 if issubclass(faulty, KeepsItsLock) else 5
     report = asyncio.run(TOOL_CHECKS.only(sentence).run(tool, name="a tool", timeout_s=timeout_s))
     (result,) = report.results

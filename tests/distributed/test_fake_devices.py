@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from agent_loop.config import load_config
-from agent_loop.planning.assignment import assign
+from agent_loop.planning.devices import assign
 from tests.examples.test_recipes import FOLDER, tiny_config
 
 pytest.importorskip("ray", reason='needs pip install "agent-loop[ray]"')

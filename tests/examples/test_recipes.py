@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from agent_loop.cli import app
 from agent_loop.config import load_config
 from agent_loop.files.plain_values import read_yaml
-from agent_loop.planning.loads import make_plan, parse_devices
-from agent_loop.planning.machine import ALL_DEVICES
-from agent_loop.planning.shapes import read_shape
+from agent_loop.planning.devices import ALL_DEVICES
+from agent_loop.planning.fit import make_plan, parse_devices
+from agent_loop.planning.sizes import read_shape
 from agent_loop.training.metrics import read_metrics
 from tests.cli.project import make_project
 

@@ -9,8 +9,16 @@ import pytest
 
 from agent_loop.config import Config, parse_section
 from agent_loop.errors import ConfigError
-from agent_loop.planning.assignment import UNASSIGNED, Assignment, assign
-from agent_loop.planning.machine import ALL_DEVICES, VISIBLE, environment_for, seeing, visible_devices
+from agent_loop.planning.devices import (
+    ALL_DEVICES,
+    UNASSIGNED,
+    VISIBLE,
+    Assignment,
+    assign,
+    environment_for,
+    seeing,
+    visible_devices,
+)
 from agent_loop.servers.factory import make_server_specs
 
 EIGHT = [str(index) for index in range(8)]

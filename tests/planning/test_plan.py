@@ -14,9 +14,8 @@ from agent_loop.cli import app
 from agent_loop.config import Config, parse_section
 from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import merge_mappings
-from agent_loop.planning.loads import make_plan, parse_devices
-from agent_loop.planning.remedies import apply, smallest_change
-from agent_loop.planning.shapes import ModelShape, parse_shape, read_shape
+from agent_loop.planning.fit import apply, make_plan, parse_devices, smallest_change
+from agent_loop.planning.sizes import ModelShape, parse_shape, read_shape
 from tests.families.family import Family
 
 MODELS = Path("examples/recipes/models")

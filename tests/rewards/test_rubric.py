@@ -17,7 +17,7 @@ from agent_loop.rewards.function import RewardFunction, Score, load_batch_reward
 from agent_loop.rollout.failures import failure_of
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.testing.leaks import count_resources, find_leak
+from agent_loop.testing.conformance import count_resources, find_leak
 from agent_loop.trajectory import FailureKind, Trajectory
 from tests.helpers import hermes_template, text_reply, user
 from tests.rewards.judges import (

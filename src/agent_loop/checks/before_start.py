@@ -20,8 +20,8 @@ from agent_loop.errors import AgentLoopError, ConfigError, DataError, did_you_me
 from agent_loop.interactions.registry import load_interactions
 from agent_loop.loading import load_object
 from agent_loop.loops.registry import LoopEntry
-from agent_loop.planning.loads import GB, make_plan, this_machine
-from agent_loop.planning.shapes import read_shape
+from agent_loop.planning.fit import GB, make_plan, this_machine
+from agent_loop.planning.sizes import read_shape
 from agent_loop.registries import FunctionRegistry
 from agent_loop.rollout.components import load_loops, load_reward_function
 from agent_loop.rollout.row_sources import find_shards

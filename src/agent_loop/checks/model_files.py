@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -14,11 +13,11 @@ from agent_loop.config import Config
 from agent_loop.errors import ChatTemplateError, ConfigError, did_you_mean
 from agent_loop.files.file_kinds import MODEL, kind_of, model_in
 from agent_loop.files.plain_values import parse_json
+from agent_loop.planning.sizes import CONFIG_FILE, hub_folder
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Tags of transformers, which jinja2 does not know."""
-CONFIG_FILE = "config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 """Files of which a tokenizer has at least one."""
 NOT_HERE = "not on this machine; it will be loaded from the hub"
@@ -92,10 +91,9 @@ def _folder(name: str, *, key: str) -> Path | None:
         return path
     if path.exists():
         raise ConfigError(f"{key} is {name!r}, which is a file; give the folder of a model")
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    cached = sorted((home / "hub" / f"models--{name.replace('/', '--')}").glob(f"snapshots/*/{CONFIG_FILE}"))
-    if cached:
-        return cached[-1].parent
+    cached = hub_folder(name)
+    if cached is not None:
+        return cached
     if HUB_NAME.fullmatch(name) and not name.startswith("."):
         return None
     beside = path.parent if path.parent.is_dir() else Path()

@@ -104,7 +104,7 @@ def _check_folder(
 
 
 def _check_name(name: str, **options: Any) -> Sequence[TaskReport]:
-    from agent_loop.checks.suites import check_named_tasks  # late: loads transformers
+    from agent_loop.checks.solutions import check_named_tasks  # late: loads transformers
 
     return run_to_end(check_named_tasks(name, **options))
 

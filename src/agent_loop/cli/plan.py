@@ -11,9 +11,17 @@ from rich.table import Table
 
 from agent_loop.cli.arguments import ConfigArgument, OverridesArgument, above_0, read_config
 from agent_loop.config import Config
-from agent_loop.planning.loads import GB, Machine, Plan, device_range, make_plan, parse_devices, this_machine
-from agent_loop.planning.remedies import smallest_change
-from agent_loop.planning.shapes import ModelShape, read_shape
+from agent_loop.planning.fit import (
+    GB,
+    Machine,
+    Plan,
+    make_plan,
+    parse_devices,
+    place,
+    smallest_change,
+    this_machine,
+)
+from agent_loop.planning.sizes import ModelShape, read_shape
 
 EXIT_DOES_NOT_FIT = 1
 HOUR_S = 3600
@@ -85,7 +93,7 @@ def _print(
 ) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(
-        f"{shape.model_type}, {shape.parameters / GB:.2f} billion parameters, {config.model.dtype}",
+        f"{shape.model.config.model_type}, {shape.parameters / GB:.2f} billion parameters, {config.model.dtype}",
         markup=False,
     )
     parts = Table("part", "device")
@@ -93,7 +101,7 @@ def _print(
         parts.add_row(name, where)
     console.print(parts)
     for load in plan.loads:
-        title = f"{'machine' if load.devices == ('cpu',) else f'device {device_range(load.devices)}'}, {load.phase}"
+        title = f"{place(load).removeprefix('the ')}, {load.phase}"
         table = Table("GB each" if len(load.devices) > 1 else "GB", "", title=title, title_justify="left")
         for name, value in load.parts.items():
             table.add_row(f"{value / GB:.2f}", name)

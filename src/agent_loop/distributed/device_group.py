@@ -8,7 +8,7 @@ from typing import Any
 from agent_loop.config import Config
 from agent_loop.config.placement import devices_per_server
 from agent_loop.errors import ConfigError
-from agent_loop.planning.machine import VISIBLE
+from agent_loop.planning.devices import VISIBLE
 
 GROUP_NAME = "agent-loop-devices"
 """Name of the group in the namespace of the driver's job, by which the training processes find it."""

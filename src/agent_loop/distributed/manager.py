@@ -14,7 +14,7 @@ from agent_loop.distributed.remote_worker import RemoteWorker
 from agent_loop.distributed.remote_workers import RemoteWorkers
 from agent_loop.distributed.weights import WeightStore
 from agent_loop.errors import ServerError
-from agent_loop.planning.assignment import Assignment
+from agent_loop.planning.devices import Assignment
 from agent_loop.rollout.components import load_reward_function, load_template
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.concurrency import run_together

@@ -12,8 +12,7 @@ from agent_loop.chat.verify import require_template
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
-from agent_loop.planning.assignment import assign
-from agent_loop.planning.machine import visible_devices
+from agent_loop.planning.devices import assign, visible_devices
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction
 from agent_loop.rollout.batching import make_batch
 from agent_loop.rollout.components import (

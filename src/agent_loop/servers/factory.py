@@ -5,7 +5,7 @@ from __future__ import annotations
 from agent_loop.config import ModelConfig, PlacementConfig, RolloutConfig, WeightTransfer
 from agent_loop.config.placement import devices_per_server
 from agent_loop.errors import ConfigError
-from agent_loop.planning.assignment import UNASSIGNED, Assignment
+from agent_loop.planning.devices import UNASSIGNED, Assignment
 from agent_loop.registries import load_class
 from agent_loop.servers.abort_and_resume import AbortAndResumeServer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerSpec

@@ -10,8 +10,7 @@ from rich.markup import escape
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError
-from agent_loop.planning.assignment import assign
-from agent_loop.planning.machine import visible_devices
+from agent_loop.planning.devices import assign, visible_devices
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.manager import AsyncLLMServerManager

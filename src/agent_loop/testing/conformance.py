@@ -1,21 +1,38 @@
-"""Harness of the conformance checks: runs a suite of checks on an object and reports the results."""
+"""Harness of the conformance checks: runs a suite of checks on an object and reports the results.
+
+Checks find what an object or the process still holds after a trajectory, and code that blocks the event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import gc
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Literal, Self, TypeAlias, TypeVar, cast
+from pathlib import Path
+from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, cast
 
 from agent_loop.errors import ContractError
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.isolated_task import DeadlineExpired
+from agent_loop.runtime.threads import num_idle_threads
 from agent_loop.runtime.user_code import run_bounded
 
 SubjectT = TypeVar("SubjectT")
 CheckVerdict: TypeAlias = Literal["passed", "failed", "skipped"]
-VERDICTS: tuple[CheckVerdict, ...] = ("passed", "failed", "skipped")
+TICK_S = 0.005
+MAX_BLOCK_S = 0.1
+"""Longest time for which code may block the event loop."""
+NUM_TRIALS = 3
+"""Measurements before the check fails: other load on the machine may spoil one."""
+SETTLE_S = 0.5
+"""Time in which threads and processes may still end."""
+MAX_DEPTH = 4
+"""Depth of nested containers that is searched for an instance id."""
 
 
 class CheckFailed(Exception):
@@ -158,3 +175,94 @@ def _describe_cause(error: BaseException) -> str:
         group = cast("BaseExceptionGroup[BaseException]", error)
         return _describe_cause(group.exceptions[0])
     return str(error) if isinstance(error, CheckFailed) else describe_error(error)
+
+
+async def require_no_blocking(work: Callable[[], Awaitable[object]]) -> str:
+    """Fail the check if `work` blocks the event loop for `MAX_BLOCK_S`, and return the time that was measured."""
+    blocks_s: list[float] = []
+    while len(blocks_s) < NUM_TRIALS and min(blocks_s, default=MAX_BLOCK_S) >= MAX_BLOCK_S:
+        blocks_s.append(await _longest_block_s(work))
+    least = min(blocks_s)
+    require(
+        least < MAX_BLOCK_S,
+        f"the event loop was blocked for {least:.2f} s; await the slow call, or run it in a thread",
+    )
+    return f"blocked the event loop for {1000 * least:.0f} ms at most"
+
+
+async def _longest_block_s(work: Callable[[], Awaitable[object]]) -> float:
+    clock = asyncio.get_running_loop().time
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        while True:
+            before = clock()
+            await asyncio.sleep(TICK_S)
+            longest = max(longest, clock() - before - TICK_S)
+
+    async with asyncio.TaskGroup() as group:
+        ticking = group.create_task(tick())
+        await asyncio.sleep(0)
+        await work()
+        await asyncio.sleep(2 * TICK_S)
+        ticking.cancel()
+    return longest
+
+
+def require_forgotten(instance_id: str, owner: object, *, after: str) -> None:
+    """Fail the check if an attribute of `owner` still holds an instance id.
+
+    Args:
+        after: The method that should have removed the id, as in `release`.
+    """
+    for name, value in vars(owner).items():
+        require(not _holds(value, instance_id, depth=0), f"its id is still in self.{name} after {after}")
+
+
+def count_resources() -> dict[str, int]:
+    """Count the threads of this process and, on Linux, its open files and child processes."""
+    counts = {"thread": threading.active_count() - num_idle_threads()}
+    if Path("/proc/self/fd").is_dir():
+        counts["open file"] = len(os.listdir(Path("/proc/self/fd")))
+        counts["process"] = _num_children()
+    return counts
+
+
+async def find_leak(num: int, *, since: Mapping[str, int]) -> str | None:
+    """Return the kind of resource that grew by at least `num` and stays so for `SETTLE_S`, or None.
+
+    Args:
+        since: Counts from before, as `count_resources` returned them.
+    """
+    clock = asyncio.get_running_loop().time
+    give_up = clock() + SETTLE_S
+    while True:
+        gc.collect()
+        leaked = next((kind for kind, held in count_resources().items() if held - since[kind] >= num), None)
+        if leaked is None or clock() > give_up:
+            return leaked
+        await asyncio.sleep(SETTLE_S / 10)
+
+
+def _holds(value: Any, instance_id: str, *, depth: int) -> bool:
+    if isinstance(value, str):
+        return value == instance_id
+    if depth == MAX_DEPTH:
+        return False
+    if isinstance(value, Mapping):
+        items = cast(Mapping[Any, Any], value)
+        return any(_holds(each, instance_id, depth=depth + 1) for pair in items.items() for each in pair)
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(_holds(each, instance_id, depth=depth + 1) for each in cast("list[Any]", value))
+    return False
+
+
+def _num_children() -> int:
+    """Count the running child processes of this process."""
+    num = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has ended since
+            parent = stat.read_text().rpartition(")")[2].split()[1]
+            num += int(parent) == os.getpid()
+    return num

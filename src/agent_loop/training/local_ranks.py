@@ -9,8 +9,7 @@ import sys
 from typing import Self
 
 from agent_loop.config import Config
-from agent_loop.planning.assignment import UNASSIGNED, Assignment
-from agent_loop.planning.machine import environment_for
+from agent_loop.planning.devices import UNASSIGNED, Assignment, environment_for
 from agent_loop.training.process_group import LOOPBACK
 
 RANK_MODULE = "agent_loop.training.rank_process"

@@ -14,8 +14,7 @@ from torch.distributed import is_torchelastic_launched
 from agent_loop.config import Config
 from agent_loop.distributed.ray_ranks import RayRanks
 from agent_loop.errors import ConfigError, ProcessGroupError
-from agent_loop.planning.assignment import UNASSIGNED, Assignment, assign
-from agent_loop.planning.machine import seeing, visible_devices
+from agent_loop.planning.devices import UNASSIGNED, Assignment, assign, seeing, visible_devices
 from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.training.local_ranks import LocalRanks

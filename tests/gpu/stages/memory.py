@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from agent_loop.config import Config
-from agent_loop.planning.memory import UpdateMemory, update_memory
-from agent_loop.planning.shapes import parse_shape
+from agent_loop.planning.sizes import UpdateMemory, parse_shape, update_memory
 from agent_loop.training.actor import Actor
 from agent_loop.training.adapters import add_adapters
 from agent_loop.training.policy import compute_dtype

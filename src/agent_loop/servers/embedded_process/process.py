@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from agent_loop.errors import ServerDied, ServerTimeout
-from agent_loop.planning.machine import environment_for
+from agent_loop.planning.devices import environment_for
 from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.servers.base import Ability, ServerSpec
 from agent_loop.servers.embedded_process.connection import EngineCall, EngineConnection, EngineReply

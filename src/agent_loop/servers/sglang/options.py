@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from agent_loop.errors import ConfigError
-from agent_loop.planning.machine import environment_for
+from agent_loop.planning.devices import environment_for
 from agent_loop.servers.base import ServerSpec, refuse_unknown_options
 from agent_loop.servers.packages import import_engine, require_version
 from agent_loop.servers.sglang import loader

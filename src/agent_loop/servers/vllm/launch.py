@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from agent_loop.errors import ConfigError, ServerDied, ServerTimeout
-from agent_loop.planning.machine import seeing
+from agent_loop.planning.devices import seeing
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.threads import run_in_thread

@@ -1,17 +1,77 @@
-"""Assignment of devices to servers, trainer and reference model. Pure: no I/O."""
+"""Devices of this machine, and their assignment to servers, trainer and reference model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shutil
+import subprocess
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 from agent_loop.config import Config
 from agent_loop.config.placement import IN_PROCESS, TENSOR_PARALLEL_OPTIONS, devices_per_server
 from agent_loop.errors import ConfigError
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ALL_DEVICES = "AGENT_LOOP_DEVICES"
+"""Variable with the devices that a run may use, such as `0,1,2,3`. Unset means those of `CUDA_VISIBLE_DEVICES`, or else
+all of the machine. A training sets it before it hides devices from itself."""
+QUERY_TIMEOUT_S = 20.0
+
 Devices: TypeAlias = tuple[str, ...]
 """Names of devices, as `CUDA_VISIBLE_DEVICES` lists them. Empty means the CPU."""
+
+
+def visible_devices() -> list[str]:
+    """Return the names of the devices that a run may use, as `CUDA_VISIBLE_DEVICES` lists them; empty without any."""
+    given = os.environ.get(ALL_DEVICES, os.environ.get(VISIBLE))
+    if given is None:
+        return [str(index) for index in range(len(device_memory_MiB()))]
+    return [name.strip() for name in given.split(",") if name.strip()]
+
+
+@cache
+def device_memory_MiB() -> tuple[int, ...]:
+    """Return the memory of each device of the machine in MiB, as `nvidia-smi` reports it; empty without the program."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    command = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        printed = subprocess.check_output(
+            command, text=True, stderr=subprocess.DEVNULL, timeout=QUERY_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(int(line) for line in printed.split() if line.isdigit())
+
+
+def environment_for(devices: Sequence[str] | None) -> Mapping[str, str]:
+    """Return the variables of a process that may see these devices alone; none for None, which hides nothing."""
+    return {} if devices is None else {VISIBLE: ",".join(devices)}
+
+
+@contextmanager
+def seeing(devices: Sequence[str] | None) -> Generator[None]:
+    """Show these devices alone to this process and its children within the block. None hides nothing.
+
+    CUDA reads the variable once per process, when it is first used.
+    """
+    if devices is None:
+        yield
+        return
+    changes = {ALL_DEVICES: ",".join(visible_devices()), **environment_for(devices)}
+    before = {name: os.environ[name] for name in changes if name in os.environ}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name in changes:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +88,6 @@ class Assignment:
     """Whether servers and trainer share devices."""
 
     def of_server(self, index: int) -> Devices | None:
-        """Return the devices of a server."""
         return None if self.servers is None else self.servers[index]
 
     def of_rank(self, rank: int) -> Devices | None:
@@ -62,7 +121,6 @@ def assign(config: Config, *, devices: Sequence[str], trains: bool = True) -> As
     if config.model.device == "cpu" or not (placement.is_set or devices):
         return UNASSIGNED
     per_server, processes = devices_per_server(placement, rollout), config.trainer.num_processes
-    num_servers = len(rollout.server_urls) or rollout.num_servers
     split = placement.split
     if placement.colocated is not None:
         wanted = processes if placement.colocated == "all" else placement.colocated
@@ -74,13 +132,13 @@ def assign(config: Config, *, devices: Sequence[str], trains: bool = True) -> As
                 f"{len(devices) // per_server}, or placement.colocated={processes}"
             )
         taken = tuple(devices[:wanted])
-        in_process = rollout.engine in IN_PROCESS
-        servers = None if in_process else _groups(taken, size=per_server)
+        servers = None if rollout.engine in IN_PROCESS else _groups(taken, size=per_server)
         return Assignment(servers, taken, is_colocated=True)
     if split is not None:
         total = split.servers + (split.trainer + split.reference if trains else 0)
         _require(total, devices, what="placement.split takes")
         for_servers, rest = tuple(devices[: split.servers]), tuple(devices[split.servers :])
+        num_servers = len(rollout.server_urls) or rollout.num_servers
         return Assignment(
             servers=_groups(for_servers, size=per_server) if split.servers else ((),) * num_servers,
             trainer=rest[: split.trainer],
@@ -88,6 +146,7 @@ def assign(config: Config, *, devices: Sequence[str], trains: bool = True) -> As
         )
     if rollout.engine not in (*TENSOR_PARALLEL_OPTIONS, "embedded_process") or rollout.server_urls:
         return UNASSIGNED
+    num_servers = rollout.num_servers
     taken_by_servers = num_servers * per_server
     _require(taken_by_servers, devices, what=f"{num_servers} servers of {per_server} devices each take")
     rest = tuple(devices[taken_by_servers:])

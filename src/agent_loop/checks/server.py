@@ -1,4 +1,4 @@
-"""Checks of completions: exact tokens and log-probs, stop reasons, seeds, sessions and streams."""
+"""Conformance checks of servers: does an implementation of `AsyncServerBase` follow its contract?"""
 
 from __future__ import annotations
 
@@ -7,17 +7,74 @@ import math
 from functools import partial
 from typing import Any
 
-from agent_loop.checks.server.checked_server import CheckedServer, add_check
-from agent_loop.checks.server.reference import largest_difference
-from agent_loop.runtime.concurrency import run_together
-from agent_loop.servers.base import Ability
-from agent_loop.testing.conformance import CheckFailed, CheckSuite, require
-from agent_loop.types import SamplingParams, TokenOutput, as_token_ids
+import numpy as np
 
+from agent_loop.checks.checked_server import CheckedServer, Reference, add_check
+from agent_loop.checks.server_control import CONTROL_CHECKS
+from agent_loop.errors import ConfigError
+from agent_loop.runtime.concurrency import run_together
+from agent_loop.servers.base import Ability, AsyncServerBase
+from agent_loop.servers.scores import TokenScores, checked_scores
+from agent_loop.testing.conformance import (
+    CheckFailed,
+    CheckReport,
+    CheckSkipped,
+    CheckSuite,
+    OnResult,
+    require,
+)
+from agent_loop.types import FloatArray, IntArray, SamplingParams, TokenOutput, as_token_ids
+
+MIN_MODEL_LEN = 64
 LONGEST_TRUE = len("true") + 1
 """Largest number of tokens of the text, with its end token."""
-GENERATION_CHECKS = CheckSuite[CheckedServer]()
-_check = partial(add_check, suite=GENERATION_CHECKS)
+NUM_TOP = 3
+SERVER_CHECKS = CheckSuite[CheckedServer]()
+_check = partial(add_check, suite=SERVER_CHECKS)
+_score_check = partial(add_check, suite=SERVER_CHECKS, ability=Ability.SCORE)
+
+
+async def check_server(
+    server: AsyncServerBase,
+    *,
+    max_model_len: int,
+    vocab_size: int | None = None,
+    reference: Reference | None = None,
+    tolerance: float = 1e-3,
+    timeout_s: float = 120.0,
+    on_result: OnResult | None = None,
+) -> CheckReport:
+    """Check that a started server follows the contract of `AsyncServerBase` and has the abilities that it claims.
+
+    The server must be idle, and is closed at the end. Its weights are changed during the checks, and restored. The
+    checks of an ability that the server does not claim are skipped.
+
+    Args:
+        max_model_len: Longest context of the server in tokens; at least 64.
+        vocab_size: Prompts use token ids below this. Defaults to that of the reference.
+        reference: Model that the server runs. With None, checks that compare with a reference are skipped.
+        tolerance: Largest accepted difference of log-probs, in nats: about 1e-3 for float32, 0.1 for bfloat16.
+        timeout_s: Time limit of each check.
+        on_result: Called with each result as soon as it is known.
+
+    Raises:
+        ConfigError: Both `vocab_size` and `reference` are None, or `max_model_len` is too small.
+    """
+    if vocab_size is None and reference is None:
+        raise ConfigError("check_server needs to know the vocabulary; give vocab_size or a reference")
+    if max_model_len < MIN_MODEL_LEN:
+        raise ConfigError(f"max_model_len is {max_model_len}; the checks need at least {MIN_MODEL_LEN}")
+    subject = CheckedServer(
+        server=server,
+        vocab_size=vocab_size or (reference.vocab_size if reference else 0),
+        max_model_len=max_model_len,
+        reference=reference,
+        tolerance=tolerance,
+        long_tokens=max_model_len - 24,
+    )
+    return await SERVER_CHECKS.run(
+        subject, name=f"server {server.name!r}", timeout_s=timeout_s, on_result=on_result
+    )
 
 
 @_check("a completion has valid token ids and ends at max_tokens")
@@ -110,13 +167,10 @@ async def _logprobs(subject: CheckedServer) -> str:
             num_without += 1
             continue
         require(output.log_probs is not None, f"no log-probs were returned with {variant}")
-        difference = largest_difference(
-            subject.reference,
-            prompt.tolist(),
-            token_ids=output.token_ids,
-            logprobs=output.log_probs or (),
-            params=SamplingParams(**variant),
+        wanted = subject.reference.logprobs(
+            prompt.tolist(), output.token_ids, temperature=variant["temperature"]
         )
+        difference = _difference(wanted, np.array(output.log_probs))
         require(
             difference <= subject.tolerance,
             f"with {variant} log-probs differ from the reference by up to {difference:.2g} nats; return "
@@ -310,3 +364,92 @@ def _require_valid(subject: CheckedServer, output: TokenOutput) -> None:
         raise CheckFailed("no log-probs were returned, although the server claims them")
     wrong = [p for p in output.log_probs if not math.isfinite(p) or p > 1e-4]
     require(not wrong, f"{wrong[:3]} are not log-probs; they must be finite and at most 0")
+
+
+@_score_check("scores begin at start, and do not depend on it or on other requests")
+async def _score_start(subject: CheckedServer) -> None:
+    texts = [subject.prompt(20 + 3 * number, seed=number) for number in range(4)]
+    whole = await run_together(_score(subject, text) for text in texts)
+    for text, scores in zip(texts, whole, strict=True):
+        for start in (1, len(text) // 2, len(text) - 1):
+            part = await _score(subject, text, start=start)
+            difference = _difference(part.logprobs, scores.logprobs[start - 1 :])
+            require(
+                difference <= subject.tolerance,
+                f"from start={start}, log-probs of a text of {len(text)} tokens differ by up to {difference:.2g} nats "
+                "from those of the whole text; every token is scored given all tokens before it",
+            )
+
+
+@_score_check("scores of a completion are its log-probs")
+async def _score_completion(subject: CheckedServer) -> str:
+    if Ability.LOG_PROBS not in subject.server.abilities:
+        raise CheckSkipped(f"the server does not claim {Ability.LOG_PROBS}")
+    worst = 0.0
+    for seed in range(2):
+        prompt = subject.prompt(19, seed=seed)
+        output = await subject.generate(prompt, temperature=0.0, max_tokens=12, ignore_eos=True)
+        text = as_token_ids([*prompt.tolist(), *output.token_ids])
+        scores = await _score(subject, text, start=len(prompt))
+        worst = max(worst, _difference(scores.logprobs, np.array(output.log_probs, np.float32)))
+    require(
+        worst <= subject.tolerance,
+        f"scores differ from the log-probs of a greedy completion by up to {worst:.2g} nats; both are "
+        "log_softmax(logits)",
+    )
+    return f"largest difference {worst:.1g} nats"
+
+
+@_score_check("the likeliest tokens of scores are in order")
+async def _score_top(subject: CheckedServer) -> None:
+    text, start = subject.prompt(26, seed=5), 7
+    scores = await _score(subject, text, start=start, top_logprobs=NUM_TOP)
+    top_ids, top_logprobs = scores.top_ids, scores.top_logprobs
+    if top_ids is None or top_logprobs is None:
+        raise CheckFailed(f"top_logprobs is {NUM_TOP}, but no likeliest tokens were returned")
+    for place, (token, logprob) in enumerate(zip(text[start:].tolist(), scores.logprobs, strict=True)):
+        tokens, logprobs = top_ids[place].tolist(), top_logprobs[place]
+        require(len(set(tokens)) == NUM_TOP, f"the tokens {tokens} are not different")
+        require(bool((np.diff(logprobs) <= 0).all()), f"log-probs {logprobs.tolist()} do not decrease")
+        own = logprobs[tokens.index(token)] if token in tokens else logprobs[-1]
+        is_right = abs(own - logprob) <= subject.tolerance if token in tokens else own >= logprob
+        require(
+            bool(is_right),
+            f"token {start + place} has log-prob {logprob}, but the likeliest tokens there are {tokens} with "
+            f"{logprobs.tolist()}",
+        )
+
+
+@_score_check("scores match the reference model", needs_reference=True)
+async def _score_reference(subject: CheckedServer) -> str:
+    assert subject.reference is not None
+    worst = 0.0
+    for num_tokens in (2, 33, subject.max_model_len - 1):
+        text = subject.prompt(num_tokens, seed=num_tokens)
+        scores = await _score(subject, text)
+        wanted = subject.reference.logprobs(text[:1].tolist(), text[1:].tolist())
+        worst = max(worst, _difference(scores.logprobs, wanted))
+    require(
+        worst <= subject.tolerance,
+        f"scores differ from the reference by up to {worst:.2g} nats; return log_softmax(logits) at temperature 1",
+    )
+    return f"largest difference {worst:.1g} nats"
+
+
+async def _score(
+    subject: CheckedServer, text: IntArray, *, start: int = 1, top_logprobs: int = 0
+) -> TokenScores:
+    return checked_scores(
+        await subject.server.score(text, start=start, top_logprobs=top_logprobs),
+        num_scores=len(text) - start,
+        top_logprobs=top_logprobs,
+        server=subject.server.name,
+        vocab_size=subject.vocab_size,
+    )
+
+
+def _difference(one: FloatArray, other: FloatArray) -> float:
+    return float(np.abs(one - other).max(initial=0.0))
+
+
+SERVER_CHECKS.checks += CONTROL_CHECKS.checks

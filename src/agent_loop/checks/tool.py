@@ -1,33 +1,187 @@
-"""Checks of the contract of `BaseTool`."""
+"""Conformance checks of tools: does an implementation of `BaseTool` follow its contract?"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any, TypeAlias, cast
 
-from agent_loop.checks.tool.checked_tool import END_S, CallResult, CheckedTool, require_same
-from agent_loop.checks.tool.edge_arguments import edge_arguments
-from agent_loop.errors import ToolError
+from agent_loop.errors import ConfigError, ToolError
 from agent_loop.runtime.concurrency import run_together
-from agent_loop.runtime.describe import describe_value
+from agent_loop.runtime.describe import describe_error, describe_value, one_line
 from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.runtime.threads import run_in_thread
-from agent_loop.testing.blocking import require_no_blocking
-from agent_loop.testing.conformance import CheckFailed, CheckSkipped, CheckSuite, require
-from agent_loop.testing.leaks import count_resources, find_leak, require_forgotten
-from agent_loop.tools.base import check_declarations
+from agent_loop.runtime.user_code import run_bounded
+from agent_loop.testing.conformance import (
+    CheckFailed,
+    CheckReport,
+    CheckSkipped,
+    CheckSuite,
+    OnResult,
+    count_resources,
+    find_leak,
+    require,
+    require_forgotten,
+    require_no_blocking,
+)
+from agent_loop.tools.base import BaseTool, check_declarations
+from agent_loop.tools.results import ToolResult, read_result, read_reward
 from agent_loop.tools.schema import check_arguments, check_tool_schema
 
-TOOL_CHECKS = CheckSuite[CheckedTool]()
-check = TOOL_CHECKS.check
+Arguments: TypeAlias = Mapping[str, Any]
+END_S = 2.0
+"""Seconds in which a cancelled call must end."""
 NUM_CONCURRENT = 16
 NUM_ROUNDS = 3
 CANCEL_AFTER = (1, 2, 3, 4, 5, 6, 8, 12, 20)
 """Iterations of the event loop after which a call is cancelled, one after the other."""
+MAX_EDGES = 60
+EDGES: Mapping[str, tuple[Any, ...]] = {
+    "string": ("", " ", "0", "\0", "\N{GRINNING FACE}'\"\\\n", "../..", "<|im_end|>", "x" * 5000),
+    "integer": (0, -1, 1, 2**31, -(2**63), 10**30),
+    "number": (0, -1, 0.5, 1e-300, -1e300, 10**30),
+    "boolean": (True, False),
+    "array": ([],),
+    "object": ({},),
+    "null": (None,),
+}
+"""Unusual values by the type of a schema."""
+
+
+async def check_tool(
+    tool: BaseTool,
+    *,
+    calls: Sequence[Mapping[str, Any]],
+    create_kwargs: Mapping[str, Any] | None = None,
+    execute_kwargs: Mapping[str, Any] | None = None,
+    timeout_s: float = 60.0,
+    on_result: OnResult | None = None,
+) -> CheckReport:
+    """Check that a tool follows the contract of `BaseTool`.
+
+    The tool is really called, about a hundred times, with unusual arguments among them. Point a tool with side effects
+    at something that they cannot harm.
+
+    Args:
+        calls: Arguments of calls that succeed. Give several with different results if possible.
+        create_kwargs: Arguments of `create`, as in a row's `tools_kwargs[name]["create_kwargs"]`.
+        execute_kwargs: Arguments of `execute`, as in a row's `tools_kwargs[name]["execute_kwargs"]`.
+        timeout_s: Time limit of each check.
+        on_result: Called with each result as soon as it is known.
+
+    Raises:
+        ConfigError: `calls` is empty.
+    """
+    if not calls:
+        raise ConfigError("check_tool needs the arguments of at least one call")
+    subject = CheckedTool(tool, calls, create_kwargs or {}, execute_kwargs or {})
+    return await TOOL_CHECKS.run(
+        subject, name=f"tool {tool.name!r}", timeout_s=timeout_s, on_result=on_result
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """Comparable part of what a call returned."""
+
+    text: str
+    reward: float | None = None
+    ends_episode: bool = False
+    is_error: bool = False
+
+    def __str__(self) -> str:
+        return one_line(
+            f"{'error ' if self.is_error else ''}{self.text!r}, reward {self.reward}", max_length=120
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedTool:
+    """Tool under check, and the arguments to call it with."""
+
+    tool: BaseTool
+    calls: Sequence[Arguments]
+    create_kwargs: Mapping[str, Any]
+    execute_kwargs: Mapping[str, Any]
+    _numbers: count[int] = field(default_factory=count)
+
+    @property
+    def on_replay(self) -> OnReplay:
+        return OnReplay(self.tool.on_replay)
+
+    def new_id(self) -> str:
+        """Return a new instance id."""
+        return f"check{next(self._numbers)}-0"
+
+    @asynccontextmanager
+    async def created(self) -> AsyncGenerator[str]:
+        """Create an instance, yield its id, and release it at the end."""
+        instance_id = self.new_id()
+        try:
+            await self.create(instance_id)
+            yield instance_id
+        finally:
+            await self.release(instance_id)
+
+    async def create(self, instance_id: str) -> None:
+        await _bounded(partial(self.tool.create, instance_id, **self.create_kwargs))
+
+    async def release(self, instance_id: str) -> None:
+        await _bounded(partial(self.tool.release, instance_id))
+
+    async def calc_reward(self, instance_id: str) -> float | None:
+        """Return the reward of a trajectory."""
+        reward = await _bounded(partial(self.tool.calc_reward, instance_id))
+        return None if reward is None else read_reward(reward, where="calc_reward")
+
+    async def execute(self, instance_id: str, arguments: Arguments) -> ToolResult:
+        """Call the tool and return its result."""
+        given = json.loads(json.dumps(arguments))
+        returned = await _bounded(partial(self.tool.execute, instance_id, given, **self.execute_kwargs))
+        return read_result(returned, name=self.tool.name)
+
+    async def call(self, instance_id: str, arguments: Arguments) -> CallResult:
+        """Call the tool and return the result in a form that can be compared. A `ToolError` is a result."""
+        try:
+            result = await self.execute(instance_id, arguments)
+        except ToolError as error:
+            return CallResult(str(error), is_error=True)
+        except Exception as error:
+            what = one_line(json.dumps(arguments), max_length=120)
+            raise CheckFailed(f"called with {what}, it raised {describe_error(error)}") from error
+        return CallResult(result.response.text or "", result.reward, result.response.ends_episode)
+
+    async def run_trajectory(self, calls: Sequence[Arguments] | None = None) -> list[CallResult]:
+        """Make calls one after the other in a new trajectory, and return their results."""
+        async with self.created() as instance_id:
+            return [await self.call(instance_id, arguments) for arguments in calls or self.calls]
+
+    async def is_reproducible(self) -> bool:
+        """Return whether the same calls have the same results in another trajectory."""
+        return await self.run_trajectory() == await self.run_trajectory()
+
+
+async def _bounded(function: Callable[[], Awaitable[Any]]) -> Any:
+    """Await a method of the tool. `SystemExit` becomes RuntimeError, and a method that ignores a cancellation is
+    abandoned."""
+    return await run_bounded(function, timeout_s=None, grace_s=END_S)
+
+
+def require_same(got: Sequence[CallResult], wanted: Sequence[CallResult], what: str) -> None:
+    """Fail the check at the first result that differs."""
+    for number, (one, other) in enumerate(zip(got, wanted, strict=True), start=1):
+        if one != other:
+            raise CheckFailed(f"{what}, call {number} returns {one}, not {other}")
+
+
+TOOL_CHECKS = CheckSuite[CheckedTool]()
+check = TOOL_CHECKS.check
 
 
 @check("the schema is valid, and the calls match it")
@@ -219,3 +373,33 @@ async def _run_and_cancel(call: Coroutine[Any, Any, object], *, num_iterations: 
         await asyncio.wait({task})
     require(clock() - started < END_S, f"it still ran {END_S:g} s after it was cancelled")
     return was_done
+
+
+def edge_arguments(tool_schema: Mapping[str, Any], example: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return unusual calls that match the schema.
+
+    They are variants of the example: one argument replaced or left out, or only the required arguments.
+    """
+    fitting: list[dict[str, Any]] = []
+    for arguments in _variants(tool_schema["function"].get("parameters") or {}, example):
+        if arguments not in fitting and check_arguments(tool_schema, arguments) is None:
+            fitting.append(arguments)
+    return fitting[:MAX_EDGES]
+
+
+def _variants(parameters: Mapping[str, Any], example: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    properties: Mapping[str, Any] = parameters.get("properties", {})
+    yield {name: example[name] for name in parameters.get("required", []) if name in example}
+    for name, schema in properties.items():
+        yield {other: value for other, value in example.items() if other != name}
+        for value in _values(schema):
+            yield {**example, name: value}
+
+
+def _values(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield unusual values that a schema may allow. Lists are empty, or hold one unusual item."""
+    types: Any = schema.get("type", list(EDGES))
+    for type_ in cast(list[str], types) if isinstance(types, list) else [types]:
+        yield from EDGES.get(type_, ())
+        if type_ == "array":
+            yield from ([item] for item in _values(schema.get("items") or {"type": "string"}))

@@ -7,8 +7,7 @@ from functools import partial
 
 import torch
 
-from agent_loop.checks.server.checked_server import CheckedServer, add_check
-from agent_loop.checks.server.reference import Reference
+from agent_loop.checks.checked_server import CheckedServer, Reference, add_check
 from agent_loop.errors import AgentLoopError, ServerError, WeightsError
 from agent_loop.servers.base import Ability
 from agent_loop.testing.conformance import CheckFailed, CheckSuite, require

@@ -1,21 +1,145 @@
-"""Checks of the contract of `BaseInteraction`."""
+"""Conformance checks of interactions: does an implementation of `BaseInteraction` follow its contract?"""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
-from agent_loop.checks.interaction.checked_interaction import CheckedInteraction
-from agent_loop.interactions.session import read_score
+from agent_loop.errors import ConfigError, InteractionBug
+from agent_loop.interactions.base import BaseInteraction
+from agent_loop.interactions.session import InteractionReply, read_reply, read_score
 from agent_loop.runtime.describe import describe_value
 from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.runtime.instances import OnReplay
-from agent_loop.testing.blocking import require_no_blocking
-from agent_loop.testing.conformance import CheckSkipped, CheckSuite, require
-from agent_loop.testing.leaks import require_forgotten
+from agent_loop.testing.conformance import (
+    CheckFailed,
+    CheckReport,
+    CheckSkipped,
+    CheckSuite,
+    OnResult,
+    require,
+    require_forgotten,
+    require_no_blocking,
+)
 from agent_loop.types import Message
+
+PROMPT: Sequence[Message] = ({"role": "user", "content": "Begin."},)
+ANSWERS = ("I do not know.", "#### 42", "Goodbye.")
+
+
+async def check_interaction(
+    interaction: BaseInteraction,
+    *,
+    interaction_kwargs: Mapping[str, Any] | None = None,
+    prompt: Sequence[Message] = PROMPT,
+    answers: Sequence[str] = ANSWERS,
+    timeout_s: float = 60.0,
+    on_result: OnResult | None = None,
+) -> CheckReport:
+    """Check that an interaction follows the contract of `BaseInteraction`.
+
+    The checks start and finalize one or two dozen trajectories.
+
+    Args:
+        interaction_kwargs: The `interaction_kwargs` of a row.
+        prompt: The messages of a row.
+        answers: The model's messages, one per turn. Give one of each kind that the interaction distinguishes.
+        timeout_s: Time limit of each check.
+        on_result: Called with each result as soon as it is known.
+
+    Raises:
+        ConfigError: `answers` is empty.
+    """
+    if not answers:
+        raise ConfigError("check_interaction needs at least one answer of the model")
+    kwargs = {key: value for key, value in (interaction_kwargs or {}).items() if key != "name"}
+    subject = CheckedInteraction(interaction, kwargs, prompt, answers)
+    return await INTERACTION_CHECKS.run(
+        subject, name=f"interaction {interaction.name!r}", timeout_s=timeout_s, on_result=on_result
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedInteraction:
+    """Interaction under check, and the conversation to hold with it."""
+
+    interaction: BaseInteraction
+    kwargs: Mapping[str, Any]
+    """A row's `interaction_kwargs`, without `name`."""
+    prompt: Sequence[Message]
+    answers: Sequence[str]
+    """The model's messages, one per turn."""
+    _numbers: count[int] = field(default_factory=count)
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether it declares `on_replay = rerun`: its replies depend on the conversation alone."""
+        return OnReplay(self.interaction.on_replay) is OnReplay.RERUN
+
+    def new_id(self) -> str:
+        """Return a new instance id."""
+        return f"check-interaction-{next(self._numbers)}"
+
+    @asynccontextmanager
+    async def started(self) -> AsyncGenerator[str]:
+        """Start a trajectory, yield its id, and finalize it at the end."""
+        instance_id = self.new_id()
+        try:
+            await self.start(instance_id)
+            yield instance_id
+        finally:
+            await self.interaction.finalize_interaction(instance_id)
+
+    async def start(self, instance_id: str) -> Any:
+        """Call `start_interaction` and return its result."""
+        return await self.interaction.start_interaction(instance_id, **copy.deepcopy(dict(self.kwargs)))
+
+    async def reply(self, instance_id: str, messages: list[Message]) -> InteractionReply:
+        """Return the reply to a conversation."""
+        kwargs = copy.deepcopy(dict(self.kwargs))
+        returned: Any = await self.interaction.generate_response(instance_id, messages, **kwargs)
+        try:
+            return read_reply(returned, where="generate_response")
+        except InteractionBug as error:
+            raise CheckFailed(str(error)) from error
+
+    async def play(self, instance_id: str, answers: Sequence[str]) -> AsyncGenerator[InteractionReply]:
+        """Hold a conversation with these messages of the model, and yield each reply until one ends it."""
+        messages = copy.deepcopy(list(self.prompt))
+        for answer in answers:
+            messages.append({"role": "assistant", "content": answer})
+            reply = await self.reply(instance_id, copy.deepcopy(messages))
+            yield reply
+            if reply.is_over:
+                return
+            messages.append({"role": "user", "content": reply.content})
+
+    async def conversation(self, answers: Sequence[str] | None = None) -> list[InteractionReply]:
+        """Return the replies of a conversation in a new trajectory."""
+        answers = self.answers if answers is None else answers
+        async with self.started() as instance_id:
+            return [reply async for reply in self.play(instance_id, answers)]
+
+    def first_turn(self) -> list[Message]:
+        """Return the prompt and the first message of the model."""
+        return [*copy.deepcopy(list(self.prompt)), {"role": "assistant", "content": self.answers[0]}]
+
+    def require_same(
+        self, got: Sequence[InteractionReply], wanted: Sequence[InteractionReply], what: str
+    ) -> None:
+        """Fail the check unless two conversations have the same replies."""
+        for number, (one, other) in enumerate(zip(got, wanted, strict=False), start=1):
+            require(
+                one == other, f"{what}, reply {number} is {describe_value(one)}, not {describe_value(other)}"
+            )
+        require(len(got) == len(wanted), f"{what}, there are {len(got)} replies, not {len(wanted)}")
+
 
 INTERACTION_CHECKS = CheckSuite[CheckedInteraction]()
 check = INTERACTION_CHECKS.check

@@ -1,1 +1,0 @@
-"""Conformance checks of interactions: does an implementation of `BaseInteraction` follow its contract?"""

@@ -1,1 +1,0 @@
-"""Conformance checks of servers: does an implementation of `AsyncServerBase` follow its contract?"""

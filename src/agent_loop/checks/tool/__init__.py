@@ -1,1 +1,0 @@
-"""Conformance checks of tools: does an implementation of `BaseTool` follow its contract?"""
