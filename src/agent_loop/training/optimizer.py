@@ -116,10 +116,10 @@ class Optimizer:
 
 
 def _adamw(weights: list[Tensor], **settings: Any) -> torch.optim.Optimizer:
-    adamw = torch.optim.AdamW(weights, **settings)
+    adamw = torch.optim.AdamW(weights, fused=True, **settings)  # one pass, without temporaries of a weight's size
     for weight in weights:  # AdamW does the same in its first step
         adamw.state[weight] = {
-            "step": torch.zeros(()),
+            "step": torch.zeros((), device=weight.device),
             "exp_avg": torch.zeros_like(weight),
             "exp_avg_sq": torch.zeros_like(weight),
         }
