@@ -105,7 +105,7 @@ def test_every_trajectory_can_be_read_back_from_the_padded_tensors(
             assert row[column][:length].tolist() == value.tolist()
             assert (row[column][length:] == fill).all()
         assert (row["group"], row["rollout"]) == (expected.group, expected.rollout)
-        assert row["num_turns"] == output.num_turns
+        assert row["num_turns"] == row["__num_turns__"] == output.num_turns
         assert bool(row["is_scored"]) == (expected.reward is not None)
         reward = float(row["reward"])
         assert math.isnan(reward) if expected.reward is None else reward == expected.reward

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agent_loop.config import Config
@@ -92,6 +93,19 @@ def test_a_run_lowers_its_loss_on_both_splits(config: Config) -> None:
     assert [line["step"] for line in lines if names.SFT_VALIDATION_LOSS in line] == [10, 20, 30]
     assert lines[29][names.SFT_VALIDATION_LOSS] < lines[9][names.SFT_VALIDATION_LOSS]
     assert result.checkpoint is None
+
+
+def test_a_run_computes_nothing_before_its_first_step(config: Config) -> None:
+    forwards: list[str] = []
+
+    def count(module: torch.nn.Module, _: Any) -> None:
+        if isinstance(module, Qwen3ForCausalLM):
+            forwards.append("forward")
+
+    with register_module_forward_pre_hook(count):
+        train(changed(config, "trainer", total_steps=1, val_every=None, save_every=None))
+
+    assert forwards == ["forward"]  # of the only micro-batch
 
 
 def test_the_loss_is_the_cross_entropy_of_transformers_on_the_same_tokens(config: Config) -> None:
