@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from agent_loop.tools.sandbox.settings import SandboxSettings
 
 NUM_CALLS = 3
 CODE = "x = sum(n * n for n in range(100))\nprint(x)"
-TARGET = 0.6
+TARGET = 1.5
 
 
 @dataclass
@@ -128,14 +127,15 @@ async def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="32 sandboxes; the target is not enforced")
     parser.add_argument("--mechanism", default="auto")
-    parser.add_argument("--python", default=sys.executable, help="interpreter of both sides")
+    parser.add_argument(
+        "--python", default=SandboxSettings().resolve_python(), help="interpreter of both sides"
+    )
     options = parser.parse_args()
     number, rounds = (32, 1) if options.quick else (256, 3)
     host = SandboxHost(SandboxSettings(mechanism=options.mechanism, python=options.python))
     pairs = [
         (await run_bare(options.python, number), await run_sandboxes(host, number)) for _ in range(rounds)
     ]
-    host.close()
 
     bare, sandboxed = ([pair[index] for pair in pairs] for index in (0, 1))
     table = Table(title=f"{number} trajectories of {NUM_CALLS} calls; {host.isolation.mechanism}")

@@ -9,8 +9,7 @@ import os
 import sys
 
 from agent_loop.tools.sandbox.inside import linux
-from agent_loop.tools.sandbox.inside.seccomp import load, make_program
-from agent_loop.tools.sandbox.inside.syscalls import ALWAYS_REFUSED, ALWAYS_RULED
+from agent_loop.tools.sandbox.inside.seccomp import REFUSED, RULES, load, make_program
 
 KEPT_CAPABILITIES = 0xA80425FB
 FORBIDDEN = (
@@ -24,12 +23,12 @@ FORBIDDEN = (
     "fsopen",
     "mount_setattr",
 )
-NO_NEW_NAMESPACES = ALWAYS_RULED[:2]
+NO_NEW_NAMESPACES = RULES[:2]
 
 
 def main() -> None:
     user_id, command = int(sys.argv[1]), sys.argv[2:]
-    refused = {name: ALWAYS_REFUSED[name] for name in FORBIDDEN}
+    refused = {name: REFUSED[name] for name in FORBIDDEN}
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     load(make_program(os.uname().machine, refused=refused, rules=NO_NEW_NAMESPACES))
     if os.geteuid() == 0:

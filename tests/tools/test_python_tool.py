@@ -1,7 +1,6 @@
 import asyncio
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -129,15 +128,14 @@ def test_every_termination_of_an_interpreter_has_a_message() -> None:
 
 
 def test_the_tool_loads_from_yaml_with_its_settings(tmp_path: Path) -> None:
-    python_tool(python=sys.executable)
+    python_tool()
     path = tmp_path / "tools.yaml"
     path.write_text("tools: [{class_name: agent_loop.tools.python.PythonTool, config: {time_limit_s: 7}}]")
     tools = load_tools([], config_path=path)
     tool = tools["python"]
     assert isinstance(tool, PythonTool)
-    assert tool.isolation.startswith(("namespaces", "bubblewrap", "landlock"))
+    assert tool.isolation.startswith("landlock")
     assert tool.on_replay is OnReplay.RERUN
-    tool.close()
 
 
 @pytest.mark.parametrize(
@@ -147,11 +145,8 @@ def test_the_tool_loads_from_yaml_with_its_settings(tmp_path: Path) -> None:
         ({"memory_mb": 1}, "memory_mb"),
         ({"visible": ["/no/such/thing"]}, "give absolute paths that exist"),
         ({"visible": ["/"]}, "would expose secrets"),
-        ({"mechanism": "namespaces", "python": "/no/python"}, "/no/python could not be started"),
-        (
-            {"mechanism": "bubblewrap", "bubblewrap": "/no/bwrap"},
-            "there is no program /no/bwrap; install bubblewrap",
-        ),
+        ({"mechanism": "namespaces"}, "mechanism"),
+        ({"python": "/no/python"}, "/no/python could not be started"),
         ({"mechanism": "limits", "python": readable_python()}, "not in force: files of the host"),
     ],
 )

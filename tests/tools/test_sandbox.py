@@ -1,13 +1,12 @@
-"""Choice of the isolation backend, and cleanup when a process dies."""
+"""Choice of the isolation, and cleanup when a process dies."""
 
 import asyncio
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,11 @@ import pytest
 
 from agent_loop.errors import ConfigError, SandboxError
 from agent_loop.tools.python import PythonTool
-from agent_loop.tools.sandbox.backend import SandboxBackend
-from agent_loop.tools.sandbox.channel import Channel
+from agent_loop.tools.sandbox import host as host_module
 from agent_loop.tools.sandbox.host import SandboxHost
-from agent_loop.tools.sandbox.inside.output import Output
-from agent_loop.tools.sandbox.inside.socket_messages import BadMessage, pack
-from agent_loop.tools.sandbox.isolation import Isolation
-from agent_loop.tools.sandbox.probe import CAPABILITIES, judge
+from agent_loop.tools.sandbox.inside.execution import Output
+from agent_loop.tools.sandbox.probe import CAPABILITIES, Isolation, judge
+from agent_loop.tools.sandbox.sandbox import open_sandbox
 from agent_loop.tools.sandbox.settings import Mechanism, SandboxSettings
 from tests.tools.sandboxes import (
     SMALL,
@@ -38,108 +35,77 @@ from tests.tools.sandboxes import (
 )
 
 WHOLE = Isolation(
-    mechanism="namespaces",
+    mechanism="landlock",
     files=True,
     network=True,
     processes=True,
     privileges=True,
     limits=True,
-    own_view=True,
     own_user=True,
     system_calls=True,
-    own_disk=True,
 )
 
 
-class ScriptedBackend(SandboxBackend):
-    """Backend that starts, or fails with a given message."""
+def choose(monkeypatch: pytest.MonkeyPatch, found: Isolation | SandboxError, **settings: Any) -> Isolation:
+    """Return the isolation that is chosen if every mechanism isolates as given, or fails."""
 
-    def __init__(self, mechanism: Mechanism, *, fault: str = "") -> None:
-        super().__init__(SandboxSettings())
-        self.mechanism = mechanism
-        self.fault = fault
-        self.log: list[str] = []
+    def measure(settings: SandboxSettings, *, mechanism: Mechanism) -> Isolation:
+        if isinstance(found, SandboxError):
+            raise found
+        return replace(found, mechanism=mechanism)
 
-    def start(self) -> None:
-        self.log.append("start")
-        if self.fault:
-            raise SandboxError(self.fault)
-
-    async def spawn(self, control: socket.socket, *, work: str | None) -> None:
-        raise ConnectionResetError("nobody is there")
-
-    def is_alive(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        self.log.append("close")
+    monkeypatch.setattr(host_module, "measure_isolation", measure)
+    return SandboxHost(SandboxSettings(**settings)).isolation
 
 
-def host(*backends: ScriptedBackend, found: Isolation = WHOLE, **settings: Any) -> SandboxHost:
-    async def probe(backend: SandboxBackend) -> Isolation:
-        return replace(found, mechanism=backend.mechanism)
-
-    return SandboxHost(SandboxSettings(**settings), backends=backends, probe=probe)
-
-
-def test_the_first_backend_that_isolates_sufficiently_is_used_and_logged(
-    caplog: pytest.LogCaptureFixture,
+def test_the_isolation_in_use_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken, works = ScriptedBackend("namespaces", fault="forbidden"), ScriptedBackend("bubblewrap")
     with caplog.at_level("INFO"):
-        taken = host(broken, works)
-    assert taken.isolation.mechanism == "bubblewrap"
-    assert broken.log == ["start", "close"]
+        choose(monkeypatch, WHOLE)
     (line,) = caplog.messages
-    assert line.startswith("sandboxes: bubblewrap: files of the host out of reach; no network; ")
-    taken.close()
-    assert works.log == ["start", "close"]
+    assert line.startswith("sandboxes: landlock: files of the host out of reach; no network; ")
 
 
 @pytest.mark.parametrize("lacking", ["files", "network", "processes", "privileges", "limits"])
-def test_each_property_of_the_minimum_is_required(lacking: str) -> None:
-    backend = ScriptedBackend("namespaces")
-    with pytest.raises(
-        ConfigError, match=r"(?s)cannot be isolated on this machine.*not in force.*allow_weaker_isolation"
-    ):
-        host(backend, found=replace(WHOLE, **{lacking: False}))
-    assert backend.log == ["start", "close"]
+def test_each_property_of_the_minimum_is_required(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    found = replace(WHOLE, **{lacking: False})
+    message = r"(?s)cannot be isolated on this machine.*not in force.*allow_weaker_isolation"
+    with pytest.raises(ConfigError, match=message):
+        choose(monkeypatch, found)
+    assert choose(monkeypatch, found, allow_weaker_isolation=True).mechanism == "landlock"
 
 
-@pytest.mark.parametrize("lacking", ["own_view", "own_user", "system_calls", "own_disk"])
-def test_properties_beyond_the_minimum_are_reported_but_not_required(lacking: str) -> None:
-    taken = host(ScriptedBackend("namespaces"), found=replace(WHOLE, **{lacking: False}))
-    assert "(not in force: " in str(taken.isolation)
+@pytest.mark.parametrize("lacking", ["own_user", "system_calls"])
+def test_properties_beyond_the_minimum_are_reported_but_not_required(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    assert "(not in force: " in str(choose(monkeypatch, replace(WHOLE, **{lacking: False})))
 
 
-def test_weaker_isolation_is_used_if_the_settings_allow_it() -> None:
-    taken = host(
-        ScriptedBackend("namespaces", fault="forbidden"),
-        ScriptedBackend("limits"),
-        found=replace(WHOLE, files=False, network=False),
-        allow_weaker_isolation=True,
-    )
-    assert str(taken.isolation).endswith("(not in force: files of the host out of reach; no network)")
+def test_the_reason_of_a_mechanism_that_fails_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)landlock: forbidden\n.*limits: forbidden"):
+        choose(monkeypatch, SandboxError("forbidden"), allow_weaker_isolation=True)
 
 
-def test_every_backend_that_failed_is_listed_with_its_reason() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)namespaces: no unshare\n.*bubblewrap: not installed"):
-        host(
-            ScriptedBackend("namespaces", fault="no unshare"),
-            ScriptedBackend("bubblewrap", fault="not installed"),
-            allow_weaker_isolation=True,
-        )
+def test_a_failed_start_of_a_sandbox_is_retried_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose(monkeypatch, WHOLE)
+    host = SandboxHost(SandboxSettings(python="/no/such/python"))
+    with pytest.raises(SandboxError, match="/no/such/python could not be started"):
+        asyncio.run(host.open())
+    assert "retrying once" in caplog.text
 
 
-def test_a_failed_start_of_a_sandbox_is_retried_once() -> None:
-    backend = ScriptedBackend("namespaces")
-    taken = host(backend)
-    with pytest.raises(SandboxError, match="nobody is there"):
-        asyncio.run(taken.open())
-    assert backend.log == ["start", "start"]
+def test_output_of_a_python_that_cannot_run_the_sandbox_is_shown(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'too old' >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(SandboxError, match="or newer: too old"):
+        asyncio.run(open_sandbox(SandboxSettings(python=str(python)), mechanism="limits"))
 
 
-OUTSIDE = {name: os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")}
 FACTS: dict[str, Any] = {
     "reads": False,
     "writes": False,
@@ -148,11 +114,17 @@ FACTS: dict[str, Any] = {
     "signals": False,
     "looks_into": False,
     "makes_hidden_memory": False,
-    "namespaces": dict.fromkeys(OUTSIDE, "other"),
-    "writable_bytes": 1,
     "limits": [1, 1, 1, 1],
 }
 STATUS = {"Uid": f"{os.geteuid() + 1} 1 1 1", "NoNewPrivs": "1"} | dict.fromkeys(CAPABILITIES, "0" * 16)
+
+
+def judged(
+    facts: Mapping[str, Any] = FACTS,
+    status: Mapping[str, str] = STATUS,
+    mechanism: Mechanism = "landlock",
+) -> Isolation:
+    return judge(facts, status=status, settings=SandboxSettings(), mechanism=mechanism)
 
 
 @pytest.mark.parametrize(
@@ -163,52 +135,31 @@ STATUS = {"Uid": f"{os.geteuid() + 1} 1 1 1", "NoNewPrivs": "1"} | dict.fromkeys
         ({"writes": True}, ["files"]),
         ({"reaches_tcp": True}, ["network"]),
         ({"reaches_unix": True}, ["network"]),
-        ({"namespaces": FACTS["namespaces"] | {"mnt": OUTSIDE["mnt"]}}, ["files", "own_view"]),
-        ({"namespaces": FACTS["namespaces"] | {"pid": OUTSIDE["pid"]}}, ["processes", "own_view"]),
-        ({"namespaces": FACTS["namespaces"] | {"net": OUTSIDE["net"]}}, ["network"]),
+        ({"signals": True}, ["processes"]),
+        ({"looks_into": True}, ["processes"]),
         ({"makes_hidden_memory": True}, ["system_calls"]),
-        ({"writable_bytes": 2**50}, ["own_disk"]),
         ({"limits": [-1, 1, 1, 1]}, ["limits"]),
-        ({"limits": [1, 1, 2**40, 1]}, ["limits"]),
+        ({"limits": [1, 2**40, 1, 1]}, ["limits"]),
     ],
 )
 def test_each_property_depends_on_the_result_of_its_attempt(
     facts: dict[str, Any], lacking: list[str]
 ) -> None:
-    judged = judge(FACTS | facts, status=STATUS, backend=ScriptedBackend("namespaces"))
-    assert judged == replace(WHOLE, **dict.fromkeys(lacking, False))
-
-
-@pytest.mark.parametrize(
-    ("facts", "lacking"),
-    [
-        ({}, []),
-        ({"reads": True}, ["files"]),
-        ({"reaches_tcp": True}, ["network"]),
-        ({"signals": True}, ["processes"]),
-        ({"looks_into": True}, ["processes"]),
-    ],
-)
-def test_landlock_is_judged_without_namespaces(facts: dict[str, Any], lacking: list[str]) -> None:
-    found = FACTS | {"namespaces": OUTSIDE} | facts
-    judged = judge(found, status=STATUS, backend=ScriptedBackend("landlock"))
-    assert judged == replace(WHOLE, mechanism="landlock", own_view=False, **dict.fromkeys(lacking, False))
+    assert judged(FACTS | facts) == replace(WHOLE, **dict.fromkeys(lacking, False))
 
 
 def test_limits_alone_never_count_as_isolation() -> None:
-    judged = judge(FACTS | {"namespaces": OUTSIDE}, status=STATUS, backend=ScriptedBackend("limits"))
-    assert [judged.files, judged.network, judged.processes] == [False, False, False]
+    found = judged(mechanism="limits")
+    assert [found.files, found.network, found.processes] == [False, False, False]
 
 
 @pytest.mark.parametrize("status", [{"NoNewPrivs": "0"}, {"CapEff": "0000000000000001"}])
 def test_privileges_of_any_kind_are_reported(status: dict[str, str]) -> None:
-    judged = judge(FACTS, status=STATUS | status, backend=ScriptedBackend("namespaces"))
-    assert judged == replace(WHOLE, privileges=False)
+    assert judged(status=STATUS | status) == replace(WHOLE, privileges=False)
 
 
 def test_the_process_limit_does_not_count_for_root() -> None:
-    status = STATUS | {"Uid": "0 0 0 0"}
-    assert not judge(FACTS, status=status, backend=ScriptedBackend("bubblewrap")).limits
+    assert not judged(status=STATUS | {"Uid": "0 0 0 0"}).limits
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
@@ -235,37 +186,24 @@ def test_output_within_the_limit_is_complete() -> None:
     assert (output.text(), output.dropped_bytes) == ("zwölf", 0)
 
 
-@pytest.mark.parametrize("sent", [b"", b"\0", b"\0\0\0\5{}", pack({"a": 1})[:-1]])
-def test_a_truncated_message_counts_as_a_closed_socket(sent: bytes) -> None:
-    assert asyncio.run(receive(sent)) is None
-
-
-@pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\2{]", b"\0\0\0\1\xff"])
-def test_invalid_messages_are_refused(sent: bytes) -> None:
-    with pytest.raises(BadMessage):
-        asyncio.run(receive(sent))
-
-
-async def receive(sent: bytes) -> Any:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        theirs.sendall(sent)
-    channel = Channel(ours)
-    try:
-        return await channel.receive()
-    finally:
-        channel.close()
-
-
-@pytest.mark.parametrize("mechanism", ["namespaces", "landlock"])
-def test_sandboxes_start_with_a_restrictive_umask(mechanism: Mechanism) -> None:
-    python_tool(mechanism=mechanism)
+def test_sandboxes_start_with_a_restrictive_umask() -> None:
+    python_tool()
     before = os.umask(0o077)
     try:
-        tool = PythonTool(SMALL | {"mechanism": mechanism})
+        PythonTool(SMALL)
     finally:
         os.umask(before)
-    tool.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root, whose own Python may be private")
+def test_root_uses_the_system_python_if_other_users_cannot_reach_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert SandboxSettings().resolve_python() == readable_python()
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert SandboxSettings().resolve_python() == "/usr/bin/python3"
+    assert SandboxSettings(python="/opt/python").resolve_python() == "/opt/python"
 
 
 def test_a_missing_folder_for_temporary_files_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,10 +233,10 @@ open('file', 'w').close()
 """
 
 
-@pytest.mark.parametrize("mechanism", ["namespaces", "bubblewrap", "landlock", "limits"])
+@pytest.mark.parametrize("mechanism", ["landlock", "limits"])
 def test_an_agent_killed_by_sigkill_leaves_no_processes_and_no_files(mechanism: Mechanism) -> None:
     config = {"mechanism": mechanism, "allow_weaker_isolation": True, "python": readable_python()}
-    start_or_skip(config)
+    python_tool(**config)
     marker = f"{os.getpid()}0{len(mechanism)}.5"
     script = AGENT.format(config=config, code=LEAVES_A_DAEMON.format(marker=marker))
     with tempfile.TemporaryDirectory() as folder:
@@ -317,20 +255,13 @@ def test_an_agent_killed_by_sigkill_leaves_no_processes_and_no_files(mechanism: 
         assert os.listdir(folder) == []
 
 
-def start_or_skip(config: dict[str, Any]) -> PythonTool:
-    if config["mechanism"] == "bubblewrap" and shutil.which("bwrap") is None:
-        pytest.skip("NO BUBBLEWRAP HERE: bwrap is not installed")
-    return python_tool(**config)
-
-
-def test_sandboxes_end_with_a_dead_fork_server_which_is_restarted() -> None:
+def test_a_sandbox_whose_supervisor_dies_is_replaced_at_the_next_call() -> None:
     before = descendants()
-    tool = start_or_skip({"mechanism": "namespaces", "time_limit_s": 18.0})
-    server = descendants() - before
+    tool = python_tool()
 
     async def main() -> tuple[Answer, Answer]:
         await tool.create("i")
-        for pid in server:
+        for pid in descendants() - before:
             os.kill(pid, signal.SIGKILL)
         lost = await ask(tool, "i", "1 + 1")
         again = await ask(tool, "i", "1 + 1")
@@ -341,21 +272,7 @@ def test_sandboxes_end_with_a_dead_fork_server_which_is_restarted() -> None:
     assert lost.text.startswith("The sandbox failed: ")
     assert lost.text.endswith("All variables and files are lost.")
     assert again.text.endswith("was restarted: variables and files are lost.\n2")
-    tool.close()
     assert left_running(before) == set()
-
-
-def test_bubblewrap_isolates_too() -> None:
-    start_or_skip({"mechanism": "bubblewrap"})
-    codes = [
-        "open('/etc/shadow')",
-        "import socket; socket.create_connection(('127.0.0.1', 1))",
-        "open('/x', 'w')",
-        "1",
-    ]
-    *escapes, last = talk(*codes, mechanism="bubblewrap")
-    assert all(answer.is_error for answer in escapes)
-    assert last.text == "1"
 
 
 def test_without_isolation_limits_hold_and_daemons_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,20 +9,9 @@ from pathlib import Path
 import pytest
 
 from agent_loop.tools.sandbox.inside import seccomp
-from agent_loop.tools.sandbox.inside.syscalls import (
-    ABSENT,
-    ALWAYS_REFUSED,
-    ALWAYS_RULED,
-    ARCHITECTURES,
-    OF_OWNERS,
-    SHARED_RULES,
-    SHARED_WITH_THE_HOST,
-    SOCKETS_APART,
-    Numbers,
-)
+from agent_loop.tools.sandbox.inside.seccomp import ABSENT, ARCHITECTURES, OF_OWNERS, RULES, Numbers
 
-REFUSED = ALWAYS_REFUSED | SHARED_WITH_THE_HOST | OF_OWNERS
-RULES = [*ALWAYS_RULED, *SHARED_RULES]
+REFUSED = seccomp.REFUSED | OF_OWNERS
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
     "aarch64": Path("/usr/include/asm-generic/unistd.h"),
@@ -113,16 +102,6 @@ def test_rules_depend_on_the_arguments(
     machine: str, numbers: Numbers, arguments: tuple[int, ...], error: int
 ) -> None:
     assert ask(machine, numbers, *arguments) == (seccomp.ERRNO | error if error else seccomp.ALLOW)
-
-
-def test_unix_sockets_are_allowed_if_they_cannot_leave_the_sandbox() -> None:
-    lines = seccomp.make_program("x86_64", refused={}, rules=SOCKETS_APART)
-    architecture, _ = ARCHITECTURES["x86_64"]
-    for family, said in (
-        (socket.AF_UNIX, seccomp.ALLOW),
-        (socket.AF_INET, seccomp.ERRNO | errno.ENETUNREACH),
-    ):
-        assert verdict(lines, architecture=architecture, number=SOCKET[0], arguments=(family,)) == said
 
 
 def test_the_numbers_match_the_kernel_headers(machine: str) -> None:

@@ -34,7 +34,6 @@ async def main() -> None:
             sys.stdout.write(f"{answer.is_error} {answer.text.splitlines()[-1]}\n")
     sys.stdout.write(f"{(await ask(tool, 'i', '6 * 7')).text}\n")
     await tool.release("i")
-    tool.close()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from functools import partial
 from agent_loop.errors import SandboxError
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.testing.conformance import Check, CheckFailed, CheckReport, CheckSuite, OnResult
-from agent_loop.tools.sandbox.host import create_backend, start_and_probe
+from agent_loop.tools.sandbox.host import measure_isolation
 from agent_loop.tools.sandbox.settings import MECHANISMS, Mechanism, SandboxSettings
 
 
@@ -38,13 +38,10 @@ def _probe(settings: SandboxSettings, *, mechanism: Mechanism) -> str:
     Raises:
         CheckFailed: The mechanism does not work on this machine, or isolates too little for the settings.
     """
-    backend = create_backend(settings, mechanism=mechanism)
     try:
-        isolation = start_and_probe(backend)
+        isolation = measure_isolation(settings, mechanism=mechanism)
     except SandboxError as error:
         raise CheckFailed(str(error)) from error
-    finally:
-        backend.close()
     if isolation.is_sufficient or settings.allow_weaker_isolation:
         return isolation.describe()
     raise CheckFailed(f"too weak: {isolation.describe()}")

@@ -107,10 +107,6 @@ class PythonTool(BaseTool):
         if session is not None:
             await session.close()
 
-    def close(self) -> None:
-        """Stop the backend of the sandboxes. The tool cannot be used afterwards."""
-        self._host.close()
-
 
 class InterpreterSession:
     """Sandbox of one trajectory. It is restarted at the next call after it was lost."""

@@ -15,9 +15,10 @@ from agent_loop.tools.sandbox.inside import landlock
 from agent_loop.tools.sandbox.inside.spec import SandboxSpec
 
 MEGABYTE = 2**20
-Mechanism: TypeAlias = Literal["namespaces", "bubblewrap", "landlock", "limits"]
+Mechanism: TypeAlias = Literal["landlock", "limits"]
 MECHANISMS: tuple[Mechanism, ...] = get_args(Mechanism)
 """All mechanisms, strongest first."""
+SYSTEM_PYTHON = "/usr/bin/python3"
 
 
 class SandboxSettings(Section):
@@ -41,19 +42,31 @@ class SandboxSettings(Section):
     """Limit on the output of one call. Of a longer output, the first and the last half of this size are kept."""
     seed: NotNegative | None = 0
     """Seed of `random`, so that replayed calls give the same results; None for a different seed each time."""
-    python: str = sys.executable
-    """Interpreter, Python 3.11 or newer. Code may import the packages installed in its environment."""
+    python: str = ""
+    """Interpreter, Python 3.11 or newer. Code may import the packages installed in its environment. Empty is the
+    agent's own, or `/usr/bin/python3` if the agent is root and other users cannot reach its own."""
     visible: tuple[str, ...] = ()
     """Absolute paths of files and folders that are visible read-only, in addition to the system's and Python's. If the
     agent runs as root, they must be readable by everybody."""
     preload: tuple[str, ...] = ()
-    """Modules imported once and shared by all sandboxes, such as `numpy`, so that importing them is free."""
+    """Modules that are imported when a sandbox starts, outside of the time limits of its calls."""
     mechanism: Mechanism | Literal["auto"] = "auto"
-    """Isolation mechanism. `auto` uses the first of namespaces, bubblewrap and Landlock that isolates sufficiently."""
+    """Isolation mechanism. `auto` uses Landlock, or limits alone if weaker isolation is allowed."""
     allow_weaker_isolation: bool = False
     """Whether code runs even if it can reach the network, files or processes of the host. Only for trusted code."""
-    bubblewrap: str = "bwrap"
-    """Command of bubblewrap."""
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """Mechanisms that may be used, strongest first."""
+        if self.mechanism != "auto":
+            return (self.mechanism,)
+        return MECHANISMS if self.allow_weaker_isolation else ("landlock",)
+
+    def resolve_python(self) -> str:
+        """Return the interpreter. Sandboxes of root run as other users, who must be able to reach it."""
+        if self.python or os.geteuid() != 0 or (_is_open(sys.prefix) and _is_open(sys.base_prefix)):
+            return self.python or sys.executable
+        return SYSTEM_PYTHON
 
     def resolve_visible(self) -> list[str]:
         """Return the paths in `visible`, and the targets of links among them.
@@ -75,9 +88,8 @@ class SandboxSettings(Section):
 
     def spec(self, mechanism: Mechanism) -> SandboxSpec:
         """Return the spec that the sandbox's processes receive."""
-        inside = "namespaces" if mechanism == "bubblewrap" else mechanism
         return SandboxSpec(
-            mechanism=inside,
+            mechanism=mechanism,
             landlock_version=landlock.version() if mechanism == "landlock" else 0,
             visible=self.resolve_visible(),
             preload=list(self.preload),
@@ -87,9 +99,15 @@ class SandboxSettings(Section):
             memory_bytes=self.memory_mb * MEGABYTE,
             cpu_seconds=self.cpu_seconds,
             max_processes=self.max_processes,
-            has_own_user=inside == "namespaces" or os.geteuid() == 0,
+            has_own_user=os.geteuid() == 0,
             max_open_files=self.max_open_files,
             max_file_bytes=self.max_file_mb * MEGABYTE,
             temp_dir_bytes=self.temp_dir_mb * MEGABYTE,
             output_bytes=self.output_limit_bytes,
         )
+
+
+def _is_open(path: str) -> bool:
+    """Return whether every user may pass through a folder and all its parents."""
+    real = Path(path).resolve()
+    return all(folder.stat().st_mode & 0o001 for folder in (real, *real.parents))

@@ -10,7 +10,6 @@ import time
 
 from agent_loop.tools.sandbox.inside.interpreter import DONE, FAILED, INTERRUPTED, LENGTH_BYTES, NONCE_BYTES
 from agent_loop.tools.sandbox.inside.interpreter_process import WATCH_INTERVAL_S, InterpreterProcess
-from agent_loop.tools.sandbox.inside.output import Output
 from agent_loop.tools.sandbox.inside.spec import SandboxSpec
 
 CHUNK_BYTES = 2**16
@@ -105,3 +104,37 @@ class CodeExecution:
             data = os.read(self._child.output, CHUNK_BYTES)
             self.output.add(data)
         return len(data) > 0
+
+
+class Output:
+    """Buffer of the beginning and the end of a stream. Its memory is limited to `limit_bytes` and one chunk.
+
+    Args:
+        limit_bytes: Number of bytes to keep, half from the beginning and half from the end.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._head_bytes = limit_bytes // 2
+        self._tail_bytes = limit_bytes - self._head_bytes
+        self._head = b""
+        self._tail = b""
+        self._num_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        """Append the next bytes."""
+        self._num_bytes += len(data)
+        missing = self._head_bytes - len(self._head)
+        self._head += data[:missing]
+        self._tail = (self._tail + data[missing:])[-self._tail_bytes :]
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Number of bytes between the two ends that were dropped."""
+        return self._num_bytes - len(self._head) - len(self._tail)
+
+    def text(self) -> str:
+        """Return the output, with a line that states the number of dropped bytes, if any."""
+        if not self.dropped_bytes:
+            return (self._head + self._tail).decode(errors="replace")
+        head, tail = self._head.decode(errors="replace"), self._tail.decode(errors="replace")
+        return f"{head}\n[... {self.dropped_bytes} bytes of output left out ...]\n{tail}"

@@ -1,4 +1,4 @@
-"""Files of a sandbox without its own file system, which writes to a folder of the host."""
+"""Files of a sandbox, which writes to a folder of the host."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def become_interpreter(
     Args:
         spec: Limits of the interpreter.
         work: The folder that the interpreter may write to.
-        ruleset: Descriptor of the Landlock ruleset; None for other mechanisms.
+        ruleset: Descriptor of the Landlock ruleset; None without Landlock.
         requests: Descriptor for reading calls.
         results: Descriptor for writing verdicts.
         output: Descriptor for the output of the code.
@@ -237,11 +237,11 @@ def _apply_limits(spec: SandboxSpec, *, process_limit: int) -> None:
 
 
 def _filter_system_calls(spec: SandboxSpec) -> None:
-    if spec.mechanism == "landlock":
-        install_filter(shares_namespaces=True, shares_user=not spec.has_own_user)
-        return
-    with contextlib.suppress(OSError):  # the probe detects a missing filter
-        install_filter()
+    try:
+        install_filter(shares_user=not spec.has_own_user)
+    except OSError:
+        if spec.mechanism != "limits":  # the probe detects the missing filter
+            raise
 
 
 def _limit(limit: int, soft: int, hard: int) -> None:

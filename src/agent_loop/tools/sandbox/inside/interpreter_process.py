@@ -33,7 +33,7 @@ class InterpreterProcess:
     Args:
         spec: Limits of the interpreter.
         work: The folder that the interpreter may write to.
-        ruleset: Descriptor of the Landlock ruleset; None for other mechanisms.
+        ruleset: Descriptor of the Landlock ruleset; None without Landlock.
     """
 
     def __init__(self, spec: SandboxSpec, *, work: str, ruleset: int | None = None) -> None:
@@ -90,9 +90,7 @@ class InterpreterProcess:
             self.end("processes")
         elif resident_bytes(pids) > self._spec.memory_bytes:
             self.end("memory")
-        elif not self._spec.namespaces and files_exceed(
-            self._spec.temp_dir_bytes, folder=self._work, pids=pids
-        ):
+        elif files_exceed(self._spec.temp_dir_bytes, folder=self._work, pids=pids):
             self.end("files")
             empty_work_folders(self._work)
 

@@ -10,22 +10,26 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from agent_loop.tools.sandbox.inside.users import change_user
-
 PAGE_BYTES = resource.getpagesize()
 KILL_TIMEOUT_S = 5.0
 LISTED_CHILDREN = "/proc/self/task/{}/children"
 
 
-def owns_namespace() -> bool:
-    """Return whether this is the first process of a process id namespace, so that all others in it are descendants."""
-    return os.getpid() == 1
+def change_user(user_id: int) -> None:
+    """Permanently change the user of this process.
+
+    Raises:
+        OSError: The process may not change its user, or its user namespace has no such user.
+    """
+    try:
+        os.setresgid(user_id, user_id, user_id)
+        os.setresuid(user_id, user_id, user_id)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot become user {user_id}: {error.strerror}") from error
 
 
 def list_descendants() -> list[int]:
     """Return all descendants of this process, including daemons, which the kernel assigns to a subreaper."""
-    if owns_namespace():
-        return [pid for pid in _all_processes() if pid != 1]
     children_of = (
         _listed_children if os.path.exists(LISTED_CHILDREN.format(os.getpid())) else _found_children()
     )
@@ -65,10 +69,10 @@ def kill_descendants(*, signals_are_contained: bool) -> None:
     """Kill all descendants of this process and wait until they have exited.
 
     Args:
-        signals_are_contained: Whether a signal to every process reaches only the descendants, as in a process id
-            namespace. No descendant can then escape by forking.
+        signals_are_contained: Whether a signal to every process reaches only the descendants. No descendant can then
+            escape by forking.
     """
-    _end(lambda: _kill(-1) if signals_are_contained or owns_namespace() else _kill_tree())
+    _end(lambda: _kill(-1) if signals_are_contained else _kill_tree())
 
 
 def kill_user_processes(user_id: int) -> None:
@@ -124,10 +128,6 @@ def _kill(pid: int) -> None:
         return
 
 
-def _all_processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-
-
 def _listed_children(pid: int) -> list[int]:
     children = list[int]()
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has exited
@@ -140,7 +140,7 @@ def _listed_children(pid: int) -> list[int]:
 def _found_children() -> Callable[[int], list[int]]:
     """Return a function that looks up children, for kernels that do not list them."""
     children: defaultdict[int, list[int]] = defaultdict(list)
-    for pid in _all_processes():
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
             children[int(file.read().rpartition(")")[2].split()[1])].append(pid)
     return lambda pid: children[pid]

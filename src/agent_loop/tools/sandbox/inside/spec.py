@@ -10,16 +10,16 @@ SCOPED_SIGNALS_VERSION = 6
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """Isolation and limits of sandboxes. It is sent as JSON."""
+    """Isolation and limits of a sandbox. It is sent as JSON."""
 
     mechanism: str
-    """`namespaces` (also for bubblewrap), `landlock` or `limits`."""
+    """`landlock` or `limits`."""
     landlock_version: int
     """The kernel's version of Landlock; 0 if Landlock is not used."""
     visible: list[str]
     """Files and folders of the host that are visible read-only, in addition to the system's and Python's."""
     preload: list[str]
-    """Modules that are imported before the interpreters are forked."""
+    """Modules that are imported before the interpreter is forked."""
     seed: int | None
     """Seed of `random`; None for a different seed each time."""
     time_limit_s: float
@@ -42,16 +42,11 @@ class SandboxSpec:
     """Bytes of a call's output that are kept, half from the beginning and half from the end."""
 
     @property
-    def namespaces(self) -> bool:
-        """Whether sandboxes have their own file system and process ids. Otherwise, they write to a host folder."""
-        return self.mechanism == "namespaces"
-
-    @property
     def scopes_signals(self) -> bool:
         """Whether Landlock contains signals."""
         return self.landlock_version >= SCOPED_SIGNALS_VERSION
 
     @property
     def signals_are_contained(self) -> bool:
-        """Whether a signal to every process reaches only those of the sandbox, also without its own process ids."""
-        return self.scopes_signals or (self.has_own_user and not self.namespaces)
+        """Whether a signal to every process reaches only those of the sandbox."""
+        return self.scopes_signals or self.has_own_user

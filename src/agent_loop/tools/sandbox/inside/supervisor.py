@@ -7,14 +7,16 @@ sandbox and returns.
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from agent_loop.tools.sandbox.inside import socket_messages
 from agent_loop.tools.sandbox.inside.execution import CodeExecution
 from agent_loop.tools.sandbox.inside.interpreter_process import WATCH_INTERVAL_S, InterpreterProcess
 from agent_loop.tools.sandbox.inside.processes import count_threads, kill_descendants, list_descendants
@@ -39,6 +41,11 @@ class ExecutionResult:
     """Why the interpreter terminated after the previous call, so that this call ran in a new one; empty otherwise."""
 
 
+def send(control: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send a message to the agent: a line of JSON."""
+    control.sendall(json.dumps(message).encode() + b"\n")
+
+
 class Supervisor:
     """Supervisor of the interpreter of one sandbox.
 
@@ -46,13 +53,14 @@ class Supervisor:
         control: Socket to the agent's process.
         spec: Limits of the sandbox.
         work: The folder that the interpreter may write to.
-        ruleset: Descriptor of the Landlock ruleset for interpreters; None for other mechanisms.
+        ruleset: Descriptor of the Landlock ruleset for interpreters; None without Landlock.
     """
 
     def __init__(
         self, control: socket.socket, *, spec: SandboxSpec, work: str, ruleset: int | None = None
     ) -> None:
         self._control = control
+        self._requests = control.makefile("rb")
         self._spec = spec
         self._work = work
         self._ruleset = ruleset
@@ -64,12 +72,11 @@ class Supervisor:
 
     def serve(self) -> None:
         """Serve calls until the other end of the control socket closes."""
-        while self._wait_for_call():
-            received = socket_messages.receive(self._control)
-            result = None if received is None else self._execute(str(received[0]["code"]))
+        while self._wait_for_call() and (request := self._requests.readline()).endswith(b"\n"):
+            result = self._execute(str(json.loads(request)["code"]))
             if result is None:
                 break
-            socket_messages.send(self._control, asdict(result))
+            send(self._control, asdict(result))
         kill_descendants(signals_are_contained=self._spec.signals_are_contained)
 
     def _wait_for_call(self) -> bool:
