@@ -22,7 +22,7 @@ from agent_loop.interactions.simulated_user import SimulatedUserSettings
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.server import embedded_config
-from agent_loop.tools.mcp.config import McpServer
+from agent_loop.tools.mcp.tools import McpServer
 from agent_loop.tools.registry import ToolEntry
 from agent_loop.tools.sandbox.settings import SandboxSettings
 from agent_loop.tools.search.tool import SearchConfig

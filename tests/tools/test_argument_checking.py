@@ -4,9 +4,9 @@ import pytest
 
 from agent_loop.testing import run_virtual
 from agent_loop.tools.base import ArgumentChecking, BaseTool, ToolResponse
-from agent_loop.tools.coercion import coerce_arguments
 from agent_loop.tools.function import function_tool
 from agent_loop.tools.results import ToolResult
+from agent_loop.tools.schema import coerce_arguments
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import ToolCall

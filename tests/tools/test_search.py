@@ -15,8 +15,7 @@ from aiohttp import web
 from agent_loop.errors import ConfigError, DataError, ToolError
 from agent_loop.tools.registry import load_tools
 from agent_loop.tools.results import ToolResult
-from agent_loop.tools.search.corpus import Passage, corpus_files, read_passages
-from agent_loop.tools.search.index import SearchIndex
+from agent_loop.tools.search.index import Passage, SearchIndex, corpus_files, read_passages
 from agent_loop.tools.search.tool import SearchTool
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.trajectory import IncidentKind

@@ -9,7 +9,7 @@ from agent_loop.errors import DataError
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
-from agent_loop.tools.selection import with_row_columns
+from agent_loop.tools.registry import with_row_columns
 from agent_loop.trajectory import IncidentKind
 from tests.helpers import hermes_template, text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from agent_loop.tools.truncation import MARKERS, TruncateSide, truncate_tokens
+from agent_loop.tools.results import MARKERS, TruncateSide, truncate_tokens
 
 SIDES: list[TruncateSide] = ["left", "right", "middle"]
 

@@ -17,11 +17,12 @@ from agent_loop.tools import json_schema
 from agent_loop.tools.json_schema import (
     BoundedValidator,
     InvalidSchema,
+    PatternRefused,
     TooManySteps,
     check_applicable,
     check_json_schema,
+    pattern_of,
 )
-from agent_loop.tools.patterns import PatternRefused, pattern_of
 from agent_loop.tools.schema import check_arguments, check_tool_schema
 from agent_loop.tools.web.openapi import openapi_tools
 

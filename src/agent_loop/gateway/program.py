@@ -17,7 +17,7 @@ from agent_loop.loading import load_object
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import Score
-from agent_loop.tools.environment_variables import expand_variables
+from agent_loop.tools.registry import expand_variables
 from agent_loop.types import Row
 from agent_loop.workspaces.base import Workspace
 from agent_loop.workspaces.check import check_reward

@@ -26,7 +26,7 @@ from agent_loop.rewards.function import Score
 from agent_loop.runtime.child_process import CommandResult
 from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.runtime.threads import run_in_thread
-from agent_loop.tools.environment_variables import expand_variables
+from agent_loop.tools.registry import expand_variables
 from agent_loop.types import Row
 from agent_loop.workspaces.base import Workspace
 from agent_loop.workspaces.check import check_reward

@@ -24,7 +24,7 @@ from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import Score
 from agent_loop.runtime.describe import describe_value
-from agent_loop.tools.environment_variables import expand_variables
+from agent_loop.tools.registry import expand_variables
 from agent_loop.types import Row
 
 

@@ -13,8 +13,8 @@ from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.runtime.describe import describe_value
 from agent_loop.tools.base import ToolResponse
-from agent_loop.tools.selection import kwargs_of_selected, select_tools, with_row_columns
-from agent_loop.tools.truncation import truncate_tokens
+from agent_loop.tools.registry import kwargs_of_selected, select_tools, with_row_columns
+from agent_loop.tools.results import truncate_tokens
 from agent_loop.trajectory import AgentLoopOutput, Failure, IncidentKind
 from agent_loop.types import AgentState, MalformedCall, Message, Row, StopReason, ToolCall
 

@@ -13,7 +13,7 @@ from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.environment_agent import EnvironmentAgentLoop
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.rows import refuse_bad_columns
-from agent_loop.tools.selection import read_selection
+from agent_loop.tools.registry import read_selection
 from agent_loop.types import Row
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from msgspec import structs
 
@@ -26,9 +28,8 @@ from agent_loop.runtime.isolated_task import Abandoned, DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.runtime.user_values import MAX_TEXT
 from agent_loop.tools.base import ArgumentChecking, BaseTool, check_declarations
-from agent_loop.tools.coercion import coerce_arguments
-from agent_loop.tools.concurrency import limit_concurrency, with_retries
 from agent_loop.tools.results import ToolResult, failed_result, read_result, read_reward
+from agent_loop.tools.schema import coerce_arguments
 from agent_loop.trajectory import Incident, IncidentKind
 from agent_loop.trajectory.copying import copied
 from agent_loop.types import ToolCall
@@ -295,3 +296,40 @@ def _mapping(value: Any, *, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is {describe_value(value)}; give a mapping")
     return cast(Mapping[str, Any], value)
+
+
+ResultT = TypeVar("ResultT")
+
+RETRY_DELAY_S = 0.25
+"""Delay before the first retry; doubled before each further retry."""
+
+
+async def limit_concurrency(tool: BaseTool, run: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """Run a call when fewer than `max_concurrent` calls of the tool are running on this event loop."""
+    semaphores = _SEMAPHORES.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
+    if tool not in semaphores:
+        semaphores[tool] = asyncio.Semaphore(tool.max_concurrent or 1)
+    async with semaphores[tool]:
+        return await run()
+
+
+async def with_retries(tool: BaseTool, run: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """Run a call, and retry it up to `tool.retries` times when it raises `ToolUnavailable`.
+
+    Raises:
+        ToolUnavailable: Every attempt raised it.
+    """
+    for attempt in range(tool.retries):
+        try:
+            return await run()
+        except ToolUnavailable:
+            await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
+    try:
+        return await run()
+    except ToolUnavailable as error:
+        raise ToolUnavailable(f"{error} (tried {tool.retries + 1} times)") from error
+
+
+_SEMAPHORES: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Any, asyncio.Semaphore]] = (
+    WeakKeyDictionary()
+)

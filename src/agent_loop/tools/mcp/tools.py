@@ -1,22 +1,85 @@
-"""Tools of MCP servers, discovered when the configuration is loaded."""
+"""The tools `mcp`: configuration of servers, tools, and conversion of results."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, cast
 
+from agent_loop.config import NotNegative, Positive, PositiveSeconds, parse_section
 from agent_loop.errors import ConfigError, ToolError, did_you_mean
+from agent_loop.files.plain_values import parse_json, shown
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.tools.base import BaseTool, ToolResponse
-from agent_loop.tools.mcp.config import McpConfig, McpServer, read_servers
-from agent_loop.tools.mcp.connection import describe_cause, list_tools, open_client
-from agent_loop.tools.mcp.content import as_response
-from agent_loop.tools.mcp.session import McpSessions
+from agent_loop.tools.mcp.session import McpServer, McpSessions, describe_cause, list_tools, open_client
+
+
+class McpConfig(McpServer):
+    """A server, or a file with several servers, and the selection of their tools."""
+
+    mcp_servers_config_path: str | None = None
+    """JSON file: `{"mcpServers": {name: {command, args, env, cwd} or {url, headers, auth_token}}}`."""
+    tool_selected_list: list[str] | None = None
+    """Tools to use, by the server's names; None for all."""
+    prefix: str = ""
+    """Prefix of the names by which models call the tools."""
+    session: Literal["trajectory", "shared"] = "trajectory"
+    """`trajectory` opens a session per trajectory, which isolates them; `shared` opens one per process."""
+    reconnects: NotNegative | None = None
+    """Number of times a broken session is reopened; the server's state of the session is lost. None means 0 for the
+    session of a trajectory and 3 for a shared session."""
+    start_timeout_s: PositiveSeconds = 60.0
+    """Seconds for starting the server and listing its tools, before the first rollout."""
+    images: bool = True
+    """Whether to pass images to the model. If false, a line of text stands in for each."""
+    timeout: PositiveSeconds | None = None
+    """verl's name for the tools' `timeout_s`."""
+    rate_limit: Positive | None = None
+    """verl's name for the tools' `max_concurrent`."""
+
+
+def read_servers(config: Mapping[str, Any]) -> tuple[McpConfig, dict[str, McpServer]]:
+    """Return the settings, and the servers by name.
+
+    Raises:
+        ConfigError: The settings or the file are invalid.
+    """
+    where = "the config of mcp"
+    settings = parse_section(McpConfig, config, where=where)
+    if settings.mcp_servers_config_path is None:
+        servers = {where: McpServer(**{key: getattr(settings, key) for key in McpServer.model_fields})}
+    else:
+        servers = _read_file(Path(settings.mcp_servers_config_path))
+    for name, server in servers.items():
+        if (server.command is None) == (server.url is None):
+            raise ConfigError(f"{name}: give exactly one of command and url")
+    return settings, servers
+
+
+def _read_file(path: Path) -> dict[str, McpServer]:
+    try:
+        content: Any = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"mcp_servers_config_path: {str(path)!r} cannot be read: {error}") from error
+    named: Any = cast(dict[str, Any], content).get("mcpServers") if isinstance(content, dict) else None
+    if not isinstance(named, dict) or not named:
+        raise ConfigError(f'{path} lists no servers; write {{"mcpServers": {{"name": {{"url": "..."}}}}}}')
+    for name, server in cast(dict[str, Any], named).items():
+        if not isinstance(server, dict):
+            raise ConfigError(
+                f"{path}: mcpServers.{name} is {shown(server)}; give keys, such as url or command"
+            )
+    return {
+        name: parse_section(McpServer, server, where=f"{path}: mcpServers.{name}")
+        for name, server in cast(dict[str, Any], named).items()
+    }
+
 
 SHARED_RECONNECTS = 3
 
@@ -122,3 +185,42 @@ def _discover(server: McpServer, *, timeout_s: float, where: str) -> Sequence[An
             raise ConfigError(
                 f"{where}: the tools of the MCP server cannot be listed: {describe_cause(error)}"
             ) from error
+
+
+def as_response(result: Any, *, images: bool) -> ToolResponse:
+    """Convert an MCP result to a tool response.
+
+    Texts and embedded texts are joined, and images are attached. Any other content becomes a line of text that
+    describes it.
+
+    Args:
+        result: A `CallToolResult`.
+        images: Whether to attach images. If false, each becomes a line of text.
+    """
+    texts: list[str] = []
+    pictures: list[Any] = []
+    for block in result.content:
+        if block.type == "image" and images:
+            pictures.append(f"data:{block.mime_type};base64,{block.data}")
+        else:
+            texts.append(_text_of(block))
+    if not result.content and result.structured_content is not None:
+        texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    return ToolResponse(text="\n".join(texts), image=pictures or None)
+
+
+def _text_of(block: Any) -> str:
+    if block.type == "text":
+        return block.text
+    if block.type == "resource":
+        resource = block.resource
+        text = getattr(resource, "text", None)
+        return text if text is not None else f"[resource {resource.uri}, {_kind(resource)}, not shown]"
+    if block.type == "resource_link":
+        described = f": {block.description}" if block.description else ""
+        return f"[resource {block.uri} {block.name!r}{described}]"
+    return f"[{block.type}, {_kind(block)}, not shown]"
+
+
+def _kind(block: Any) -> str:
+    return block.mime_type or "of unknown type"

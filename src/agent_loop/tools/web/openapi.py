@@ -1,24 +1,31 @@
-"""The tools `openapi`: the operations of a web service, from its OpenAPI specification."""
+"""The tools `openapi`: one tool per operation of an OpenAPI specification."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urljoin
+from urllib.request import urlopen
 
+import yaml
 from pydantic import Field
 
 from agent_loop.config import PositiveSeconds, Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.files.plain_values import as_yaml_1_2, reason
 from agent_loop.tools.base import BaseTool
-from agent_loop.tools.environment_variables import expand_variables
+from agent_loop.tools.json_schema import MAX_DEPTH, MAX_NODES
+from agent_loop.tools.registry import expand_variables
 from agent_loop.tools.schema import check_tool_schema
 from agent_loop.tools.web.client import WebClient
-from agent_loop.tools.web.json_schema import plain_schema
-from agent_loop.tools.web.operation import Operation, names_in
-from agent_loop.tools.web.specification import read_specification, server_url_of
-from agent_loop.tools.web.tool import RequestTool
+from agent_loop.tools.web.http import Operation, RequestTool, names_in
 
 METHODS = ("get", "post", "put", "patch", "delete")
 OWN_HEADERS = frozenset({"accept", "authorization", "content-type"})
@@ -167,3 +174,138 @@ def _add_body(
 
 def _description(fields: Mapping[str, Any]) -> dict[str, str]:
     return {"description": fields["description"]} if fields.get("description") else {}
+
+
+FETCH_TIMEOUT_S = 30.0
+
+
+def read_specification(source: str) -> Mapping[str, Any]:
+    """Read a specification and resolve its references.
+
+    Args:
+        source: Path or URL of a JSON or YAML file.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not an OpenAPI 3 specification.
+    """
+    try:
+        jsonref: Any = import_module("jsonref")
+    except ImportError as error:
+        raise ConfigError('the tools openapi need jsonref: pip install "agent-loop[openapi]"') from error
+    try:
+        if source.startswith(("http://", "https://")):
+            with urlopen(source, timeout=FETCH_TIMEOUT_S) as answer:
+                text = answer.read().decode()
+        else:
+            text = Path(source).read_text(encoding="utf-8")
+        spec: Any = _parse_spec(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"the specification {source!r} cannot be read: {reason(error)}") from error
+    if not isinstance(spec, Mapping) or not str(cast(Mapping[str, Any], spec).get("openapi", "")).startswith(
+        "3."
+    ):
+        raise ConfigError(f"{source!r} is not an OpenAPI 3 specification")
+    try:
+        return jsonref.replace_refs(spec, proxies=False, lazy_load=False, loader=_refuse_to_fetch)
+    except jsonref.JsonRefError as error:
+        raise ConfigError(f"a reference in {source!r} cannot be resolved: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source!r} is nested too deeply; write a flatter one") from error
+
+
+def _refuse_to_fetch(uri: str) -> Any:
+    """Refuse to load another document, which would be downloaded or read from this machine.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(
+        f"it refers to another document, {uri!r}, which is not fetched; move the definition into this document"
+    )
+
+
+def server_url_of(spec: Mapping[str, Any], *, source: str) -> str:
+    """Return the URL of a specification's first server, with the defaults of its variables.
+
+    Raises:
+        ConfigError: The specification has no server URL.
+    """
+    servers: list[Any] = spec.get("servers") or []
+    server: Mapping[str, Any] = servers[0] if servers else {}
+    url = str(server.get("url", ""))
+    variables: Mapping[str, Mapping[str, Any]] = server.get("variables") or {}
+    for name, variable in variables.items():
+        url = url.replace(f"{{{name}}}", str(variable.get("default", "")))
+    if source.startswith(("http://", "https://")):
+        url = urljoin(source, url or "/")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{source!r} has no server URL; set server_url")
+    return url
+
+
+class _JsonValues(yaml.SafeLoader):
+    """YAML loader that keeps dates as text, as in JSON."""
+
+
+_JsonValues.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _parse_spec(text: str) -> Any:
+    """Parse JSON or YAML. JSON is tried first, since the YAML parser takes a hundred times as long for it."""
+    with suppress(ValueError):
+        return json.loads(text)
+    return yaml.load(as_yaml_1_2(text), Loader=_JsonValues)
+
+
+_NOISE = frozenset({"discriminator", "example", "externalDocs", "nullable", "title", "xml"})
+_BOUNDS = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+_VALUES = frozenset({"const", "default", "enum", "examples"})
+_NAMED_SCHEMAS = frozenset({"patternProperties", "properties"})
+
+
+def plain_schema(node: Any, *, where: str) -> Any:
+    """Return a schema without the keywords of OpenAPI: `nullable` becomes a type, exclusive bounds become numbers.
+
+    Args:
+        node: A schema with all references resolved.
+        where: Location of the schema, for errors.
+
+    Raises:
+        ConfigError: The schema contains itself, or is too large after the references were resolved.
+    """
+    return _plain(node, where=where, parents=(), nodes=count(1))
+
+
+def _plain(node: Any, *, where: str, parents: tuple[int, ...], nodes: count[int]) -> Any:
+    if next(nodes) > MAX_NODES or len(parents) > MAX_DEPTH:
+        raise ConfigError(f"{where}: its schema is too large for a model to read; exclude it")
+    if id(node) in parents:
+        raise ConfigError(
+            f"{where}: its schema contains itself, so it cannot be shown to a model; exclude it"
+        )
+    parents = (*parents, id(node))
+    if isinstance(node, list):
+        return [_plain(item, where=where, parents=parents, nodes=nodes) for item in cast(list[Any], node)]
+    if not isinstance(node, Mapping):
+        return node
+    schema = cast(Mapping[str, Any], node)
+    plain: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED_SCHEMAS:
+            plain[key] = {
+                name: _plain(inner, where=where, parents=parents, nodes=nodes)
+                for name, inner in value.items()
+            }
+        elif key in _VALUES:
+            plain[key] = value
+        elif key not in _NOISE and not isinstance(schema.get(key) if key in _BOUNDS else None, bool):
+            plain[key] = _plain(value, where=where, parents=parents, nodes=nodes)
+    for exclusive, inclusive in _BOUNDS.items():
+        if schema.get(exclusive) is True and inclusive in plain:
+            plain[exclusive] = plain.pop(inclusive)
+    if schema.get("nullable") and isinstance(plain.get("type"), str):
+        plain["type"] = [plain["type"], "null"]
+    return plain
