@@ -34,9 +34,9 @@ from agent_loop.rollout.rows import load_rows
 from agent_loop.tiny_models.model import make_model
 from agent_loop.tiny_models.tokenizer import pad_id
 from agent_loop.training.checkpoint import latest_checkpoint
-from agent_loop.training.evaluation import summarise
+from agent_loop.training.evaluation.scores import summarise
 from agent_loop.training.ppo_trainer import PPOTrainer
-from agent_loop.training.supervised import SupervisedTrainer
+from agent_loop.training.supervised.trainer import SupervisedTrainer
 from examples.common.demonstrations import Habit, demonstrations
 from examples.common.warm_start import encode, warm_start
 from examples.run import tool_schemas

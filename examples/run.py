@@ -33,7 +33,7 @@ from agent_loop.tiny_models.model import make_model
 from agent_loop.tiny_models.tokenizer import pad_id, train_tokenizer
 from agent_loop.tools.registry import load_tools
 from agent_loop.training.checkpoint import latest_checkpoint
-from agent_loop.training.evaluation import summarise
+from agent_loop.training.evaluation.scores import summarise
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.run_folder import METRICS_FILE

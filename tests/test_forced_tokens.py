@@ -27,10 +27,10 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.storage import StoredRun, to_trajectory, write_trajectories
 from agent_loop.testing import run_virtual
-from agent_loop.training.learnable import refuse_without_lesson
 from agent_loop.training.learner import load_learner
 from agent_loop.training.metrics import MODEL_TOKENS
-from agent_loop.training.rollout_metrics import rollout_metrics
+from agent_loop.training.monitor import refuse_without_lesson
+from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import FORCED, Origin, TokenChunk, TokenOutput, as_logprobs, as_token_ids
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy

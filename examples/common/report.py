@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from agent_loop.training.evaluation import summarise
+from agent_loop.training.evaluation.scores import summarise
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Origin
 

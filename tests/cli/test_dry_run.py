@@ -13,13 +13,14 @@ from agent_loop.checks.before_start import (
     BUILT_IN_SAMPLERS,
     COMPARING_ESTIMATORS,
 )
-from agent_loop.training import losses, samplers
-from agent_loop.training.advantages import estimator_needs
+from agent_loop.training import samplers
+from agent_loop.training.advantages.estimate import estimator_needs
+from agent_loop.training.losses import policy
 from agent_loop.training.registry import ESTIMATORS, POLICY_LOSSES, SAMPLERS
 from tests.cli.test_cli import Command, command
 
 assert command  # (a fixture)
-assert losses  # (registers the losses)
+assert policy  # (registers the losses)
 assert samplers  # (registers the samplers)
 
 

@@ -15,7 +15,7 @@ from agent_loop.cli import app
 from agent_loop.cli.from_verl import convert
 from agent_loop.config import Config, load_config
 from agent_loop.errors import ConfigError
-from agent_loop.training.epochs import with_total_steps
+from agent_loop.training.ppo_trainer import with_total_steps
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 

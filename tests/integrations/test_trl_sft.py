@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agent_loop.config import Config
 from agent_loop.rollout.components import load_template
 from agent_loop.training import metrics as names
-from agent_loop.training.supervised import SupervisedTrainer, load_examples
+from agent_loop.training.supervised.examples import load_examples
+from agent_loop.training.supervised.trainer import SupervisedTrainer
 from examples.common.demonstrations import Habit, demonstrations
 from examples.run import tool_schemas
 from examples.two_hop_lookup import task

@@ -20,8 +20,8 @@ from agent_loop.rollout.failures import failure_of
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
-from agent_loop.training.learnable import refuse_without_reward
-from agent_loop.training.rollout_metrics import rollout_metrics
+from agent_loop.training.monitor import refuse_without_reward
+from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, FailureKind, IncidentKind, Trajectory
 from agent_loop.types import Row
 from tests.helpers import hermes_template, text_reply, user

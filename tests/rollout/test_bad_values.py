@@ -19,12 +19,9 @@ from agent_loop.rewards.function import RewardFunction, read_score
 from agent_loop.rollout.batch import assemble
 from agent_loop.runtime.numeric import MAX_REWARD
 from agent_loop.tools.results import read_reward
-from agent_loop.training.advantages import (
-    collect_rewards,
-    estimate_advantages,
-    grpo_advantages,
-    rloo_advantages,
-)
+from agent_loop.training.advantages.estimate import estimate_advantages
+from agent_loop.training.advantages.groups import grpo_advantages, rloo_advantages
+from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.trajectory import AgentLoopOutput, Feedback, Trajectory
 from agent_loop.types import Origin, StopReason
 from tests.helpers import text_reply

@@ -21,7 +21,7 @@ from agent_loop.rewards.function import RewardFunction
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.training.metrics import FAILURES, RETRIES, REWARD_MEAN
-from agent_loop.training.rollout_metrics import rollout_metrics
+from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import Row, StopReason
 from tests.helpers import hermes_template, text_reply, user

@@ -21,7 +21,7 @@ from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.training.metrics import FAILURES, RETRIES
-from agent_loop.training.rollout_metrics import rollout_metrics
+from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, FailureKind, Trajectory
 from agent_loop.types import Row, StopReason
 from tests.helpers import hermes_template, text_reply, tool_call_reply, user

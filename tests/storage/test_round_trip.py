@@ -14,7 +14,7 @@ from agent_loop.errors import DataError
 from agent_loop.storage import SCHEMA, Learned, StoredRun, to_trajectory, write_trajectories
 from agent_loop.storage.schema import SCALARS
 from agent_loop.training.metrics import FAILURES, RETRIES
-from agent_loop.training.rollout_metrics import rollout_metrics
+from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import (
     AgentLoopOutput,
     Failure,

@@ -19,8 +19,10 @@ from agent_loop.recording.values import pack, unpack
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble
 from agent_loop.tools.base import BaseTool, ToolResponse
-from agent_loop.training.advantages import collect_rewards, estimate_advantages, turn_advantages
-from agent_loop.training.feedback import feedback_metrics
+from agent_loop.training.advantages.estimate import estimate_advantages
+from agent_loop.training.advantages.groups import turn_advantages
+from agent_loop.training.advantages.rewards import collect_rewards
+from agent_loop.training.step_metrics import feedback_metrics
 from agent_loop.trajectory import AgentLoopOutput, Feedback, IncidentKind, Trajectory
 from agent_loop.types import Message, Origin, ToolCall
 from tests.helpers import call_text, encoded, text_reply, tool_call_reply, user

@@ -8,9 +8,8 @@ from typing import Any
 
 from agent_loop.config import TraceConfig
 from agent_loop.rollout.batch import timing_metrics
-from agent_loop.training.evaluation import summarise
-from agent_loop.training.feedback import feedback_metrics
-from agent_loop.training.rollout_metrics import rollout_metrics
+from agent_loop.training.evaluation.scores import summarise
+from agent_loop.training.step_metrics import feedback_metrics, rollout_metrics
 from tests.tracing.harness import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "generate_metrics.py"

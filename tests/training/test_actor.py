@@ -17,8 +17,8 @@ from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
-from agent_loop.training.advantages import grpo_advantages
-from agent_loop.training.losses import effective_share, weight_sums
+from agent_loop.training.advantages.groups import grpo_advantages
+from agent_loop.training.losses.terms import effective_share, weight_sums
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 from tests.training.fakes import PAD, REWARDED, sample_trajectories, tiny_policy

@@ -17,7 +17,7 @@ from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
 from agent_loop.training.adapters import merged_adapters
-from agent_loop.training.advantages import grpo_advantages
+from agent_loop.training.advantages.groups import grpo_advantages
 from agent_loop.training.policy import load_policy
 from agent_loop.training.reference import load_reference
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy

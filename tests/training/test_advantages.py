@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.training.advantages import grpo_advantages, has_signal, rloo_advantages
+from agent_loop.training.advantages.groups import grpo_advantages, has_signal, rloo_advantages
 from tests.harness import examples
 
 rewards = st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0, math.nan])

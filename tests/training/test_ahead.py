@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.testing import run_virtual
-from agent_loop.training.ahead import RolloutsAhead
+from agent_loop.training.rollouts import RolloutsAhead
 from tests.harness import examples
 
 

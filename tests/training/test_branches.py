@@ -22,22 +22,20 @@ from agent_loop.errors import RolloutError
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.training.actor import Actor
-from agent_loop.training.advantages import (
-    collect_rewards,
-    estimate_advantages,
+from agent_loop.training.advantages.estimate import estimate_advantages
+from agent_loop.training.advantages.groups import (
     grpo_advantages,
     has_signal,
     rloo_advantages,
-    whiten,
+    rollouts_of_rows,
 )
-from agent_loop.training.branches import rollouts_of_rows
-from agent_loop.training.feedback import feedback_metrics
+from agent_loop.training.advantages.rewards import collect_rewards
+from agent_loop.training.advantages.turns import whiten
 from agent_loop.training.learner import _estimate_metrics
-from agent_loop.training.losses import Aggregation, aggregate
+from agent_loop.training.losses.terms import Aggregation, aggregate
 from agent_loop.training.optimizer import Optimizer
-from agent_loop.training.rollout_metrics import rollout_metrics
-from agent_loop.training.rollouts import _earned
-from agent_loop.training.variance import with_variance
+from agent_loop.training.rollouts import _earned, with_variance
+from agent_loop.training.step_metrics import feedback_metrics, rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, Failure, Feedback, Segment, Trajectory
 from agent_loop.types import Origin, StopReason, as_token_ids
 from tests.harness import examples

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from agent_loop.config import CorrectionConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
-from agent_loop.training.losses import Correction, correct
-from agent_loop.training.targets import PastLogProbs, importance
+from agent_loop.training.actor_loss import PastLogProbs, importance
+from agent_loop.training.losses.terms import Correction, correct
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
 LEVELS = ["token", "sequence", "geometric"]

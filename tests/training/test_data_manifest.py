@@ -14,7 +14,7 @@ import pytest
 from agent_loop.errors import CheckpointError
 from agent_loop.rollout.rows import RowFile, load_row_files
 from agent_loop.training.checkpoint import Checkpoint
-from agent_loop.training.data_manifest import DataManifest
+from agent_loop.training.manifest import DataManifest
 from agent_loop.training.run_folder import check_rows_unchanged
 
 

@@ -14,9 +14,9 @@ from agent_loop.config import AlgorithmConfig, Config, load_config
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import assemble
 from agent_loop.training import metrics as names
-from agent_loop.training.advantages import BatchAdvantages, estimate_batch, load_estimators
+from agent_loop.training.advantages.estimate import BatchAdvantages, estimate_batch, load_estimators
+from agent_loop.training.advantages.rewards import compared_groups
 from agent_loop.training.learner import LEARNED_COLUMNS, load_learner
-from agent_loop.training.seats import compared_groups
 from tests.harness import examples
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 from tests.training.samples import Branch, Rollout, Sample, Turn, batch_of, groups, samples_of

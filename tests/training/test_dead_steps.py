@@ -16,8 +16,8 @@ from agent_loop.config import Config
 from agent_loop.errors import TrainingError
 from agent_loop.training import metrics as names
 from agent_loop.training.checkpoint import latest_checkpoint, list_checkpoints
-from agent_loop.training.dead_steps import DeadSteps, why_dead
 from agent_loop.training.metrics import read_metrics
+from agent_loop.training.monitor import DeadSteps, why_dead
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 from tests.training.fakes import FakeRollouts, tiny_policy

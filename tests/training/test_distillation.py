@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, RolloutError, TrainingError
 from agent_loop.training import metrics as names
-from agent_loop.training.distillation import COLUMNS
+from agent_loop.training.distillation.targets import COLUMNS
 from agent_loop.training.learner import LEARNED_COLUMNS
 from agent_loop.training.metrics import read_metrics
 from agent_loop.trajectory import Trajectory

@@ -15,9 +15,8 @@ from torch import Tensor
 from agent_loop.config import DistillationConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.servers.scores import TokenScores
-from agent_loop.training.distillation import TeacherTargets, divergence
-from agent_loop.training.distillation.lessons import Lesson, Lessons
-from agent_loop.training.distillation.loss import Direction
+from agent_loop.training.distillation.scoring import Lesson, Lessons
+from agent_loop.training.distillation.targets import Direction, TeacherTargets, divergence
 from agent_loop.training.micro_batches import micro_batches
 from agent_loop.training.policy import response_logprobs
 from agent_loop.trajectory import Trajectory

@@ -16,10 +16,8 @@ from agent_loop.errors import RolloutError
 from agent_loop.servers.scores import TokenScores
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.training import metrics as names
-from agent_loop.training.distillation.lessons import Lessons
-from agent_loop.training.distillation.prompts import TeacherPrompts
-from agent_loop.training.distillation.scoring import Scoring, open_scoring
-from agent_loop.training.distillation.teachers import Teacher, Teachers
+from agent_loop.training.distillation.scoring import Lessons, Scoring, open_scoring
+from agent_loop.training.distillation.teachers import Teacher, TeacherPrompts, Teachers
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import FloatArray, IntArray, Origin, StopReason, as_token_ids

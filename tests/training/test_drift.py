@@ -4,8 +4,7 @@ import pytest
 
 from agent_loop.chat.report import Cause
 from agent_loop.servers.scripted import ScriptedReply
-from agent_loop.training.drift import find_drift
-from agent_loop.training.rollout_metrics import drift_metrics
+from agent_loop.training.step_metrics import drift_metrics, find_drift
 from tests.helpers import encoded, hermes_template, text_reply, tool_call_reply
 from tests.rollout.harness import Adder, WorkerHarness
 

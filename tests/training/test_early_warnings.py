@@ -14,7 +14,7 @@ from rich.console import Console
 
 from agent_loop.config import Config
 from agent_loop.training import metrics as names
-from agent_loop.training.early_warnings import CHECKS, CUT_SHARE, FIRST_STEPS, EarlyWarnings, Series
+from agent_loop.training.monitor import CHECKS, CUT_SHARE, FIRST_STEPS, EarlyWarnings, Series
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import Row, StopReason
 from tests.training.fakes import FakeRollouts, tiny_policy

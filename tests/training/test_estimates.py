@@ -15,16 +15,9 @@ from torch import Tensor
 
 from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
-from agent_loop.training.advantages import (
-    BatchAdvantages,
-    Rewards,
-    collect_rewards,
-    discounted_returns,
-    estimate_advantages,
-    gae,
-    overlong_penalty,
-    whiten,
-)
+from agent_loop.training.advantages.estimate import BatchAdvantages, estimate_advantages
+from agent_loop.training.advantages.rewards import Rewards, collect_rewards, overlong_penalty
+from agent_loop.training.advantages.turns import discounted_returns, gae, whiten
 from tests.harness import examples
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 

@@ -16,7 +16,7 @@ from agent_loop.config import AlgorithmConfig
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.rollout.forks import FORKED_TURN
-from agent_loop.training.advantages import BatchAdvantages, estimate_batch, load_estimators
+from agent_loop.training.advantages.estimate import BatchAdvantages, estimate_batch, load_estimators
 from agent_loop.trajectory import AgentLoopOutput, Feedback, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 from tests.harness import examples

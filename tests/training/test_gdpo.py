@@ -17,8 +17,8 @@ from msgspec import structs
 from agent_loop.config import AlgorithmConfig, Config
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.batch import assemble
-from agent_loop.training.advantages import BatchAdvantages, estimate_batch, load_estimators
-from agent_loop.training.variance import with_variance
+from agent_loop.training.advantages.estimate import BatchAdvantages, estimate_batch, load_estimators
+from agent_loop.training.rollouts import with_variance
 from agent_loop.trajectory import Trajectory
 from tests.harness import examples
 from tests.training.fakes import PAD

@@ -17,7 +17,7 @@ from agent_loop.errors import ConfigError, TrainingError
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.training.checkpoint import list_checkpoints
-from agent_loop.training.learnable import refuse_without_lesson, refuse_without_reward
+from agent_loop.training.monitor import refuse_without_lesson, refuse_without_reward
 from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
 from agent_loop.types import Row, StopReason
 from tests.training.fakes import FakeRollouts, tiny_policy

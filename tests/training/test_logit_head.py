@@ -32,8 +32,9 @@ from agent_loop.servers.embedded.model_types import logit_scaling
 from agent_loop.training import policy
 from agent_loop.training.actor import Actor
 from agent_loop.training.adapters import add_adapters
-from agent_loop.training.advantages import grpo_advantages
-from agent_loop.training.losses import LogitTransform, vocabulary_blocks
+from agent_loop.training.advantages.groups import grpo_advantages
+from agent_loop.training.losses import logprobs as vocabulary_blocks
+from agent_loop.training.losses.logprobs import LogitTransform
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
 from agent_loop.training.policy import ResponseLogProbs, response_logprobs
 from tests.training.fakes import PAD, VOCABULARY, sample_trajectories, tiny_policy

@@ -14,23 +14,21 @@ from torch import Tensor
 from agent_loop.config import AggregationMode, CorrectionConfig, KLEstimator, Level
 from agent_loop.training import metrics as metric_names
 from agent_loop.training.actor import STEP_NAMES
-from agent_loop.training.losses import (
+from agent_loop.training.losses.logprobs import TokenLogProbs, entropy, token_logprobs
+from agent_loop.training.losses.policy import clipped_loss
+from agent_loop.training.losses.terms import (
     MAX_LOG_RATIO,
     Aggregation,
-    TokenLogProbs,
     aggregate,
-    clipped_loss,
     correct,
-    entropy,
     kl_penalty,
     loss_denominator,
     masked_difference,
     masked_mean,
-    token_logprobs,
     value_loss,
 )
 from agent_loop.training.micro_batches import MicroBatch
-from agent_loop.training.update_stats import UpdateStats
+from agent_loop.training.passes import UpdateStats
 
 LOW, HIGH = 0.2, 0.28
 MODES: list[AggregationMode] = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

@@ -16,13 +16,12 @@ from msgspec import structs
 from agent_loop.config import AlgorithmConfig, Config
 from agent_loop.rollout.batch import assemble
 from agent_loop.training import metrics as names
-from agent_loop.training.advantages import collect_rewards, estimate_advantages
-from agent_loop.training.evaluation import summarise
-from agent_loop.training.feedback import feedback_metrics
+from agent_loop.training.advantages.estimate import estimate_advantages
+from agent_loop.training.advantages.rewards import collect_rewards
+from agent_loop.training.evaluation.scores import summarise
 from agent_loop.training.learner import load_learner
-from agent_loop.training.rollout_metrics import rollout_metrics
-from agent_loop.training.rollouts import _earned
-from agent_loop.training.variance import with_variance
+from agent_loop.training.rollouts import _earned, with_variance
+from agent_loop.training.step_metrics import feedback_metrics, rollout_metrics
 from agent_loop.trajectory import Failure, FailureKind, Trajectory
 from tests.harness import examples
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy

@@ -14,7 +14,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
-from agent_loop.training.advantages import grpo_advantages
+from agent_loop.training.advantages.groups import grpo_advantages
 from agent_loop.training.checkpoint import Checkpoint
 from agent_loop.training.learner import load_learner
 from agent_loop.training.policy import compute_dtype, load_policy

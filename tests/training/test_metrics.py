@@ -9,7 +9,7 @@ import pytest
 
 from agent_loop.errors import DataError, OutputError
 from agent_loop.training.metrics import MetricsWriter, forget_steps_after, read_metrics
-from agent_loop.training.rollout_metrics import rollout_metrics
+from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import (
     AgentLoopMetrics,
     AgentLoopOutput,

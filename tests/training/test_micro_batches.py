@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agent_loop.rollout.batch import RolloutBatch, assemble
-from agent_loop.training.losses import token_logprobs
+from agent_loop.training.losses.logprobs import token_logprobs
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
 from agent_loop.training.policy import response_logprobs
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy

@@ -20,7 +20,7 @@ from agent_loop.servers.base import AsyncServerBase, ServerSpec
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.embedded_process import EmbeddedProcess
 from agent_loop.training.actor import Actor
-from agent_loop.training.advantages import grpo_advantages
+from agent_loop.training.advantages.groups import grpo_advantages
 from agent_loop.training.policy import load_policy
 from agent_loop.types import SamplingParams
 from agent_loop.weights import AdaptedWeights

@@ -13,7 +13,7 @@ from agent_loop.config import ActorConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
-from agent_loop.training.dead_steps import why_dead
+from agent_loop.training.monitor import why_dead
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import FORCED, Origin
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy

@@ -12,7 +12,7 @@ from torch import Tensor
 from agent_loop.config import ActorConfig, CriticConfig, ModelConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.actor import Actor
-from agent_loop.training.advantages import grpo_advantages
+from agent_loop.training.advantages.groups import grpo_advantages
 from agent_loop.training.critic import Critic, load_critic
 from agent_loop.training.master_weights import MasterWeights
 from agent_loop.training.micro_batches import MicroBatch, micro_batches

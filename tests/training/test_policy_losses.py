@@ -11,13 +11,8 @@ import torch
 from torch import Tensor
 
 from agent_loop.config import ActorConfig, AggregationMode, Divergence
-from agent_loop.training.losses import (
-    Aggregation,
-    TokenLoss,
-    binary_divergence,
-    load_policy_loss,
-    token_loss,
-)
+from agent_loop.training.losses.policy import TokenLoss, binary_divergence, load_policy_loss, token_loss
+from agent_loop.training.losses.terms import Aggregation
 from agent_loop.training.registry import POLICY_LOSSES
 from tests.training.loss_references import CASES, REFERENCES, Array, Case, case, reference, token_weights
 

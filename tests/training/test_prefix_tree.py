@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agent_loop.training.prefix_tree import SortedRows, TreeLayout, attention, lay_out
-from agent_loop.training.prefix_tree.tree import PASS_COST
+from agent_loop.training.prefix_tree import attention
+from agent_loop.training.prefix_tree.layout import TreeLayout, lay_out
+from agent_loop.training.prefix_tree.tree import PASS_COST, SortedRows
 from tests.harness import examples
 from tests.training.trees import random_tree
 

@@ -18,7 +18,7 @@ from agent_loop.training.actor import Actor
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
 from agent_loop.training.packing import as_tree
 from agent_loop.training.policy import make_exact, response_logprobs
-from agent_loop.training.prefix_tree import use_tree_attention
+from agent_loop.training.prefix_tree.attention import use_tree_attention
 from tests.families.zoo import FAMILIES
 from tests.harness import examples
 from tests.training.fakes import tiny_policy

@@ -74,7 +74,7 @@ def ranks_of(rank_0: subprocess.Popen[str]) -> list[int]:
     return [
         int(pid)
         for pid in children
-        if b"agent_loop.training.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"agent_loop.training.ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 

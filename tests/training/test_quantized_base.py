@@ -16,7 +16,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import assemble
 from agent_loop.servers.embedded.weights import load_weights
 from agent_loop.training.actor import Actor
-from agent_loop.training.advantages import grpo_advantages
+from agent_loop.training.advantages.groups import grpo_advantages
 from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint
 from agent_loop.training.export import export_model
 from agent_loop.training.policy import load_policy
@@ -95,6 +95,6 @@ def test_a_base_of_few_bits_needs_adapters_and_a_single_process(values: dict[str
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tiny_policy().save_pretrained(tmp_path)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.setattr("agent_loop.training.quantized_base.find_spec", lambda name: None)
+    monkeypatch.setattr("agent_loop.training.master_weights.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"model.base_bits=4 needs: pip install"):
         load_policy(ModelConfig(path=str(tmp_path), device="cpu", lora_rank=4, base_bits=4))

@@ -13,9 +13,8 @@ from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import assemble
 from agent_loop.training.actor import Actor
 from agent_loop.training.learner import Learner
-from agent_loop.training.micro_batches import MicroBatch
+from agent_loop.training.micro_batches import MicroBatch, micro_batches_of_rank
 from agent_loop.training.process_group import ProcessGroup
-from agent_loop.training.rank_share import micro_batches_of_rank
 from agent_loop.training.ranks import start_process_group
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 

@@ -16,8 +16,9 @@ from agent_loop.registries import FunctionRegistry
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import Advantages, Rewards, TokenLoss, advantage_estimator, policy_loss
 from agent_loop.training.actor import Actor
-from agent_loop.training.advantages import collect_rewards, estimate_advantages, estimator_needs
-from agent_loop.training.losses import load_policy_loss
+from agent_loop.training.advantages.estimate import estimate_advantages, estimator_needs
+from agent_loop.training.advantages.rewards import collect_rewards
+from agent_loop.training.losses.policy import load_policy_loss
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.registry import ESTIMATORS, POLICY_LOSSES
 from tests.training.fakes import PAD, FakeRollouts, sample_trajectories, tiny_policy

@@ -16,7 +16,8 @@ from agent_loop.config import Config, DataConfig
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.training import metrics as names
 from agent_loop.training.registry import SAMPLERS
-from agent_loop.training.samplers import RowResult, RowSelector, Selection, load_sampler, make_selector
+from agent_loop.training.row_selection import RowSelector, Selection, make_selector
+from agent_loop.training.samplers import RowResult, load_sampler
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 from tests.harness import examples

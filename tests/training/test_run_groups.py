@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent_loop.errors import DataError
-from agent_loop.training.evaluation.run_groups import choose_metrics, read_groups, read_run
+from agent_loop.training.evaluation.runs import choose_metrics, read_groups, read_run
 from tests.run_folders import write_rewards, write_run
 
 

@@ -10,10 +10,10 @@ import torch
 
 from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
-from agent_loop.training.advantages import collect_rewards, estimate_advantages
-from agent_loop.training.rollout_metrics import rollout_metrics
-from agent_loop.training.seats import compared_groups
-from agent_loop.training.variance import with_variance
+from agent_loop.training.advantages.estimate import estimate_advantages
+from agent_loop.training.advantages.rewards import collect_rewards, compared_groups
+from agent_loop.training.rollouts import with_variance
+from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from agent_loop.errors import DataError
-from agent_loop.training.evaluation import MeanEstimate
-from agent_loop.training.evaluation.estimates import estimate_welch
-from agent_loop.training.evaluation.run_groups import RunGroup, TrainingRun
-from agent_loop.training.evaluation.seeds import MetricComparison, Separation, compare_metric
-from agent_loop.training.evaluation.student import student_quantile
+from agent_loop.training.evaluation.estimates import MeanEstimate, estimate_welch, student_quantile
+from agent_loop.training.evaluation.runs import (
+    MetricComparison,
+    RunGroup,
+    Separation,
+    TrainingRun,
+    compare_metric,
+)
 
 TABLE = {
     1: 12.7062047,
@@ -66,12 +69,6 @@ def test_quantiles_of_fractions_have_the_probability(df: float) -> None:
 @pytest.mark.parametrize("df", [1e5, 1e6, 1e7, math.inf])
 def test_the_quantile_of_many_degrees_of_freedom_is_the_normal_one(df: float) -> None:
     assert student_quantile(df) == pytest.approx(1.959964, abs=3e-5)
-
-
-@pytest.mark.parametrize("df", [0.0, 0.99, -1.0])
-def test_less_than_one_degree_of_freedom_is_refused(df: float) -> None:
-    with pytest.raises(ValueError, match="give at least 1"):
-        student_quantile(df)
 
 
 def test_welch_equals_the_calculation_by_hand() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agent_loop.training import metrics as names
-from agent_loop.training.time_shares import time_shares
+from agent_loop.training.timing import time_shares
 from agent_loop.trajectory import AgentLoopOutput, Span, Trace, Trajectory
 
 

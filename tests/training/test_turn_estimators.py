@@ -14,7 +14,8 @@ from msgspec import structs
 
 from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import assemble
-from agent_loop.training.advantages import collect_turns, estimate_batch, load_estimators
+from agent_loop.training.advantages.estimate import estimate_batch, load_estimators
+from agent_loop.training.advantages.turns import collect_turns
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.trajectory.attachments import Attachment
 from tests.harness import examples

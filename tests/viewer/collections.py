@@ -11,7 +11,8 @@ import numpy as np
 import yaml
 
 from agent_loop.storage import write_trajectories
-from agent_loop.training.evaluation import EvaluationSummary, summarise
+from agent_loop.training.evaluation.scores import summarise
+from agent_loop.training.evaluation.summary import EvaluationSummary
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import StopReason
 from tests.viewer.synthetic import trajectory_rows, write_rows

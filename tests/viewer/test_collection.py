@@ -11,7 +11,8 @@ from starlette.testclient import TestClient
 
 from agent_loop.cli.view import _are_several
 from agent_loop.storage.metrics_file import read_metrics
-from agent_loop.training.evaluation import RunGroup, compare_metric, read_run, read_summary
+from agent_loop.training.evaluation.runs import RunGroup, compare_metric, read_run
+from agent_loop.training.evaluation.summary import read_summary
 from agent_loop.viewer.collection import RunCollection
 from agent_loop.viewer.collection_app import create_collection_app
 from agent_loop.viewer.evaluations import Evaluations

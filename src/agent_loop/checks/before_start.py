@@ -30,10 +30,9 @@ from agent_loop.servers.factory import ENGINES, REMOTE_ENGINES, find_server_clas
 from agent_loop.storage.metrics_file import written_parts
 from agent_loop.storage.query import Condition
 from agent_loop.tools.registry import BUILTIN_TOOLS, load_tools
-from agent_loop.training.learnable import refuse_truncated_sampling, refuse_without_reward
+from agent_loop.training.monitor import refuse_truncated_sampling, refuse_without_reward
 from agent_loop.training.registry import ESTIMATORS, POLICY_LOSSES, SAMPLERS
-from agent_loop.training.supervised.settings import check_sources
-from agent_loop.training.supervised.stored import is_stored
+from agent_loop.training.supervised.sources import check_sources, is_stored
 from agent_loop.types import Row
 
 COMPARING_ESTIMATORS = frozenset(

@@ -35,7 +35,7 @@ from agent_loop.testing.conformance import (
 )
 from agent_loop.training.micro_batches import micro_batches
 from agent_loop.training.policy import make_exact, response_logprobs
-from agent_loop.training.prefix_tree import use_tree_attention
+from agent_loop.training.prefix_tree.attention import use_tree_attention
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import SamplingParams
 

@@ -16,9 +16,15 @@ from rich.text import Text
 
 from agent_loop.cli.eval_tables import colour_of, in_one
 from agent_loop.errors import DataError
-from agent_loop.training.evaluation import MeanEstimate
-from agent_loop.training.evaluation.run_groups import RunGroup, choose_metrics, read_groups
-from agent_loop.training.evaluation.seeds import MetricComparison, are_paired, compare_metric
+from agent_loop.training.evaluation.estimates import MeanEstimate
+from agent_loop.training.evaluation.runs import (
+    MetricComparison,
+    RunGroup,
+    are_paired,
+    choose_metrics,
+    compare_metric,
+    read_groups,
+)
 
 MIN_WIDTH = 100
 """Characters per line, also of narrower terminals, because long numbers must not be cut off."""

@@ -30,13 +30,8 @@ from agent_loop.config import Config
 from agent_loop.errors import ConfigError, DataError, RolloutError
 from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.storage.exclusive import exclusive_folder
-from agent_loop.training.evaluation import (
-    EvaluationSummary,
-    categories_of,
-    prompt_digest,
-    read_summary,
-    summarise,
-)
+from agent_loop.training.evaluation.scores import categories_of, prompt_digest, summarise
+from agent_loop.training.evaluation.summary import EvaluationSummary, read_summary
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from agent_loop.cli.running import by_id
 from agent_loop.errors import ConfigError, JournalError, OutputError
 from agent_loop.runtime.describe import describe_error
-from agent_loop.training.evaluation import SUMMARY_FILE, EvaluationSummary, read_summary
+from agent_loop.training.evaluation.summary import SUMMARY_FILE, EvaluationSummary, read_summary
 from agent_loop.trajectory import Trajectory
 
 if TYPE_CHECKING:

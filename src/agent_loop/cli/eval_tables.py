@@ -9,13 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from agent_loop.training.evaluation import (
-    Comparison,
-    Evaluation,
-    EvaluationSummary,
-    MeanEstimate,
-    Scores,
-)
+from agent_loop.training.evaluation.estimates import MeanEstimate
+from agent_loop.training.evaluation.scores import Evaluation, Scores
+from agent_loop.training.evaluation.summary import Comparison, EvaluationSummary
 from agent_loop.trajectory import FailureKind
 
 MAX_PROMPT_CHARACTERS = 60

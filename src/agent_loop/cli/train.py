@@ -67,8 +67,7 @@ def train_command(
 
     # late: keeps `--help` and config errors quick
     from agent_loop.training.ppo_trainer import PPOTrainer
-    from agent_loop.training.rank_process import run_rank
-    from agent_loop.training.ranks import is_nonzero_rank, seeing_own_devices
+    from agent_loop.training.ranks import is_nonzero_rank, run_rank, seeing_own_devices
 
     if is_nonzero_rank():
         with seeing_own_devices(settings) as local_rank:
@@ -116,10 +115,9 @@ def sft_command(
         return
 
     # late: keeps `--help` and config errors quick
-    from agent_loop.training.rank_process import run_rank
-    from agent_loop.training.ranks import is_nonzero_rank
-    from agent_loop.training.supervised import SupervisedTrainer
-    from agent_loop.training.supervised.settings import supervised_config
+    from agent_loop.training.ranks import is_nonzero_rank, run_rank
+    from agent_loop.training.supervised.sources import supervised_config
+    from agent_loop.training.supervised.trainer import SupervisedTrainer
 
     if is_nonzero_rank():
         run_rank(supervised_config(settings), local_rank=int(os.environ["LOCAL_RANK"]))

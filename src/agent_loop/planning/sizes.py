@@ -28,7 +28,7 @@ PROBE_TOKENS = 60
 QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a number in 4 bits: with a scale of 8 bits per 64 numbers, and one of 32 bits per 256 scales."""
 BLOCK_LOGITS = {False: 2**20, True: 2**26}
-"""Logits of a block of the head, on a CPU and on a GPU. See `agent_loop.training.losses.vocabulary_blocks`."""
+"""Logits of a block of the head, on a CPU and on a GPU. See `agent_loop.training.losses.logprobs`."""
 MIN_BLOCK_TOKENS = 256
 """Least tokens of the vocabulary in a block."""
 

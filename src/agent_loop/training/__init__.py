@@ -10,22 +10,19 @@ from typing import TYPE_CHECKING
 from agent_loop.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from agent_loop.training.advantages import (
-        Advantages,
-        Rewards,
-        Turns,
-        discounted_returns,
-        gae,
+    from agent_loop.training.advantages.estimators import Advantages
+    from agent_loop.training.advantages.groups import (
         grpo_advantages,
         has_signal,
         rloo_advantages,
         share_weights,
         step_advantages,
         turn_advantages,
-        turn_returns,
-        whiten,
     )
-    from agent_loop.training.losses import TokenLoss, clipped_loss, kl_penalty, masked_difference
+    from agent_loop.training.advantages.rewards import Rewards
+    from agent_loop.training.advantages.turns import Turns, discounted_returns, gae, turn_returns, whiten
+    from agent_loop.training.losses.policy import TokenLoss, clipped_loss
+    from agent_loop.training.losses.terms import kl_penalty, masked_difference
     from agent_loop.training.registry import advantage_estimator, policy_loss, row_sampler
     from agent_loop.training.samplers import RowHistory, RowResult, SamplerContext
 
@@ -56,10 +53,24 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    **dict.fromkeys(__all__, "advantages"),
+    "Advantages": "advantages.estimators",
+    "Rewards": "advantages.rewards",
+    **dict.fromkeys(["Turns", "discounted_returns", "gae", "turn_returns", "whiten"], "advantages.turns"),
+    **dict.fromkeys(
+        [
+            "grpo_advantages",
+            "has_signal",
+            "rloo_advantages",
+            "share_weights",
+            "step_advantages",
+            "turn_advantages",
+        ],
+        "advantages.groups",
+    ),
     **dict.fromkeys(["advantage_estimator", "policy_loss", "row_sampler"], "registry"),
     **dict.fromkeys(["RowHistory", "RowResult", "SamplerContext"], "samplers"),
-    **dict.fromkeys(["TokenLoss", "clipped_loss", "kl_penalty", "masked_difference"], "losses"),
+    **dict.fromkeys(["TokenLoss", "clipped_loss"], "losses.policy"),
+    **dict.fromkeys(["kl_penalty", "masked_difference"], "losses.terms"),
 }
 
 

@@ -17,25 +17,38 @@ from transformers import PreTrainedModel
 from agent_loop.config import ActorConfig
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
-from agent_loop.training.actor_loss import ActorLoss, LossTerms
-from agent_loop.training.adapted_model import AdaptedModel, are_low_rank
-from agent_loop.training.adapters import merged_parameters, persistent_buffers, without_adapters
-from agent_loop.training.branches import rollouts_of_rows
-from agent_loop.training.distillation import TeacherTargets
+from agent_loop.training.actor_loss import (
+    ActorLoss,
+    LossTerms,
+    ObservationLoss,
+    PastLogProbs,
+    Targets,
+    importance,
+)
+from agent_loop.training.adapters import (
+    AdaptedModel,
+    are_low_rank,
+    merged_parameters,
+    persistent_buffers,
+    without_adapters,
+)
+from agent_loop.training.advantages.groups import rollouts_of_rows
+from agent_loop.training.distillation.targets import TeacherTargets
 from agent_loop.training.forward import prepare_batching
-from agent_loop.training.learned import TOKEN_VALUES, TRAIN_LOG_PROBS
-from agent_loop.training.losses import WEIGHT_SUMS, Aggregation, effective_share, load_policy_loss
+from agent_loop.training.losses.policy import load_policy_loss
+from agent_loop.training.losses.terms import WEIGHT_SUMS, Aggregation, effective_share
 from agent_loop.training.master_weights import save_model, take_weights
-from agent_loop.training.micro_batches import MicroBatch, trainable_rows
-from agent_loop.training.observation_loss import ObservationLoss
+from agent_loop.training.micro_batches import MicroBatch, micro_batches_of_rank, trainable_rows
 from agent_loop.training.optimizer import Optimizer
-from agent_loop.training.passes import add_gradients, compute_each
+from agent_loop.training.passes import (
+    TRAIN_LOG_PROBS,
+    StepNames,
+    UpdateStats,
+    add_gradients,
+    compute_each,
+)
 from agent_loop.training.policy import make_exact, response_logprobs
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
-from agent_loop.training.rank_share import micro_batches_of_rank
-from agent_loop.training.targets import PastLogProbs, Targets, importance
-from agent_loop.training.token_values import TokenValues
-from agent_loop.training.update_stats import StepNames, UpdateStats
 
 STEP_NAMES = StepNames(
     grad_norm=names.GRAD_NORM,
@@ -75,9 +88,6 @@ class Actor:
             seed: Seed of the shuffle into mini-batches.
             process_group: Process group over which the models are sharded.
             num_threads: Number of micro-batches that are computed at once; 1 in a process group of several ranks.
-
-        Raises:
-            ConfigError: The type of the model is not proved for lines or prefixes that rows share as configured.
         """
         if config.kl_loss_coef and reference is None:
             raise ValueError(
@@ -153,10 +163,6 @@ class Actor:
 
         Returns:
             Metrics, by the names in `agent_loop.training.metrics`; means over the optimiser steps.
-
-        Raises:
-            AlgorithmError: The policy loss raised, or did not return a loss.
-            DataError: A row has no prompt, or the servers returned no log-probs and `correction` needs them.
         """
         rows = trainable_rows(batch, keep_B)
         if not len(rows):
@@ -174,13 +180,10 @@ class Actor:
         rollouts_B = rollouts_of_rows(batch)
         mini_batches = list(self._optimizer.mini_batches(rows, rollouts_B=rollouts_B))
         first_BR = torch.zeros(batch["responses"].shape)
-        values = TokenValues(first_BR.shape, process_group=self._process_group)
         for mini_batch_rows in mini_batches:
-            self._step(batch, mini_batch_rows, rollouts_B, targets, stats, first_BR, values)
+            self._step(batch, mini_batch_rows, rollouts_B, targets, stats, first_BR)
         self._optimizer.end_update()
         batch[TRAIN_LOG_PROBS] = self._own_logprobs(past, rows, first_BR=first_BR, first_rows=mini_batches[0])
-        for name, means_BR in values.columns(rows, num_epochs=self._config.ppo_epochs).items():
-            batch[TOKEN_VALUES + name] = means_BR
         return stats.metrics() | {
             **metrics,
             names.SKIPPED_UPDATE: 0.0,
@@ -197,9 +200,6 @@ class Actor:
 
         Returns:
             Metrics, by the names in `agent_loop.training.metrics`.
-
-        Raises:
-            DataError: A row has no prompt.
         """
         rows = trainable_rows(batch)
         if not len(rows):
@@ -276,7 +276,6 @@ class Actor:
         targets: Targets,
         stats: UpdateStats,
         first_BR: Tensor,
-        values: TokenValues,
     ) -> None:
         """Run one optimiser step. The first step writes the log-probs that it computes to `first_BR`."""
         config = self._config
@@ -310,11 +309,12 @@ class Actor:
                 logprobs_BR = torch.where(micro_batch.mask_BR.bool(), logprobs_BR, 0.0)
                 stats.compare(logprobs_BR, targets.past.rollout_BR, micro_batch)
                 micro_batch.put(logprobs_BR, into=first_BR)
-            values.add(terms.of_tokens, micro_batch)
             for name, value in terms.metrics.items():
                 sums[name] += float(value)
         totals = self._process_group.sum_metrics(sums)
         totals[names.RATIO_ESS] = effective_share({name: totals.pop(name) for name in WEIGHT_SUMS})
+        if targets.teachers is not None:
+            totals |= targets.teachers.pop_means(totals)
         stats.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.LOSS]))
 
     def _logprobs_of(self, model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tensor:

@@ -34,8 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from agent_loop.errors import CheckpointError
 from agent_loop.storage.metrics_file import CHECKPOINTS_FOLDER
 from agent_loop.storage.whole_file import sync_to_disk
-from agent_loop.training.data_manifest import DataManifest
-from agent_loop.training.manifest import find_damage, manifest_form, manifest_of, read_manifest
+from agent_loop.training.manifest import DataManifest, find_damage, manifest_form, manifest_of, read_manifest
 
 STATE_FILE = "state.json"
 TRAINER_FOLDER = "trainer"
@@ -141,11 +140,7 @@ def save_state(state: dict[str, Any], folder: Path) -> None:
 
 
 def load_state(state: dict[str, Any], checkpoint: Checkpoint) -> None:
-    """Load saved tensors into nested tensors of the same names, even if they were sharded differently.
-
-    Raises:
-        CheckpointError: The files are damaged, or some tensors are missing.
-    """
+    """Load saved tensors into nested tensors of the same names, even if they were sharded differently."""
     try:
         with _without_single_process_warning():
             cast(Any, dcp).load(state, checkpoint_id=checkpoint.path / TRAINER_FOLDER)
@@ -170,10 +165,6 @@ def step_of(checkpoint: Path) -> int:
 
 def latest_checkpoint(run_dir: Path, *, parts: Iterable[str] | None = None) -> Checkpoint:
     """Return the last checkpoint of a run.
-
-    Args:
-        run_dir: Folder of the run.
-        parts: Check only the files of these subfolders; None checks all.
 
     Raises:
         CheckpointError: The run has no checkpoint, or the last one is damaged.
@@ -204,10 +195,6 @@ def named_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Check
 
 def open_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkpoint:
     """Read the state file of a checkpoint, and check the size and the checksum of its files by reading them.
-
-    Args:
-        path: Folder of the checkpoint.
-        parts: Check only the files of these subfolders; None checks all.
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged.

@@ -18,17 +18,15 @@ from agent_loop.config import CriticConfig, ModelConfig
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
-from agent_loop.training.branches import rollouts_of_rows
+from agent_loop.training.advantages.groups import rollouts_of_rows
 from agent_loop.training.forward import outputs_at, prepare_batching, sampled_tokens
-from agent_loop.training.losses import Aggregation, masked_mean, value_loss
+from agent_loop.training.losses.terms import Aggregation, masked_mean, value_loss
 from agent_loop.training.master_weights import save_model, take_weights
-from agent_loop.training.micro_batches import MicroBatch, trainable_rows
+from agent_loop.training.micro_batches import MicroBatch, micro_batches_of_rank, trainable_rows
 from agent_loop.training.optimizer import Optimizer
-from agent_loop.training.passes import add_gradients, compute_each
+from agent_loop.training.passes import StepNames, UpdateStats, add_gradients, compute_each
 from agent_loop.training.policy import device_of, make_exact
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
-from agent_loop.training.rank_share import micro_batches_of_rank
-from agent_loop.training.update_stats import StepNames, UpdateStats
 
 STEP_NAMES = StepNames(
     grad_norm=names.CRITIC_GRAD_NORM,
@@ -50,19 +48,7 @@ class Critic:
         process_group: ProcessGroup = SINGLE_PROCESS,
         num_threads: int = 1,
     ) -> None:
-        """Take ownership of a loaded model.
-
-        Args:
-            model: Model that returns one number per token, as `load_critic` loads it; stays on its device.
-            config: Settings of the critic.
-            dtype: Dtype that the model computes in; None is the dtype of its parameters.
-            seed: Seed of the shuffle into mini-batches.
-            process_group: Process group over which the model is sharded.
-            num_threads: Number of micro-batches that are computed at once; 1 in a process group of several ranks.
-
-        Raises:
-            ConfigError: The type of the model is not proved for lines or prefixes that rows share as configured.
-        """
+        """Take ownership of a loaded model."""
         self.model = model
         self._config = config
         make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
@@ -105,9 +91,6 @@ class Critic:
 
         Returns:
             Metrics, by the names in `agent_loop.training.metrics`; empty if no row remains.
-
-        Raises:
-            DataError: A row has no prompt.
         """
         rows = trainable_rows(batch, keep_B)
         if not len(rows):
@@ -191,14 +174,6 @@ def load_critic(
     """Load a model with a head of one value per token, and move it to its device.
 
     A head that is not in the files starts at 0.
-
-    Args:
-        config: Settings of the critic.
-        model_config: Settings of the policy: device, and the path if the critic has none.
-        path: Path to load instead of the configured one, for example from a checkpoint.
-
-    Raises:
-        ConfigError: The model does not exist, or `transformers` has no such head for it.
     """
     source = str(path or config.path or model_config.path)
     try:

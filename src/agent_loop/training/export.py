@@ -56,12 +56,7 @@ def export_model(
 
 
 def evaluated_model(path: Path) -> Path:
-    """Return the folder with the model of a checkpoint, or of a run's last one. The first call merges adapters.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged.
-        ConfigError: The model of the adapters cannot be loaded.
-    """
+    """Return the folder with the model of a checkpoint, or of a run's last one. The first call merges adapters."""
     checkpoint = named_checkpoint(path, parts=[MODEL_FOLDER])
     if not is_adapter_folder(checkpoint.model_path):
         return checkpoint.model_path

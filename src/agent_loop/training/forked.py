@@ -55,14 +55,7 @@ NOT_FORKED = Forked()
 
 
 class StepForks:
-    """Samples the continuations of steps.
-
-    Args:
-        config: Which states, and how many continuations.
-        runner: Manager that samples them.
-        progress: Console view that shows the continuations.
-        open_journal: Opens the journal of a step's forks.
-    """
+    """Samples the continuations of steps."""
 
     def __init__(
         self,
@@ -80,17 +73,7 @@ class StepForks:
     async def run(
         self, trajectories: Sequence[Trajectory], *, label: str, origin: Callable[[int], tuple[str, int]]
     ) -> Forked:
-        """Continue trajectories anew.
-
-        Args:
-            trajectories: Finished trajectories of the step.
-            label: Label of the step.
-            origin: See `find_forks`.
-
-        Raises:
-            DataError: The states depend on log-probs, and the server gave none.
-            RolloutError: Too many continuations failed.
-        """
+        """Continue trajectories anew."""
         forks, reasons = find_forks(trajectories, config=self._config, origin=origin)
         if reasons and not forks:
             self._progress.say(f"{label}: no trajectory can be forked; {reasons[0]}")
@@ -119,14 +102,7 @@ def fork_metrics(
     continuations: Sequence[Trajectory],
     branches: Sequence[Trajectory],
 ) -> dict[str, float]:
-    """Return the cost of the continuations of a step, and what their values change.
-
-    Args:
-        trajectories: Trajectories of the step.
-        forks: Forks of the step.
-        continuations: All continuations. The group of each is the index of its fork.
-        branches: The continuations that `as_branches` kept.
-    """
+    """Return the cost of the continuations of a step, and what their values change."""
     sampled = [
         (len(segment), (segment.weight_version or 0) > _last_version(forks[each.group]))
         for each in continuations

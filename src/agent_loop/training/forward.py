@@ -21,7 +21,7 @@ from agent_loop.servers.embedded.model_types import can_pack, can_pad, can_share
 from agent_loop.servers.embedded.vision import VISION_MODELS, media_features
 from agent_loop.training.micro_batches import MicroBatch
 from agent_loop.training.packing import as_tree, pack
-from agent_loop.training.prefix_tree import tree_inputs, use_tree_attention
+from agent_loop.training.prefix_tree.attention import tree_inputs, use_tree_attention
 
 ResultT = TypeVar("ResultT")
 logger = logging.getLogger(__name__)
@@ -54,9 +54,6 @@ def prepare_batching(model: PreTrainedModel, *, config: OptimConfig, section: st
         model: Model that is trained.
         config: Settings; `use_packing` and `share_prefixes` select the kind of batches.
         section: Name of `config` in messages: `actor` or `critic`.
-
-    Raises:
-        ConfigError: The type of the model is not proved for the configured kind of batches.
     """
     name, kind = type(model).__name__, model.config.model_type
     key = "share_prefixes" if config.share_prefixes else "use_packing"
@@ -87,9 +84,6 @@ def sampled_tokens(model: PreTrainedModel, micro_batch: MicroBatch) -> SampledTo
     """Return the sampled tokens of a micro-batch, with the input that predicts them.
 
     Prompts must not be empty, because the first response token needs a token before it.
-
-    Raises:
-        ConfigError: The batch has images, and models of this kind are not trained with images.
     """
     mask_BR = micro_batch.mask_BR
     inputs, before_M = model_inputs(model, micro_batch)

@@ -16,30 +16,29 @@ from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.batch import TENSOR_COLUMNS, RolloutBatch
 from agent_loop.rollout.forks import FORKED_TURN
 from agent_loop.servers.embedded.kernels import use_deterministic_kernels
-from agent_loop.training import learned
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
-from agent_loop.training.advantages import (
+from agent_loop.training.actor_loss import PastLogProbs
+from agent_loop.training.advantages.estimate import (
+    SOURCE,
     BatchAdvantages,
     estimate_batch,
     estimator_needs,
     load_estimators,
-    part_columns,
 )
-from agent_loop.training.advantages.sources import SOURCE
-from agent_loop.training.branches import branch_weights, rollouts_of_rows
+from agent_loop.training.advantages.groups import branch_weights, rollouts_of_rows
+from agent_loop.training.advantages.rewards import COLUMNS as SEAT_COLUMNS
+from agent_loop.training.advantages.rewards import has_seats, part_columns
 from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint, load_state, save_state
 from agent_loop.training.critic import Critic, load_critic
-from agent_loop.training.distillation import COLUMNS as TEACHER_COLUMNS
-from agent_loop.training.distillation import TeacherTargets
-from agent_loop.training.losses import kl_penalty, masked_mean
+from agent_loop.training.distillation.targets import COLUMNS as TEACHER_COLUMNS
+from agent_loop.training.distillation.targets import TeacherTargets
+from agent_loop.training.losses.terms import kl_penalty, masked_mean
 from agent_loop.training.micro_batches import trainable_rows
+from agent_loop.training.passes import ADVANTAGES, IS_TRAINED
 from agent_loop.training.policy import compute_dtype, device_of, load_policy
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup, RankCommand
 from agent_loop.training.reference import load_reference
-from agent_loop.training.seats import COLUMNS as SEAT_COLUMNS
-from agent_loop.training.seats import has_seats
-from agent_loop.training.targets import PastLogProbs
 
 CRITIC_FOLDER = "critic"
 """Subfolder of a checkpoint with the critic, in the format of `transformers`."""
@@ -69,14 +68,7 @@ class Learner:
         critic: Critic | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Take ownership of actor and critic.
-
-        Args:
-            config: Settings of the whole run.
-            actor: The policy.
-            critic: Needed for `gae` and other estimators that need a critic.
-            process_group: Process group over which both are sharded.
-        """
+        """Take ownership of actor and critic."""
         self._estimators = load_estimators(config.algorithm)
         self._estimator = self._estimators.of_run
         if self._estimator.needs.critic and critic is None:
@@ -98,7 +90,7 @@ class Learner:
         """Train on the rollout of one step and return metrics.
 
         Args:
-            batch: Batch that `assemble` returned. The columns of `agent_loop.training.learned` are added to it.
+            batch: Batch that `assemble` returned. The columns of `agent_loop.training.passes` are added to it.
             baseline_rewards: Reward of a greedy rollout by group, for estimators that need it (`remax`). It includes
                 the rewards of turns times `algorithm.turn_reward_weight`. Groups that are missing or NaN are not
                 trained.
@@ -157,11 +149,7 @@ class Learner:
             save_state(self._state_dict(), folder)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Load the training state; the models are loaded already. A critic that is not in the checkpoint starts new.
-
-        Raises:
-            CheckpointError: The checkpoint is damaged.
-        """
+        """Load the training state; the models are loaded already. A critic that is not in the checkpoint starts new."""
         state = self._state_dict()
         if _critic_folder(checkpoint) is None:
             state.pop("critic", None)
@@ -204,7 +192,7 @@ class Learner:
                 teachers, batch, estimate, is_allowed_B=is_allowed_B, past=past
             )
         metrics |= _estimate_metrics(estimate, batch)
-        batch[learned.ADVANTAGES], batch[learned.IS_TRAINED] = estimate.advantages_BR, estimate.keep_B
+        batch[ADVANTAGES], batch[IS_TRAINED] = estimate.advantages_BR, estimate.keep_B
 
         # 3. New weights.
         if self._critic is not None and estimate.returns_BR is not None and values_BR is not None:
@@ -307,12 +295,7 @@ class Learner:
 def load_learner(
     config: Config, *, checkpoint: Checkpoint | None = None, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> Learner:
-    """Load the learner of a new run, or the learner of a checkpoint.
-
-    Raises:
-        ConfigError: A model cannot be loaded, or cannot be trained as configured.
-        CheckpointError: The checkpoint is damaged.
-    """
+    """Load the learner of a new run, or the learner of a checkpoint."""
     _check_sources(config)
     with process_group.on_all_ranks("load", checkpoint=checkpoint):
         if config.rollout.deterministic:

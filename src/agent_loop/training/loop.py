@@ -16,30 +16,31 @@ from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.columns import Learned
 from agent_loop.storage.keeper import TrajectoryKeeper
 from agent_loop.training import metrics as names
-from agent_loop.training.ahead import RolloutsAhead
-from agent_loop.training.breakdowns import Breakdowns
 from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
-from agent_loop.training.data_manifest import DataManifest
-from agent_loop.training.dead_steps import DeadSteps
-from agent_loop.training.distillation import Teachers, open_scoring
-from agent_loop.training.early_warnings import EarlyWarnings
-from agent_loop.training.evaluation import Evaluation, summarise
-from agent_loop.training.feedback import feedback_metrics
+from agent_loop.training.distillation.scoring import open_scoring
+from agent_loop.training.distillation.teachers import Teachers
+from agent_loop.training.evaluation.scores import Evaluation, summarise
 from agent_loop.training.forked import with_branches
 from agent_loop.training.interrupt import Interrupt
-from agent_loop.training.learnable import refuse_without_lesson
-from agent_loop.training.learned import learned_of
 from agent_loop.training.learner import Learner
+from agent_loop.training.manifest import DataManifest
 from agent_loop.training.metrics import MetricsWriter
+from agent_loop.training.monitor import DeadSteps, EarlyWarnings, refuse_without_lesson
+from agent_loop.training.passes import learned_of
 from agent_loop.training.progress import Progress
-from agent_loop.training.result import TrainResult
-from agent_loop.training.rollout_metrics import drift_metrics, replay_metrics, rollout_metrics
-from agent_loop.training.rollouts import Rollouts, StepRollout, StepRollouts, max_staleness
-from agent_loop.training.run_folder import config_values
-from agent_loop.training.samplers import RowSelector
+from agent_loop.training.rollouts import Rollouts, RolloutsAhead, StepRollout, StepRollouts, max_staleness
+from agent_loop.training.row_selection import RowSelector
+from agent_loop.training.run_folder import TrainResult, config_values
+from agent_loop.training.step_metrics import (
+    data_sources,
+    drift_metrics,
+    feedback_metrics,
+    replay_metrics,
+    rollout_metrics,
+    source_metrics,
+)
 from agent_loop.training.supervised.examples import ExampleSampler
-from agent_loop.training.time_shares import TimeShares, time_shares
-from agent_loop.training.timing import StepClock
+from agent_loop.training.timing import StepClock, TimeShares, time_shares
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 
@@ -92,7 +93,7 @@ class TrainingLoop:
             report=progress.say,
         )
         self._early_warnings = EarlyWarnings(report=progress.say)
-        self._breakdowns = Breakdowns(success_threshold=config.reward.success_threshold, report=progress.say)
+        self._sources = data_sources(selector.rows)
         self._completed = 0
         self._is_first_step = True
         self._saved: tuple[int, Path] | None = None
@@ -166,11 +167,9 @@ class TrainingLoop:
         # 2. Compute the rollout metrics. A run that has nothing to learn from stops at its first step.
         if self._is_first_step and (rollout.lessons is None or rollout.lessons.is_empty):
             self._refuse_without_lesson(trajectories, step=step)
-        metrics = rollout_metrics(
-            trajectories,
-            success_threshold=self._config.reward.success_threshold,
-            weight_version=self._completed,
-        )
+        threshold = self._config.reward.success_threshold
+        metrics = rollout_metrics(trajectories, success_threshold=threshold, weight_version=self._completed)
+        metrics |= source_metrics(trajectories, sources=self._sources, success_threshold=threshold)
         metrics |= timing_metrics(trajectories) | feedback_metrics(trajectories)
         metrics |= rollout.metrics
         metrics |= rollout.forked.metrics
@@ -259,9 +258,7 @@ class TrainingLoop:
             lessons.add_columns(batch)
         metrics = self._learner.learn(batch, baseline_rewards=rollout.baseline_rewards)
         metrics |= {} if lessons is None else lessons.metrics()
-        own = batch[: len(trained)] if branches else batch
-        metrics |= self._breakdowns.metrics(own, trained)
-        return metrics, learned_of(own, rollout.trajectories)
+        return metrics, learned_of(batch, rollout.trajectories)
 
     def _supervise(self, step: int) -> dict[str, float]:
         """Take the supervised optimiser step after a step, if one is due. Called in a thread."""

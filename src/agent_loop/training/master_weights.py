@@ -1,11 +1,16 @@
-"""The float32 weights that the optimiser updates, for models that compute in another dtype or on another device, or are
-sharded."""
+"""The float32 weights that the optimiser updates, and base weights of adapters in 4 bits (QLoRA, arXiv 2305.14314).
+
+The model computes in its dtype, on its device and with its shards, and with the dequantised base weights, which servers
+get too.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -13,12 +18,60 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agent_loop.errors import ConfigError
 from agent_loop.training.process_group import ProcessGroup
-from agent_loop.training.quantized_base import is_quantized
+
+
+def quantized_loading(*, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that load linear layers in 4 bits. The head and embeddings stay as
+    they are.
+    """
+    missing = [name for name in ("bitsandbytes", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            'model.base_bits=4 needs: pip install "agent-loop[bitsandbytes]" '
+            f"({' and '.join(missing)} missing)"
+        )
+    settings: Any = cast(Any, BitsAndBytesConfig)(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": settings, "device_map": {"": str(device)}}
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Keep weights of 4 bits in their layout on a CPU with AVX-512 BF16.
+
+    `bitsandbytes` would repack them there at the first forward without a gradient. Repacked weights have no backward
+    pass and no inverse that `dequantized` knows, and exist only for some widths.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            cast(Any, module).support_avx512bf16_for_cpu = False
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Return whether a parameter is in 4 bits."""
+    return getattr(weight, "quant_state", None) is not None
+
+
+def dequantized(weight: Tensor) -> Tensor:
+    """Return a parameter as numbers that the model computes with; one that is not quantised unchanged."""
+    if not is_quantized(weight):
+        return weight.detach()
+    functional: Any = import_module("bitsandbytes.functional")
+    return functional.dequantize_4bit(weight.data, cast(Any, weight).quant_state)
+
+
+def shape_of(weight: Tensor) -> torch.Size:
+    """Return the shape of a parameter before it was quantised."""
+    return cast(Any, weight).quant_state.shape if is_quantized(weight) else weight.shape
+
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 """Gradient of each weight; None if the loss does not depend on the weight."""
@@ -71,9 +124,6 @@ def take_weights(
         process_group: Process group over which the model is sharded.
         dtype: Dtype that the model computes in; None is the dtype of its parameters.
         on_host: Keep the weights, and so their gradients, in CPU memory; the model's parameters are copies.
-
-    Raises:
-        ConfigError: The weights are to be on the host and sharded.
     """
     if process_group.mesh is not None and on_host:
         raise ConfigError(

@@ -114,12 +114,8 @@ TOOLS = "tools/"
 returned."""
 
 BY_SOURCE = "by_source/"
-"""Prefix: `rollouts`, `reward/mean`, `reward/success_share`, `entropy`, `clip_fraction`, `kl_loss`,
-`distillation_loss` and `rollout_train_logprob_diff_mean` of each data source, as in `by_source/gsm8k/entropy`. Values
-of tokens are means over sampled tokens. Absent in runs with one source."""
-BY_TURN = "by_turn/"
-"""Prefix: the same metrics of each turn of the model, from 0, as in `by_turn/0/entropy`. A rollout counts at each turn
-that it has. Turns from the ninth are `8+`. Absent in steps with one turn."""
+"""Prefix: `rollouts`, `reward/mean` and `reward/success_share` of each data source, as in
+`by_source/gsm8k/reward/mean`, for the first 20 sources. Absent in runs with one source."""
 
 ACTOR = "actor/"
 """Prefix: metrics of a policy loss."""
@@ -261,11 +257,7 @@ class MetricsWriter:
         self._loggers = loggers
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line and flush it to the operating system.
-
-        Raises:
-            OutputError: The file cannot be written.
-        """
+        """Append a line and flush it to the operating system."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         try:
             self._file.write(json.dumps({STEP: step, **values}) + "\n")

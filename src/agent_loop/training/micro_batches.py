@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from typing import Any, TypeAlias, cast
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from agent_loop.errors import DataError
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training.prefix_tree.tree import PASS_COST, LongArray, SortedRows
+from agent_loop.training.process_group import ProcessGroup
 from agent_loop.trajectory.attachments import Attachment
 
 Lines: TypeAlias = tuple[tuple[int, ...], ...]
@@ -77,11 +78,7 @@ class MicroBatch:
 
 
 def trainable_rows(batch: RolloutBatch, keep_B: Tensor | None = None) -> Tensor:
-    """Return the indices of the rows that are kept and have a sampled token.
-
-    Raises:
-        DataError: One of these rows has no prompt.
-    """
+    """Return the indices of the rows that are kept and have a sampled token."""
     is_trainable_B = batch["response_mask"].any(dim=1)
     rows = (is_trainable_B if keep_B is None else is_trainable_B & keep_B).nonzero().flatten()
     prompt_lengths = batch["attention_mask"][rows, : batch["prompts"].shape[1]].sum(dim=1)
@@ -243,3 +240,58 @@ def sorted_rows(batch: RolloutBatch, rows: Tensor) -> SortedRows:
     indices: list[int] = cast(Any, rows).tolist()
     tokens: dict[int, LongArray] = {row: input_ids_BW[row, attention_mask_BW[row] == 1] for row in indices}
     return SortedRows(tokens)
+
+
+def micro_batches_of_rank(
+    batch: RolloutBatch,
+    *,
+    rows: Tensor,
+    process_group: ProcessGroup,
+    max_tokens: int,
+    device: torch.device,
+    use_packing: bool = False,
+    share_prefixes: bool = False,
+    pad: bool = True,
+    at_least: int = 1,
+) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of this rank's share of the rows; of all rows if there is one rank.
+
+    Rows are distributed by length, or in the order of their tokens if they share prefixes, so that all shares have
+    about the same number of tokens to compute. All ranks run the same number of micro-batches: a rank with fewer runs
+    spare ones at the end.
+    """
+
+    def cut(own_rows: Tensor) -> Iterator[MicroBatch]:
+        return micro_batches(
+            batch,
+            rows=own_rows,
+            max_tokens=max_tokens,
+            device=device,
+            use_packing=use_packing,
+            share_prefixes=share_prefixes,
+            pad=pad,
+            at_least=at_least,
+        )
+
+    if process_group.size == 1:
+        yield from cut(rows)
+        return
+    rank, size = process_group.rank, process_group.size
+    lengths = batch["attention_mask"][rows].sum(dim=1)
+    longest_first = rows[lengths.argsort(descending=True, stable=True)]
+    if share_prefixes and len(rows):
+        shares = sorted_rows(batch, rows).shares(size)
+        own_rows = torch.tensor(shares[rank] if rank < len(shares) else (), dtype=torch.long)
+    else:
+        own_rows = longest_first[rank::size]
+    own = list(cut(own_rows))
+    num_spare = max(process_group.all_gather(len(own))) - len(own)
+    yield from own
+    spare = _spare(own[-1] if own else next(cut(longest_first[-1:])))
+    for _ in range(num_spare):
+        yield spare
+
+
+def _spare(micro_batch: MicroBatch) -> MicroBatch:
+    """Return a micro-batch that the model runs on, and that counts nowhere."""
+    return replace(micro_batch, mask_BR=torch.zeros_like(micro_batch.mask_BR), is_spare=True)

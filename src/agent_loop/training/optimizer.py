@@ -20,16 +20,7 @@ class Optimizer:
     """AdamW with a warm-up and a decay, and with 32 or 8 bits for each number of its state."""
 
     def __init__(self, weights: MasterWeights, *, config: OptimConfig, seed: int) -> None:
-        """Refer to the weights.
-
-        Args:
-            weights: Weights to update.
-            config: Learning rates, and the number of steps of an update.
-            seed: Seed of the shuffle into mini-batches.
-
-        Raises:
-            ConfigError: `optimizer_bits` is 8, and `bitsandbytes` is not installed or the weights are sharded.
-        """
+        """Refer to the weights."""
         self.num_updates = 0
         self._config = config
         self._generator = torch.Generator().manual_seed(seed)
@@ -56,13 +47,7 @@ class Optimizer:
         return risen * (1 - fallen)
 
     def mini_batches(self, rows: Tensor, *, rollouts_B: Tensor | None = None) -> Iterator[Tensor]:
-        """Shuffle the rollouts, divide them into mini-batches, and yield the rows of each, once per epoch.
-
-        Args:
-            rows: Indices of the rows to train on.
-            rollouts_B: Number of the rollout of each row of the batch; its rows stay together. None: each row is a
-                rollout.
-        """
+        """Shuffle the rollouts, divide them into mini-batches, and yield the rows of each, once per epoch."""
         rollouts = torch.arange(len(rows)) if rollouts_B is None else rollouts_B[rows]
         found: tuple[Tensor, Tensor] = cast(Any, torch).unique(rollouts, return_inverse=True)
         num_rollouts, numbers = len(found[0]), found[1]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agent_loop.training.micro_batches import MicroBatch
-from agent_loop.training.prefix_tree import TreeLayout, lay_out
+from agent_loop.training.prefix_tree.layout import TreeLayout, lay_out
 from agent_loop.training.prefix_tree.tree import LongArray
 
 

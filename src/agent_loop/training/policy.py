@@ -20,18 +20,17 @@ from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.model_types import logit_scaling
 from agent_loop.servers.embedded.vision import auto_model_class
-from agent_loop.training.adapted_model import is_low_rank
-from agent_loop.training.adapters import add_adapters, is_adapter_folder, load_adapters
+from agent_loop.training.adapters import add_adapters, is_adapter_folder, is_low_rank, load_adapters
 from agent_loop.training.forward import SampledTokens, apply_at_head, outputs_at, sampled_tokens
-from agent_loop.training.losses import (
+from agent_loop.training.losses.logprobs import (
     LinearHead,
     LogitTransform,
     TokenLogProbs,
     blockwise_logprobs,
     token_logprobs,
 )
+from agent_loop.training.master_weights import keep_layout, quantized_loading
 from agent_loop.training.micro_batches import MicroBatch
-from agent_loop.training.quantized_base import keep_layout, quantized_loading
 
 ATTENTION_PARTS = ("attention", "flash_attn")
 """Parts of the names of operations that compute attention."""
@@ -47,9 +46,6 @@ def load_policy(config: ModelConfig, *, path: str | Path | None = None, seed: in
         path: Path to load instead of `config.path`, for example from a checkpoint. With adapters, it holds the
             adapters, and the model is loaded from `config.path`.
         seed: Seed of new adapters.
-
-    Raises:
-        ConfigError: The model does not exist, `transformers` cannot load it, or it cannot have such adapters.
     """
     if path is not None and is_adapter_folder(path) != bool(config.lora_rank):
         what = "no adapters" if config.lora_rank else "adapters"
@@ -66,11 +62,7 @@ def load_policy(config: ModelConfig, *, path: str | Path | None = None, seed: in
 
 
 def load_base(config: ModelConfig, *, path: str | Path) -> PreTrainedModel:
-    """Load a model without adapters, in float32 or with `config.base_bits`.
-
-    Raises:
-        ConfigError: The model does not exist, `transformers` cannot load it, or a library is missing.
-    """
+    """Load a model without adapters, in float32 or with `config.base_bits`."""
     options: dict[str, Any] = {}
     if config.base_bits:
         options = quantized_loading(device=device_of(config), dtype=compute_dtype(config))
@@ -95,11 +87,7 @@ def _cannot_load(path: str | Path, error: Exception) -> ConfigError:
 
 
 def compute_dtype(config: ModelConfig) -> torch.dtype:
-    """Return the dtype that the model computes in, which is also the dtype of the weights in the servers.
-
-    Raises:
-        ConfigError: The dtype is `auto`, and the model's own dtype cannot be trained in.
-    """
+    """Return the dtype that the model computes in, which is also the dtype of the weights in the servers."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     try:
@@ -116,11 +104,7 @@ def compute_dtype(config: ModelConfig) -> torch.dtype:
 
 
 def device_of(config: ModelConfig) -> torch.device:
-    """Return the device that `model.device` selects on this machine.
-
-    Raises:
-        ConfigError: The setting names a GPU, and torch sees none.
-    """
+    """Return the device that `model.device` selects on this machine."""
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise ConfigError("model.device is 'cuda', but torch sees no GPU; set model.device=cpu or auto")
@@ -128,13 +112,7 @@ def device_of(config: ModelConfig) -> torch.device:
 
 
 def make_exact(model: PreTrainedModel, *, gradient_checkpointing: bool | Literal["selective"]) -> None:
-    """Switch off everything that makes two passes differ, such as dropout, because engines sample without it.
-
-    Args:
-        model: Model to change.
-        gradient_checkpointing: Compute each layer again in the backward pass; `selective` keeps the outputs of
-            attention.
-    """
+    """Switch off everything that makes two passes differ, such as dropout, because engines sample without it."""
     model.eval()
     if getattr(model.config, "rescale_every", 0):
         cast(

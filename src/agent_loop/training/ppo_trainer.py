@@ -18,25 +18,25 @@ from agent_loop.runtime.garbage_collection import frozen_objects, infrequent_col
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.storage.keeper import TrajectoryKeeper
-from agent_loop.training.advantages import estimator_needs, load_estimator
+from agent_loop.training.advantages.estimate import estimator_needs, load_estimator
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
-from agent_loop.training.data_manifest import DataManifest
-from agent_loop.training.distillation import open_teachers, refuse_other_teachers
-from agent_loop.training.epochs import with_total_steps
+from agent_loop.training.distillation.teachers import open_teachers, refuse_other_teachers
 from agent_loop.training.interrupt import Interrupt
-from agent_loop.training.learnable import refuse_truncated_sampling, refuse_without_reward
 from agent_loop.training.learner import load_learner
 from agent_loop.training.loggers import make_loggers
 from agent_loop.training.loop import TrainingLoop
-from agent_loop.training.losses import load_policy_loss
+from agent_loop.training.losses.policy import load_policy_loss
+from agent_loop.training.manifest import DataManifest
 from agent_loop.training.metrics import MetricsWriter
+from agent_loop.training.monitor import refuse_truncated_sampling, refuse_without_reward
 from agent_loop.training.progress import Progress, without_progress_of_transformers
 from agent_loop.training.ranks import seeing_own_devices, start_process_group
-from agent_loop.training.result import TrainResult
 from agent_loop.training.rollouts import Rollouts, max_staleness
+from agent_loop.training.row_selection import RowSelector, make_selector
 from agent_loop.training.run_folder import (
     METRICS_FILE,
     SFT_SPLIT,
+    TrainResult,
     changed_keys,
     check_rows_unchanged,
     check_run_folder,
@@ -44,10 +44,19 @@ from agent_loop.training.run_folder import (
     find_checkpoint,
     prepare_run_folder,
 )
-from agent_loop.training.samplers import RowSelector, make_selector
 from agent_loop.training.supervised.examples import ExampleSampler, load_examples
 from agent_loop.training.timing import StepClock
 from agent_loop.types import Row
+
+
+def with_total_steps(config: Config, *, num_rows: int) -> Config:
+    """Return the configuration with `trainer.total_steps` for its `trainer.total_epochs`, if it has any."""
+    epochs = config.trainer.total_epochs
+    if epochs is None:
+        return config
+    steps = max(1, num_rows // config.data.train_batch_size * epochs)
+    trainer = config.trainer.model_copy(update={"total_steps": steps})
+    return config.model_copy(update={"trainer": trainer})
 
 
 class PPOTrainer:

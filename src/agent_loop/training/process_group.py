@@ -50,14 +50,7 @@ class ProcessGroup:
         mesh: DeviceMesh | None = None,
         commands: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        """Create a group; without arguments, a group of this process alone.
-
-        Args:
-            rank: Number of this process; rank 0 sends the commands.
-            size: Number of ranks.
-            mesh: Mesh over which models are sharded; None does not shard them.
-            commands: Group of torch that carries the commands of rank 0.
-        """
+        """Create a group; without arguments, a group of this process alone."""
         self.rank = rank
         self.size = size
         self.mesh = mesh
@@ -131,12 +124,7 @@ def open_store(size: int, *, host: str, port: int = 0) -> Any:
 
 
 def join_process_group(device: torch.device, **rendezvous: Any) -> ProcessGroup:
-    """Wait until all ranks have joined, and return the group. Call `leave_process_group` at the end.
-
-    Args:
-        device: Kind of device that holds the shard of each rank.
-        rendezvous: Arguments of `init_process_group`, if the environment variables of `torchrun` are not set.
-    """
+    """Wait until all ranks have joined, and return the group. Call `leave_process_group` at the end."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **rendezvous)
     return ProcessGroup(

@@ -75,11 +75,7 @@ class Progress:
             self._live.stop()
 
     def start(self, *, completed_steps: int) -> None:
-        """Start the clock of the first step.
-
-        Args:
-            completed_steps: Steps that an earlier run completed.
-        """
+        """Start the clock of the first step."""
         self._step = completed_steps
         self._step_ends.append(time.monotonic())
 
@@ -94,13 +90,7 @@ class Progress:
             self._rollouts.remove(rollout)
 
     def end_step(self, step: int, metrics: Mapping[str, float], *, time_spent: str = "") -> None:
-        """Show the metrics of a completed step.
-
-        Args:
-            step: Number of the step.
-            metrics: Its metrics.
-            time_spent: Line that shows how the time of the step was spent.
-        """
+        """Show the metrics of a completed step."""
         self._step = step
         self._time_spent = time_spent
         self._latest = {**self._latest, **metrics} if self._live is not None else metrics

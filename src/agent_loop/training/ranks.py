@@ -1,32 +1,105 @@
-"""Start of a process group: ranks that `torchrun` started, or that rank 0 starts on this machine or on Ray."""
+"""Process group of a training: ranks that `torchrun` started, or that rank 0 starts on this machine or on Ray.
+
+Rank 0 starts `python -m agent_loop.training.ranks PORT RANK LOCAL_RANK` for each rank on its own machine. The first
+line of standard input is the configuration. The process ends when its standard input ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import AsyncGenerator, Generator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch.distributed import is_torchelastic_launched
+from transformers.utils import logging as transformers_logging
 
 from agent_loop.config import Config
 from agent_loop.distributed.ray_ranks import RayRanks
-from agent_loop.errors import ConfigError, ProcessGroupError
-from agent_loop.planning.devices import UNASSIGNED, Assignment, assign, seeing, visible_devices
+from agent_loop.errors import AgentLoopError, ConfigError, ProcessGroupError
+from agent_loop.planning.devices import (
+    UNASSIGNED,
+    Assignment,
+    assign,
+    environment_for,
+    seeing,
+    visible_devices,
+)
 from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.runtime.threads import run_in_thread
-from agent_loop.training.local_ranks import LocalRanks
+from agent_loop.training.learner import load_learner
 from agent_loop.training.policy import device_of
 from agent_loop.training.process_group import (
+    LOOPBACK,
     SINGLE_PROCESS,
     ProcessGroup,
     join_process_group,
     leave_process_group,
     open_store,
 )
-from agent_loop.training.rank_process import connect_and_run_rank
+
+RANK_MODULE = "agent_loop.training.ranks"
+POLL_S = 0.2
+
+
+class LocalRanks:
+    """Implementation of `OtherRanks` for one machine. A context manager."""
+
+    def __init__(self, config: Config, *, grace_s: float, assignment: Assignment = UNASSIGNED) -> None:
+        self.host = LOOPBACK
+        self._assignment = assignment
+        self._config = config
+        self._grace_s = grace_s
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def start(self, *, port: int) -> None:
+        self._processes = [
+            self._start(port=port, rank=rank) for rank in range(1, self._config.trainer.num_processes)
+        ]
+
+    async def wait_for_exit(self) -> str:
+        while True:
+            for rank, process in enumerate(self._processes, start=1):
+                if process.poll() is not None:
+                    return f"process {rank} ended with exit code {process.returncode}"
+            await asyncio.sleep(POLL_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(self._grace_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self, *, port: int, rank: int) -> subprocess.Popen[str]:
+        """Start a process in a session of its own, which Ctrl-C does not reach. It ends with its standard input."""
+        devices = self._assignment.of_rank(rank)
+        local_rank = rank if devices is None else 0  # the number among the devices that the process sees
+        process = subprocess.Popen(
+            [sys.executable, "-m", RANK_MODULE, str(port), str(rank), str(local_rank)],
+            env={**os.environ, **environment_for(devices)},
+            stdin=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        process.stdin.write(self._config.model_dump_json() + "\n")
+        process.stdin.flush()
+        return process
+
 
 GRACE_S = 10.0
 """Seconds that a stopped rank has to end, and seconds to wait for the exit of a rank after a collective call failed."""
@@ -39,11 +112,7 @@ class OtherRanks(AbstractContextManager[Any], Protocol):
     """Address at which they reach rank 0."""
 
     def start(self, *, port: int) -> None:
-        """Start the ranks.
-
-        Args:
-            port: Port of the store on rank 0.
-        """
+        """Start the ranks."""
         ...
 
     async def wait_for_exit(self) -> str:
@@ -61,9 +130,6 @@ def seeing_own_devices(config: Config) -> Generator[int]:
     """Show this training process its own devices alone, and yield the number of its GPU among those that it sees.
 
     Enter this before CUDA is used. The first process of a run on Ray gets its device from the cluster instead.
-
-    Raises:
-        ConfigError: There are fewer devices than the parts of the run need.
     """
     local_rank = int(os.environ["LOCAL_RANK"]) if is_torchelastic_launched() else 0
     devices = _assignment_of(config).of_rank(local_rank)
@@ -79,12 +145,7 @@ def _assignment_of(config: Config) -> Assignment:
 
 @asynccontextmanager
 async def start_process_group(config: Config) -> AsyncGenerator[ProcessGroup]:
-    """Start the process group of a training, as its rank 0. The other ranks end with the context.
-
-    Raises:
-        ConfigError: The group cannot have that size.
-        ProcessGroupError: Another rank ended while this one was running.
-    """
+    """Start the process group of a training, as its rank 0. The other ranks end with the context."""
     size, device = config.trainer.num_processes, device_of(config.model)
     if is_torchelastic_launched():
         _check_size_of_torchrun(size)
@@ -173,3 +234,59 @@ def _check_gpus(size: int, device: torch.device) -> None:
             f"trainer.num_processes is {size}, but torch sees {torch.cuda.device_count()} GPUs; give each process "
             "one, or set model.device=cpu"
         )
+
+
+def run_rank(config: Config, *, local_rank: int, **rendezvous: Any) -> None:
+    """Run the commands of rank 0 until it stops this rank. Ctrl-C is ignored: rank 0 handles it.
+
+    Args:
+        config: Configuration of rank 0.
+        local_rank: Number of this process's GPU among those that it sees.
+        rendezvous: See `join_process_group`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    transformers_logging.disable_progress_bar()
+    device = device_of(config.model)
+    if device.type == "cuda":
+        torch.cuda.set_device(local_rank)
+    process_group = join_process_group(device, **rendezvous)
+    command = process_group.next_command()
+    if command is not None:
+        learner = load_learner(config, process_group=process_group, **command.arguments)
+        while (command := process_group.next_command()) is not None:
+            learner.run_command(command)
+    leave_process_group()
+
+
+def connect_and_run_rank(config: Config, *, host: str, port: int, rank: int, local_rank: int) -> None:
+    """Connect to the store of rank 0 and run its commands.
+
+    Args:
+        config: Configuration of rank 0.
+        host: Address of rank 0.
+        port: Port of its store.
+        rank: Number of this process.
+        local_rank: Number of this process's GPU among those that it sees.
+    """
+    size = config.trainer.num_processes
+    store = open_store(size, host=host, port=port)
+    run_rank(config, local_rank=local_rank, store=store, rank=rank, world_size=size)
+
+
+def main() -> None:
+    port, rank, local_rank = map(int, sys.argv[1:])
+    config = Config.model_validate_json(sys.stdin.readline())
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    try:
+        connect_and_run_rank(config, host=LOOPBACK, port=port, rank=rank, local_rank=local_rank)
+    except AgentLoopError as error:
+        sys.exit(f"process {rank}: {type(error).__name__}: {error}")
+
+
+def _end_with_rank_0() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

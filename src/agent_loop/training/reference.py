@@ -1,16 +1,43 @@
-"""The reference policy: the policy at the start of the run, or another model."""
+"""The reference policy, and comparison of the vocabularies of models that score the same tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError
 from agent_loop.training.policy import load_policy
-from agent_loop.training.vocabularies import load_vocabulary, refuse_other_vocabulary
+
+MAX_NAMED = 3
+"""Number of tokens that an error names."""
+
+
+def load_vocabulary(path: str, config: Config) -> dict[str, int]:
+    """Return the ids of all tokens of a tokenizer, by their texts."""
+    try:
+        tokenizer = cast(Any, AutoTokenizer).from_pretrained(
+            path, trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{path!r} has no tokenizer that transformers loads: {reason}") from error
+    return dict(tokenizer.get_vocab())
+
+
+def refuse_other_vocabulary(own: Mapping[str, int], other: Mapping[str, int], *, key: str, path: str) -> None:
+    """Raise an error unless two vocabularies give each token the same id."""
+    differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+    if not differing:
+        return
+    named = ", ".join(map(repr, differing[:MAX_NAMED]))
+    raise ConfigError(
+        f"{key} is {path!r}, whose vocabulary differs from the policy's in {len(differing)} tokens ({named}, ...), so "
+        "its log-probs are those of other texts; give a model with the same tokenizer"
+    )
 
 
 def load_reference(
@@ -25,9 +52,6 @@ def load_reference(
         policy: The policy. If it has adapters and the reference is the policy at the start of the run, the result is
             this model: without its adapters, it is the reference.
         device: Device to load it to, instead of `model.device`.
-
-    Raises:
-        ConfigError: The model cannot be loaded, or has other tokens than the policy.
     """
     if not (config.actor.kl_loss_coef or config.algorithm.kl_reward_coef):
         return None

@@ -94,7 +94,7 @@ def policy_loss(name: str) -> Callable[[FunctionT], FunctionT]:
     """Register a policy loss for `actor.policy_loss`.
 
     A loss that is not registered is selected with `actor.policy_loss=file.py:name`. The built-in losses are in
-    `agent_loop.training.losses`: in `policy`, `cispo`, `dppo` and `sapo`.
+    `agent_loop.training.losses.policy`.
 
     A loss is a function, or a class whose instances are called:
 

@@ -1,30 +1,147 @@
-"""Rollout of a training step: its rows, their journal, and the groups that are trained."""
+"""Rollouts of training steps, which may run ahead of the weights."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from functools import cache
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
 from msgspec import structs
 from torch import Tensor
 
-from agent_loop.config import Config
+from agent_loop.config import AlgorithmConfig, Config
+from agent_loop.config.algorithm import OUTCOME
 from agent_loop.rollout.forks import Fork
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.runtime.concurrency import run_together
-from agent_loop.training.advantages import estimator_needs
-from agent_loop.training.distillation import Lessons
+from agent_loop.runtime.numeric import as_reward
+from agent_loop.training.advantages.estimate import SOURCE, estimator_needs
+from agent_loop.training.distillation.scoring import Lessons
 from agent_loop.training.forked import NOT_FORKED, Forked, ForkRunner, StepForks
 from agent_loop.training.progress import Progress
-from agent_loop.training.samplers import RowResult, RowSelector, row_results
-from agent_loop.training.variance import with_variance
+from agent_loop.training.row_selection import RowSelector
+from agent_loop.training.samplers import RowResult, row_results
 from agent_loop.trajectory import Trajectory, group_branches
+from agent_loop.trajectory.branches import seat_of
 from agent_loop.types import Row
+
+RolloutT = TypeVar("RolloutT")
+
+
+class RolloutsAhead(Generic[RolloutT]):
+    """Runs the rollouts of the next steps concurrently, as many as the bound on staleness allows.
+
+    Step `k` trains the weights of version `k - 1`. Its rollout starts when version `k - 1 - max_staleness` is
+    published. No token is older than that, however long a rollout takes, because the trainer waits for it. Synchronous
+    training has the bound 0: the rollout of a step starts when the previous step is complete.
+
+    Used with `async with`. Leaving the context cancels the rollouts that are running.
+    """
+
+    def __init__(
+        self,
+        roll_out: Callable[[int], Coroutine[Any, Any, RolloutT]],
+        *,
+        max_staleness: int,
+        last_step: int,
+    ) -> None:
+        self._roll_out = roll_out
+        self._max_staleness = max_staleness
+        self._last_step = last_step
+        self._group = asyncio.TaskGroup()
+        self._running: dict[int, asyncio.Task[RolloutT | _RolloutFailure]] = {}
+
+    async def take(self, step: int) -> RolloutT:
+        """Wait for the rollout of the next step and return it, after starting the rollouts that may run now.
+
+        Call it when all earlier steps are complete.
+        """
+        for each in range(step, min(step + self._max_staleness, self._last_step) + 1):
+            if each not in self._running:
+                self._running[each] = self._group.create_task(self._run(each), name=f"rollout of step {each}")
+        outcome = await self._running.pop(step)
+        if isinstance(outcome, _RolloutFailure):
+            raise outcome.error
+        return outcome
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._running.values():
+            task.cancel()
+        await self._group.__aexit__(None, None, None)
+
+    async def _run(self, step: int) -> RolloutT | _RolloutFailure:
+        """Return the error of a failed rollout, which `take` raises, so that it does not cancel the other rollouts."""
+        try:
+            return await self._roll_out(step)
+        except Exception as error:  # noqa: BLE001  (raised by `take`)
+            return _RolloutFailure(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _RolloutFailure:
+    error: Exception
+
+
+def with_variance(trajectories: Sequence[Trajectory], *, algorithm: AlgorithmConfig) -> list[Trajectory]:
+    """Return the trajectories of groups in which several rollouts are scored and not all rewards are equal.
+
+    In games, this holds for a seat of the group. With `gdpo`, it holds for one of `algorithm.reward_parts` with a
+    weight.
+    """
+    values: defaultdict[tuple[int, Hashable], set[float]] = defaultdict(set)
+    num_scored: Counter[tuple[int, Hashable]] = Counter()
+    of_source = cache(algorithm.of_source)
+    for branches in group_branches(trajectories):
+        compared = [
+            ((trajectory.group, (seat_of(trajectory), name)), value)
+            for trajectory in branches
+            for name, value in _compared(trajectory, of_source=of_source)
+        ]
+        for key, value in compared:
+            values[key].add(value)
+        num_scored.update({key for key, _ in compared})
+    groups = {key[0] for key, found in values.items() if num_scored[key] > 1 and len(found) > 1}
+    return [t for t in trajectories if t.group in groups]
+
+
+def _compared(
+    trajectory: Trajectory, *, of_source: Callable[[str | None], AlgorithmConfig]
+) -> Iterator[tuple[str, float]]:
+    """Yield the names and values that the estimator of a trajectory compares; nothing if it is not scored."""
+    if trajectory.reward is None:
+        return
+    source = trajectory.row.get(SOURCE)
+    settings = of_source(source if isinstance(source, str) else None)
+    parts = settings.reward_parts if settings.adv_estimator == "gdpo" else {OUTCOME: 1.0}
+    returned, fields = trajectory.reward_extra, trajectory.output.extra_fields
+    for name in parts:
+        value = trajectory.reward if name == OUTCOME else as_reward(returned.get(name, fields.get(name)))
+        if value is not None and parts[name]:
+            yield name, value
+
 
 OnTrajectory: TypeAlias = Callable[[Trajectory], None]
 
@@ -97,15 +214,7 @@ class StepRollout:
 
 
 class StepRollouts:
-    """Runs the rollouts of steps. Rollouts of several steps may run at once.
-
-    Args:
-        config: All settings.
-        manager: Manager that runs the trajectories.
-        selector: Selects the rows of a step.
-        progress: Console view that shows trajectories, and notes about the journals.
-        journals: Folder of the journals; None keeps no journals.
-    """
+    """Runs the rollouts of steps. Rollouts of several steps may run at once."""
 
     def __init__(
         self,
@@ -189,13 +298,7 @@ class StepRollouts:
     async def _fork(
         self, trajectories: Sequence[Trajectory], *, step: int, origins: Mapping[int, tuple[str, int]]
     ) -> Forked:
-        """Continue the trajectories anew that may be trained.
-
-        Args:
-            trajectories: Trajectories of the step.
-            step: The step.
-            origins: By the first group of each run: the label of the run, and that group.
-        """
+        """Continue the trajectories anew that may be trained."""
 
         def origin(group: int) -> tuple[str, int]:
             label, first_group = origins[max(first for first in origins if first <= group)]

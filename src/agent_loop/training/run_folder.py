@@ -1,9 +1,10 @@
-"""Folder of a run: checks before writing to it, and the checkpoint to resume from."""
+"""Folder of a run: checks before writing to it, the checkpoint to resume from, and the result."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,8 +22,27 @@ from agent_loop.training.checkpoint import (
     named_checkpoint,
     step_of,
 )
-from agent_loop.training.data_manifest import DataManifest
+from agent_loop.training.evaluation.scores import Evaluation
+from agent_loop.training.manifest import DataManifest
 from agent_loop.training.metrics import forget_steps_after
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """Result of a run."""
+
+    step: int
+    """Completed steps, including those before a resume."""
+    is_interrupted: bool
+    """The run was stopped before `trainer.total_steps`."""
+    run_dir: Path
+    checkpoint: Path | None
+    """The last checkpoint; None if none was written."""
+    metrics: Mapping[str, float]
+    """Metrics of the last step of this run."""
+    evaluation: Evaluation | None
+    """Last evaluation of this run."""
+
 
 SFT_SPLIT, SFT_VAL_SPLIT = "sft", "sft_val"
 """Splits of supervised examples."""
@@ -43,9 +63,6 @@ def find_checkpoint(run_dir: Path, *, resume: bool | str) -> Checkpoint | None:
         run_dir: Folder of the run.
         resume: False starts from the beginning. True or `auto` selects the last checkpoint of the run. A path selects
             that checkpoint, or the last checkpoint of the run in that folder.
-
-    Raises:
-        CheckpointError: The checkpoint does not exist, or is damaged.
     """
     if not resume:
         return None
@@ -55,12 +72,7 @@ def find_checkpoint(run_dir: Path, *, resume: bool | str) -> Checkpoint | None:
 
 
 def check_run_folder(run_dir: Path, *, checkpoint: Checkpoint | None, overwrite: bool) -> None:
-    """Raise an error if two runs would be mixed in one folder.
-
-    Raises:
-        ConfigError: A new run would write to the folder of another run.
-        CheckpointError: The folder has later checkpoints than the one to resume from.
-    """
+    """Raise an error if two runs would be mixed in one folder."""
     written = written_parts(run_dir)
     if checkpoint is None and written and not overwrite:
         raise ConfigError(
@@ -81,16 +93,8 @@ def check_rows_unchanged(
 ) -> list[str]:
     """Raise an error if the training rows have changed, because the rows of a step follow from their positions.
 
-    Args:
-        checkpoint: Checkpoint to resume from.
-        rows: Current rows, by split.
-        allow_changed: Accept training rows that have changed.
-
     Returns:
         Notes for the user on rows that have changed.
-
-    Raises:
-        CheckpointError: The training rows are not those of the checkpoint.
     """
     notes: list[str] = []
     for split in sorted(rows.keys() & checkpoint.rows.keys()):

@@ -11,7 +11,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from agent_loop.errors import DataError
-from agent_loop.training.evaluation import MeanEstimate
+from agent_loop.training.evaluation.estimates import MeanEstimate
 from agent_loop.training.metrics import REWARD_MEAN, STEP
 from agent_loop.viewer.find_runs import find_runs
 from agent_loop.viewer.run_record import HELD_OUT, RunRecord

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from agent_loop.storage.metrics_file import METRICS_FILE
-from agent_loop.training.evaluation import SUMMARY_FILE
+from agent_loop.training.evaluation.summary import SUMMARY_FILE
 from agent_loop.viewer.endpoints import endpoint, names_of, parse_number, text_of
 from agent_loop.viewer.evaluations import Evaluations
 

@@ -11,22 +11,25 @@ from typing import Any, cast
 from agent_loop.errors import DataError
 from agent_loop.storage.files import parquet_files, step_files
 from agent_loop.storage.run import StoredRun
-from agent_loop.training.evaluation import (
-    SUMMARY_FILE,
+from agent_loop.training.evaluation.estimates import MeanEstimate
+from agent_loop.training.evaluation.scores import (
     Evaluation,
-    EvaluationSummary,
-    MeanEstimate,
     RowResult,
     Scores,
     categories_of,
     changed_pairs,
-    compare_evaluations,
     is_passed,
     pair_rows,
-    read_summary,
     score_categories,
 )
-from agent_loop.training.evaluation.stored import StoredEvaluation, evaluate_stored
+from agent_loop.training.evaluation.summary import (
+    SUMMARY_FILE,
+    EvaluationSummary,
+    StoredEvaluation,
+    compare_evaluations,
+    evaluate_stored,
+    read_summary,
+)
 from agent_loop.types import Row
 from agent_loop.viewer.run_record import stamp_of
 

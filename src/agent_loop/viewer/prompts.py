@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from agent_loop.storage.arrow import compute, pa, parquet
 from agent_loop.storage.files import parquet_files
-from agent_loop.training.evaluation import prompt_digest
-from agent_loop.training.evaluation.scores import prompt_text
+from agent_loop.training.evaluation.scores import prompt_digest, prompt_text
 from agent_loop.viewer.run_record import stamp_of
 
 COLUMNS = ("split", "step", "trajectory_id", "reward", "is_success", "stop_reason", "row")

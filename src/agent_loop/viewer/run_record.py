@@ -14,7 +14,8 @@ import yaml
 from agent_loop.errors import DataError
 from agent_loop.runtime.numeric import as_finite_number
 from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE, metrics_of
-from agent_loop.training.evaluation import SUMMARY_FILE, EvaluationSummary, TrainingRun, read_summary
+from agent_loop.training.evaluation.runs import TrainingRun
+from agent_loop.training.evaluation.summary import SUMMARY_FILE, EvaluationSummary, read_summary
 from agent_loop.training.loggers import flat
 from agent_loop.training.metrics import REWARD_MEAN, STEP, VALIDATION
 from agent_loop.viewer.metrics_tail import read_new_lines

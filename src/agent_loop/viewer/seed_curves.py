@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent_loop.errors import DataError
-from agent_loop.training.evaluation import RunGroup, TrainingRun, compare_metric
+from agent_loop.training.evaluation.runs import RunGroup, TrainingRun, compare_metric
 from agent_loop.viewer.collection import RunCollection, estimate_values, groups_of
 
 NUM_RECENT = 10

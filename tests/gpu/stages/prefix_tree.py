@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agent_loop.training.prefix_tree import TreeLayout, attention, lay_out
+from agent_loop.training.prefix_tree import attention
+from agent_loop.training.prefix_tree.layout import TreeLayout, lay_out
 from tests.gpu.devices import GB, PeakMemory, elapsed_s, synchronize
 from tests.gpu.models import copy_of, random_model, small_config, windowed_config
 from tests.gpu.report import Check, NotRun, StageReport

@@ -15,7 +15,7 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import SftConfig
 from agent_loop.errors import DataError
 from agent_loop.rollout.batch import assemble
-from agent_loop.training.supervised import Examples, load_examples
+from agent_loop.training.supervised.examples import Examples, load_examples
 from agent_loop.types import Origin
 from tests.helpers import call_text, hermes_template, user
 

@@ -14,7 +14,7 @@ from agent_loop.errors import DataError
 from agent_loop.rollout.batch import assemble
 from agent_loop.storage import write_trajectories
 from agent_loop.storage.vocabulary import write_vocabulary
-from agent_loop.training.supervised import Examples, load_examples
+from agent_loop.training.supervised.examples import Examples, load_examples
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import FORCED
 from tests.helpers import hermes_template, small_tokenizer

@@ -19,8 +19,8 @@ from agent_loop.config import Config
 from agent_loop.errors import CheckpointError, ConfigError
 from agent_loop.training import metrics as names
 from agent_loop.training.metrics import read_metrics
-from agent_loop.training.result import TrainResult
-from agent_loop.training.supervised import SupervisedTrainer
+from agent_loop.training.run_folder import TrainResult
+from agent_loop.training.supervised.trainer import SupervisedTrainer
 from tests.helpers import small_tokenizer, user
 
 

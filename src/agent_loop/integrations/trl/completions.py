@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from agent_loop.errors import ConfigError, DataError, RolloutError
-from agent_loop.training.advantages import grpo_advantages
+from agent_loop.training.advantages.groups import grpo_advantages
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 

@@ -1,19 +1,107 @@
-"""Rewards of trajectories and of their tokens. B rows, R response tokens."""
+"""Rewards of trajectories and of their tokens, and the rows that are compared. B rows, R response tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from agent_loop.config import AlgorithmConfig
+from agent_loop.config.algorithm import OUTCOME
+from agent_loop.errors import DataError
 from agent_loop.rollout.batch import RolloutBatch
-from agent_loop.training.advantages.groups import compared_turns, grpo_advantages
-from agent_loop.training.advantages.parts import collect_parts
-from agent_loop.training.branches import rollouts_of_rows
-from agent_loop.training.seats import compared_groups
+from agent_loop.runtime.numeric import as_reward
+from agent_loop.training.advantages.groups import compared_turns, grpo_advantages, rollouts_of_rows
+from agent_loop.trajectory.branches import SEAT
+
+COLUMNS = (f"extra_fields.{SEAT}", SEAT)
+"""Names that the column of seats can have in a batch."""
+
+
+def has_seats(batch: RolloutBatch) -> bool:
+    """Return whether a batch has rows of games."""
+    return any(isinstance(seat, int | str) for seat in _seats(batch))
+
+
+def compared_groups(batch: RolloutBatch) -> Tensor:
+    """Return for each row a number that it shares with the rows of its group and seat; int64 [B].
+
+    It is the number of the group for rows without a seat.
+    """
+    groups_B: Tensor = batch["group"]
+    if not has_seats(batch):
+        return groups_B
+    first, numbers, found = int(groups_B.max()) + 1, dict[tuple[int, Any], int](), list[int]()
+    groups: list[int] = batch["group"].tolist()
+    for group, seat in zip(groups, _seats(batch), strict=True):
+        is_of_game = isinstance(seat, int | str)
+        found.append(numbers.setdefault((group, seat), first + len(numbers)) if is_of_game else group)
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def _seats(batch: RolloutBatch) -> list[Any]:
+    names: set[str] = set(cast(Any, batch).keys())
+    found: list[list[Any]] = [list(batch[name]) for name in COLUMNS if name in names]
+    return found[0] if found else []
+
+
+logger = logging.getLogger(__name__)
+
+
+def part_columns(batch: RolloutBatch, names: Iterable[str]) -> dict[str, str]:
+    """Return the columns of a batch that hold parts of rewards, by the name of the part.
+
+    A part that the reward function returned goes before a field of the loop (`extra_fields`) with the same name.
+    """
+    fields = cast(Any, batch)
+    columns = set[str](fields.keys())
+    found: dict[str, str] = {}
+    for name in names:
+        for column in (f"reward_extra.{name}", name, f"extra_fields.{name}"):
+            if name != OUTCOME and column in columns and not isinstance(fields.get(column), Tensor):
+                found[name] = column
+                break
+    return found
+
+
+def collect_parts(batch: RolloutBatch, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the parts of rewards by name, without the reward itself; [B] float64, NaN where a row has no number.
+
+    Scored rows with a value that is not a number are reported in the log.
+    """
+    names = [name for name in names if name != OUTCOME]
+    columns, ids = part_columns(batch, names), list(batch["trajectory_id"])
+    is_scored: list[bool] = batch["is_scored"].tolist()
+    if names and not columns and any(is_scored):
+        raise DataError(
+            f"algorithm.reward_parts names {', '.join(names)}, and no trajectory has such a value; return them from "
+            "the reward function beside 'reward'"
+        )
+    parts: dict[str, Tensor] = {}
+    for name in names:
+        values: list[Any] = list(batch[columns[name]]) if name in columns else [None] * len(ids)
+        numbers = [as_reward(value) for value in values]
+        wrong = [
+            row
+            for row, number in enumerate(numbers)
+            if number is None and values[row] is not None and is_scored[row]
+        ]
+        if wrong:
+            logger.warning(
+                "the reward part %r of %s is %r, and %d more rows have no finite number either; the part does not "
+                "count there",
+                name,
+                ids[wrong[0]],
+                values[wrong[0]],
+                len(wrong) - 1,
+            )
+        found = [torch.nan if number is None else number for number in numbers]
+        parts[name] = torch.tensor(found, dtype=torch.float64)
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +192,6 @@ def collect_rewards(
         config: Penalties, the weight of turns, and the names of the parts.
         response_length: Limit in tokens before which `config.overlong_buffer` lies.
         kl_BR: Estimate of each token's KL divergence from the reference; None is no penalty.
-
-    Raises:
-        DataError: The batch has none of the parts that `config.reward_parts` names.
     """
     mask_BR, outcome_B = batch["response_mask"], batch["reward"]
     if config.overlong_buffer is not None:

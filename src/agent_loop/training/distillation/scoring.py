@@ -5,20 +5,85 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
 import numpy as np
 
 from agent_loop.errors import ChatTemplateError, DataError, RolloutError, ServerError
+from agent_loop.rollout.batch import RolloutBatch
+from agent_loop.rollout.columns import as_tensor
 from agent_loop.runtime.describe import describe_error
 from agent_loop.servers.scores import TokenScores
-from agent_loop.training.distillation.lessons import Lesson, Lessons
+from agent_loop.training import metrics as names
+from agent_loop.training.distillation.targets import LOG_PROBS, TEACHER, TOP_IDS, TOP_LOG_PROBS
 from agent_loop.training.distillation.teachers import NotTaught, Teacher, Teachers
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import IntArray, StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Scores of the response tokens of one trajectory."""
+
+    teacher: int
+    """Number of the teacher in `distillation.teachers`."""
+    scores: TokenScores
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """Scores of the trajectories of a step by their teachers."""
+
+    of_trajectories: Sequence[Lesson | None]
+    """Lesson of each trajectory, in order; None for one that no teacher scored."""
+    failures: Mapping[NotTaught, int] = field(default_factory=dict[NotTaught, int])
+    """Number of trajectories that their teacher did not score, by reason."""
+    wait_s: float = 0.0
+    """Seconds between the end of the rollout and the last scores."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.of_trajectories)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the requests."""
+        return {names.TEACHER_WAIT: self.wait_s} | {
+            f"{names.NOT_TAUGHT}{kind}": float(count) for kind, count in self.failures.items()
+        }
+
+    def add_columns(self, batch: RolloutBatch) -> None:
+        """Add the columns of `agent_loop.training.distillation.targets` to the batch of the trajectories."""
+        shape = tuple(batch["responses"].shape)
+        found = [lesson for lesson in self.of_trajectories if lesson is not None]
+        teachers_B = np.full(shape[0], -1, np.int64)
+        logprobs_BR = np.zeros(shape, np.float32)
+        num_candidates = max((_num_candidates(lesson.scores) for lesson in found), default=0)
+        top_ids_BRK = np.zeros((*shape, num_candidates), np.int32)
+        top_logprobs_BRK = np.full((*shape, num_candidates), -np.inf, np.float32)
+        for row, lesson in enumerate(self.of_trajectories):
+            if lesson is None:
+                continue
+            scores, length = lesson.scores, len(lesson.scores.logprobs)
+            teachers_B[row] = lesson.teacher
+            logprobs_BR[row, :length] = scores.logprobs
+            if scores.top_ids is not None and scores.top_logprobs is not None:
+                count = _num_candidates(scores)
+                top_ids_BRK[row, :length, :count] = scores.top_ids
+                top_logprobs_BRK[row, :length, :count] = scores.top_logprobs
+        batch[TEACHER], batch[LOG_PROBS] = as_tensor(teachers_B), as_tensor(logprobs_BR)
+        if num_candidates:
+            batch[TOP_IDS], batch[TOP_LOG_PROBS] = (
+                as_tensor(top_ids_BRK),
+                as_tensor(top_logprobs_BRK),
+            )
+
+
+def _num_candidates(scores: TokenScores) -> int:
+    return 0 if scores.top_ids is None else scores.top_ids.shape[1]
+
 
 UNTAUGHT = (StopReason.FAILED, StopReason.CANCELLED)
 """Ends of trajectories that teachers are not asked about."""
@@ -38,13 +103,7 @@ _Key: TypeAlias = tuple[str, bytes, int]
 
 
 class Scoring:
-    """Scores of the trajectories of one step. Created by `open_scoring`.
-
-    Args:
-        teachers: Teachers of the run.
-        report: Function that shows a line to the user.
-        tasks: Group that runs the requests.
-    """
+    """Scores of the trajectories of one step. Created by `open_scoring`."""
 
     def __init__(
         self, teachers: Teachers, *, report: Callable[[str], None], tasks: asyncio.TaskGroup
@@ -59,15 +118,7 @@ class Scoring:
         self._task(trajectory)
 
     async def finish(self, trajectories: Sequence[Trajectory], *, label: str) -> Lessons:
-        """Return the scores of the trajectories that are trained, and cancel all other requests.
-
-        Args:
-            trajectories: Any trajectories. Those that `begin` was not called with are scored too.
-            label: Name of the step, for reports.
-
-        Raises:
-            RolloutError: The teachers scored none of the trajectories that they were asked about.
-        """
+        """Return the scores of the trajectories that are trained, and cancel all other requests."""
         started = time.monotonic()
         tasks = [self._task(trajectory) for trajectory in trajectories]
         wanted = {id(task[1]) for task in tasks if task is not None and isinstance(task[1], asyncio.Task)}
@@ -112,11 +163,7 @@ class Scoring:
     def _explain(
         self, failures: Sequence[tuple[Trajectory, Teacher, Failure]], *, label: str, has_lesson: bool
     ) -> None:
-        """Report the trajectories that were not scored.
-
-        Raises:
-            RolloutError: None was scored.
-        """
+        """Report the trajectories that were not scored."""
         if not failures:
             return
         counts = Counter((teacher.name, failure.kind) for _, teacher, failure in failures)
@@ -133,12 +180,7 @@ class Scoring:
 
 @asynccontextmanager
 async def open_scoring(teachers: Teachers, *, report: Callable[[str], None]) -> AsyncGenerator[Scoring]:
-    """Run the requests to the teachers during the body. No request runs after it.
-
-    Args:
-        teachers: Teachers of the run.
-        report: Function that shows a line to the user.
-    """
+    """Run the requests to the teachers during the body. No request runs after it."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield Scoring(teachers, report=report, tasks=tasks)

@@ -1,4 +1,4 @@
-"""Scores of teachers as columns of a batch, and the loss and the reward that come of them.
+"""Scores of teachers as columns of a batch, and the loss or the reward that come of them.
 
 B rows of a batch or of a micro-batch, R response width, K candidates.
 """
@@ -6,18 +6,59 @@ B rows of a batch or of a micro-batch, R response width, K candidates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from agent_loop.config import DistillationConfig
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
-from agent_loop.training.distillation.loss import divergence
-from agent_loop.training.learned import TOKEN_VALUES
-from agent_loop.training.losses import kl_penalty, masked_difference
+from agent_loop.training.losses.terms import kl_penalty, masked_difference
 from agent_loop.training.micro_batches import MicroBatch
 from agent_loop.training.policy import ResponseLogProbs
+
+SMALLEST_REST = 1e-6
+"""Least probability of the rest. The rest of a whole distribution is 0, of which rounding would leave about 1e-7."""
+Direction: TypeAlias = Literal["forward_kl", "reverse_kl"]
+
+
+def divergence(
+    logprobs_BRK: Tensor, *, teacher_logprobs_BRK: Tensor, is_taught_BR: Tensor, direction: Direction
+) -> Tensor:
+    """Return the KL divergence between the distributions of policy and teacher at each token, in nats; [B, R].
+
+    Both distributions are over the candidates and one more outcome, the rest, which holds the probability of all other
+    tokens. With `P` and `Q` for teacher and policy, `forward_kl` is the sum of `P (log P - log Q)` over these outcomes
+    (GKD, arXiv 2306.13649, on the policy's own samples), and `reverse_kl` that of `Q (log Q - log P)` (MiniLLM, arXiv
+    2306.08543). By the log-sum inequality (Cover and Thomas, Elements of Information Theory, theorem 2.7.1), merging
+    outcomes never raises a divergence; if the candidates are the whole vocabulary, it is the divergence itself.
+
+    A rest below `SMALLEST_REST` counts as `SMALLEST_REST`, and has no gradient.
+
+    Args:
+        logprobs_BRK: Log-probs of the policy for the candidates, with a gradient.
+        teacher_logprobs_BRK: Log-probs of the teacher; minus infinity for a candidate that does not count.
+        is_taught_BR: Bool: tokens that count. The result and its gradient are 0 elsewhere, whatever the log-probs are.
+        direction: Which of the two divergences.
+    """
+    is_candidate_BRK = is_taught_BR[..., None] & ~teacher_logprobs_BRK.isneginf()
+    policy_BRK = torch.where(is_candidate_BRK, logprobs_BRK, 0.0)
+    teacher_BRK = torch.where(is_candidate_BRK, teacher_logprobs_BRK, 0.0).to(policy_BRK)
+    first_BRK, second_BRK = (
+        (teacher_BRK, policy_BRK) if direction == "forward_kl" else (policy_BRK, teacher_BRK)
+    )
+    candidates_BR = (is_candidate_BRK * first_BRK.exp() * (first_BRK - second_BRK)).sum(dim=-1)
+    first_BR, second_BR = _log_rest(first_BRK, is_candidate_BRK), _log_rest(second_BRK, is_candidate_BRK)
+    rest_BR = first_BR.exp() * (first_BR - second_BR)
+    return torch.where(is_taught_BR, candidates_BR + rest_BR, 0.0)
+
+
+def _log_rest(logprobs_BRK: Tensor, is_candidate_BRK: Tensor) -> Tensor:
+    """Return the log of the probability of all tokens that are not candidates, [B, R]."""
+    held_BR = (is_candidate_BRK * logprobs_BRK.exp()).sum(dim=-1)
+    return (1 - held_BR).clamp(min=SMALLEST_REST).log()
+
 
 TEACHER = "distillation.teacher"
 """int64 [B]: number of the row's teacher in `distillation.teachers`, -1 for a row that no teacher scored."""
@@ -28,6 +69,7 @@ TOP_IDS = "distillation.top_ids"
 TOP_LOG_PROBS = "distillation.top_log_probs"
 """float32 [B, R, K]: their log-probs, minus infinity for a place without a token."""
 COLUMNS = (TEACHER, LOG_PROBS, TOP_IDS, TOP_LOG_PROBS)
+_SUM, _COUNT = "teacher_sum/", "teacher_count/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +123,7 @@ class TeacherTargets:
         return None if self.top_ids_BRK is None else micro_batch.cut(self.top_ids_BRK).long()
 
     def losses(self, found: ResponseLogProbs, micro_batch: MicroBatch) -> Tensor:
-        """Return the divergence at each token of a micro-batch, [B, R], 0 at tokens that are not taught.
-
-        Args:
-            found: Log-probs of the policy, with those of the candidates.
-            micro_batch: Rows of the batch.
-        """
+        """Return the divergence at each token of a micro-batch, [B, R], 0 at tokens that are not taught."""
         is_taught_BR = micro_batch.cut(self.is_taught_BR)
         if self.config.objective not in ("forward_kl", "reverse_kl"):
             return kl_penalty(
@@ -102,24 +139,36 @@ class TeacherTargets:
             direction=self.config.objective,
         )
 
-    def metrics(self, batch: RolloutBatch, *, old_logprobs_BR: Tensor | None) -> dict[str, float]:
-        """Return the mean divergence from each teacher, and the share of sampled tokens that are taught.
+    def sums(self, values_BR: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """Return for each teacher the sum of the divergences of a micro-batch, and the number of its tokens."""
+        is_taught_BR = micro_batch.cut(self.is_taught_BR) & micro_batch.mask_BR.bool()
+        teachers_B = self.teachers_B.to(values_BR.device)[micro_batch.rows_B.to(values_BR.device)]
+        found: dict[str, Tensor] = {}
+        for number, name in enumerate(self.config.teachers):
+            is_own_BR = is_taught_BR & (teachers_B == number)[:, None]
+            found[f"{_SUM}{name}"], found[f"{_COUNT}{name}"] = values_BR[is_own_BR].sum(), is_own_BR.sum()
+        return found
 
-        Args:
-            batch: The batch after its update.
-            old_logprobs_BR: Log-probs of the policy that sampled; needed if the objective is no loss.
+    def pop_means(self, sums: dict[str, float]) -> dict[str, float]:
+        """Remove the results of `sums` from sums of metrics, and return the mean divergence from each teacher."""
+        found = {
+            name: (sums.pop(f"{_SUM}{name}"), sums.pop(f"{_COUNT}{name}")) for name in self.config.teachers
+        }
+        return {f"{names.TEACHER_KL}{name}": total / count for name, (total, count) in found.items() if count}
+
+    def metrics(self, batch: RolloutBatch, *, old_logprobs_BR: Tensor | None) -> dict[str, float]:
+        """Return the share of sampled tokens that are taught, and without a loss the divergence from each teacher.
+
+        `old_logprobs_BR` are the log-probs of the policy that sampled.
         """
         found = {
             names.TAUGHT_SHARE: float(self.is_taught_BR.sum() / batch["response_mask"].sum().clamp(min=1))
         }
-        divergences_BR: Tensor | None = cast(Any, batch).get(TOKEN_VALUES + names.DISTILLATION_LOSS, None)
-        if not self.is_loss and old_logprobs_BR is not None:
-            divergences_BR = -self.advantages(old_logprobs_BR)
-        if divergences_BR is None:
+        if self.is_loss or old_logprobs_BR is None:
             return found
-        is_known_BR = self.is_taught_BR & ~divergences_BR.isnan()  # NaN in rows that were not trained
+        divergences_BR = -self.advantages(old_logprobs_BR)
         for number, name in enumerate(self.config.teachers):
-            values = divergences_BR[is_known_BR & (self.teachers_B == number)[:, None]]
-            if len(values):
-                found[f"{names.TEACHER_KL}{name}"] = float(values.mean())
+            values_N = divergences_BR[self.is_taught_BR & (self.teachers_B == number)[:, None]]
+            if len(values_N):
+                found[f"{names.TEACHER_KL}{name}"] = float(values_N.mean())
         return found

@@ -3,24 +3,98 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from enum import StrEnum
+from itertools import takewhile
 from typing import Any, Protocol
 
 import numpy as np
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config, DistillationConfig, ModelConfig, RolloutConfig, TeacherConfig
-from agent_loop.errors import ConfigError
+from agent_loop.errors import ConfigError, DataError
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.scores import TokenScores, checked_scores
-from agent_loop.training.advantages.sources import SOURCE
-from agent_loop.training.distillation.prompts import TeacherPrompts
+from agent_loop.training.advantages.estimate import SOURCE
+from agent_loop.training.reference import load_vocabulary, refuse_other_vocabulary
 from agent_loop.trajectory import Trajectory
-from agent_loop.types import IntArray
+from agent_loop.types import IntArray, Message
+
+MAX_PROMPTS = 4096
+"""Number of prompts that are kept, because the trajectories of a group share theirs."""
+
+
+class TeacherPrompts:
+    """Prompts of one teacher. Without a hint, they are the policy's own tokens."""
+
+    def __init__(self, config: TeacherConfig, *, template: object) -> None:
+        self._hint, self._key = config.hint, config.hint_key
+        self._template: ChatTemplate | None = None
+        self._prompts: dict[tuple[bytes, str], IntArray] = {}
+        if self._hint is None and self._key is None:
+            return
+        if not isinstance(template, ChatTemplate):
+            raise ConfigError(
+                "a teacher has a hint, which needs a manager with a chat template; unset the hint"
+            )
+        self._template = template
+
+    def prompt(self, trajectory: Trajectory) -> IntArray:
+        """Return the teacher's prompt for a trajectory; the response follows it."""
+        prompt_ids = trajectory.output.prompt_ids
+        template = self._template
+        if template is None:
+            return prompt_ids
+        hint = self._hint_of(trajectory)
+        key = (prompt_ids.tobytes(), hint)
+        if key not in self._prompts:
+            if len(self._prompts) >= MAX_PROMPTS:
+                self._prompts.clear()
+            self._prompts[key] = _with_hint(trajectory, hint=hint, template=template)
+        return self._prompts[key]
+
+    def _hint_of(self, trajectory: Trajectory) -> str:
+        texts = [] if self._hint is None else [self._hint]
+        if self._key is not None:
+            value = trajectory.row.get(self._key)
+            if value is None:
+                raise DataError(
+                    f"the row of {trajectory.trajectory_id} has no column {self._key!r} for its hint; add it, or set "
+                    "hint_key to another column"
+                )
+            texts.append(str(value))
+        return "\n".join(texts)
+
+
+def _with_hint(trajectory: Trajectory, *, hint: str, template: ChatTemplate) -> IntArray:
+    messages, tools = _prompt_messages(trajectory.output.messages), trajectory.output.tool_schemas
+    if not np.array_equal(template.open(messages, tools=tools), trajectory.output.prompt_ids):
+        raise DataError(
+            f"the prompt of {trajectory.trajectory_id} is not what the chat template writes for its first messages, so "
+            "no hint can be put into it; use a teacher without a hint for such rows"
+        )
+    return template.open(_hinted(messages, hint), tools=tools)
+
+
+def _prompt_messages(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages before the first completion of the policy."""
+    return list(takewhile(lambda message: message.get("role") != "assistant", messages))
+
+
+def _hinted(messages: Sequence[Message], hint: str) -> list[Message]:
+    """Return messages whose last user message begins with the hint."""
+    last = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=None)
+    if last is None:
+        raise DataError("a prompt has no user message, so no hint can be put before it")
+    content: Any = messages[last].get("content")
+    parts: Any = f"{hint}\n\n{content or ''}"
+    if isinstance(content, list):
+        parts = [{"type": "text", "text": f"{hint}\n\n"}, *content]
+    return [*messages[:last], {**messages[last], "content": parts}, *messages[last + 1 :]]
+
 
 CLOSE_TIMEOUT_S = 30.0
 HINT_TOKENS = 1024
@@ -48,17 +122,7 @@ class NotTaught(StrEnum):
 
 
 class Teacher:
-    """A teacher and its started server.
-
-    Args:
-        name: Name in `distillation.teachers`.
-        config: Settings of the teacher.
-        server: Server of the teacher.
-        prompts: Prompts of the teacher.
-        context_length: Most tokens of a text.
-        num_candidates: Number of likeliest tokens to return at each place.
-        vocab_size: Number of token ids of the policy.
-    """
+    """A teacher and its started server."""
 
     def __init__(
         self,
@@ -81,12 +145,7 @@ class Teacher:
         self._slots = asyncio.Semaphore(config.max_concurrent)
 
     async def score(self, token_ids: IntArray, *, start: int) -> TokenScores:
-        """Return the scores of the tokens of a text from `start` on, in at most `timeout_s` from the first free slot.
-
-        Raises:
-            ServerError: See `AsyncServerBase.score`.
-            TimeoutError: The server did not reply in time.
-        """
+        """Return the scores of the tokens of a text from `start` on, at most `timeout_s` after a slot is free."""
         async with self._slots, asyncio.timeout(self._timeout_s):
             scores = await self._server.score(token_ids, start=start, top_logprobs=self._num_candidates)
         scores = checked_scores(
@@ -99,12 +158,7 @@ class Teacher:
 
 
 class Teachers:
-    """The teachers of a run.
-
-    Args:
-        config: Settings of the distillation.
-        teachers: Teachers by name.
-    """
+    """The teachers of a run."""
 
     def __init__(self, config: DistillationConfig, teachers: Mapping[str, Teacher]) -> None:
         self.numbers = {name: number for number, name in enumerate(config.teachers)}
@@ -124,16 +178,7 @@ class Teachers:
 
 @asynccontextmanager
 async def open_teachers(config: Config, *, template: PolicyTemplate) -> AsyncGenerator[Teachers | None]:
-    """Start the servers of all teachers, and close them at the end. None without teachers.
-
-    Args:
-        config: All settings.
-        template: Chat template of the policy, which renders the prompts of teachers with a hint.
-
-    Raises:
-        ConfigError: A server cannot be created as configured, or does not offer scores.
-        ServerError: A server did not start.
-    """
+    """Start the servers of all teachers, and close them at the end. None without teachers."""
     settings = config.distillation
     if not settings.teachers:
         yield None
@@ -211,3 +256,25 @@ def _without_other_ids(scores: TokenScores, *, vocab_size: int) -> TokenScores:
 def _vocab_size(template: PolicyTemplate) -> int:
     """Return the number of token ids of the policy."""
     return template.vocab_size if isinstance(template, ChatTemplate) else len(template.tokenizer)
+
+
+def refuse_other_teachers(config: Config, *, tokenizer: Any = None) -> None:
+    """Raise an error unless the tokenizers of policy and teachers give each token the same id."""
+    if not config.distillation.teachers:
+        return
+    own_path = config.model.tokenizer_path or config.model.path
+    own = load_vocabulary(own_path, config) if tokenizer is None else dict[str, int](tokenizer.get_vocab())
+    for name, teacher in config.distillation.teachers.items():
+        key, path = f"distillation.teachers.{name}", teacher.tokenizer_path or teacher.path
+        if not path and teacher.server_url is None:
+            continue  # the policy's own model
+        if not path:
+            raise ConfigError(
+                f"{key} is at {teacher.server_url}, and its vocabulary has to be compared with the policy's; set "
+                f"{key}.tokenizer_path"
+            )
+        try:
+            other = load_vocabulary(path, config)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; set {key}.tokenizer_path, to compare its vocabulary") from error
+        refuse_other_vocabulary(own, other, key=key, path=path)

@@ -1,4 +1,4 @@
-"""Means over rows with confidence intervals, and pass@k.
+"""Means over rows or runs with 95% confidence intervals, and pass@k.
 
 The rows are drawn from a population of rows, and the samples of one row are correlated. Rows therefore count as
 independent, and samples do not (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640).
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agent_loop.training.evaluation.student import NORMAL_QUANTILE, student_quantile
+NORMAL_QUANTILE = 1.959963984540054
+"""A standard normal variable is within this of 0 in 95 of 100 cases."""
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +36,11 @@ def pass_at_k(num_samples: int, *, num_correct: int, k: int) -> float:
 
     The estimate is `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021, arXiv 2107.03374, equation 1).
     """
-    if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
-        raise ValueError(
-            f"pass@{k} of {num_correct} correct out of {num_samples}; give 0 <= num_correct <= num_samples "
-            "and 1 <= k <= num_samples"
-        )
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def estimate_mean(values: Sequence[float]) -> MeanEstimate:
-    """Return the mean of one value per row, with Student's interval `mean +- t s / sqrt(R)`.
-
-    There is no interval if all values are equal.
-    """
+    """Return the mean with Student's interval. There is no interval if all values are equal."""
     mean = float(np.mean(values))
     if min(values) == max(values):
         return MeanEstimate(mean, None, None)
@@ -57,17 +51,16 @@ def estimate_mean(values: Sequence[float]) -> MeanEstimate:
 def estimate_welch(values: Sequence[float], *, others: Sequence[float]) -> MeanEstimate:
     """Return the mean of `values` minus that of `others`, with Welch's interval for independent samples.
 
-    The interval is Student's with the degrees of freedom of Welch and Satterthwaite (Welch 1947, "The generalization of
-    Student's problem when several different population variances are involved"). There is no interval if a side
-    has a single value, or if neither side has a spread.
+    There is no interval if a side has a single value, or if neither side has a spread.
     """
-    difference = float(np.mean(values)) - float(np.mean(others))
-    if min(len(values), len(others)) < 2 or all(min(side) == max(side) for side in (values, others)):
-        return MeanEstimate(difference, None, None)
     sides = (values, others)
+    difference = float(np.mean(values)) - float(np.mean(others))
+    if min(map(len, sides)) < 2 or all(min(side) == max(side) for side in sides):
+        return MeanEstimate(difference, None, None)
     squares = [float(np.var(side, ddof=1)) / len(side) for side in sides]
-    shares = [square / sum(squares) for square in squares]
-    df = 1 / sum(share**2 / (len(side) - 1) for share, side in zip(shares, sides, strict=True))
+    df = sum(squares) ** 2 / sum(
+        square**2 / (len(side) - 1) for square, side in zip(squares, sides, strict=True)
+    )
     half = student_quantile(max(1.0, df)) * math.sqrt(sum(squares))
     return MeanEstimate(difference, difference - half, difference + half)
 
@@ -75,26 +68,20 @@ def estimate_welch(values: Sequence[float], *, others: Sequence[float]) -> MeanE
 def estimate_share(values: Sequence[float], *, num_draws: float) -> MeanEstimate:
     """Return the mean of one share per row, with Wilson's interval for the effective number of draws.
 
-    A mean p of R shares with variance v (divided by R) is as certain as a share of `p (1 - p) R / v` independent draws:
-    the effective sample size (Dean and Pagano 2015, "Evaluating Confidence Interval Methods for Binomial Proportions in
-    Clustered Surveys"). It is at least R, since the values are shares, and at most `num_draws`. If rows have one sample
-    each, it is R, and the interval is Wilson's own. Otherwise Student's quantile replaces the normal one, because the
-    variance is estimated from the rows. If all values are 0 or all are 1, the variance is 0 and the number is R.
-
-    Args:
-        values: Shares from 0 to 1.
-        num_draws: Maximum number of independent draws that all samples are worth.
+    A mean p of R shares with variance v (divided by R) is as certain as a share of `p (1 - p) R / v` independent draws
+    (Dean and Pagano 2015, "Evaluating Confidence Interval Methods for Binomial Proportions in Clustered Surveys"). It
+    is at least R, since the values are shares, and at most `num_draws`, the number that all samples are worth. If the
+    variance is estimated from several samples per row, Student's quantile replaces the normal one.
     """
     num_rows, mean = len(values), float(np.mean(values))
     if num_rows == 1 or mean in (0.0, 1.0):
         return _wilson(mean, num_draws=num_rows, quantile=NORMAL_QUANTILE)
     variance = float(np.var(values))
     effective = mean * (1 - mean) * num_rows / variance if variance > 0 else num_draws
-    is_clustered = num_draws > num_rows
     return _wilson(
         mean,
         num_draws=max(num_rows, min(effective, num_draws)),
-        quantile=student_quantile(num_rows - 1) if is_clustered else NORMAL_QUANTILE,
+        quantile=student_quantile(num_rows - 1) if num_draws > num_rows else NORMAL_QUANTILE,
     )
 
 
@@ -104,10 +91,6 @@ def estimate_difference(values: Sequence[float], *, num_samples: float) -> MeanE
     Two rows are added in which the sides differ by `1 / sqrt(num_samples)`, one for each side. With one sample per row
     these are the pairs that Agresti and Min add (2005, "Simple improved confidence intervals for comparing matched
     proportions"), here with Student's quantile.
-
-    Args:
-        values: Differences from -1 to 1.
-        num_samples: Samples per row.
     """
     num_rows = len(values) + 2
     mean = float(np.sum(values)) / num_rows
@@ -116,8 +99,25 @@ def estimate_difference(values: Sequence[float], *, num_samples: float) -> MeanE
     return MeanEstimate(float(np.mean(values)), max(-1.0, mean - half), min(1.0, mean + half))
 
 
+def student_quantile(df: float) -> float:
+    """Return the number within which Student's t is in 95 of 100 cases, for at least one degree of freedom.
+
+    With `t = sqrt(df) tan(a)`, the probability of `0 < T < t` is the integral of `c cos(a)^(df - 1)`, which is computed
+    by Gauss-Legendre quadrature and solved by Newton's method.
+    """
+    if df > 1e6:
+        return NORMAL_QUANTILE
+    constant = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(math.pi)
+    angle, update = math.atan(NORMAL_QUANTILE / math.sqrt(df)), 1.0
+    while abs(update) > 1e-12 * angle:
+        powers = np.cos(angle * (_NODES + 1) / 2) ** (df - 1)
+        probability = constant * angle / 2 * float(np.dot(_WEIGHTS, powers))
+        update = (0.475 - probability) / (constant * math.cos(angle) ** (df - 1))
+        angle += update
+    return math.sqrt(df) * math.tan(angle)
+
+
 def _wilson(share: float, *, num_draws: float, quantile: float) -> MeanEstimate:
-    """Return Wilson's interval (1927): the shares that a test would not reject."""
     square = quantile**2
     middle = (share + square / (2 * num_draws)) / (1 + square / num_draws)
     spread = math.sqrt(share * (1 - share) / num_draws + square / (4 * num_draws**2))

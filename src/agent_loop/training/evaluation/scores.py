@@ -1,14 +1,22 @@
-"""Scores of trajectories: rewards, success, pass@k, and stop reasons."""
+"""Scores of trajectories: rewards, success and pass@k, in total, by category, and compared row by row."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from agent_loop.errors import DataError, did_you_mean
 from agent_loop.recording.values import digest
-from agent_loop.training.evaluation.estimates import MeanEstimate, estimate_mean, estimate_share, pass_at_k
+from agent_loop.training.evaluation.estimates import (
+    MeanEstimate,
+    estimate_difference,
+    estimate_mean,
+    estimate_share,
+    pass_at_k,
+)
 from agent_loop.training.metrics import (
     FAILURES,
     INCIDENT,
@@ -22,6 +30,8 @@ from agent_loop.trajectory import Trajectory, without_lost
 from agent_loop.types import Row
 
 MAX_PROMPT_CHARACTERS = 200
+NO_CATEGORY = "-"
+"""Category of rows whose column is absent or empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,10 @@ class RowResult:
     """Samples whose reward counts as success."""
     mean_reward: float | None
     """Mean over the scored samples; None if no sample is scored."""
+
+    @property
+    def success_share(self) -> float:
+        return self.num_correct / self.num_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +93,36 @@ class Evaluation:
         """Return the values for the metrics file, with the prefix of validation."""
         if not self.num_trajectories:
             return {}
-        scores = self.scores
-        values = {
-            **self._shares(),
-            **{f"pass@{k}": estimate.value for k, estimate in scores.pass_at_k.items()},
-            **{f"{FAILURES}{name}": float(n) for name, n in self.failures.items()},
-            **{f"{STOP_REASON}{name}": n / self.num_trajectories for name, n in self.stop_reasons.items()},
-            **{f"{INCIDENT}{name}": n / self.num_trajectories for name, n in self.incidents.items()},
-        }
+        scores, values = self.scores, dict[str, float]()
+        if scores.num_samples:
+            values = {
+                SUCCESS_SHARE: self.success_share,
+                UNSCORED_SHARE: 1 - scores.num_scored / scores.num_samples,
+                "pass@1/half_width": scores.pass_at_k[1].half_width or 0.0,
+            }
+        values |= {f"pass@{k}": estimate.value for k, estimate in scores.pass_at_k.items()}
+        values |= {f"{FAILURES}{name}": float(n) for name, n in self.failures.items()}
+        values |= {f"{STOP_REASON}{name}": n / self.num_trajectories for name, n in self.stop_reasons.items()}
+        values |= {f"{INCIDENT}{name}": n / self.num_trajectories for name, n in self.incidents.items()}
         if scores.mean_reward is not None:
             values[REWARD_MEAN] = scores.mean_reward.value
         return {f"{VALIDATION}{name}": value for name, value in values.items()}
 
-    def _shares(self) -> dict[str, float]:
-        scores = self.scores
-        if not scores.num_samples:
-            return {}
-        return {
-            SUCCESS_SHARE: self.success_share,
-            UNSCORED_SHARE: 1 - scores.num_scored / scores.num_samples,
-            "pass@1/half_width": scores.pass_at_k[1].half_width or 0.0,
-        }
+
+@dataclass(frozen=True, slots=True)
+class EvaluationDifference:
+    """Difference of two evaluations on the rows that are in both.
+
+    Rows that are hard in both cancel out, so that the difference is more certain than either score.
+    """
+
+    num_rows: int
+    pass_at_1: MeanEstimate
+    mean_reward: MeanEstimate | None
+    """None if no row was scored in both."""
+
+
+Pair = tuple[RowResult, RowResult]
 
 
 def summarise(trajectories: Sequence[Trajectory], *, success_threshold: float) -> Evaluation:
@@ -143,22 +166,10 @@ def score(rows: Sequence[RowResult]) -> Scores:
     )
 
 
-def prompt_digest(row: Row) -> str:
-    """Return a digest of the prompt of a row."""
-    return digest(row.get("raw_prompt"))
-
-
 def row_result(
     group: int, *, row: Row, samples: Iterable[tuple[int, float | None]], success_threshold: float
 ) -> RowResult:
-    """Return the result of a row of the data set.
-
-    Args:
-        group: Index of the row.
-        row: The row.
-        samples: Index of the rollout and reward of each trajectory. Those of one rollout are one sample.
-        success_threshold: Least reward that counts as a success.
-    """
+    """Return the result of a row from the rollout and the reward of each of its trajectories."""
     best: dict[int, float | None] = {}
     for rollout, reward in samples:
         best[rollout] = max((r for r in (best.get(rollout), reward) if r is not None), default=None)
@@ -174,6 +185,82 @@ def row_result(
     )
 
 
+def prompt_digest(row: Row) -> str:
+    """Return a digest of the prompt of a row."""
+    return digest(row.get("raw_prompt"))
+
+
+def prompt_text(row: Mapping[str, Any]) -> str:
+    """Return the text of the last message of a row's prompt, shortened."""
+    messages: Sequence[Mapping[str, Any]] = row.get("raw_prompt", ())
+    content: Any = (messages[-1].get("content") if len(messages) else None) or ""
+    if not isinstance(content, str):
+        parts = cast(Sequence[Mapping[str, Any]], content)
+        content = " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
+    text = _writable(" ".join(content.split()))
+    return text if len(text) <= MAX_PROMPT_CHARACTERS else text[: MAX_PROMPT_CHARACTERS - 1] + "…"
+
+
+def categories_of(rows: Sequence[Row], *, column: str) -> list[str]:
+    """Return the category of each row of the data set: its value in a column, as text.
+
+    A name with dots, such as `extra_info.level`, is a key inside a column.
+
+    Raises:
+        DataError: No row has the column.
+    """
+    values = [_value(row, column) for row in rows]
+    if all(value is None for value in values):
+        known = sorted({str(name) for row in rows for name in row})
+        raise DataError(f"no row has a column {column!r}{did_you_mean(column, known)}")
+    return [_text(value) for value in values]
+
+
+def score_categories(rows: Sequence[RowResult], *, categories: Sequence[str]) -> dict[str, Scores]:
+    """Return the scores of each category, sorted by name. `categories` are those of the whole data set."""
+    names = sorted({categories[row.group] for row in rows}, key=_natural)
+    return {name: score([row for row in rows if categories[row.group] == name]) for name in names}
+
+
+def pair_rows(rows: Sequence[RowResult], *, others: Sequence[RowResult]) -> list[Pair]:
+    """Return pairs of rows with the same prompt. Rows with equal prompts are paired in order."""
+    by_name = dict(zip(_names(others), others, strict=True))
+    return [(row, by_name[name]) for name, row in zip(_names(rows), rows, strict=True) if name in by_name]
+
+
+def difference(pairs: Sequence[Pair]) -> EvaluationDifference | None:
+    """Return how much better the first row of each pair is; None if there are no pairs."""
+    if not pairs:
+        return None
+    rewards = [
+        row.mean_reward - other.mean_reward
+        for row, other in pairs
+        if row.mean_reward is not None and other.mean_reward is not None
+    ]
+    num_samples = min(sum(pair[side].num_samples for pair in pairs) for side in (0, 1)) / len(pairs)
+    shares = [row.success_share - other.success_share for row, other in pairs]
+    return EvaluationDifference(
+        num_rows=len(pairs),
+        pass_at_1=estimate_difference(shares, num_samples=num_samples),
+        mean_reward=estimate_mean(rewards) if rewards else None,
+    )
+
+
+def is_passed(row: RowResult) -> bool:
+    """Return whether at least half of the samples of a row are successes."""
+    return row.success_share >= 0.5
+
+
+def changed_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the pairs whose shares of successes differ: first those of which one side is passed, then by size."""
+
+    def order(pair: Pair) -> tuple[bool, float, int]:
+        row, other = pair
+        return is_passed(row) == is_passed(other), -abs(row.success_share - other.success_share), row.group
+
+    return sorted((pair for pair in pairs if pair[0].success_share != pair[1].success_share), key=order)
+
+
 def _pass_at(k: int, *, rows: Sequence[RowResult]) -> MeanEstimate:
     large = [row for row in rows if row.num_samples >= k]
     return estimate_share(
@@ -187,17 +274,36 @@ def _counts(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(names).most_common())
 
 
-def prompt_text(row: Mapping[str, Any]) -> str:
-    """Return the text of the last message of a row's prompt, shortened."""
-    messages: Sequence[Mapping[str, Any]] = row.get("raw_prompt", ())
-    content: Any = (messages[-1].get("content") if len(messages) else None) or ""
-    if not isinstance(content, str):
-        parts = cast(Sequence[Mapping[str, Any]], content)
-        content = " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
-    text = writable(" ".join(content.split()))
-    return text if len(text) <= MAX_PROMPT_CHARACTERS else text[: MAX_PROMPT_CHARACTERS - 1] + "…"
+def _value(row: Mapping[str, Any], column: str) -> Any:
+    if column in row:
+        return row[column]
+    outer, dot, rest = column.partition(".")
+    inner = row.get(outer)
+    return _value(cast(Mapping[str, Any], inner), rest) if dot and isinstance(inner, Mapping) else None
 
 
-def writable(text: str) -> str:
+def _text(value: Any) -> str:
+    if value is None or value == "":
+        return NO_CATEGORY
+    return _writable(value) if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _writable(text: str) -> str:
     """Return the text without unpaired surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _natural(name: str) -> tuple[bool, float, str]:
+    """Return a sort key that sorts numbers by size, before words."""
+    try:
+        return False, float(name), name
+    except ValueError:
+        return True, 0.0, name
+
+
+def _names(rows: Sequence[RowResult]) -> Iterator[tuple[str, int]]:
+    """Yield the digest of each row's prompt, and how often it came before."""
+    seen: Counter[str] = Counter()
+    for row in rows:
+        seen[row.prompt_digest] += 1
+        yield row.prompt_digest, seen[row.prompt_digest]

@@ -1,20 +1,36 @@
-"""File with the result of an evaluation."""
+"""Evaluations on disk: `summary.json`, and stored trajectories."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent_loop.errors import DataError
+from agent_loop.storage.arrow import pa, parquet
+from agent_loop.storage.schema import METADATA
 from agent_loop.storage.whole_file import whole_file
-from agent_loop.training.evaluation.categories import score_categories
-from agent_loop.training.evaluation.comparison import EvaluationDifference, difference, pair_rows
-from agent_loop.training.evaluation.scores import Evaluation, Scores
+from agent_loop.training.evaluation.scores import (
+    Evaluation,
+    EvaluationDifference,
+    Scores,
+    difference,
+    pair_rows,
+    row_result,
+    score,
+    score_categories,
+)
+from agent_loop.trajectory import FailureKind
+from agent_loop.types import Row
 
 SUMMARY_FILE = "summary.json"
+SCORE_COLUMNS = ("group", "rollout", "reward", "stop_reason", "failure", "failure_kind")
+"""Columns from which the scores are computed without the prompts."""
 
 
 class Comparison(BaseModel):
@@ -57,36 +73,30 @@ class EvaluationSummary(BaseModel):
         columns: Mapping[str, Sequence[str]],
         other: tuple[Path, EvaluationSummary] | None = None,
     ) -> EvaluationSummary:
-        """Return the summary of an evaluation, with scores per category, and a comparison.
+        """Return the summary of an evaluation, with a comparison if there is another one.
 
-        Args:
-            evaluation: The evaluation.
-            model: Name of the model.
-            rows_of: See `EvaluationSummary.rows_of`.
-            settings: See `EvaluationSummary.settings`.
-            columns: Category of each row of the data set, by column.
-            other: Path and summary of an evaluation to compare with.
+        `columns` holds the category of each row of the data set, by column.
 
         Raises:
             DataError: The other evaluation has none of the rows.
         """
+        categories = {
+            column: score_categories(evaluation.rows, categories=values) for column, values in columns.items()
+        }
+        comparison = other and compare_evaluations(
+            evaluation,
+            path=str(other[0]),
+            other=other[1].evaluation,
+            other_model=other[1].model,
+            columns=columns,
+        )
         return cls(
             model=model,
             rows_of=rows_of,
             settings=settings,
             evaluation=evaluation,
-            categories={
-                column: score_categories(evaluation.rows, categories=categories)
-                for column, categories in columns.items()
-            },
-            comparison=other
-            and compare_evaluations(
-                evaluation,
-                path=str(other[0]),
-                other=other[1].evaluation,
-                other_model=other[1].model,
-                columns=columns,
-            ),
+            categories=categories,
+            comparison=comparison,
         )
 
     def write(self, path: Path) -> None:
@@ -96,10 +106,7 @@ class EvaluationSummary(BaseModel):
 
 
 def read_summary(path: Path) -> EvaluationSummary:
-    """Read a summary.
-
-    Args:
-        path: The file, or its folder.
+    """Read a summary from the file, or from its folder.
 
     Raises:
         DataError: The file is missing, or is not a summary.
@@ -130,13 +137,6 @@ def compare_evaluations(
 ) -> Comparison:
     """Return how much better an evaluation is than another one, on the rows that are in both.
 
-    Args:
-        evaluation: The evaluation.
-        other: The other evaluation.
-        path: Name of the other evaluation.
-        other_model: Name of its model.
-        columns: Category of each row of the data set, by column.
-
     Raises:
         DataError: The other evaluation has none of the rows.
     """
@@ -148,9 +148,74 @@ def compare_evaluations(
         )
     by_column: dict[str, dict[str, EvaluationDifference]] = {}
     for column, categories in columns.items():
-        names = dict.fromkeys(categories[row.group] for row, _ in pairs)
-        by_name = {
-            name: difference([p for p in pairs if categories[p[0].group] == name]) for name in sorted(names)
-        }
-        by_column[column] = {name: found for name, found in by_name.items() if found is not None}
+        names = sorted({categories[row.group] for row, _ in pairs})
+        found = {name: difference([p for p in pairs if categories[p[0].group] == name]) for name in names}
+        by_column[column] = {name: each for name, each in found.items() if each is not None}
     return Comparison(path=path, other_model=other_model, total=total, categories=by_column)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEvaluation:
+    """Evaluation of stored trajectories, and the rows of the data set."""
+
+    evaluation: Evaluation
+    rows: tuple[Row, ...]
+    """By index; empty where no trajectory of a row is stored."""
+
+
+def evaluate_stored(paths: Sequence[Path], *, with_prompts: bool = True) -> StoredEvaluation:
+    """Evaluate the trajectories of Parquet files, as `summarise` evaluates trajectories.
+
+    Without prompts, the rows of the data set are not read, and the results have no prompts and no digests.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    samples: defaultdict[int, list[tuple[int, float | None]]] = defaultdict(list)
+    rows: dict[int, Row] = {}
+    stop_reasons, incidents, failures = Counter[str](), Counter[str](), Counter[str]()
+    threshold = 1.0
+    for path in paths:
+        stored_rows, threshold = _read(
+            path, (*SCORE_COLUMNS, *(("incidents", "row") if with_prompts else ()))
+        )
+        for stored in stored_rows:
+            stop_reasons[str(stored["stop_reason"])] += 1
+            incidents.update(str(item["kind"]) for item in json.loads(stored.get("incidents") or "[]"))
+            kind = stored.get("failure_kind") or FailureKind.CODE
+            if stored.get("failure") is not None:
+                failures[str(kind)] += 1
+                if kind != FailureKind.CODE:
+                    continue  # infrastructure failed it, so it is in no score
+            group = stored["group"]
+            samples[group].append((stored["rollout"], stored["reward"]))
+            if group not in rows and stored.get("row"):
+                rows[group] = json.loads(stored["row"])
+    results = tuple(
+        row_result(group, row=rows.get(group, {}), samples=found, success_threshold=threshold)
+        for group, found in sorted(samples.items())
+    )
+    evaluation = Evaluation(
+        num_trajectories=sum(stop_reasons.values()),
+        scores=score(results),
+        rows=results,
+        stop_reasons=dict(stop_reasons.most_common()),
+        incidents=dict(incidents.most_common()),
+        failures=dict(failures.most_common()),
+    )
+    return StoredEvaluation(
+        evaluation, tuple(rows.get(group, {}) for group in range(max(rows, default=-1) + 1))
+    )
+
+
+def _read(path: Path, names: Sequence[str]) -> tuple[list[Mapping[str, Any]], float]:
+    """Return the rows of a file with the named columns, and the least reward that counts as a success."""
+    try:
+        with parquet.ParquetFile(path) as stored:
+            table = stored.read([name for name in names if name in stored.schema_arrow.names])
+            metadata: Mapping[bytes, bytes] = stored.metadata.metadata or {}
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"{str(path)!r} cannot be read ({str(error).splitlines()[0]}); copy the file again"
+        ) from error
+    return table.to_pylist(), float(metadata.get(METADATA.success_threshold.encode(), b"1.0"))

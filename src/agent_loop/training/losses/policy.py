@@ -1,7 +1,8 @@
-"""PPO's and GSPO's losses of the policy, and calls of any policy loss."""
+"""Losses of the policy: PPO, GSPO, CISPO, DPPO and SAPO, and calls of any policy loss. B rows, T response tokens."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent_loop.config import ActorConfig, Level
+from agent_loop.config import ActorConfig, Divergence, Level
 from agent_loop.errors import AlgorithmError
 from agent_loop.registries import RegisteredFunction
 from agent_loop.runtime.describe import describe_value
-from agent_loop.training.losses.aggregation import masked_difference
+from agent_loop.training.losses.terms import masked_difference
 from agent_loop.training.registry import POLICY_LOSSES, call, policy_loss
 
 RESERVED_METRICS = frozenset({"loss", "ppo_kl", "entropy", "kl_loss", "grad_norm", "lr"})
@@ -132,11 +133,7 @@ def sequence_log_ratio(log_ratio_BT: Tensor, *, mask_BT: Tensor) -> Tensor:
 
 
 def load_policy_loss(reference: str) -> RegisteredFunction:
-    """Return the policy loss that `actor.policy_loss` names.
-
-    Raises:
-        ConfigError: The loss does not exist, or does not take the parameters of a policy loss.
-    """
+    """Return the policy loss that `actor.policy_loss` names."""
     example = "logprobs_BT, *, old_logprobs_BT, advantages_BT, mask_BT, config"
     return POLICY_LOSSES.load(reference, example=example)
 
@@ -150,11 +147,7 @@ def token_loss(
     mask_BT: Tensor,
     config: ActorConfig,
 ) -> TokenLoss:
-    """Call a policy loss and check its result.
-
-    Raises:
-        AlgorithmError: The loss raised, or did not return a finite loss of each trained token.
-    """
+    """Call a policy loss and check its result."""
     returned = call(
         loss,
         logprobs_BT,
@@ -200,3 +193,112 @@ def _check_shape(values_BT: Any, like_BT: Tensor, *, what: str, where: str) -> N
 def _has_nan(*inputs: Tensor, is_trained_BT: Tensor) -> bool:
     """Return whether an input holds a NaN, as after an update that diverged; then the loss is not at fault."""
     return any(bool((values_BT.isnan() & is_trained_BT).any()) for values_BT in inputs)
+
+
+@policy_loss("cispo")
+def cispo(
+    logprobs_BT: Tensor,
+    *,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    config: ActorConfig,
+) -> TokenLoss:
+    """Return CISPO's loss `-min(ratio, 1 + high) * A * logprobs` (MiniMax-M1, arXiv 2506.13585).
+
+    The weight `min(ratio, 1 + high)` has no gradient, so every token has one. There is no lower bound, as in the runs
+    of the paper.
+
+    Returns:
+        The loss with the metric `clip_fraction`: 1 for tokens whose weight was clipped.
+    """
+    log_ratio_BT = masked_difference(logprobs_BT, old_logprobs_BT, mask_BT=mask_BT)
+    ratio_BT = log_ratio_BT.detach().exp()
+    weights_BT = ratio_BT.clamp(max=1 + config.clip_ratio_high)
+    # The value is that of the log-prob; the gradient is that of the log-ratio, which has none where it is cut.
+    value_BT = torch.where(logprobs_BT.isneginf(), 0.0, logprobs_BT).detach()
+    own_logprobs_BT = value_BT + log_ratio_BT - log_ratio_BT.detach()
+    return TokenLoss(
+        -weights_BT * advantages_BT * own_logprobs_BT,
+        {"clip_fraction": (ratio_BT > weights_BT).to(ratio_BT.dtype)},
+    )
+
+
+THRESHOLDS: dict[Divergence, float] = {"tv": 0.15, "kl": 0.05}
+"""Thresholds of the paper."""
+
+
+@policy_loss("dppo")
+def dppo(
+    logprobs_BT: Tensor,
+    *,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    config: ActorConfig,
+) -> TokenLoss:
+    """Return DPPO's loss `-keep * ratio * A` with a binary divergence (Qi et al., arXiv 2602.04879).
+
+    `keep` is 0 for tokens whose divergence exceeds `dppo_threshold`, if the update would raise the divergence: if the
+    advantage is positive and the ratio above 1, or the advantage negative and the ratio below 1. With `clip_ratio_c`
+    the ratio is at most `c`. Such a token keeps its gradient, with weight `c`.
+
+    Returns:
+        The loss with the metric `clip_fraction`: 1 for tokens that are not kept.
+    """
+    log_ratio_BT = masked_difference(logprobs_BT, old_logprobs_BT, mask_BT=mask_BT)
+    divergence_BT = binary_divergence(
+        logprobs_BT.detach(), old_logprobs_BT=old_logprobs_BT, mask_BT=mask_BT, kind=config.dppo_divergence
+    )
+    threshold = config.dppo_threshold or THRESHOLDS[config.dppo_divergence]
+    moves_away_BT = advantages_BT * log_ratio_BT.detach() > 0
+    is_dropped_BT = moves_away_BT & (divergence_BT > threshold)
+    weights_BT = log_ratio_BT.detach().exp().clamp(max=config.clip_ratio_c or math.inf)
+    surrogate_BT = weights_BT * (1 + log_ratio_BT - log_ratio_BT.detach())
+    return TokenLoss(
+        torch.where(is_dropped_BT, 0.0, -advantages_BT * surrogate_BT),
+        {"clip_fraction": is_dropped_BT.to(log_ratio_BT.dtype)},
+    )
+
+
+def binary_divergence(
+    logprobs_BT: Tensor, *, old_logprobs_BT: Tensor, mask_BT: Tensor, kind: Divergence
+) -> Tensor:
+    """Return the divergence of two distributions over two outcomes: the sampled token and any other token; [B, T].
+
+    `tv` is the total variation `|p - p_old|`. `kl` is the KL divergence of the new distribution from the old one,
+    `p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))`. Both are lower bounds of the divergence over the
+    vocabulary.
+    """
+    old_BT = old_logprobs_BT.exp()
+    if kind == "tv":
+        return (logprobs_BT.exp() - old_BT).abs()
+    log_ratio_BT = masked_difference(old_logprobs_BT, logprobs_BT, mask_BT=mask_BT)
+    other_log_ratio_BT = masked_difference(
+        _log_complement(old_logprobs_BT), _log_complement(logprobs_BT), mask_BT=mask_BT
+    )
+    return old_BT * log_ratio_BT + (1 - old_BT) * other_log_ratio_BT
+
+
+def _log_complement(logprobs_BT: Tensor) -> Tensor:
+    """Return `log(1 - p)`, which is also exact where p is near 0 or 1."""
+    return (-torch.expm1(logprobs_BT)).log()
+
+
+@policy_loss("sapo")
+def sapo(
+    logprobs_BT: Tensor,
+    *,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    config: ActorConfig,
+) -> TokenLoss:
+    """Return SAPO's loss `-4 / tau * sigmoid(tau * (ratio - 1)) * A` (Gao et al., arXiv 2511.20347).
+
+    `tau` is `tau_pos` if the advantage is positive, else `tau_neg`. At a ratio of 1 the gradient is that of the ratio.
+    It decreases smoothly on both sides, faster for a larger `tau`.
+    """
+    ratio_BT = masked_difference(logprobs_BT, old_logprobs_BT, mask_BT=mask_BT).exp()
+    tau_BT = torch.full_like(ratio_BT, config.tau_neg).masked_fill(advantages_BT > 0, config.tau_pos)
+    return TokenLoss(-4 / tau_BT * torch.sigmoid(tau_BT * (ratio_BT - 1)) * advantages_BT)

@@ -40,11 +40,7 @@ _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cp
 
 
 def use_tree_attention(model: PreTrainedModel) -> None:
-    """Set the attention implementation of a model. A vision tower keeps its own.
-
-    Raises:
-        ConfigError: The model has layers that cannot be computed over a tree, or its attention cannot be exchanged.
-    """
+    """Set the attention implementation of a model. A vision tower keeps its own."""
     refuse_other_layers(model)
     config = text_config_of(model.config)
     name = ATTENTION_NAME if config is model.config else {"text_config": ATTENTION_NAME}
@@ -57,11 +53,7 @@ def use_tree_attention(model: PreTrainedModel) -> None:
 
 
 def refuse_other_layers(model: PreTrainedModel) -> None:
-    """Raise an error that names the layers that carry a state from token to token, which has no branches.
-
-    Raises:
-        ConfigError: The model has such layers.
-    """
+    """Raise an error that names the layers that carry a state from token to token, which has no branches."""
     kinds = [*(getattr(text_config_of(model.config), "layer_types", None) or ())]
     found = sorted({str(kind) for kind in kinds if kind not in TREE_LAYERS})
     if not found:
@@ -74,11 +66,7 @@ def refuse_other_layers(model: PreTrainedModel) -> None:
 
 
 def tree_inputs(model: PreTrainedModel, layout: TreeLayout) -> dict[str, Any]:
-    """Return the arguments of a model for a tree.
-
-    Raises:
-        ValueError: The model does not have the attention of trees.
-    """
+    """Return the arguments of a model for a tree."""
     if not _uses_tree_attention(model):
         raise ValueError(f"{type(model).__name__} computes no prefix trees; call use_tree_attention first")
     return {

@@ -112,11 +112,7 @@ class SortedRows:
     """Rows sorted by their tokens, so that rows with a common prefix are next to each other."""
 
     def __init__(self, tokens_of_rows: Mapping[int, LongArray]) -> None:
-        """Sort rows.
-
-        Args:
-            tokens_of_rows: Tokens of each row, by the index of the row.
-        """
+        """Sort rows."""
         # The bytes of big-endian numbers sort like the numbers.
         items = sorted(tokens_of_rows.items(), key=lambda item: item[1].astype(">u4").tobytes())
         self.rows: tuple[int, ...] = tuple(row for row, _ in items)

@@ -1,22 +1,63 @@
-"""Examples of supervised training: trajectories whose sampled tokens are trained."""
+"""Examples of supervised training: conversations and trajectories whose sampled tokens are trained."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from msgspec import structs
 
+from agent_loop.chat.conversations import TokenRun, encode_conversation
+from agent_loop.chat.messages import normalise_tools
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import SftConfig
-from agent_loop.errors import DataError
+from agent_loop.errors import ChatTemplateError, DataError
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.rollout.rows import RowFile, RowSampler, load_row_files
-from agent_loop.training.data_manifest import DataManifest
-from agent_loop.training.supervised.chats import chat_segments
-from agent_loop.training.supervised.stored import is_stored, stored_segments
-from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
+from agent_loop.training.manifest import DataManifest
+from agent_loop.training.supervised.sources import is_stored, stored_segments
+from agent_loop.trajectory import UNKNOWN_VERSION, AgentLoopOutput, Segment, Trajectory
+from agent_loop.types import Message, Origin, Row
+
+WEIGHT = "weight"
+"""Key of an assistant message: 0 if its tokens are not trained, as in OpenAI's files for fine-tuning."""
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
+def chat_segments(row: Row, *, template: ChatTemplate, tools_key: str, where: str) -> list[Segment]:
+    """Return the segments of a conversation, as if a model had sampled its assistant turns."""
+    given = cast(list[Message], row["raw_prompt"])
+    trained = frozenset(index for index, message in enumerate(given) if _is_trained(message, where=where))
+    messages = [{key: value for key, value in message.items() if key != WEIGHT} for message in given]
+    tools = normalise_tools(row.get(tools_key), where=f"{where}, column {tools_key!r}")
+    try:
+        runs = encode_conversation(template, messages, tools=tools)
+    except ChatTemplateError as error:
+        raise DataError(f"{where}: {error}") from error
+    return list(_segments(runs, trained=trained))
+
+
+def _segments(runs: Sequence[TokenRun], *, trained: frozenset[int]) -> Iterator[Segment]:
+    for run in runs:
+        if run.origin is not Origin.MODEL:
+            yield Segment(run.token_ids, run.origin)
+        elif run.message in trained:
+            yield Segment(run.token_ids, Origin.MODEL, weight_version=UNKNOWN_VERSION)
+        else:
+            yield Segment(run.token_ids, Origin.PREFIX)
+
+
+def _is_trained(message: Message, *, where: str) -> bool:
+    if message["role"] not in ROLES:  # templates leave out the messages of other roles
+        raise DataError(
+            f"{where}: a message has the role {message['role']!r}; give one of {', '.join(sorted(ROLES))}"
+        )
+    weight = message.get(WEIGHT, 1)
+    if weight not in (0, 1):
+        raise DataError(f"{where}: the {WEIGHT} of a message is {weight!r}; give 0 or 1")
+    return message.get("role") == "assistant" and bool(weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +107,7 @@ def load_examples(sources: Sequence[str], *, config: SftConfig, template: ChatTe
 
 
 class ExampleSampler:
-    """Sampler of the training examples of each step, in an order that depends on the step alone.
-
-    Args:
-        examples: The examples of the training split.
-        config: Size of a batch; it has all examples if there are fewer.
-        seed: Seed of the order of each epoch.
-        pad_token_id: Token id of the padding of batches.
-    """
+    """Sampler of the training examples of each step, in an order that depends on the step alone."""
 
     def __init__(self, examples: Examples, *, config: SftConfig, seed: int, pad_token_id: int) -> None:
         trajectories = examples.trajectories

@@ -53,10 +53,6 @@ class TaskTexts:
         """Load rows and demonstrations from sources such as `rows.jsonl` or `task.py:train_rows`.
 
         Without tools, those of the first demonstration that has some are used.
-
-        Raises:
-            ConfigError: The kind of a source is unknown.
-            DataError: A source cannot be read, or a row has no prompt.
         """
         chats = load_rows(demonstrations, prompt_key=messages_key) if demonstrations else []
         no_tools: Sequence[dict[str, Any]] = []
@@ -80,18 +76,6 @@ async def make_task_model(
     """Make a tokenizer and a model for a task, and write both to a folder in the format of `transformers`.
 
     The tokenizer learns the phrases of the task. Without demonstrations, the weights stay random.
-
-    Args:
-        out: The folder. It must not exist, or be empty.
-        texts: Texts of the task.
-        size: Size of the model.
-        num_steps: Optimiser steps of the supervised training on the demonstrations.
-        seed: Seed of the weights, and of the order of the demonstrations.
-        console: Console that shows the progress.
-
-    Raises:
-        DataError: A demonstration is not valid.
-        OutputError: The folder has files already, or cannot be written.
     """
     refuse_existing(out)
     conversations = list(islice(texts.conversations(), NUM_TEXTS))

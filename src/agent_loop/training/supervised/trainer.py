@@ -16,18 +16,18 @@ from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.training import metrics as names
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints, save_checkpoint
-from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.learner import Learner, load_learner
 from agent_loop.training.loggers import make_loggers
+from agent_loop.training.manifest import DataManifest
 from agent_loop.training.metrics import MetricsWriter
 from agent_loop.training.progress import Progress, without_progress_of_transformers
 from agent_loop.training.ranks import start_process_group
-from agent_loop.training.result import TrainResult
 from agent_loop.training.run_folder import (
     METRICS_FILE,
     SFT_SPLIT,
     SFT_VAL_SPLIT,
+    TrainResult,
     check_rows_unchanged,
     check_run_folder,
     config_values,
@@ -35,7 +35,7 @@ from agent_loop.training.run_folder import (
     prepare_run_folder,
 )
 from agent_loop.training.supervised.examples import Examples, ExampleSampler, batches, load_examples
-from agent_loop.training.supervised.settings import supervised_config
+from agent_loop.training.supervised.sources import supervised_config
 from agent_loop.training.timing import StepClock
 
 

@@ -1,4 +1,4 @@
-"""Stored trajectories as examples of supervised training: rejection sampling and best of n."""
+"""Sources of supervised training: checks of the settings, and stored trajectories (rejection sampling, best of n)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from agent_loop.errors import DataError
+from agent_loop.config import AlgorithmConfig, Config, PlacementConfig
+from agent_loop.errors import ConfigError, DataError
 from agent_loop.files.file_kinds import EVALUATION, RUN, STORED_TRAJECTORIES, kind_of
 from agent_loop.storage.files import FOLDER
 from agent_loop.storage.query import Condition, find
@@ -19,6 +20,39 @@ from agent_loop.storage.run import KEY, StoredRun
 from agent_loop.storage.vocabulary import pieces_of
 from agent_loop.trajectory import Segment, Trajectory
 from agent_loop.types import Origin
+
+
+def check_sources(config: Config) -> None:
+    """Check that there are sources of examples."""
+    if not config.sft.files:
+        raise ConfigError(
+            "sft.files is empty; give at least one file of conversations, or the folder of a run"
+        )
+    if config.trainer.val_every is not None and not config.sft.val_files:
+        raise ConfigError(
+            "validation is switched on but sft.val_files is empty; give it conversations, or unset trainer.val_every"
+        )
+
+
+def supervised_config(config: Config) -> Config:
+    """Return the settings of a supervised run: without critic and reference model, at temperature 1."""
+    check_sources(config)
+    return config.model_copy(
+        update={
+            "algorithm": AlgorithmConfig(),
+            "actor": config.actor.model_copy(update={"kl_loss_coef": 0.0, "reference_path": None}),
+            "rollout": config.rollout.model_copy(
+                update={
+                    "engine": "embedded",  # there are no servers, so the trainer takes the first devices
+                    "temperature": 1.0,
+                    "prompt_length": 1,
+                    "response_length": config.sft.max_tokens,
+                }
+            ),
+            "placement": PlacementConfig(),
+        }
+    )
+
 
 _Found: TypeAlias = tuple[str, int, Trajectory]
 """Split, step and trajectory."""
@@ -38,15 +72,6 @@ def stored_segments(
     """Return the segments of the stored trajectories that fulfil the conditions, in the order of the files.
 
     The beginning that a branch shares with an earlier branch of its rollout is trained in the earlier one only.
-
-    Args:
-        source: Folder of a run, or Parquet file of trajectories.
-        where: Conditions, such as `reward>=1`.
-        best_of_group: Number of trajectories to keep of each group, those with the highest rewards; None keeps all.
-        tokenizer: Tokenizer of the model to train.
-
-    Raises:
-        DataError: The trajectories have the tokens of another vocabulary, or a condition is not valid.
     """
     run = StoredRun(source)
     pieces = run.vocabulary()

@@ -1,0 +1,328 @@
+"""Groups of training runs that differ in their seeds, read from their folders, and their comparison.
+
+A run is one observation. The values of a run at its steps are correlated, so only runs count as independent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from glob import glob, has_magic
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import yaml
+
+from agent_loop.errors import DataError, did_you_mean
+from agent_loop.files.file_kinds import RUN, explain, kind_of, only_run
+from agent_loop.runtime.numeric import as_finite_number
+from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE, read_metrics
+from agent_loop.training.evaluation.estimates import MeanEstimate, estimate_mean, estimate_welch
+from agent_loop.training.metrics import (
+    REWARD_MEAN,
+    SFT_LOSS,
+    SFT_VALIDATION_LOSS,
+    STEP,
+    SUCCESS_SHARE,
+    VALIDATION,
+)
+
+WANTED = "the folder of a training run, a folder of such runs, or a glob of them"
+DEFAULT_METRICS = (
+    REWARD_MEAN,
+    SUCCESS_SHARE,
+    f"{VALIDATION}{REWARD_MEAN}",
+    SFT_LOSS,
+    SFT_VALIDATION_LOSS,
+)
+PASS_AT_K = re.compile(rf"{VALIDATION}pass@(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """Metrics of one training run."""
+
+    path: str
+    seed: int | None
+    """`trainer.seed`; None if the folder has no configuration."""
+    curves: Mapping[str, Mapping[int, float]]
+    """By metric: the finite values by step, in ascending order of steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunGroup:
+    """Runs with the same settings and different seeds."""
+
+    source: str
+    """Glob, folder or list that names the runs."""
+    runs: tuple[TrainingRun, ...]
+
+    @property
+    def seeds(self) -> tuple[int | None, ...]:
+        return tuple(run.seed for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDifference:
+    """How much larger the mean of a group is than that of the first group."""
+
+    estimate: MeanEstimate
+    is_paired: bool
+    """Whether the runs were paired by their seeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeedEstimates:
+    """Mean over the runs of each group, and the differences of the later groups from the first."""
+
+    groups: tuple[MeanEstimate, ...]
+    differences: tuple[GroupDifference, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """Mean over the runs of each group at one step."""
+
+    step: int
+    groups: tuple[MeanEstimate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Separation:
+    """Steps at which the interval of a group does not overlap that of the first group."""
+
+    first_step: int
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class MetricComparison:
+    """Comparison of groups by one metric, at the steps at which all runs have a value."""
+
+    metric: str
+    num_steps_left_out: int
+    """Number of steps at which some runs have a value and others do not."""
+    incomplete_runs: tuple[str, ...]
+    """Paths of the runs that have no value at some of the steps left out."""
+    num_recent: int
+    """Number of last steps of the mean in `recent`."""
+    last: SeedEstimates
+    """Value at the last step."""
+    recent: SeedEstimates
+    """Mean over the last steps."""
+    curve: tuple[CurvePoint, ...]
+    """All steps, in ascending order."""
+    separations: tuple[Separation | None, ...]
+    """For each group after the first; None if the intervals overlap or are unknown at every step."""
+
+    def thin_curve(self, num_points: int) -> list[CurvePoint]:
+        """Return at most `num_points` (at least 2) evenly spaced points of the curve, with the first and the last."""
+        places = np.linspace(0, len(self.curve) - 1, min(num_points, len(self.curve)))
+        return [self.curve[index] for index in np.round(places).astype(int).tolist()]
+
+
+def read_groups(sources: Sequence[str]) -> list[RunGroup]:
+    """Return one group per source: a glob, the folder of a run, a folder of runs, or several with commas between them.
+
+    Raises:
+        DataError: A source names no run or something else than runs, two groups share a run, or a file is damaged.
+    """
+    paths = [_find_runs(source) for source in sources]
+    owners: dict[Path, str] = {}
+    for source, found in zip(sources, paths, strict=True):
+        for path in map(Path.resolve, found):
+            if path in owners:
+                raise DataError(
+                    f"{str(path)!r} is in the group {owners[path]!r} and in {source!r}; give groups without common runs"
+                )
+        owners |= {path.resolve(): source for path in found}
+    return [
+        RunGroup(source, tuple(map(read_run, found))) for source, found in zip(sources, paths, strict=True)
+    ]
+
+
+def read_run(path: Path) -> TrainingRun:
+    """Return the metrics and the seed of the run in a folder. Values that are null or not finite are left out.
+
+    Raises:
+        DataError: The folder is not a training run, has no metrics, or a file is damaged.
+    """
+    if kind_of(path) is not RUN:
+        raise DataError(explain(path, wanted=WANTED))
+    file = path / METRICS_FILE
+    if not file.is_file():
+        raise DataError(
+            f"{str(path)!r} has no {METRICS_FILE}, so no step of it ended; leave it out, or resume the run"
+        )
+    curves: dict[str, dict[int, float]] = {}
+    for number, line in enumerate(read_metrics(file), start=1):
+        step: Any = line.get(STEP) if isinstance(cast(Any, line), dict) else None
+        if not isinstance(step, int):
+            raise DataError(
+                f"{file} line {number} has no whole number {STEP!r}; correct that line, or copy the file again"
+            )
+        for name, value in line.items():
+            finite = as_finite_number(value)
+            if name != STEP and finite is not None:
+                curves.setdefault(name, {})[step] = finite
+    ordered = {name: dict(sorted(curve.items())) for name, curve in curves.items()}
+    return TrainingRun(str(path), _seed_of(path / CONFIG_FILE), ordered)
+
+
+def choose_metrics(groups: Sequence[RunGroup], *, patterns: Sequence[str] = ()) -> list[str]:
+    """Return the metrics to compare that all runs have, by names or globs such as `val/*`.
+
+    Without patterns, these are the rewards, the share of successes and the scores of the validation.
+
+    Raises:
+        DataError: A run lacks a metric, or no metric of all runs matches.
+    """
+    runs = [run for group in groups for run in group.runs]
+    common = sorted(name for name in runs[0].curves if all(name in run.curves for run in runs))
+    if not patterns:
+        defaults = [name for name in DEFAULT_METRICS if name in common]
+        ks = sorted(int(found[1]) for name in common if (found := PASS_AT_K.fullmatch(name)))
+        defaults += [f"{VALIDATION}pass@{k}" for k in ks]
+        if not defaults:
+            raise DataError(
+                f"none of the metrics {', '.join(DEFAULT_METRICS)} is in all of {_names(runs)}; give one with "
+                f"--metric{did_you_mean('', common)}"
+            )
+        return defaults
+    chosen: list[str] = []
+    for pattern in patterns:
+        matches = [name for name in common if name == pattern or fnmatchcase(name, pattern)]
+        if not matches:
+            lacking = [run for run in runs if pattern not in run.curves]
+            raise DataError(
+                f"no value of the metric {pattern!r} is in {_names(lacking)}; leave these runs out, or give "
+                f"another --metric{did_you_mean(pattern, common)}"
+            )
+        chosen += matches
+    return list(dict.fromkeys(chosen))
+
+
+def compare_metric(groups: Sequence[RunGroup], *, metric: str, num_recent: int) -> MetricComparison:
+    """Compare each later group with the first by a metric that all runs have.
+
+    `num_recent` is the number of last steps for the mean of recent values.
+
+    Raises:
+        DataError: There is no step at which all runs have a value.
+    """
+    runs = [run for group in groups for run in group.runs]
+    curves = [run.curves[metric] for run in runs]
+    steps = [step for step in curves[0] if all(step in curve for curve in curves)]
+    if not steps:
+        ranges = ", ".join(
+            f"{run.path!r}: {min(curve)} to {max(curve)}" for run, curve in zip(runs, curves, strict=True)
+        )
+        raise DataError(
+            f"there is no step at which all runs have a value of {metric!r} ({ranges}); leave out the runs with other "
+            "steps"
+        )
+
+    def values(steps: Sequence[int]) -> list[list[float]]:
+        return [
+            [float(np.mean([run.curves[metric][step] for step in steps])) for run in group.runs]
+            for group in groups
+        ]
+
+    recent = steps[-num_recent:]
+    all_steps = {step for curve in curves for step in curve}
+    points = tuple(CurvePoint(step, tuple(map(estimate_mean, values([step])))) for step in steps)
+    return MetricComparison(
+        metric=metric,
+        num_steps_left_out=len(all_steps) - len(steps),
+        incomplete_runs=tuple(run.path for run in runs if len(run.curves[metric]) < len(all_steps)),
+        num_recent=len(recent),
+        last=_estimate(groups, values(steps[-1:])),
+        recent=_estimate(groups, values(recent)),
+        curve=points,
+        separations=tuple(_separation(points, group=index) for index in range(1, len(groups))),
+    )
+
+
+def are_paired(first: RunGroup, second: RunGroup) -> bool:
+    """Return whether the runs of two groups have the same seeds, each once per group."""
+    return (
+        None not in first.seeds
+        and len(set(first.seeds)) == len(first.seeds) == len(second.seeds)
+        and set(first.seeds) == set(second.seeds)
+    )
+
+
+def _find_runs(source: str) -> list[Path]:
+    """Return the folders of the runs that a source names, each once."""
+    parts = [source] if Path(source).exists() else [part.strip() for part in source.split(",")]
+    found: dict[Path, Path] = {}
+    for part in filter(None, parts):
+        paths = [Path(part)]
+        if not paths[0].exists() and has_magic(part):
+            paths = [Path(path) for path in sorted(glob(part, recursive=True))]
+            if not paths:
+                raise DataError(f"no path matches {part!r}; give {WANTED}")
+        for run in (run for path in paths for run in _runs_at(path)):
+            found.setdefault(run.resolve(), run)
+    if not found:
+        raise DataError(f"the group {source!r} names no run; give {WANTED}")
+    return list(found.values())
+
+
+def _runs_at(path: Path) -> list[Path]:
+    """Return the run at a path, or the runs in that folder, such as `runs/a-1/train` in `runs/a-1` and in `runs`."""
+    path = only_run(path)
+    if not path.is_dir() or kind_of(path) is not None:
+        return [path]
+    inner = (only_run(folder) for folder in sorted(path.iterdir()) if folder.is_dir())
+    return [folder for folder in inner if kind_of(folder) is RUN] or [path]
+
+
+def _seed_of(file: Path) -> int | None:
+    """Return `trainer.seed` of a configuration; None if the file does not exist or does not set it."""
+    if not file.is_file():
+        return None
+    try:
+        config: Any = yaml.safe_load(file.read_bytes())
+    except yaml.YAMLError as error:
+        raise DataError(f"{str(file)!r} is not YAML ({error}); copy the file again") from error
+    trainer: Any = cast(dict[str, Any], config).get("trainer") if isinstance(config, dict) else None
+    seed: Any = cast(dict[str, Any], trainer).get("seed") if isinstance(trainer, dict) else None
+    return seed if isinstance(seed, int) else None
+
+
+def _estimate(groups: Sequence[RunGroup], values: Sequence[Sequence[float]]) -> SeedEstimates:
+    differences = tuple(
+        _difference(groups[0], group, first_values=values[0], values=found)
+        for group, found in zip(groups[1:], values[1:], strict=True)
+    )
+    return SeedEstimates(tuple(map(estimate_mean, values)), differences)
+
+
+def _difference(
+    first: RunGroup, group: RunGroup, *, first_values: Sequence[float], values: Sequence[float]
+) -> GroupDifference:
+    if not are_paired(first, group):
+        return GroupDifference(estimate_welch(values, others=first_values), is_paired=False)
+    by_seed = dict(zip(first.seeds, first_values, strict=True))
+    differences = [value - by_seed[seed] for seed, value in zip(group.seeds, values, strict=True)]
+    return GroupDifference(estimate_mean(differences), is_paired=True)
+
+
+def _separation(curve: Sequence[CurvePoint], *, group: int) -> Separation | None:
+    steps = [point.step for point in curve if _are_apart(point.groups[0], point.groups[group])]
+    return Separation(steps[0], len(steps)) if steps else None
+
+
+def _are_apart(one: MeanEstimate, other: MeanEstimate) -> bool:
+    """Return whether two intervals have no common value. False if one of them is unknown."""
+    if one.low is None or one.high is None or other.low is None or other.high is None:
+        return False
+    return one.high < other.low or other.high < one.low
+
+
+def _names(runs: Iterable[TrainingRun]) -> str:
+    return ", ".join(repr(run.path) for run in runs)

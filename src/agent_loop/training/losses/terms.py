@@ -1,0 +1,289 @@
+"""Masked sums over tokens, and the terms beside the policy loss: KL, importance weights, and the loss of the critic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from agent_loop.config import AggregationMode, CorrectionConfig, KLEstimator
+from agent_loop.training.advantages.groups import per_rollout
+
+MAX_LOG_RATIO = 20.0
+"""Bound of log-ratios, so that a single token cannot make the loss infinite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregation:
+    """Weights of the tokens of a mini-batch, for any part of it."""
+
+    mode: AggregationMode
+    denominator: float
+    """`loss_denominator` of the whole mini-batch, so that the results of its parts add up."""
+    lengths_B: Tensor | None = None
+    """`rollout_lengths` of the rows; None: each row is a rollout."""
+
+    @classmethod
+    def of_rows(
+        cls,
+        mask_BT: Tensor,
+        *,
+        rows: Tensor,
+        rollouts_B: Tensor,
+        mode: AggregationMode,
+        length: int | None = None,
+    ) -> Aggregation:
+        """Return the aggregation of a mini-batch, with lengths for all rows of the batch.
+
+        Args:
+            mask_BT: 1 for tokens that count, in the whole batch.
+            rows: Indices of the rows of the mini-batch.
+            rollouts_B: Number of the rollout of each row of the whole batch.
+            mode: Mode of the aggregation.
+            length: See `loss_denominator`.
+        """
+        is_in_B1 = torch.zeros(len(mask_BT), 1, dtype=mask_BT.dtype).index_fill(0, rows, 1)
+        mask_BT = mask_BT * is_in_B1
+        return cls(
+            mode=mode,
+            denominator=loss_denominator(mask_BT, mode=mode, length=length, rollouts_B=rollouts_B),
+            lengths_B=rollout_lengths(mask_BT, rollouts_B=rollouts_B),
+        )
+
+    def cut(self, rows_B: Tensor) -> Aggregation:
+        """Return the aggregation for some rows of the batch."""
+        if self.lengths_B is None:
+            return self
+        return replace(self, lengths_B=self.lengths_B[rows_B.to(self.lengths_B.device)])
+
+    def __call__(self, values_BT: Tensor, *, mask_BT: Tensor) -> Tensor:
+        return aggregate(
+            values_BT,
+            mask_BT=mask_BT,
+            mode=self.mode,
+            denominator=self.denominator,
+            lengths_B=self.lengths_B,
+        )
+
+
+def aggregate(
+    values_BT: Tensor,
+    *,
+    mask_BT: Tensor,
+    mode: AggregationMode,
+    denominator: float | None = None,
+    lengths_B: Tensor | None = None,
+) -> Tensor:
+    """Aggregate values of tokens to one number.
+
+    `token-mean` is DAPO's (arXiv 2503.14476), `seq-mean-token-mean` GRPO's (arXiv 2402.03300),
+    `seq-mean-token-sum-norm` Dr. GRPO's (arXiv 2503.20783). The sequence is the rollout: its trained tokens in all its
+    rows. So a rollout of k equal rows weighs as much as one of one row in `seq-mean-token-mean`, and k times as much in
+    the other modes, where a rollout weighs by its tokens.
+
+    Args:
+        values_BT: Values of tokens; values at masked tokens do not count.
+        mask_BT: 1 for tokens that count.
+        mode: Mode of the aggregation.
+        denominator: Divisor of the sum. If the rows are a part of a mini-batch, give `loss_denominator` of the whole
+            mini-batch, so that the results of the parts add up. None is that of these rows.
+        lengths_B: `rollout_lengths` in the whole mini-batch; None: each row is a rollout.
+    """
+    values_BT = torch.where(mask_BT.bool(), values_BT, 0.0)
+    if denominator is None:
+        denominator = loss_denominator(mask_BT, mode=mode)
+    if mode == "seq-mean-token-mean":
+        lengths_B = mask_BT.sum(dim=-1) if lengths_B is None else lengths_B.to(values_BT.device)
+        return (values_BT.sum(dim=-1) / lengths_B.clamp(min=1)).sum() / denominator
+    return values_BT.sum() / denominator
+
+
+def loss_denominator(
+    mask_BT: Tensor, *, mode: AggregationMode, length: int | None = None, rollouts_B: Tensor | None = None
+) -> float:
+    """Return the number of tokens or rollouts that a mean divides by; at least 1.
+
+    Args:
+        mask_BT: 1 for tokens that count.
+        mode: Mode of the aggregation.
+        length: Divisor of each rollout's sum in `seq-mean-token-sum-norm`; None is the width T.
+        rollouts_B: Number of the rollout of each row; None: each row is a rollout.
+    """
+    if mode == "token-mean":
+        return max(1.0, float(mask_BT.sum()))
+    has_token_B = mask_BT.any(dim=-1)
+    count = max(1.0, float(has_token_B.sum()))
+    if rollouts_B is not None:
+        has_token_of_rollout = torch.zeros_like(rollouts_B).index_add_(0, rollouts_B, has_token_B.long())
+        count = max(1.0, float(has_token_of_rollout.count_nonzero()))
+    return count * (length or mask_BT.shape[-1]) if mode == "seq-mean-token-sum-norm" else count
+
+
+def rollout_lengths(mask_BT: Tensor, *, rollouts_B: Tensor) -> Tensor:
+    """Return the number of tokens that count in each row's rollout; int64 [B]."""
+    lengths_B = mask_BT.sum(dim=-1)
+    return torch.zeros_like(lengths_B).index_add_(0, rollouts_B, lengths_B)[rollouts_B]
+
+
+def masked_mean(values_BT: Tensor, *, mask_BT: Tensor) -> Tensor:
+    """Return the mean over all unmasked tokens; 0 if there are none."""
+    return aggregate(values_BT, mask_BT=mask_BT, mode="token-mean")
+
+
+def masked_difference(left_BT: Tensor, right_BT: Tensor, *, mask_BT: Tensor) -> Tensor:
+    """Return the log-ratios `left - right`, at most `MAX_LOG_RATIO` in size, and 0 at masked tokens.
+
+    Every log-ratio of losses, weights and metrics is computed here. A log-ratio that is cut has no gradient. A token
+    whose log-prob is minus infinity on both sides has a log-ratio of 0 without a gradient. Where it is minus infinity
+    on one side, the log-ratio is cut.
+    """
+    is_impossible_BT = left_BT.isneginf() & right_BT.isneginf()
+    is_counted_BT = mask_BT.bool() & ~is_impossible_BT
+    left_BT, right_BT = (torch.where(is_counted_BT, side_BT, 0.0) for side_BT in (left_BT, right_BT))
+    return (left_BT - right_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def kl_penalty(
+    logprobs_BT: Tensor, *, reference_logprobs_BT: Tensor, mask_BT: Tensor, estimator: KLEstimator = "k3"
+) -> Tensor:
+    """Return an estimate of the KL divergence of the policy from the reference per token; [B, T], 0 at masked tokens.
+
+    With `r = reference / policy` (J. Schulman, "Approximating KL divergence", 2020): `k1 = -log r` is unbiased, and may
+    be negative. `k2 = (log r)^2 / 2` is never negative and a little biased; its gradient is that of the divergence.
+    `k3 = r - 1 - log r` is never negative and unbiased.
+    """
+    log_ratio_BT = masked_difference(reference_logprobs_BT, logprobs_BT, mask_BT=mask_BT)
+    match estimator:
+        case "k1":
+            return -log_ratio_BT
+        case "k2":
+            return log_ratio_BT.square() / 2
+        case "k3":
+            return log_ratio_BT.exp() - 1 - log_ratio_BT
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Importance weights of tokens, and the shares of tokens that they change."""
+
+    weights_BT: Tensor
+    """Weights, 0 at masked tokens; without gradient."""
+    truncated_share: float
+    """Share of tokens whose weight was cut."""
+    masked_share: float
+    """Share of tokens that are dropped."""
+
+
+def correct(
+    logprobs_BT: Tensor,
+    *,
+    rollout_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    config: CorrectionConfig,
+    rollouts_B: Tensor | None = None,
+) -> Correction:
+    """Return bounded importance weights `exp(logprobs - rollout_logprobs)`, for `kind` `truncate` or `mask`.
+
+    Truncated: `min(ratio, max_ratio)` (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+    training", 2025). Masked: the ratio where it is between `min_ratio` and `max_ratio`, else 0 (Liu et al., "When speed
+    kills stability", 2025). At level `sequence` the ratio is the product over the tokens of the rollout, in all its
+    rows. At level `geometric` it is their geometric mean, as in GSPO (arXiv 2507.18071).
+
+    Args:
+        logprobs_BT: Log-probs of the trainer, under the weights that sampled.
+        rollout_logprobs_BT: Log-probs of the servers.
+        mask_BT: 1 for tokens to train on.
+        config: Kind, level and bounds.
+        rollouts_B: Number of the rollout of each row; None: each row is a rollout.
+    """
+    log_ratio_BT = masked_difference(logprobs_BT.detach(), rollout_logprobs_BT, mask_BT=mask_BT)
+    if config.level != "token":
+        rollouts_B = torch.arange(len(mask_BT), device=mask_BT.device) if rollouts_B is None else rollouts_B
+        rollout_B = per_rollout(log_ratio_BT.sum(dim=-1), rollouts_B=rollouts_B)
+        if config.level == "geometric":
+            rollout_B = rollout_B / rollout_lengths(mask_BT, rollouts_B=rollouts_B).clamp(min=1)
+        rollout_B = rollout_B.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_ratio_BT = rollout_B[:, None].expand_as(log_ratio_BT)
+    ratio_BT, is_counted_BT = log_ratio_BT.exp(), mask_BT.bool()
+    is_above_BT, is_below_BT = ratio_BT > config.max_ratio, ratio_BT < config.min_ratio
+    nothing_BT = torch.zeros_like(is_counted_BT)
+    is_masked_BT = is_above_BT | is_below_BT if config.kind == "mask" else nothing_BT
+    is_cut_BT = is_above_BT if config.kind == "truncate" else nothing_BT
+    weights_BT = torch.where(is_counted_BT & ~is_masked_BT, ratio_BT.clamp(max=config.max_ratio), 0.0)
+    num_counted = max(1, int(is_counted_BT.sum()))
+    return Correction(
+        weights_BT=weights_BT,
+        truncated_share=int((is_cut_BT & is_counted_BT).sum()) / num_counted,
+        masked_share=int((is_masked_BT & is_counted_BT).sum()) / num_counted,
+    )
+
+
+WEIGHT_SUMS = ("weight_sum", "weight_square_sum", "weight_count")
+"""Names of the sums of `weight_sums`."""
+
+
+def weight_sums(weights_BT: Tensor, *, mask_BT: Tensor) -> dict[str, Tensor]:
+    """Return the `WEIGHT_SUMS` of the weights of unmasked tokens. The sums of parts of a batch add up."""
+    weights_BT = torch.where(mask_BT.bool(), weights_BT, 0.0)
+    sums = (weights_BT.sum(), weights_BT.square().sum(), mask_BT.sum())
+    return dict(zip(WEIGHT_SUMS, sums, strict=True))
+
+
+def effective_share(sums: Mapping[str, float | Tensor]) -> float:
+    """Return the effective sample size as a share of the sample, `(sum w)^2 / (n * sum w^2)`; 0 if all weights are 0.
+
+    It is 1 if all weights are equal, and `1 / n` if one weight alone is not 0. Source: Kong, "A note on importance
+    sampling using standardized weights", technical report 348, University of Chicago, 1992; Owen, "Monte Carlo theory,
+    methods and examples", chapter 9.
+    """
+    total, squares, count = (float(sums[name]) for name in WEIGHT_SUMS)
+    return total * total / (count * squares) if squares else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLoss:
+    """Loss of the critic and its metric; both scalars."""
+
+    loss: Tensor
+    """With gradient."""
+    clip_fraction: Tensor
+    """Share of tokens whose gradient the clip removed."""
+
+
+def value_loss(
+    values_BT: Tensor,
+    *,
+    old_values_BT: Tensor,
+    returns_BT: Tensor,
+    mask_BT: Tensor,
+    clip_range: float | None,
+    reduce: Aggregation,
+) -> ValueLoss:
+    """Return half the squared error, or that of the clipped value if it is larger (arXiv 2005.12729, section 3).
+
+    `max((V - R)^2, (clip(V, V_old - range, V_old + range) - R)^2) / 2`
+
+    Args:
+        values_BT: Values of the critic that is trained, with gradient.
+        old_values_BT: Values before the update.
+        returns_BT: Returns to predict.
+        mask_BT: 1 for tokens to train on.
+        clip_range: Largest change of a value; None is no bound.
+        reduce: Aggregation of the tokens.
+    """
+    is_trained_BT = mask_BT.bool()
+    values_BT, old_values_BT, returns_BT = (
+        torch.where(is_trained_BT, part_BT, 0.0) for part_BT in (values_BT, old_values_BT, returns_BT)
+    )
+    plain_BT = (values_BT - returns_BT).square() / 2
+    worse_BT, is_clipped_BT = plain_BT, torch.zeros_like(is_trained_BT)
+    if clip_range is not None:
+        near_BT = torch.clamp(values_BT, old_values_BT - clip_range, old_values_BT + clip_range)
+        clipped_BT = (near_BT - returns_BT).square() / 2
+        worse_BT, is_clipped_BT = torch.maximum(plain_BT, clipped_BT), clipped_BT > plain_BT
+    return ValueLoss(
+        loss=reduce(worse_BT, mask_BT=mask_BT),
+        clip_fraction=reduce(is_clipped_BT.to(values_BT.dtype), mask_BT=mask_BT),
+    )
