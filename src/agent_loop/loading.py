@@ -17,6 +17,12 @@ from agent_loop.runtime.user_frames import short_traceback
 
 USER_MODULE = "agent_loop_user_"
 """Start of the names of modules that were imported from a file."""
+_REMEDIES = {
+    "starlette": 'agent programs need: pip install "agent-loop[serve]"',
+    "uvicorn": 'agent programs need: pip install "agent-loop[serve]"',
+    "verl": "import verl's names from agent_loop.integrations.verl (docs/from-verl.md)",
+}
+"""What to do if a package is not installed."""
 
 
 def load_object(reference: str, *, key: str) -> Any:
@@ -56,8 +62,8 @@ def load_module(source: str, *, key: str) -> ModuleType:
     except ConfigError:
         raise
     except Exception as error:
-        is_verls = isinstance(error, ModuleNotFoundError) and error.name == "verl"
-        remedy = "; import verl's names from agent_loop.integrations.verl (docs/from-verl.md)" * is_verls
+        missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        remedy = f"; {_REMEDIES[missing]}" if missing in _REMEDIES else ""
         raise ConfigError(
             f"{key}: importing {source} raised {type(error).__name__}: {error}{_place(error)}{remedy}"
         ) from error

@@ -31,7 +31,7 @@ FILES = {
         '    """Double a number.\n\n    Args:\n        a: A number.\n    """\n    return 2 * a\n'
     ),
     "words.py": 'def reward(output, row):\n    return "good"\n',
-    "loops.yaml": "- name: mine\n  _target_: agent_loop.gateway.program.AgentProgramLoop\n  program: agent.py:solve\n",
+    "loops.yaml": "- name: mine\n  _target_: agent_loop.serve.AgentProgramLoop\n  program: agent.py:solve\n",
     "agent.py": "import a_package_that_is_missing\n\ndef solve(row, base_url, api_key):\n    return {}\n",
 }
 TOOLS = "rollout.multi_turn.tools"

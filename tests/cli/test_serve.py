@@ -96,7 +96,7 @@ def test_a_model_is_served_until_ctrl_c_even_in_the_middle_of_a_stream(project: 
 def test_an_occupied_port_is_reported_before_the_model_loads(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from agent_loop.serving.process import listening_socket
+    from agent_loop.serve.process import listening_socket
 
     with listening_socket("127.0.0.1", 0) as listener:
         port = str(listener.getsockname()[1])

@@ -8,11 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.completions.anthropic.requests import CountTokensRequest, MessagesRequest
-from agent_loop.completions.anthropic.translation import to_chat_request
-from agent_loop.completions.conversation import conversation_of
-from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.errors import RequestError
+from agent_loop.serve.chat import conversation_of
+from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.messages_requests import CountTokensRequest, MessagesRequest, translate_messages
 from tests.chat.families import family
 from tests.helpers import hermes_template, user
 
@@ -22,7 +21,7 @@ CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 
 def chat(messages: Any = None, template: ChatTemplate | None = None, **fields: Any) -> ChatCompletionRequest:
     body = {"model": "m", "max_tokens": 8, "messages": messages or user("hi"), **fields}
-    return to_chat_request(MessagesRequest.model_validate(body), template=template or hermes_template())
+    return translate_messages(MessagesRequest.model_validate(body), template=template or hermes_template())
 
 
 def conversation(*blocks: dict[str, Any], role: str = "user", **fields: Any) -> list[dict[str, Any]]:

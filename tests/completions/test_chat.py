@@ -8,8 +8,8 @@ from contextlib import aclosing
 
 import pytest
 
-from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.errors import ChatTemplateError, RequestError, ServerError, ServerTimeout
+from agent_loop.serve.chat_requests import ChatCompletionRequest
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from agent_loop.completions.detokenizer import StopTextMatcher, StreamDetokenizer
+from agent_loop.chat.detokenizer import StopTextMatcher, StreamDetokenizer
 from tests.helpers import small_tokenizer
 
 BYTE_TOKENS = small_tokenizer().backend_tokenizer

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from agent_loop.completions.requests import ChatCompletionRequest, CompletionRequest
 from agent_loop.errors import RequestError
+from agent_loop.serve.chat_requests import ChatCompletionRequest, CompletionRequest
 
 HELLO = {"role": "user", "content": "hello"}
 

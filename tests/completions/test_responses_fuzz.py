@@ -10,12 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agent_loop.completions.conversation import conversation_of
-from agent_loop.completions.responses.calls import CallRecord
-from agent_loop.completions.responses.requests import ResponsesRequest
-from agent_loop.completions.responses.store import ResponseStore
-from agent_loop.completions.responses.translation import prepare_response
 from agent_loop.errors import RequestError
+from agent_loop.serve.chat import conversation_of
+from agent_loop.serve.responses_requests import CallRecord, ResponsesRequest, translate_response
 from tests.harness import examples
 
 BODY: dict[str, Any] = {
@@ -67,12 +64,12 @@ def test_a_broken_request_is_refused_and_nothing_else(changes: list[tuple[tuple[
                 target[path[-1]] = value
     with suppress(ValidationError, RequestError):
         request = ResponsesRequest.model_validate(body)
-        prepared = prepare_response(request, store=ResponseStore(), calls=CallRecord())
+        prepared = translate_response(request, calls=CallRecord())
         conversation_of(prepared.chat.messages)
 
 
 def test_the_request_itself_is_accepted() -> None:
     request = ResponsesRequest.model_validate(BODY)
-    prepared = prepare_response(request, store=ResponseStore(), calls=CallRecord())
+    prepared = translate_response(request, calls=CallRecord())
     roles = [message["role"] for message in conversation_of(prepared.chat.messages)]
     assert roles == ["system", "user", "user", "assistant", "tool", "assistant", "tool"]

@@ -6,25 +6,24 @@ from typing import Any
 
 import pytest
 
-from agent_loop.completions.response_models import ErrorDetail, ErrorResponse
-from agent_loop.completions.responses.calls import CallRecord
-from agent_loop.completions.responses.encrypted import read_encrypted, write_encrypted
-from agent_loop.completions.responses.requests import ResponsesRequest
-from agent_loop.completions.responses.response_models import CustomToolCall, FunctionCall
-from agent_loop.completions.responses.store import ResponseStore
-from agent_loop.completions.responses.translation import PreparedResponse, prepare_response
-from agent_loop.completions.responses.writer import ResponseWriter
 from agent_loop.errors import RequestError
+from agent_loop.serve.responses_requests import (
+    CallRecord,
+    ResponsesRequest,
+    TranslatedResponse,
+    read_encrypted,
+    translate_response,
+    write_encrypted,
+)
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
-FAILURE = ErrorResponse(error=ErrorDetail(message="lost", type="server_error", param=None, code=None))
 IMAGE = "data:image/png;base64,AAAA"
 
 
-def prepared(**fields: Any) -> PreparedResponse:
+def prepared(**fields: Any) -> TranslatedResponse:
     request = ResponsesRequest.model_validate({"model": "m", **fields})
-    return prepare_response(request, store=ResponseStore(), calls=CallRecord())
+    return translate_response(request, calls=CallRecord())
 
 
 def messages(*items: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -75,39 +74,31 @@ def test_a_second_message_begins_another_turn(items: list[Any], turns: list[tupl
 
 def test_calls_that_follow_results_of_their_own_turn_belong_to_it() -> None:
     calls = CallRecord()
-    made = [FunctionCall(id=i, status="completed", call_id=i, name="f", arguments="{}") for i in ("c1", "c2")]
-    response = ResponseWriter(prepared(input="?"), store=ResponseStore(), calls=calls).start()
-    calls.add(response.model_copy(update={"output": made}), custom_arguments={})
+    for call_id in ("c1", "c2"):
+        calls.add(call_id, response_id="r")
     items = [
         {**CALL, "call_id": i} if is_call else {**OUTPUT, "call_id": i}
         for i in ("c1", "c2", "c3")
         for is_call in (True, False)
     ]
     request = ResponsesRequest.model_validate({"model": "m", "input": items})
-    chat = prepare_response(request, store=ResponseStore(), calls=calls).chat
+    chat = translate_response(request, calls=calls).chat
     assert [message.role for message in chat.messages] == ["assistant", "tool", "tool", "assistant", "tool"]
 
 
 def test_repeated_call_ids_are_not_taken_for_one_turn() -> None:
     calls = CallRecord()
     for number in range(2):
-        made = [FunctionCall(id="x", status="completed", call_id="c1", name="f", arguments="{}")]
-        response = ResponseWriter(prepared(input="?"), store=ResponseStore(), calls=calls).start()
-        calls.add(response.model_copy(update={"id": f"r{number}", "output": made}), custom_arguments={})
+        calls.add("c1", response_id=f"r{number}")
     request = ResponsesRequest.model_validate({"model": "m", "input": [CALL, OUTPUT, CALL, OUTPUT]})
-    chat = prepare_response(request, store=ResponseStore(), calls=calls).chat
+    chat = translate_response(request, calls=calls).chat
     assert [message.role for message in chat.messages] == ["assistant", "tool"] * 2
 
 
 def test_only_the_latest_calls_are_kept() -> None:
     calls = CallRecord(max_calls=2)
-    response = ResponseWriter(prepared(input="?"), store=ResponseStore(), calls=calls).start()
-    made = [
-        CustomToolCall(id=i, status="completed", call_id=i, name="f", input="{}") for i in ("c1", "c2", "c3")
-    ]
-    calls.add(
-        response.model_copy(update={"output": made}), custom_arguments={i: {} for i in ("c1", "c2", "c3")}
-    )
+    for call_id in ("c1", "c2", "c3"):
+        calls.add(call_id, response_id="r", text="{}", arguments={})
     assert calls.custom_arguments("c1", "{}") is None
     assert calls.custom_arguments("c3", "{}") == {}
     assert calls.custom_arguments("c3", "other") is None
@@ -200,6 +191,7 @@ def test_a_grammar_is_shown_to_the_model() -> None:
         ),
         ({"input": "?", "text": {"format": {"type": "json_schema", "schema": 3}}}, None, "schema"),
         ({"input": "?", "tool_choice": "sometimes"}, "tool_choice", "auto"),
+        ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "input[0].id", "not stored"),
     ],
 )
 def test_what_cannot_be_translated_is_refused_by_name(fields: Any, param: str | None, message: str) -> None:
@@ -212,33 +204,3 @@ def test_reasoning_tokens_are_read_back_and_foreign_ones_are_not() -> None:
     assert read_encrypted(write_encrypted("Hm. \N{SNOWMAN}\n")) == "Hm. \N{SNOWMAN}\n"
     assert read_encrypted("gAAAA") is None
     assert read_encrypted(write_encrypted("x") + "!") is None
-
-
-def test_a_store_drops_the_least_recently_used_response() -> None:
-    store = ResponseStore(max_responses=2)
-    writers = [ResponseWriter(prepared(input=str(n)), store=store, calls=CallRecord()) for n in range(3)]
-    first, second = (writer.start().id for writer in writers[:2])
-    assert store.get(first) is not None
-    writers[2].start()
-    assert len(store) == 2
-    assert store.get(second) is None
-
-
-def test_a_store_is_bounded_in_its_size() -> None:
-    store = ResponseStore(max_characters=5000)
-    ids = [
-        ResponseWriter(prepared(input="x" * 1500), store=store, calls=CallRecord()).start().id
-        for _ in range(4)
-    ]
-    assert [store.get(each) is not None for each in ids] == [False, False, True, True]
-    large = ResponseWriter(prepared(input="x" * 9000), store=store, calls=CallRecord()).start()
-    assert len(store) == 1
-    assert store.get(large.id) is not None
-
-
-def test_a_failed_response_keeps_its_message() -> None:
-    store = ResponseStore()
-    failed = ResponseWriter(prepared(input="?"), store=store, calls=CallRecord()).write_failure(FAILURE)
-    assert (failed.status, failed.error and failed.error.message) == ("failed", "lost")
-    with pytest.raises(RequestError, match="cannot be continued"):
-        store.continued(failed.id)

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.chat.parsers import ToolParser
-from agent_loop.completions.continued_parser import ContinuedParser
-from agent_loop.completions.stream_parser import ParsedDelta, StreamParser
+from agent_loop.serve.stream_parser import ContinuedParser, ParsedDelta, StreamParser
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 from tests.chat.parsers.formats import FORMATS, Format
 from tests.helpers import call_text

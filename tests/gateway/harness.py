@@ -10,13 +10,13 @@ import numpy as np
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.episode.limits import EpisodeLimits
-from agent_loop.gateway.listener import _servers
-from agent_loop.gateway.program import AgentProgramLoop
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopEntry, LoopRegistry
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.worker import AgentLoopWorker
+from agent_loop.serve.gateway import _servers
+from agent_loop.serve.program import AgentProgramLoop
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedRequest, ScriptedServer

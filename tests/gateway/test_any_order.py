@@ -12,8 +12,8 @@ import openai
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agent_loop.completions.conversation import conversation_of
-from agent_loop.completions.requests import ChatMessage
+from agent_loop.serve.chat import conversation_of
+from agent_loop.serve.chat_requests import ChatMessage
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from tests.gateway.harness import ADD, MODEL, ProgramHarness, tokens
 from tests.harness import examples

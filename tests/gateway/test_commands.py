@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from agent_loop.gateway.program import AgentProgramLoop
+from agent_loop.serve.program import AgentProgramLoop
 from agent_loop.trajectory import AgentLoopOutput
 from tests.gateway.harness import ProgramHarness, in_order, job
 from tests.helpers import text_reply

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from agent_loop.episode.limits import EpisodeLimits
-from agent_loop.gateway.clients import http_client
-from agent_loop.gateway.listener import reachable
-from agent_loop.gateway.session import Session
 from agent_loop.loops.base import LoopContext
+from agent_loop.serve.gateway import http_client, reachable
+from agent_loop.serve.session import Session
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual

@@ -17,10 +17,9 @@ import pytest
 
 from agent_loop.config import MultiTurnConfig
 from agent_loop.episode.limits import EpisodeLimits
-from agent_loop.gateway.clients import openai_client
-from agent_loop.gateway.listener import reachable
-from agent_loop.gateway.session import Session
 from agent_loop.loops.base import LoopContext
+from agent_loop.serve.gateway import openai_client, reachable
+from agent_loop.serve.session import Session
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.types import StopReason

@@ -206,29 +206,17 @@ def test_parse_with_a_text_format_returns_a_model() -> None:
     assert all('"value"' in request.sampling_params.json_schema for request in server.requests)
 
 
-def test_previous_response_id_continues_the_stored_conversation() -> None:
+@pytest.mark.parametrize(
+    "fields", [{"previous_response_id": "resp_1"}, {"store": True}, {"background": True}]
+)
+def test_stored_responses_are_refused(fields: dict[str, Any]) -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).responses.create
-        asked: dict[str, Any] = {"model": MODEL, "instructions": "Be brief.", "tools": [ADD]}
-        first = await create(input="1 + 2?", **asked)
-        result = output_of(first.output[-1])
-        second = await create(input=[result], previous_response_id=first.id, **asked)
-        third = await create(input="And 3?", previous_response_id=second.id, **asked)
-        assert (third.output_text, third.previous_response_id) == ("Six.", second.id)
-
-    output = run_one(program, f"{THOUGHT}{call_text('add', a=1)}", f"{THOUGHT}Three.", "Six.")
-    assert origins(output) == ["prompt", "model", "tool", "model", "interaction", "model"]
-
-
-def test_a_response_that_was_not_stored_cannot_be_continued() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        responses = client_of(base_url, api_key, http_client).responses
-        first = await responses.create(model=MODEL, input="?", store=False)
-        with pytest.raises(openai.BadRequestError, match="store=false") as caught:
-            await responses.create(model=MODEL, input="?", previous_response_id=first.id)
-        assert caught.value.code == "previous_response_not_found"
-        with pytest.raises(openai.NotFoundError):
-            await responses.retrieve(first.id)
+        with pytest.raises(openai.BadRequestError, match="send the whole conversation") as caught:
+            await create(model=MODEL, input="?", **fields)
+        assert caught.value.param in fields
+        response = await create(model=MODEL, input="?", store=False, background=False)
+        assert (response.previous_response_id, response.background) == (None, False)
 
     run_one(program, "x")
 
@@ -309,7 +297,7 @@ def test_limits_and_errors_reach_the_client_by_name() -> None:
             ({"text": {"format": {"type": "yaml"}}}, "text.format"),
             ({"text": {"form": {}}}, "text.form"),
             ({"tool_choice": {"type": "web_search"}, "tools": [ADD]}, "tool_choice"),
-            ({"background": True, "stream": True}, "background"),
+            ({"background": True}, "background"),
             ({"input": []}, "input"),
         ]
         for fields, param in refused:
@@ -358,7 +346,7 @@ def test_a_hosted_tool_that_is_a_wish_is_dropped_and_named() -> None:
         tools: list[Any] = [ADD, {"type": "web_search", "external_web_access": True}]
         asked: dict[str, Any] = {"model": MODEL, "tools": tools, "text": {"verbosity": "low"}}
         first = await create(input="?", truncation="auto", **asked)
-        await create(input="more", previous_response_id=first.id, **asked)
+        await create(input=[*user("?"), *first.output, *user("more")], **asked)
 
     harness = ProgramHarness(
         in_order(text_reply("x"), text_reply("y")),
@@ -370,8 +358,8 @@ def test_a_hosted_tool_that_is_a_wish_is_dropped_and_named() -> None:
     dropped = [incident.detail for incident in trajectory.output.incidents]
     assert [detail.split(" ")[0] for detail in dropped] == [
         "truncation",
-        "text.verbosity",
         "tools.web_search",
+        "verbosity",
     ]
 
 
@@ -384,8 +372,8 @@ def test_tools_in_the_input_are_declared_with_the_others_and_stay_declared() -> 
         first = await create(input=[more, *user("?")], **asked)
         [call] = first.output
         assert (call.type, call.namespace, call.input) == ("custom_tool_call", "functions", "*** a")
-        results = [output_of(call, kind="custom_tool_call_output")]
-        await create(input=results, previous_response_id=first.id, **asked)
+        result = output_of(call, kind="custom_tool_call_output")
+        await create(input=[more, *user("?"), call, result], **asked)
 
     output = run_one(program, call_text("functions__apply_patch", input="*** a"), "Done.")
     assert origins(output) == ["prompt", "model", "tool", "model"]

@@ -38,7 +38,6 @@ class Turn:
 class Shape:
     """How a client sends a turn and the results of its calls."""
 
-    has_previous_id: bool
     has_reasoning: bool
     has_ids: bool
     has_status: bool
@@ -49,9 +48,9 @@ class Shape:
 
     def items(self, output: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
         """Return the items of a turn, with the results of its calls or a new message."""
-        kept = [] if self.has_previous_id else [self.item(i) for i in output if self.keeps(i)]
+        kept = [self.item(i) for i in output if self.keeps(i)]
         results = [self.result(item) for item in output if "call_id" in item]
-        if self.has_results_after_each_call and not self.has_previous_id:
+        if self.has_results_after_each_call:
             calls = [item for item in kept if "call_id" in item]
             kept = [item for item in kept if "call_id" not in item]
             results = [each for pair in zip(calls, results, strict=True) for each in pair]
@@ -88,7 +87,7 @@ TURNS = st.builds(
     text=st.sampled_from(["", "Now:", "One line.\n\n  Another."]),
     calls=st.lists(CALLS, max_size=3).map(tuple),
 )
-SHAPES = st.builds(Shape, *[st.booleans()] * 8)
+SHAPES = st.builds(Shape, *[st.booleans()] * 7)
 
 
 @examples(40, derandomize=True, database=None)
@@ -97,19 +96,15 @@ def test_a_turn_in_any_equivalent_shape_is_the_same_turn(script: list[tuple[Turn
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).responses.create
         history: list[Any] = [{"role": "user", "content": "Begin."}]
-        asked: dict[str, Any] = {"input": history}
         for number, (_, shape) in enumerate(script):
             response = await create(
-                model=MODEL, tools=TOOLS, instructions="Help.", stream=shape.is_streamed, **asked
+                model=MODEL, tools=TOOLS, instructions="Help.", stream=shape.is_streamed, input=history
             )
             if shape.is_streamed:
                 response = [event async for event in response][-1].response
             output = [item.to_dict() for item in response.output]
-            history = history + Shape(**{**vars(shape), "has_previous_id": False}).items(output, number)
-            asked = {"input": history}
-            if shape.has_previous_id:
-                asked = {"input": shape.items(output, number), "previous_response_id": response.id}
-        await create(model=MODEL, tools=TOOLS, instructions="Help.", **asked)
+            history = [*history, *shape.items(output, number)]
+        await create(model=MODEL, tools=TOOLS, instructions="Help.", input=history)
 
     replies = [text_reply(turn.completion) for turn, _ in script]
     harness = ProgramHarness(in_order(*replies, text_reply("End.")), prompt_length=9999, response_length=9999)

@@ -10,12 +10,11 @@ from typing import Any
 import openai
 import pytest
 
-from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.episode.limits import EpisodeLimits
-from agent_loop.gateway.responses import build_completion
-from agent_loop.gateway.retries import RetryInfo
-from agent_loop.gateway.session import Session
 from agent_loop.loops.base import LoopContext
+from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.session import Session
+from agent_loop.serve.shared_completion import RetryInfo, build_completion
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason

@@ -20,9 +20,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from agent_loop.episode.limits import EpisodeLimits
-from agent_loop.gateway.listener import Endpoint, reachable
-from agent_loop.gateway.session import Session
 from agent_loop.loops.base import LoopContext
+from agent_loop.serve.gateway import Endpoint, reachable
+from agent_loop.serve.session import Session
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
 from tests.gateway.harness import MODEL

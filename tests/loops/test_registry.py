@@ -85,7 +85,7 @@ def test_an_unknown_loop_is_named_with_the_nearest() -> None:
     ("name", "before"),
     [
         ("tool_agent", "agent_loop.loops.tool_agent.ToolAgentLoop"),
-        ("agent_program", "agent_loop.gateway.program.AgentProgramLoop"),
+        ("agent_program", "agent_loop.serve.program.AgentProgramLoop"),
     ],
 )
 def test_registering_a_name_of_the_package_again_replaces_its_loop_with_a_warning(

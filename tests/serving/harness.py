@@ -17,14 +17,13 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.serve.app import ServedModel, create_app
+from agent_loop.serve.process import AppServer, base_url, listening_socket
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
-from agent_loop.serving.app import create_app
-from agent_loop.serving.process import AppServer, base_url, listening_socket
-from agent_loop.serving.served_model import ServedModel
 from agent_loop.types import TokenChunk
 from tests.helpers import hermes_template, small_tokenizer
 

@@ -14,17 +14,13 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 from uvicorn.server import ServerState
 
-from agent_loop.gateway.app import create_gateway_app
-from agent_loop.gateway.gateway import Gateway
+from agent_loop.serve import process
+from agent_loop.serve.app import ServedModel, create_app
+from agent_loop.serve.gateway import Gateway, create_gateway_app
+from agent_loop.serve.middleware import BodyLimiter, answered_hosts
+from agent_loop.serve.process import AppServer, BoundedConnection
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.serving import connections
-from agent_loop.serving.app import create_app
-from agent_loop.serving.connections import BoundedConnection
-from agent_loop.serving.hosts import answered_hosts
-from agent_loop.serving.middleware import BodyLimiter
-from agent_loop.serving.process import AppServer
-from agent_loop.serving.served_model import ServedModel
 from agent_loop.testing import run_virtual
 from tests.helpers import hermes_template
 from tests.serving.harness import MODEL
@@ -202,7 +198,7 @@ def test_a_connection_without_a_complete_request_head_is_closed(head: bytes) -> 
         await transport.closed.wait()
         return asyncio.get_running_loop().time() - began_at
 
-    assert run_virtual(main()) == pytest.approx(connections.REQUEST_HEAD_TIMEOUT_S, abs=1.5)
+    assert run_virtual(main()) == pytest.approx(process.REQUEST_HEAD_TIMEOUT_S, abs=1.5)
 
 
 def test_a_slow_response_is_not_cut_off() -> None:

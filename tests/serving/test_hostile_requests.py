@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from agent_loop.serve.app import ServedModel, create_app
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.serving.app import create_app
-from agent_loop.serving.served_model import ServedModel
 from tests.gateway.test_hostile_requests import CHAT, MESSAGES
 from tests.harness import thinned
 from tests.helpers import hermes_template, text_reply

@@ -10,10 +10,9 @@ from starlette.testclient import TestClient
 
 from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.serve.app import ServedModel, create_app
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.serving.app import create_app
-from agent_loop.serving.served_model import ServedModel
 from tests.chat.test_hostile_text import OPENS_REASONING
 from tests.helpers import hermes_template, text_reply, user
 from tests.serving.harness import MODEL

@@ -30,7 +30,7 @@ def prompt_of(server: ScriptedServer) -> list[int]:
     return server.requests[-1].prompt_ids.tolist()
 
 
-def test_a_conversation_has_the_same_prompt_with_items_and_with_a_previous_id() -> None:
+def test_a_conversation_has_the_same_prompt_whole_and_streamed() -> None:
     server = SpellingServer(text_reply(call_text("add", a=1)), *[text_reply("Three.")] * 3)
     with serve_app([server]) as served, client_of(served) as client:
         asked: dict[str, Any] = {"model": MODEL, "tools": [ADD], "instructions": "Be brief."}
@@ -40,9 +40,7 @@ def test_a_conversation_has_the_same_prompt_with_items_and_with_a_previous_id() 
         second = client.responses.create(input=[*user("1 + 2?"), call, result], **asked)
         assert second.output_text == "Three."
         prompt = prompt_of(server)
-        client.responses.create(input=[result], previous_response_id=first.id, **asked)
-        assert prompt_of(server) == prompt
-        with client.responses.stream(input=[result], previous_response_id=first.id, **asked) as stream:
+        with client.responses.stream(input=[*user("1 + 2?"), call, result], **asked) as stream:
             deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
             assert "".join(deltas) == stream.get_final_response().output_text == "Three."
         assert len(deltas) > 1
@@ -58,35 +56,6 @@ def test_parse_constrains_the_text_and_returns_a_model() -> None:
         response = client.responses.parse(model=MODEL, input="1 + 2?", text_format=Sum)
         assert response.output_parsed == Sum(value=3)
     assert '"value"' in server.requests[-1].sampling_params.json_schema
-
-
-def test_a_response_in_the_background_is_retrieved() -> None:
-    with serve_app([SpellingServer(text_reply("x"))]) as served, client_of(served) as client:
-        response = client.responses.create(model=MODEL, input="?", background=True)
-        while response.status == "in_progress":
-            response = client.responses.retrieve(response.id)
-        assert (response.status, response.output_text) == ("completed", "x")
-        assert [item.role for item in client.responses.input_items.list(response.id)] == ["user"]
-        client.responses.delete(response.id)
-        with pytest.raises(openai.NotFoundError):
-            client.responses.retrieve(response.id)
-
-
-def test_a_cancelled_response_is_aborted_on_the_server() -> None:
-    server = ScriptedServer(lambda _: text_reply("x", latency_s=float("inf")))
-    with serve_app([server]) as served, client_of(served) as client:
-        response = client.responses.create(model=MODEL, input="?", background=True)
-        served.until(lambda: server.num_running == 1)
-        assert client.responses.cancel(response.id).status == "cancelled"
-        served.until(lambda: server.num_running == 0)
-
-
-def test_a_response_in_the_background_is_aborted_when_the_server_stops() -> None:
-    server = ScriptedServer(lambda _: text_reply("x", latency_s=float("inf")))
-    with serve_app([server]) as served, client_of(served) as client:
-        client.responses.create(model=MODEL, input="?", background=True)
-        served.until(lambda: server.num_running == 1)
-    assert server.num_running == 0
 
 
 def test_a_client_that_disconnects_ends_its_response() -> None:
@@ -106,13 +75,14 @@ def test_requests_that_cannot_be_served_are_refused_by_name() -> None:
             ({"tools": [{"type": "local_shell"}]}, "tools.local_shell"),
             ({"extra_body": {"conversation": "c"}}, "conversation"),
             ({"extra_body": {"max_tokens": 3}}, "max_tokens"),
+            ({"background": True}, "background"),
         ]
         for fields, param in refused:
             with pytest.raises(openai.BadRequestError) as caught:
                 client.responses.create(**{"model": MODEL, "input": "?", **fields})
             assert caught.value.param == param
         with pytest.raises(openai.NotFoundError):
-            client.responses.create(model="other", input="?", background=True)
+            client.responses.create(model="other", input="?")
 
 
 def test_tools_are_refused_if_the_models_format_of_calls_is_not_known() -> None:

@@ -36,12 +36,6 @@ OPERATIONS = [
     ("/v1/completions", "POST", INVALID, 30),
     ("/v1/responses", "POST", VALID, 30),
     ("/v1/responses", "POST", INVALID, 30),
-    ("/v1/responses/{response_id}", "GET", VALID, 10),
-    ("/v1/responses/{response_id}", "GET", INVALID, 5),
-    ("/v1/responses/{response_id}", "DELETE", VALID, 5),
-    ("/v1/responses/{response_id}/cancel", "POST", VALID, 5),
-    ("/v1/responses/{response_id}/input_items", "GET", VALID, 10),
-    ("/v1/responses/{response_id}/input_items", "GET", INVALID, 10),
     ("/v1/messages", "POST", VALID, 30),
     ("/v1/messages", "POST", INVALID, 30),
     ("/v1/messages/count_tokens", "POST", VALID, 30),
@@ -74,12 +68,6 @@ def schema(served: ServedApp) -> Any:
     return schemathesis.openapi.from_url(served.url.removesuffix("/v1") + "/openapi.json")
 
 
-def stored_response(schema: Any) -> str:
-    """Return the id of a new response in the background."""
-    body = {"model": MODEL, **PLAIN["/v1/responses"], "background": True}
-    return schema["/v1/responses"]["POST"].Case(body=body, media_type="application/json").call().json()["id"]
-
-
 @pytest.mark.parametrize(("path", "method", "mode", "num_examples"), OPERATIONS)
 def test_no_request_causes_a_server_error_or_an_undeclared_response(
     schema: Any, path: str, method: str, mode: GenerationMode, num_examples: int
@@ -97,8 +85,6 @@ def test_no_request_causes_a_server_error_or_an_undeclared_response(
     def try_out(case: schemathesis.Case, knows_model: bool) -> None:
         if knows_model and isinstance(case.body, dict) and "model" in case.body:
             case.body["model"] = MODEL
-        if knows_model and "response_id" in (case.path_parameters or {}):
-            case.path_parameters["response_id"] = stored_response(schema)
         statuses.add(case.call_and_validate(checks=CHECKS).status_code)
 
     try_out()

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.errors import ConfigError
+from agent_loop.serve.chat_requests import ChatCompletionRequest
 from agent_loop.tools import json_schema
 from agent_loop.tools.json_schema import (
     BoundedValidator,

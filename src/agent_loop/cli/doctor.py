@@ -29,7 +29,7 @@ CORE = ("torch", "transformers", "tokenizers", "numpy", "pyarrow")
 OPTIONAL = (
     ("ray", "trainer.runtime: ray"),
     ("peft", "model.lora_rank"),
-    ("fastapi", "agent-loop serve, agents on the OpenAI API"),
+    ("starlette", "agent-loop serve, agents on the OpenAI API"),
     ("starlette", "agent-loop view"),
     ("llguidance", "JSON schemas and forced calls on the embedded engine"),
     ("mcp", "tools of MCP servers"),

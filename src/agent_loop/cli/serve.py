@@ -16,7 +16,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import parse_json
 from agent_loop.runtime.event_loop import run_to_end
 
-NEEDS = ("fastapi", "prometheus_client", "uvicorn")
+NEEDS = ("prometheus_client", "starlette", "uvicorn")
 DEFAULT_MAX_MODEL_LEN = 2048
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
 """Fields of a model's `config.json` that hold its largest context length."""
@@ -104,7 +104,7 @@ def serve_command(
     }
     settings = _settings(config, overrides or (), given=given, max_model_len=max_model_len)
 
-    from agent_loop.serving.command import serve  # late: the extra is optional, and `--help` stays quick
+    from agent_loop.serve.command import serve  # late: the extra is optional, and `--help` stays quick
 
     stopped_by = run_to_end(
         serve(

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agent_loop.errors import DataError
-from agent_loop.gateway.errors import ProgramFailed
 from agent_loop.interactions.swapped_roles import text_of
 from agent_loop.runtime.child_process import CommandResult
 from agent_loop.runtime.describe import describe_value, one_line
+from agent_loop.serve.program import ProgramFailed
 from agent_loop.types import Message, Row
 
 MAX_ERROR = 300

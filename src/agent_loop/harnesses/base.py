@@ -15,10 +15,6 @@ from typing import Any, ClassVar
 from msgspec import structs
 
 from agent_loop.errors import ConfigError, WorkspaceError
-from agent_loop.gateway.listener import Endpoint
-from agent_loop.gateway.program_calls import checked_env
-from agent_loop.gateway.program_loop import Program, ProgramLoop
-from agent_loop.gateway.session import MAX_BRANCHES
 from agent_loop.harnesses.agent_run import AgentCommand, AgentEnd, AgentFailed, AgentRun, exit_error, task_of
 from agent_loop.harnesses.stable_log import StableLog
 from agent_loop.loops.base import LoopContext
@@ -26,6 +22,9 @@ from agent_loop.rewards.function import Score
 from agent_loop.runtime.child_process import CommandResult
 from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.runtime.threads import run_in_thread
+from agent_loop.serve.gateway import Endpoint
+from agent_loop.serve.program import Program, ProgramLoop, checked_env
+from agent_loop.serve.session import MAX_BRANCHES
 from agent_loop.tools.registry import expand_variables
 from agent_loop.types import Row
 from agent_loop.workspaces.base import Workspace

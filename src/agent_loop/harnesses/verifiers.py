@@ -15,15 +15,13 @@ from agent_loop.environments.verifiers.process import (
     environment_process,
 )
 from agent_loop.errors import DataError
-from agent_loop.gateway.errors import ProgramFailed
-from agent_loop.gateway.listener import Endpoint
-from agent_loop.gateway.program_calls import checked_env
-from agent_loop.gateway.program_loop import Program, ProgramLoop
-from agent_loop.gateway.session import MAX_BRANCHES
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import Score
 from agent_loop.runtime.describe import describe_value
+from agent_loop.serve.gateway import Endpoint
+from agent_loop.serve.program import Program, ProgramFailed, ProgramLoop, checked_env
+from agent_loop.serve.session import MAX_BRANCHES
 from agent_loop.tools.registry import expand_variables
 from agent_loop.types import Row
 

@@ -17,7 +17,7 @@ LoopT = TypeVar("LoopT", bound="type[AgentLoopBase]")
 
 _registered: dict[str, type[AgentLoopBase]] = {}
 _REGISTERED_LATER = {
-    "agent_program": "agent_loop.gateway.program:AgentProgramLoop",
+    "agent_program": "agent_loop.serve.program:AgentProgramLoop",
     "claude-code": "agent_loop.harnesses.claude_code:ClaudeCodeLoop",
     "codex": "agent_loop.harnesses.codex:CodexLoop",
     "mini-swe-agent": "agent_loop.harnesses.mini_swe_agent:MiniSweAgentLoop",

@@ -13,9 +13,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.completions.chat import chat_completion, stream_chat_completion
-from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.completions.response_models import ChatCompletion, ChatCompletionChunk
 from agent_loop.config import ModelConfig, OnWeightUpdate, WeightTransfer
 from agent_loop.errors import ConfigError, SamplingParamsError, ServerError, WeightsError, did_you_mean
 from agent_loop.servers.scores import TokenScores
@@ -24,6 +21,9 @@ from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     import torch
+
+    from agent_loop.serve.chat_replies import ChatCompletion, ChatCompletionChunk
+    from agent_loop.serve.chat_requests import ChatCompletionRequest
 
 
 class Ability(StrEnum):
@@ -330,15 +330,17 @@ class AsyncServerBase(ABC):
             ChatTemplateError: The template does not accept the messages.
             ServerError: See `generate`.
         """
-        request = ChatCompletionRequest.read(request)
-        return await chat_completion(request, template=template, sampler=self, session=request.session_id)
+        from agent_loop.serve.chat import chat_completion  # late: `serve` is above this layer
+
+        return await chat_completion(request, template=template, sampler=self)
 
     async def stream_chat_completion(
         self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
     ) -> AsyncGenerator[ChatCompletionChunk]:
         """Yield the chunks of a chat completion as they are sampled. Leaving the iteration aborts the request."""
-        request = ChatCompletionRequest.read(request)
-        chunks = stream_chat_completion(request, template=template, sampler=self, session=request.session_id)
+        from agent_loop.serve.chat import stream_chat_completion  # late: `serve` is above this layer
+
+        chunks = stream_chat_completion(request, template=template, sampler=self)
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
 
-from agent_loop.completions.detokenizer import StopTextEnd
+from agent_loop.chat.detokenizer import StopTextEnd
 from agent_loop.errors import BadServerReply, ServerDied
 from agent_loop.runtime.activity import note_progress
 from agent_loop.servers.base import AsyncServerBase, refuse_params_of_request

@@ -9,12 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import structs
 
+from agent_loop.chat.detokenizer import StopTextEnd
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.completions.chat import chat_completion, stream_chat_completion
-from agent_loop.completions.detokenizer import StopTextEnd
-from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.completions.response_models import ChatCompletion, ChatCompletionChunk
-from agent_loop.completions.sampling import Sampler
 from agent_loop.errors import SamplingParamsError, ServerDied, ServerError
 from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.seeds import CompletionSeeds
@@ -29,6 +25,10 @@ from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, Tok
 
 if TYPE_CHECKING:
     import torch
+
+    from agent_loop.serve.chat_replies import ChatCompletion, ChatCompletionChunk
+    from agent_loop.serve.chat_requests import ChatCompletionRequest
+    from agent_loop.serve.sampling import Sampler
 
 
 class AsyncLLMServerManager:
@@ -141,19 +141,17 @@ class AsyncLLMServerManager:
             ChatTemplateError: The template does not accept the messages.
             ServerError: See `generate`.
         """
-        request = ChatCompletionRequest.read(request)
-        return await chat_completion(
-            request, template=template, sampler=self.sampler, session=request.session_id
-        )
+        from agent_loop.serve.chat import chat_completion  # late: `serve` is above this layer
+
+        return await chat_completion(request, template=template, sampler=self.sampler)
 
     async def stream_chat_completion(
         self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
     ) -> AsyncGenerator[ChatCompletionChunk]:
         """Yield the chunks of a chat completion as they are sampled. Leaving the iteration aborts the request."""
-        request = ChatCompletionRequest.read(request)
-        chunks = stream_chat_completion(
-            request, template=template, sampler=self.sampler, session=request.session_id
-        )
+        from agent_loop.serve.chat import stream_chat_completion  # late: `serve` is above this layer
+
+        chunks = stream_chat_completion(request, template=template, sampler=self.sampler)
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk

@@ -101,7 +101,9 @@ class Optimizer:
 
 
 def _adamw(weights: list[Tensor], **settings: Any) -> torch.optim.Optimizer:
-    adamw = torch.optim.AdamW(weights, fused=True, **settings)  # one pass, without temporaries of a weight's size
+    adamw = torch.optim.AdamW(
+        weights, fused=True, **settings
+    )  # one pass, without temporaries of a weight's size
     for weight in weights:  # AdamW does the same in its first step
         adamw.state[weight] = {
             "step": torch.zeros((), device=weight.device),

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agent_loop.serving.hosts import MISDIRECTED, HostGuard
+from agent_loop.serve.middleware import MISDIRECTED, HostGuard
 from agent_loop.viewer.endpoints import MAX_TEXT, endpoint, numbers_of, parse_number
 from agent_loop.viewer.evaluation_routes import evaluation_routes, home_page
 from agent_loop.viewer.evaluations import Evaluations

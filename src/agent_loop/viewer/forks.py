@@ -22,7 +22,7 @@ from starlette.routing import Route
 from agent_loop.errors import AgentLoopError, ConfigError, DataError
 from agent_loop.runtime.describe import describe_error, one_line
 from agent_loop.runtime.threads import run_in_thread
-from agent_loop.serving.hosts import LOCAL_HOSTS
+from agent_loop.serve.middleware import LOCAL_HOSTS
 from agent_loop.storage.run import StoredRun
 from agent_loop.viewer.fork_job import ForkJob
 from agent_loop.viewer.source import CONFIG_FILE, RunSource

@@ -13,9 +13,9 @@ import pytest
 from agent_loop.chat.parsers import HermesToolParser, ToolParser
 from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.completions.stream_markers import stream_markers
 from agent_loop.errors import ConfigError
 from agent_loop.integrations import verl
+from agent_loop.serve.stream_parser import stream_markers
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 from tests.helpers import HERMES_TEMPLATE
 

@@ -44,7 +44,7 @@ class AsyncServerBase(base.AsyncServerBase):
         Raises:
             ConfigError: There is no template.
         """
-        from agent_loop.serving.chat_response import chat_response  # late: needs the extra `serve`
+        from agent_loop.serve.routes import chat_response  # late: needs the extra `serve`
 
         template = template or self.template
         if template is None:

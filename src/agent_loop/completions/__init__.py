@@ -1,1 +1,0 @@
-"""OpenAI completions on top of servers that take and return token ids."""

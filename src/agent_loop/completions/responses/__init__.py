@@ -1,1 +1,0 @@
-"""The OpenAI Responses API, translated to and from chat completions."""

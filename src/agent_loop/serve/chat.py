@@ -1,0 +1,436 @@
+"""Chat completions: messages in, assistant messages with tool calls out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from agent_loop.chat.messages import MessageError, normalise_messages, settle_system_messages
+from agent_loop.chat.multimodal import Encoded
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.errors import RequestError, UnsupportedParameter
+from agent_loop.runtime.concurrency import merged, run_together
+from agent_loop.runtime.describe import one_line
+from agent_loop.serve.chat_replies import (
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ParsedChunk,
+    ResponseBuilder,
+    UsageCounter,
+)
+from agent_loop.serve.chat_requests import ChatCompletionRequest, ChatMessage
+from agent_loop.serve.sampling import (
+    Sampler,
+    SampleSpec,
+    completion_session,
+    sample_decoded,
+)
+from agent_loop.serve.stream_parser import ContinuedParser, FirstCallEnd, ParsedDelta, StreamParser
+from agent_loop.types import IntArray, Message, TokenIds, as_token_ids
+
+PROMPT_END_TOKENS = 16
+"""Number of tokens at the end of the prompt that are searched for an opened reasoning block."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPrefix:
+    """Beginning of an assistant turn."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    """Text of the tokens, control tokens included."""
+    given: str | None = None
+    """Part of the text that the client has already; the response then holds only what follows. None if the client has
+    nothing of it."""
+
+    @classmethod
+    def of_tokens(
+        cls, token_ids: TokenIds, *, template: ChatTemplate, given: str | None = None
+    ) -> TurnPrefix:
+        """Return the prefix of these tokens."""
+        return cls(tuple(int(token) for token in token_ids), template.decode(token_ids), given)
+
+
+NO_PREFIX = TurnPrefix()
+
+
+def create_stream_parser(
+    request: ChatCompletionRequest,
+    *,
+    template: ChatTemplate,
+    context: IntArray,
+    prefix: TurnPrefix = NO_PREFIX,
+) -> tuple[StreamParser | ContinuedParser, ParsedDelta]:
+    """Return a parser for a completion of this request, and what the prefix adds to the response.
+
+    Args:
+        request: The request.
+        template: Chat template of the conversation.
+        context: Tokens before the turn.
+        prefix: Beginning of the turn.
+    """
+    prompt_end = template.decode(context[-PROMPT_END_TOKENS:])
+    parser = StreamParser(template.tool_parser, tools=request.tools_in_use, prompt_end=prompt_end)
+    if prefix.given is None:
+        return parser, parser.feed(prefix.text)
+    return ContinuedParser(parser, begun=prefix.text, given=prefix.given), ParsedDelta()
+
+
+def first_call_end(
+    request: ChatCompletionRequest, *, template: ChatTemplate, context: IntArray, prefix: TurnPrefix
+) -> FirstCallEnd | None:
+    """Return what ends the completion after its first call; None if the request allows several calls."""
+    if not request.has_one_call:
+        return None
+    reasoning = template.opened_reasoning(context)
+    before = "" if reasoning is None else reasoning.opening
+    return FirstCallEnd(template, tools=request.tools_in_use, prefix=before + prefix.text)
+
+
+async def chat_completion(
+    request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate, sampler: Sampler
+) -> ChatCompletion:
+    """Return the whole chat completion at once.
+
+    Args:
+        request: The request. Its field `stream` is ignored. Its `session_id` is the session of the first of its `n`
+            completions, which the caller ends. The others get their own sessions, as do all of them without the field.
+        template: Chat template of the model.
+        sampler: Samples the completions.
+
+    Raises:
+        RequestError: The request uses a feature that is not supported.
+        ChatTemplateError: The chat template rejects the messages.
+        DataError: An image cannot be read.
+        SamplingParamsError: The server does not support a sampling parameter.
+        ServerError: The server refused the request or failed.
+    """
+    chat = await _Chat.prepared(request, template=template, sampler=sampler)
+    usage = chat.builder.usage_counter()
+    num_choices = chat.request.num_choices
+    choices = await run_together(chat.choice(index, usage=usage) for index in range(num_choices))
+    return chat.builder.completion(choices, usage=usage)
+
+
+async def stream_chat_completion(
+    request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate, sampler: Sampler
+) -> AsyncGenerator[ChatCompletionChunk]:
+    """Yield a chat completion in chunks while it is sampled. Closing the iterator aborts the completions.
+
+    Text is sent immediately, unless it may be the start of a tool call. Tool calls are sent whole, at the end. The
+    chunks add up to the result of `chat_completion`, which has the same arguments and errors.
+    """
+    chat = await _Chat.prepared(request, template=template, sampler=sampler)
+    builder = chat.builder
+    usage = builder.usage_counter()
+    started: set[int] = set()
+    chunks = merged(chat.chunks(index, is_streamed=True) for index in range(chat.request.num_choices))
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            usage.add(chunk.decoded)
+            choice = builder.chunk_choice(chunk, is_first=chunk.index not in started)
+            if choice is None:
+                continue
+            yield builder.chunk([choice], prompt_token_ids=None if started else builder.shown_prompt_ids)
+            started.add(chunk.index)
+    if (last := builder.usage_chunk(usage)) is not None:
+        yield last
+
+
+async def count_prompt_tokens(request: ChatCompletionRequest, *, template: ChatTemplate) -> int:
+    """Return the number of tokens in the prompt of a request. Same errors as `chat_completion`."""
+    return len((await ChatPrompt.rendered(request, template=template)).token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Rendered prompt of a chat request."""
+
+    template: ChatTemplate
+    """The model's template with the variables of the request."""
+    encoded: Encoded
+    """Tokens before the turn."""
+    prefix: TurnPrefix
+
+    @classmethod
+    async def rendered(cls, request: ChatCompletionRequest, *, template: ChatTemplate) -> ChatPrompt:
+        """Render the prompt of a request.
+
+        Raises:
+            RequestError: The request uses a feature that is not supported.
+            ChatTemplateError: The chat template rejects the messages.
+            DataError: An image cannot be read.
+        """
+        check_calls(request, template)
+        template = template_of(request, template)
+        written = settle_system_messages(conversation_of(request.messages), template)
+        messages, prefill = split_prefill(request, written)
+        read = await template.read(messages)
+        encoded = template.open_encoded(messages, tools=request.tools_in_use, read=read)
+        prefix = begin_turn(request, template=template, context=encoded.token_ids, prefill=prefill)
+        return cls(template, encoded, prefix)
+
+    @property
+    def token_ids(self) -> IntArray:
+        """All tokens before the first sampled one."""
+        return np.concatenate([self.encoded.token_ids, as_token_ids(self.prefix.token_ids)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """Chat request with its rendered prompt."""
+
+    request: ChatCompletionRequest
+    template: ChatTemplate
+    sampler: Sampler
+    prompt: Encoded
+    """Tokens before the turn."""
+    prefix: TurnPrefix
+    builder: ResponseBuilder
+
+    @classmethod
+    async def prepared(
+        cls,
+        request: ChatCompletionRequest | Mapping[str, Any],
+        *,
+        template: ChatTemplate,
+        sampler: Sampler,
+    ) -> _Chat:
+        request = ChatCompletionRequest.read(request)
+        prompt = await ChatPrompt.rendered(request, template=template)
+        builder = ResponseBuilder(request, prompt.template, prompt.token_ids)
+        return cls(request, prompt.template, sampler, prompt.encoded, prompt.prefix, builder)
+
+    async def chunks(self, index: int, *, is_streamed: bool) -> AsyncGenerator[ParsedChunk]:
+        """Sample and parse one of the completions."""
+        request = self.request
+        context, prefix = self.prompt.token_ids, self.prefix
+        parser, before = create_stream_parser(request, template=self.template, context=context, prefix=prefix)
+        params = request.sampling_params(max_tokens=request.max_new_tokens, choice=index)
+        with completion_session(self.sampler, None if index else request.session_id) as request_id:
+            spec = SampleSpec(
+                prompt_ids=self.builder.prompt_ids,
+                sampling_params=params,
+                request_id=request_id,
+                attachments=self.prompt.attachments,
+                stops=request.stops,
+                needs_logprobs=bool(request.logprobs),
+                keeps_end_tokens=self.template.tool_parser.reads_end_tokens,
+                prefix=prefix.token_ids,
+                ends_after=first_call_end(request, template=self.template, context=context, prefix=prefix),
+            )
+            decoded_chunks = sample_decoded(
+                spec, sampler=self.sampler, template=self.template, is_streamed=is_streamed
+            )
+            async with aclosing(decoded_chunks):
+                async for decoded in decoded_chunks:
+                    delta = before + parser.feed(decoded.text)
+                    before = ParsedDelta()
+                    if decoded.finish_reason is not None:
+                        delta += parser.finish()
+                    yield ParsedChunk(index, decoded, delta)
+
+    async def choice(self, index: int, *, usage: UsageCounter) -> ChatChoice:
+        """Sample one of the completions and return it whole."""
+        chunks: list[ParsedChunk] = []
+        async with aclosing(self.chunks(index, is_streamed=False)) as sampled:
+            async for chunk in sampled:
+                usage.add(chunk.decoded)
+                chunks.append(chunk)
+        return self.builder.choice(index, chunks)
+
+
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+
+
+def conversation_of(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Return the messages in the form that a `ChatTemplate` takes. See `normalise_messages`.
+
+    Raises:
+        RequestError: A content part has an unknown type, an image is not a data URL, or a call is not valid.
+    """
+    given = [_as_mapping(message, where=f"messages[{index}]") for index, message in enumerate(messages)]
+    try:
+        return normalise_messages(given, where="messages")
+    except MessageError as error:
+        raise RequestError(str(error), param=error.where) from error
+
+
+def split_prefill(request: ChatCompletionRequest, messages: Sequence[Message]) -> tuple[list[Message], str]:
+    """Return the messages before the completion, and the text that the completion continues.
+
+    The text is empty unless the request sets `continue_final_message`.
+
+    Raises:
+        RequestError: The last message is not an assistant text that can be continued.
+    """
+    continues = bool(request.continue_final_message)
+    if request.add_generation_prompt is not None and request.add_generation_prompt == continues:
+        raise RequestError(
+            f"add_generation_prompt and continue_final_message are both {str(continues).lower()}; leave "
+            "add_generation_prompt out",
+            param="add_generation_prompt",
+        )
+    if not continues:
+        return list(messages), ""
+    *earlier, last = messages
+    text = last["content"]
+    is_text_alone = (
+        isinstance(text, str) and text and not last.get("tool_calls") and not last.get("reasoning_content")
+    )
+    if last["role"] != "assistant" or not is_text_alone:
+        raise RequestError(
+            "continue_final_message: the last message must be an assistant message with a text, and without tool_calls "
+            "or reasoning_content; change the last message, or leave continue_final_message out",
+            param="continue_final_message",
+        )
+    if not earlier:
+        raise RequestError(
+            "continue_final_message: there is no message before the last one; add the message that it answers",
+            param="messages",
+        )
+    return earlier, text
+
+
+def _as_mapping(message: ChatMessage, *, where: str) -> dict[str, Any]:
+    given = {key: getattr(message, key) for key in _KEYS}
+    if isinstance(message.content, list):
+        given["content"] = [
+            _part(part, where=f"{where}.content[{index}]") for index, part in enumerate(message.content)
+        ]
+    return given
+
+
+def _part(part: dict[str, Any], *, where: str) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "image_url":
+        image: Any = part.get("image_url")
+        url: Any = cast(dict[str, Any], image).get("url") if isinstance(image, dict) else image
+        # Paths and other URLs are refused: they would make this machine read its files or send requests.
+        if isinstance(url, str) and url.startswith("data:"):
+            return {"type": "image_url", "image_url": {"url": url}}
+        raise RequestError(
+            f"{where}.image_url: only images inside the request are supported; give a data URL", param=where
+        )
+    raise RequestError(
+        f"{where}: type is {one_line(json.dumps(kind), max_length=80)}; give text (with a text) or image_url",
+        param=where,
+    )
+
+
+def can_force_call(request: ChatCompletionRequest, template: ChatTemplate) -> bool:
+    """Return whether the format has a text that opens the call which the request forces."""
+    return _opening_of_call(request, template) is not None
+
+
+def can_stop_after_call(template: ChatTemplate) -> bool:
+    """Return whether a completion can end after its first call, because the format marks the end of a call."""
+    return bool(template.tool_parser.first_call_ends)
+
+
+def begin_turn(
+    request: ChatCompletionRequest, *, template: ChatTemplate, context: IntArray, prefill: str = ""
+) -> TurnPrefix:
+    """Return the prefix of the completion that answers a request.
+
+    Reasoning that the prompt opens is closed first, because a forced call or a schema covers the whole completion.
+
+    Args:
+        request: The request.
+        template: Chat template of the conversation.
+        context: Tokens before the turn, with the generation prompt.
+        prefill: Text that the completion continues. Control tokens in it become plain text.
+
+    Raises:
+        RequestError: The prefix cannot be written exactly in the model's format.
+    """
+    parser, reasoning = template.tool_parser, template.opened_reasoning(context)
+    if prefill:
+        if reasoning is not None:
+            raise RequestError(
+                "continue_final_message: the chat template begins each turn of the assistant with reasoning, so that "
+                "its answer cannot be continued; switch thinking off with chat_template_kwargs if the template allows "
+                "it, or leave continue_final_message out",
+                param="continue_final_message",
+            )
+        text = parser.content_opening + template.encoder.mask(prefill)
+        return TurnPrefix.of_tokens(template.encoder.encode(text), template=template, given=prefill)
+    if not request.forces_call and not request.json_schema:
+        return NO_PREFIX
+    closing = "" if reasoning is None else f"\n{reasoning.closing}\n\n"
+    opening = parser.content_opening
+    if request.forces_call:
+        opening = _opening_of_call(request, template)
+        if opening is None:
+            raise unsupported_call_error()
+    if not (text := closing + opening):
+        return NO_PREFIX
+    return TurnPrefix.of_tokens(template.encoder.encode(text), template=template)
+
+
+def check_calls(request: ChatCompletionRequest, template: ChatTemplate) -> None:
+    """Refuse a request whose wishes about calls the model's format cannot express.
+
+    Raises:
+        UnsupportedParameter: The format has no text that opens a call, or none that ends one.
+    """
+    if request.forces_call and not can_force_call(request, template):
+        raise unsupported_call_error()
+    if request.has_one_call and not can_stop_after_call(template):
+        raise UnsupportedParameter(
+            "parallel_tool_calls: false is not supported, because the model's tool format does not mark the end of a "
+            "call; leave it out",
+            param="parallel_tool_calls",
+        )
+    if request.json_schema and (request.tools_in_use or request.continue_final_message):
+        other = "continue_final_message" if request.continue_final_message else "tools"
+        raise UnsupportedParameter(
+            f"response_format and {other} are not supported together, because the schema covers the whole completion; "
+            "send one of them",
+            param="response_format",
+        )
+    if request.forces_call and request.continue_final_message:
+        raise UnsupportedParameter(
+            "tool_choice cannot force a call in a message that is continued; send one of tool_choice and "
+            "continue_final_message",
+            param="tool_choice",
+        )
+
+
+def unsupported_call_error() -> UnsupportedParameter:
+    """Return the error for a forced call in a format without a fixed opening."""
+    return UnsupportedParameter(
+        "tool_choice: a forced call is not supported, because the model's tool format has no fixed opening for it; "
+        "give auto or none",
+        param="tool_choice",
+    )
+
+
+def _opening_of_call(request: ChatCompletionRequest, template: ChatTemplate) -> str | None:
+    name = request.forced_tool
+    return template.tool_parser.forced_call(
+        None if name is None else template.encoder.mask(name),
+        chat_template=str(template.tokenizer.chat_template),
+    )
+
+
+def template_of(request: ChatCompletionRequest, template: ChatTemplate) -> ChatTemplate:
+    """Return the chat template with the variables that a request sets.
+
+    `reasoning_effort` is a variable if the template mentions it, and is ignored otherwise.
+
+    Raises:
+        ChatTemplateError: The template refuses the variables.
+    """
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None and template.mentions("reasoning_effort"):
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    return template.with_variables(variables)

@@ -1,0 +1,484 @@
+"""What a request asks for: its position in the conversation tree, and how the model's turn begins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from agent_loop.chat.messages import settle_system_messages
+from agent_loop.chat.parsers.json_calls import JsonFault, decode_json
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.episode import Completion, Episode, EpisodeStopped
+from agent_loop.errors import ChatTemplateError, RequestError, ServerError
+from agent_loop.loops.base import LoopContext
+from agent_loop.runtime.describe import one_line
+from agent_loop.serve.branches import Branches
+from agent_loop.serve.chat import (
+    TurnPrefix,
+    begin_turn,
+    conversation_of,
+    create_stream_parser,
+    first_call_end,
+    split_prefill,
+    template_of,
+)
+from agent_loop.serve.chat_replies import ParsedChunk, ResponseBuilder
+from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.conversation_tree import (
+    ConversationTree,
+    MessageKey,
+    TreePosition,
+    TurnNode,
+    message_keys,
+)
+from agent_loop.serve.sampling import ChunkDecoder, missing_logprobs_error
+from agent_loop.serve.shared_completion import SharedCompletion
+from agent_loop.serve.stream_parser import ParsedDelta
+from agent_loop.tools.json_schema import BoundedValidator, InvalidSchema, TooManySteps, check_applicable
+from agent_loop.trajectory import IncidentKind
+from agent_loop.types import IntArray, Message, SamplingParams, StopReason, TokenChunk, ToolCall, as_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenConversation:
+    """The conversation of a request."""
+
+    template: ChatTemplate
+    """The chat template with the variables of the request."""
+    messages: Sequence[Message]
+    keys: Sequence[MessageKey]
+    has_moved_system: bool
+    """Whether system messages became text of the user."""
+
+    @classmethod
+    def of(cls, request: ChatCompletionRequest, template: ChatTemplate) -> WrittenConversation:
+        """Return the conversation of a request.
+
+        Raises:
+            RequestError: A message is not valid.
+            ChatTemplateError: The template refuses the variables of the request.
+        """
+        template = template_of(request, template)
+        written = conversation_of(request.messages)
+        messages = settle_system_messages(written, template)
+        return cls(template, messages, message_keys(messages), messages != written)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPlan:
+    """A turn that a request asks for."""
+
+    request: ChatCompletionRequest
+    template: ChatTemplate
+    messages: Sequence[Message]
+    """Messages before the turn."""
+    position: TreePosition
+    continued: TurnNode | None = None
+    """Cut turn whose tokens are continued; None for a new turn."""
+    begun: Message | None = None
+    """Last message of the request, if the turn continues it."""
+    prefill: str = ""
+    """Text of `begun` with which a new turn begins."""
+    json_schema: str = ""
+    """Schema that the program asked for, also if the servers cannot constrain the completion."""
+
+
+def plan_turn(
+    request: ChatCompletionRequest,
+    written: WrittenConversation,
+    tree: ConversationTree,
+    *,
+    json_schema: str,
+    trusts_call_ids: bool = False,
+) -> TurnPlan:
+    """Return the plan of a request's turn.
+
+    With `continue_final_message`, the last message is continued: from the tokens of the turn that it is, if the turn
+    was sampled in this session and cut, and otherwise from its text.
+
+    Args:
+        request: The request.
+        written: Its conversation.
+        tree: Conversation tree of the session.
+        json_schema: See `TurnPlan`.
+        trusts_call_ids: See `ConversationTree.locate`.
+
+    Raises:
+        RequestError: The last message cannot be continued exactly.
+    """
+    messages, keys = written.messages, written.keys
+    locate = partial(
+        tree.locate,
+        tools=request.tools_in_use,
+        variables=written.template.variables,
+        trusts_call_ids=trusts_call_ids,
+    )
+    if not request.continue_final_message or messages[-1]["role"] != "assistant":
+        messages, _ = split_prefill(request, messages)
+        position = locate(messages, keys)
+        return TurnPlan(request, written.template, messages, position, json_schema=json_schema)
+    *earlier, last = messages
+    position = locate(earlier, keys[:-1])
+    cut = tree.find_cut_turn(position, keys[-1])
+    if cut is None:
+        earlier, prefill = split_prefill(request, messages)
+        return TurnPlan(
+            request, written.template, earlier, position, begun=last, prefill=prefill, json_schema=json_schema
+        )
+    if last.get("tool_calls"):
+        raise RequestError(
+            "continue_final_message: the last message has tool calls, and cannot be continued; answer the calls with "
+            "tool messages",
+            param="continue_final_message",
+        )
+    return TurnPlan(
+        request,
+        written.template,
+        earlier,
+        tree.position_of_rest(cut),
+        continued=cut,
+        begun=last,
+        json_schema=json_schema,
+    )
+
+
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k")
+
+
+class TurnGenerator:
+    """Adds a request's new messages to the episode of its branch, and samples the completion.
+
+    Args:
+        context: Provides the time limit of a completion.
+        branches: Branches of the session.
+        tree: Conversation tree of the session; receives each finished turn.
+        sampling_params: Defaults for parameters that a request does not set.
+    """
+
+    def __init__(
+        self,
+        context: LoopContext,
+        *,
+        branches: Branches,
+        tree: ConversationTree,
+        sampling_params: Mapping[str, Any],
+    ) -> None:
+        self._generate_timeout_s = context.limits.generate_timeout_s
+        self._branches = branches
+        self._tree = tree
+        self._sampling_params = dict(sampling_params)
+
+    async def generate(
+        self, plan: TurnPlan, *, turn: TurnNode, shared: SharedCompletion, choice: int
+    ) -> None:
+        """Sample a completion of a turn and publish it to `shared`, chunk by chunk if the request streams.
+
+        Args:
+            plan: What the request asks for.
+            turn: The turn, with its branch.
+            shared: Receives the completion.
+            choice: Index of the completion in the response.
+
+        Raises:
+            EpisodeStopped: A limit allows no further turn, or the completion exceeded its time limit.
+            AgentLoopError: The request cannot be rendered, or the server failed.
+        """
+        await self._add_new_messages(turn, plan)
+        sent = await self._sample(turn, plan, shared, choice=choice)
+        episode = turn.branch.episode
+        turn.after, turn.calls, turn.is_open = episode.mark(), sent.calls, episode.ends_in_open_turn
+        [key] = message_keys([sent.message])
+        self._tree.complete(turn, key)
+
+    async def _add_new_messages(self, turn: TurnNode, plan: TurnPlan) -> None:
+        await self._branches.open(turn.branch)
+        if turn.before is None and turn.position.parent is not None:
+            try:
+                new_messages = with_model_call_ids(turn.position)
+                if not await turn.branch.episode.observe(new_messages):
+                    raise EpisodeStopped(StopReason.RESPONSE_LENGTH)
+            except ChatTemplateError:
+                # The template cannot render the new messages after this turn, but it may render the conversation.
+                tools = plan.request.tools_in_use
+                branch = self._branches.start(plan.messages, template=plan.template, tools=tools)
+                branch.note_once(turn.branch.noted)
+                turn.branch.is_busy, turn.branch = False, branch
+                await self._branches.open(branch)
+        turn.before = turn.branch.episode.mark()
+
+    async def _sample(
+        self, turn: TurnNode, plan: TurnPlan, shared: SharedCompletion, *, choice: int
+    ) -> SentMessage:
+        request, branch, episode = plan.request, turn.branch, turn.branch.episode
+        context, prefix = _beginning(plan, episode)
+        num_tokens_before = len(episode.context)
+        publisher = CompletionPublisher(
+            request,
+            shared,
+            template=plan.template,
+            context=context,
+            prefix=prefix,
+            turn_name=f"L{branch.number:02}T{episode.assistant_turns:03}",
+            index=choice,
+        )
+        generate = partial(
+            episode.generate,
+            self._params(request, choice=choice),
+            on_token=publisher.on_chunk if publisher.is_needed_per_token else None,
+            prefix=() if plan.continued else prefix.token_ids,
+            continues_turn=plan.continued is not None,
+        )
+        try:
+            completion = await self._completion(episode, generate)
+        finally:
+            branch.has_sampled_tokens = branch.has_sampled_tokens or len(episode.context) > num_tokens_before
+        if completion.sampled.stop_reason == "aborted":
+            raise ServerError("the completion was aborted on the server; send the request again")
+        reply = None if plan.continued is None else plan.continued.reply
+        reasoning = "" if reply is None else reply.reasoning
+        sent = publisher.finish(completion, begun=plan.begun, reasoning=reasoning)
+        for call in completion.parsed.malformed_calls if request.tools_in_use else ():
+            episode.note(IncidentKind.MALFORMED_CALL, f"{call.error} in {call.text[:200]!r}")
+        for detail in unmet_demands(plan, sent.message):
+            episode.note(IncidentKind.UNMET_REQUEST, detail)
+        return sent
+
+    async def _completion(
+        self, episode: Episode, generate: Callable[[], Awaitable[Completion]]
+    ) -> Completion:
+        """Return the completion. Stop the episode if the completion exceeds its time limit."""
+        limit = asyncio.timeout(self._generate_timeout_s)
+        try:
+            async with limit:
+                return await generate()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            detail = (
+                f"the completion took longer than {self._generate_timeout_s:g} s (rollout.generate_timeout_s)"
+            )
+            episode.note(IncidentKind.GENERATE_TIMEOUT, detail)
+            episode.stop(StopReason.DEADLINE)
+            raise EpisodeStopped(StopReason.DEADLINE) from None
+
+    def _params(self, request: ChatCompletionRequest, *, choice: int) -> SamplingParams:
+        """Return the request's sampling parameters, with the run's values for those that it does not set."""
+        params = request.sampling_params(max_tokens=request.max_new_tokens, choice=choice)
+        given = {name for name in SAMPLING_FIELDS if getattr(request, name) is not None}
+        defaults = {name: value for name, value in self._sampling_params.items() if name not in given}
+        if params.max_tokens is not None and "max_tokens" in defaults:
+            defaults["max_tokens"] = min(params.max_tokens, defaults["max_tokens"])
+        return structs.replace(params, **defaults)
+
+
+def _beginning(plan: TurnPlan, episode: Episode) -> tuple[IntArray, TurnPrefix]:
+    """Return the tokens before the turn, and the tokens with which the turn begins.
+
+    Raises:
+        RequestError: The turn cannot begin as the request demands.
+    """
+    context = episode.context
+    if plan.continued is None:
+        return context, begin_turn(
+            plan.request, template=plan.template, context=context, prefill=plan.prefill
+        )
+    assert plan.begun is not None
+    start, given = episode.last_turn_start, str(plan.begun["content"])
+    return context[:start], TurnPrefix.of_tokens(context[start:], template=plan.template, given=given)
+
+
+def with_model_call_ids(position: TreePosition) -> list[Message]:
+    """Return the messages that follow the parent, with the model's own call names and ids in tool messages.
+
+    A client may have changed the ids that it received. It then has its own in the parent's completion too.
+    """
+    assert position.parent is not None
+    sampled, written = position.parent.calls, list[Message]()
+    calls = {**dict(zip(position.call_ids, sampled.values(), strict=False)), **sampled}
+    for message in position.new_messages:
+        call = calls.get(str(message.get("tool_call_id")))
+        if message["role"] == "tool" and call is not None:
+            message = {"role": "tool", "content": message["content"], "name": call.name}
+            message |= {"tool_call_id": call.id} if call.id else {}
+        written.append(message)
+    return written
+
+
+@dataclass(frozen=True, slots=True)
+class SentMessage:
+    """Assistant message in the form that the client receives."""
+
+    message: Message
+    calls: Mapping[str, ToolCall]
+    """Tool calls of the message, by the ids that the client receives."""
+
+
+class CompletionPublisher:
+    """Parses one completion and adds the parsed chunks to a `SharedCompletion`.
+
+    Args:
+        request: Request that the completion answers.
+        shared: Receives the parsed chunks.
+        template: Chat template of the model.
+        context: Tokens before the turn.
+        prefix: Beginning of the turn.
+        turn_name: Name of the turn, unique in the session. Prefix of call ids if the model's format has no ids.
+        index: Index of the completion in the response.
+    """
+
+    def __init__(
+        self,
+        request: ChatCompletionRequest,
+        shared: SharedCompletion,
+        *,
+        template: ChatTemplate,
+        context: IntArray,
+        prefix: TurnPrefix,
+        turn_name: str,
+        index: int,
+    ) -> None:
+        self._needs_logprobs = bool(request.logprobs)
+        self._index = index
+        prompt_ids = (
+            np.concatenate([context, as_token_ids(prefix.token_ids)]) if prefix.token_ids else context
+        )
+        ends_after = first_call_end(request, template=template, context=context, prefix=prefix)
+        self.is_needed_per_token = bool(request.stream or request.stops or ends_after)
+        """Whether `on_chunk` has to be called while the completion is sampled."""
+        self._shared = shared
+        self._builder = ResponseBuilder(
+            request, template, prompt_ids, new_call_id=partial(_call_id, turn_name)
+        )
+        # The session keeps this builder for retries, which bring their own request. The messages of all requests
+        # together would grow with the square of the conversation.
+        shared.builder = replace(
+            self._builder, request=request.model_copy(update={"messages": [], "tools": None})
+        )
+        self._decoder = ChunkDecoder(
+            template,
+            stops=request.stops,
+            keeps_end_tokens=template.tool_parser.reads_end_tokens,
+            prefix=prefix.token_ids,
+            ends_after=ends_after,
+        )
+        self._parser, self._before = create_stream_parser(
+            request, template=template, context=context, prefix=prefix
+        )
+        self._chunks: list[ParsedChunk] = []
+
+    def on_chunk(self, chunk: TokenChunk) -> bool:
+        """Publish a chunk of tokens. Return whether the server should continue sampling.
+
+        Raises:
+            RequestError: The request asks for log-probs and the server returns none.
+        """
+        if chunk.stop_reason == "aborted":
+            return True
+        if self._needs_logprobs and chunk.logprobs is None:
+            raise missing_logprobs_error()
+        for decoded in self._decoder.feed(chunk):
+            delta = self._before + self._parser.feed(decoded.text)
+            self._before = ParsedDelta()
+            if decoded.finish_reason is not None:
+                delta += self._parser.finish()
+            parsed = ParsedChunk(self._index, decoded, delta)
+            self._chunks.append(parsed)
+            self._shared.add(parsed)
+            if decoded.finish_reason is not None:
+                return chunk.stop_reason is not None
+        return True
+
+    def finish(self, completion: Completion, *, begun: Message | None, reasoning: str) -> SentMessage:
+        """Publish the completion if it was not streamed, and return the message of the turn.
+
+        Args:
+            completion: The completion.
+            begun: Message that the completion continues, as the client has it.
+            reasoning: Reasoning of that message, which the client may have left out.
+
+        Raises:
+            RequestError: The request asks for log-probs and the server returns none.
+        """
+        if not self._chunks:
+            for chunk in completion.sampled.chunks:
+                self.on_chunk(chunk)
+        sent = self._builder.choice(self._index, self._chunks).message
+        parsed = [call for chunk in self._chunks for call in chunk.delta.tool_calls]
+        calls = {sent_call.id: call for sent_call, call in zip(sent.tool_calls or [], parsed, strict=True)}
+        message: Message = {
+            "role": "assistant",
+            "content": ("" if begun is None else str(begun["content"])) + (sent.content or ""),
+            "reasoning_content": reasoning + (sent.reasoning_content or ""),
+            "tool_calls": [{**call.as_message(), "id": call_id} for call_id, call in calls.items()],
+        }
+        return SentMessage(message, calls)
+
+
+def _call_id(turn_name: str, position: int) -> str:
+    """Return an id that stays the same when the turn is replayed.
+
+    Some chat templates accept only ids of nine letters and digits. The id has that form as long as there are fewer
+    than 100 branches, 1,000 turns and 10 calls.
+    """
+    return f"{turn_name}C{position}"
+
+
+async def count_prompt_tokens(plan: TurnPlan) -> int:
+    """Return the number of tokens before the first one that would be sampled. Nothing is added to a conversation.
+
+    Raises:
+        ChatTemplateError: The template refuses the messages.
+        DataError: An image cannot be read.
+        RequestError: The turn cannot begin as the request demands.
+    """
+    if plan.continued is not None and plan.continued.after is not None:
+        return plan.continued.after.num_tokens
+    context = await _context(plan)
+    prefix = begin_turn(plan.request, template=plan.template, context=context, prefill=plan.prefill)
+    return len(context) + len(prefix.token_ids)
+
+
+async def _context(plan: TurnPlan) -> IntArray:
+    parent = plan.position.parent
+    if parent is not None and parent.after is not None:
+        new_messages = with_model_call_ids(plan.position)
+        with suppress(ChatTemplateError):  # a request would start a new conversation then
+            return await parent.branch.episode.context_with(new_messages, at=parent.after)
+    template = plan.template
+    read = await template.read(plan.messages)
+    return template.open_encoded(plan.messages, tools=plan.request.tools_in_use, read=read).token_ids
+
+
+def unmet_demands(plan: TurnPlan, message: Message) -> Iterator[str]:
+    """Yield what the message of a turn lacks: a call that the request forced, or JSON that matches its schema."""
+    request = plan.request
+    if request.forces_call and not message["tool_calls"]:
+        name = request.forced_tool or "a tool"
+        yield f"tool_choice forces a call of {name}, but the completion has no valid call"
+    if plan.json_schema and not message["tool_calls"]:
+        fault = _schema_fault(str(message["content"]), json_schema=plan.json_schema)
+        if fault is not None:
+            yield f"response_format: the completion does not match the schema: {fault}"
+
+
+def _schema_fault(text: str, *, json_schema: str) -> str | None:
+    """Return the first way in which a text does not match a schema; None if it matches."""
+    try:
+        value = decode_json(text)
+    except JsonFault as fault:
+        return f"it is not valid JSON: {fault}"
+    schema = json.loads(json_schema)
+    try:
+        check_applicable(schema)
+        errors = BoundedValidator(schema).find_errors(value)
+    except (InvalidSchema, TooManySteps) as error:
+        return f"it cannot be checked: {error}"
+    return one_line(errors[0].message, max_length=200) if errors else None

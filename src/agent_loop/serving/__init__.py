@@ -1,1 +1,0 @@
-"""The OpenAI API over HTTP in front of a pool of servers. Needs the extra `serve`."""
