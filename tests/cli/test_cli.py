@@ -103,21 +103,12 @@ def test_help_has_examples(command: Command, name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["nothing.yaml"], "config file 'nothing.yaml' does not exist"),
-        (["config.yaml", "rollout.temprature=1"], "did you mean 'temperature'"),
-        (["config.yaml", "data.train_files=[nowhere.jsonl]"], "nowhere.jsonl"),
-        (["config.yaml", "data.prompt_key=promt"], "promt"),
-        (["config.yaml", "model.path=no/such/model/here"], "no/such/model/here"),
         (["config.yaml", "model.path="], "model.path is None"),
-        (["config.yaml", "reward.function=task.py:rewrad"], "did you mean 'reward'"),
-        (["config.yaml", "rollout.engine=vlm"], "rollout.engine is 'vlm'"),
         (["config.yaml", "rollout.engine_kwargs.max_slot=3"], "max_slot"),
         (
             ["config.yaml", "rollout.engine_kwargs.max_slots=x"],
             "max_slots is 'x': input should be a valid integer",
         ),
-        (["config.yaml", "rollout.top_k=0"], "rollout.top_k is 0: give -1 (no limit) or at least 1"),
-        (["config.yaml", "rollout.n=100000000000000000000"], "less than or equal to 65536"),
         (
             ["config.yaml", "rollout.prompt_length=40000"],
             "the model has 32768 positions; give at most 32768",

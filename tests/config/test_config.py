@@ -123,19 +123,14 @@ def test_engine_kwargs_are_passed_on_unchanged(tmp_path: Path) -> None:
         ),
         ("trainer.save_every=x", "trainer.save_every is 'x': input should be a valid integer"),
         ("rolout.n=4", "unknown key 'rolout'; did you mean 'rollout'"),
-        ("rollout.temprature=1", "'rollout.temprature'; did you mean 'temperature'"),
         ("n=4", "did you mean 'rollout.n'"),
         ("rollout.multi_turn.max_turns=4", "unknown key 'rollout.multi_turn.max_turns'"),
         ("data.return_raw_chat=false", "only True is supported"),
-        ("rollout.n=0", r"rollout\.n is 0: .* greater than or equal to 1$"),
         ("trainer.val_every=0", r"trainer\.val_every is 0: .* greater than or equal to 1, or null$"),
         ("actor.clip_ratio_c=1", r"actor\.clip_ratio_c is 1: .* greater than 1, or null$"),
-        ("rollout.n=many", r"rollout\.n is 'many'"),
         ("algorithm.kl_reward_type=k4", r"algorithm\.kl_reward_type is 'k4'"),
         ("rollout.n", "not of the form key=value"),
-        ("=4", "not of the form key=value"),
         ("rollout={a: [", "cannot be read"),
-        ("rollout.seed=${nothing.there}", "nothing.there"),
     ],
 )
 def test_an_invalid_setting_raises_an_error_with_the_remedy(override: str, complaint: str) -> None:
@@ -152,8 +147,3 @@ def test_a_file_that_is_not_a_configuration_raises_an_error_that_names_the_file(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"config\.yaml.*{complaint}"):
         load_config(write(tmp_path, text))
-
-
-def test_a_missing_file_raises_an_error_that_names_it() -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml.*does not exist"):
-        load_config("nowhere.yaml")

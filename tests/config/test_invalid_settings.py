@@ -1,141 +1,17 @@
-"""Tests that the loader accepts a value of a setting or raises a ConfigError, and no other error."""
+"""The loader accepts a value of a setting or raises a ConfigError that names the key, the value and the remedy."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import date
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
-from agent_loop.config import MOST, Config, ModelConfig, Section, all_keys, load_config, parse_section
-from agent_loop.environments.gymnasium.world import GymnasiumSettings
+from agent_loop.config import Config, all_keys, load_config, parse_section
 from agent_loop.errors import ConfigError
-from agent_loop.integrations.verl.gsm8k import Gsm8kSettings
-from agent_loop.interactions.registry import InteractionEntry
-from agent_loop.interactions.simulated_user import SimulatedUserSettings
-from agent_loop.servers.base import ServerSpec
-from agent_loop.servers.embedded.config import EmbeddedConfig
-from agent_loop.servers.embedded.server import embedded_config
-from agent_loop.tools.mcp.tools import McpServer
-from agent_loop.tools.registry import ToolEntry
-from agent_loop.tools.sandbox.settings import SandboxSettings
-from agent_loop.tools.search.tool import SearchConfig
-from agent_loop.tools.web.http import HttpConfig
-from agent_loop.tools.web.openapi import OpenApiConfig
 from tests.harness import examples
-
-HUGE = 10**4200
-UNUSUAL_VALUES = [
-    None,
-    True,
-    "",
-    "x",
-    "inf",
-    "nan",
-    "1e999",
-    "\n",
-    "9" * 5000,
-    "${",
-    "???",
-    0,
-    -1,
-    10**20,
-    -(10**20),
-    HUGE,
-    1 << 20_000,
-    0.5,
-    1e308,
-    5e-324,
-    math.inf,
-    -math.inf,
-    math.nan,
-    [],
-    [1],
-    [None],
-    ["x", ["x"]],
-    {},
-    {"a": 1},
-    {1: {"b": []}},
-    (1, 2, 3),
-    {"x"},
-    b"x",
-    date(2024, 1, 1),
-    object(),
-]
-SECTIONS = [
-    Gsm8kSettings,
-    GymnasiumSettings,
-    HttpConfig,
-    InteractionEntry,
-    McpServer,
-    OpenApiConfig,
-    SandboxSettings,
-    SearchConfig,
-    SimulatedUserSettings,
-    ToolEntry,
-]
-
-
-def tree(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
-
-
-def numbers(values: Any) -> Iterator[float]:
-    """Yield the numbers in all typed settings. Options of engines have no type."""
-    if isinstance(values, BaseModel):
-        for name, info in type(values).model_fields.items():
-            if "Any" not in str(info.annotation):
-                yield from numbers(getattr(values, name))
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from numbers(value)
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from numbers(value)
-    elif isinstance(values, int | float) and not isinstance(values, bool):
-        yield values
-
-
-def check(section: type[Section], values: dict[str, Any]) -> None:
-    """Check that the values raise a ConfigError, or that all numbers are in range."""
-    try:
-        read = parse_section(section, values, where="settings")
-    except ConfigError:
-        return
-    assert all(abs(number) <= (1e308 if isinstance(number, float) else MOST) for number in numbers(read))
-
-
-@pytest.mark.nightly(keep=4)
-@pytest.mark.parametrize("section", Config.model_fields)
-def test_an_unusual_value_of_any_setting_is_accepted_or_rejected(section: str) -> None:
-    keys = [section, *(key for key in all_keys(Config) if key.startswith(f"{section}."))]
-    for key in keys:
-        for value in UNUSUAL_VALUES:
-            check(Config, tree(key, value))
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_an_unusual_value_of_any_key_of_an_entry_is_accepted_or_rejected(section: type[Section]) -> None:
-    for key in all_keys(section):
-        for value in UNUSUAL_VALUES:
-            check(section, tree(key, value))
-
-
-def test_an_unusual_option_of_the_embedded_engine_is_accepted_or_rejected() -> None:
-    for name in EmbeddedConfig.__dataclass_fields__:
-        for value in UNUSUAL_VALUES:
-            spec = ServerSpec("embedded", model=ModelConfig(), max_model_len=64, engine_kwargs={name: value})
-            with suppress(ConfigError):
-                assert isinstance(getattr(embedded_config(spec), name), int | str)
-
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(
@@ -146,7 +22,10 @@ VALUES = st.recursive(
 @examples(300)
 @given(key=st.sampled_from(all_keys(Config)) | st.text(), value=VALUES)
 def test_any_tree_of_values_is_accepted_or_rejected(key: str, value: Any) -> None:
-    check(Config, tree(key, value))
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    with suppress(ConfigError):
+        parse_section(Config, value, where="settings")
 
 
 @examples(300)

@@ -8,7 +8,6 @@ import pytest
 from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import (
     MAX_DATA_DEPTH,
-    MAX_DEPTH,
     depth_fault,
     parse_json,
     parse_override,
@@ -17,31 +16,21 @@ from agent_loop.files.plain_values import (
 )
 
 MANY_DIGITS = "9" * 5000
-ALIASES = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
-CHAIN = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 2000))
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("7\n", "it holds the single value '7'"),
-        (
-            "a: " + "[" * 20_000 + "]" * 20_000,
-            f"nested more than {MAX_DEPTH} deep|exceeded maximum nesting depth",  # the latter from PyYAML 6.0.4 on
-        ),
-        ("a: " + "{a: " * 500 + "1" + "}" * 500, f"nested more than {MAX_DEPTH} deep"),
-        ("".join(f"{'  ' * depth}a:\n" for depth in range(1500)), f"nested more than {MAX_DEPTH} deep"),
-        (CHAIN, f"nested more than {MAX_DEPTH} deep"),
-        (ALIASES, "more than 100000 values once its aliases are expanded"),
-        ("a: &a {b: *a}", r"the alias \*a refers to a value that contains it"),
+        ("a: " + "[" * 20_000 + "]" * 20_000, "nested too deeply|exceeded maximum nesting depth"),
+        ("a: 1\nb: 2\na: 3\n", "key 'a' is there twice at line 1 column 1"),
+        ("a: &a {b: *a}", "found unconstructable recursive node|found recursive|nested too deeply"),
         (f"a: {MANY_DIGITS}", "an integer of thousands of digits"),
-        (f"a: 0x{'f' * 5000}", "an integer of thousands of digits"),
-        ('a: "\\0"', "a null character"),
         ("? [1, 2]\n: 3", "found unhashable key at line 1 column 3"),
         ("a: [", "at line 2 column 1|at line 1 column"),
         ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
     ],
-    ids=range(13),
+    ids=range(8),
 )
 def test_invalid_yaml_raises_an_error_that_names_the_file(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "given.yaml"
@@ -69,14 +58,11 @@ def test_a_path_that_is_not_a_file_is_an_error(tmp_path: Path, name: str) -> Non
         read_yaml(tmp_path / name, what="tool file")
 
 
-def test_yaml_of_the_maximum_depth_is_read_and_its_aliases_are_expanded(tmp_path: Path) -> None:
+def test_aliases_and_merge_keys_are_expanded(tmp_path: Path) -> None:
     path = tmp_path / "given.yaml"
-    path.write_text(
-        f"a: &a {'[' * (MAX_DEPTH - 2)}1{']' * (MAX_DEPTH - 2)}\nb: *a\nc: 1e-4", encoding="utf-8"
-    )
-    values = read_yaml(path, what="tool file")
-    assert values["a"] == values["b"]
-    assert values["c"] == 1e-4
+    path.write_text("a: &a {x: 1, y: [2]}\nb: *a\nc: {<<: *a, x: 3}\n", encoding="utf-8")
+    same = {"x": 1, "y": [2]}
+    assert read_yaml(path, what="tool file") == {"a": same, "b": same, "c": {"x": 3, "y": [2]}}
 
 
 @pytest.mark.parametrize(
@@ -86,14 +72,12 @@ def test_yaml_of_the_maximum_depth_is_read_and_its_aliases_are_expanded(tmp_path
         "=1",
         "a=[",
         "a=" + "[" * 20_000,
-        "a" + ".a" * 10_000 + "=1",
         f"a={MANY_DIGITS}",
-        'a="\\0"',
         "a=\udc80",
         "a=!!set {1}",
         "a={null: 1}",
     ],
-    ids=range(10),
+    ids=range(8),
 )
 def test_an_invalid_override_raises_an_error_of_one_line(override: str) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from agent_loop.errors import OutputError
-from agent_loop.files.new_folder import refuse_existing
+from agent_loop.files.file_kinds import refuse_existing
 
 STARTERS = Path(__file__).parent / "starters"
 COMMON = "common"

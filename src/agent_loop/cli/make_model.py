@@ -13,7 +13,7 @@ from agent_loop.cli.arguments import read_config
 from agent_loop.cli.verbosity import VERBOSITY, print_hint
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError
-from agent_loop.files.new_folder import refuse_existing
+from agent_loop.files.file_kinds import refuse_existing
 from agent_loop.runtime.event_loop import run_to_end
 
 DEFAULT_STEPS = 400

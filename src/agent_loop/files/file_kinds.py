@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from agent_loop.errors import OutputError
 from agent_loop.files.plain_values import parse_json
 
 MAX_LINE = 1 << 24
@@ -86,6 +87,12 @@ def explain(path: Path, *, wanted: str) -> str:
     if runs:
         return f"{named} is a folder of runs; give one of them: {', '.join(map(str, runs))}"
     return f"{named} is a {'folder' if path.is_dir() else 'file'} of another kind; give {wanted}"
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise an error if a path exists, unless it is an empty folder."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputError(f"{str(folder)!r} exists already; give the name of a new folder")
 
 
 def kind_of(path: Path) -> FileKind | None:

@@ -1,8 +1,4 @@
-"""Parsing of users' YAML and JSON, with limits on depth and size and a clear error for each problem.
-
-Parsers recurse: a file with enough nested values ends CPython with a segmentation fault. Therefore the depth of a text
-is checked before it is parsed.
-"""
+"""YAML, JSON and overrides from users, with an error for each problem."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from io import StringIO
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -21,26 +16,55 @@ from omegaconf.errors import OmegaConfBaseException
 
 from agent_loop.errors import ConfigError, did_you_mean
 
-MAX_DEPTH = 50
-"""Depth of nested lists and mappings in configuration and tool files."""
 MAX_VALUES = 100_000
-"""Number of values in one such file, after the expansion of aliases."""
+"""Number of parts of a JSON schema whose references are resolved."""
 MAX_DATA_DEPTH = 200
 """Depth of nested lists and mappings in rows of data."""
-LONGEST_NUMBER = re.compile(r"[-+]?[0-9a-fA-FxoXO_:]{1000,}")
-"""Pattern of a plain scalar that is considered a number of thousands of digits, in any base."""
-UNUSABLE = re.compile("[\0\ud800-\udfff]")
-WORD_OF_YAML_1_1 = re.compile(
-    r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF|[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
-)
-"""Pattern of the plain scalars that YAML 1.1 reads as booleans or as numbers of base 60, and YAML 1.2 as text."""
 HALVES = re.compile("[\ud800-\udfff]")
 """Halves of surrogate pairs, which JSON can represent and UTF-8 cannot encode."""
 MAX_SHOWN = 200
 """Number of characters of a value in an error message."""
-_LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_FAULTS = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError, RecursionError)
+_FAULTS = (
+    yaml.YAMLError,
+    OmegaConfBaseException,
+    ValueError,
+    TypeError,
+    OSError,
+    LookupError,
+    RecursionError,
+)
 """Errors of OmegaConf and its parsers for an invalid text."""
+
+
+class YamlLoader(yaml.SafeLoader):
+    """Loader of YAML 1.2, in which `NO`, `12:30` and dates are text, and `1e-4` is a number. A key may occur once."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for number, (tag, name) in enumerate(keys):
+            if (tag, name) in keys[:number] and not tag.endswith(":merge"):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {name!r} is there twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep=deep)
+
+
+YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag.rpartition(":")[2] in ("null", "merge")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind, _form, _first in (
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", "[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+):
+    cast(Any, YamlLoader).add_implicit_resolver(
+        f"tag:yaml.org,2002:{_kind}", re.compile(f"({_form})$"), list(_first)
+    )
 
 
 def without_halves(text: str) -> str:
@@ -70,9 +94,12 @@ def read_yaml(path: str | Path, *, what: str, resolve: bool = False) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{named} cannot be read as text: {error}") from error
     try:
-        if _scan_yaml(text):
+        values: Any = yaml.load(text, YamlLoader)
+        if values is not None and not isinstance(values, dict | list):
             raise ValueError(f"it holds the single value {shown(text.strip())}, where keys or a list belong")
-        return OmegaConf.to_container(OmegaConf.load(StringIO(as_yaml_1_2(text))), resolve=resolve)
+        return OmegaConf.to_container(
+            OmegaConf.create({} if values is None else cast(Any, values)), resolve=resolve
+        )
     except _FAULTS as error:
         raise ConfigError(f"{named} is not valid YAML: {reason(error)}") from error
 
@@ -87,35 +114,11 @@ def parse_override(text: str) -> dict[str, Any]:
     if not equals or not key.strip():
         raise ConfigError(f"override {text!r} is not of the form key=value, as in actor.lr=1e-4")
     try:
-        if len(re.findall(r"[.\[]", key)) >= MAX_DEPTH:
-            raise ValueError(f"the key has more than {MAX_DEPTH} parts")
-        _scan_yaml(value)
-        read = as_yaml_1_2(value).rstrip("\n") if value else value
-        return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={read}"])))
-    except (*_FAULTS, LookupError) as error:
+        made = OmegaConf.create({})
+        OmegaConf.update(made, key, yaml.load(value, YamlLoader))
+        return cast(dict[str, Any], OmegaConf.to_container(made))
+    except _FAULTS as error:
         raise ConfigError(f"override {shown(text)} cannot be read: {reason(error)}") from error
-
-
-def as_yaml_1_2(text: str) -> str:
-    """Return a YAML text with quotes around the words that only YAML 1.1 reads as other values, such as `NO` and
-    `12:30`.
-
-    Raises:
-        yaml.YAMLError: The text is not YAML.
-    """
-    if WORD_OF_YAML_1_1.search(text) is None:
-        return text
-    events: list[Any] = list(cast(Any, yaml).parse(text, Loader=_LOADER))
-    words = [
-        event
-        for event in events
-        if isinstance(event, yaml.ScalarEvent)
-        and event.implicit[0]
-        and WORD_OF_YAML_1_1.fullmatch(event.value)
-    ]
-    for word in words:
-        word.implicit, word.style = (False, True), "'"
-    return cast(str, cast(Any, yaml).emit(events, allow_unicode=True, width=len(text))) if words else text
 
 
 def merge_mappings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,59 +253,3 @@ def reason(error: BaseException) -> str:
     if isinstance(error, ValueError) and "set_int_max_str_digits" in str(error):
         return "it holds an integer of thousands of digits"
     return " ".join(str(error).split())
-
-
-def _scan_yaml(text: str) -> bool:
-    """Return whether the text is a single value, as opposed to a list or a mapping.
-
-    Raises:
-        ValueError: Values are nested too deeply, or there are too many after the expansion of aliases.
-    """
-    open_values, is_scalar = [_Size()], False
-    anchored: dict[str, _Size | None] = {}
-    for event in cast(Iterator[Any], cast(Any, yaml).parse(text, Loader=_LOADER)):
-        if isinstance(event, yaml.CollectionStartEvent):
-            open_values.append(_Size(anchor=event.anchor))
-            if event.anchor is not None:
-                anchored[event.anchor] = None
-        elif isinstance(event, yaml.CollectionEndEvent):
-            ended = open_values.pop()
-            open_values[-1].add(ended)
-            if ended.anchor is not None:
-                anchored[ended.anchor] = ended
-        elif isinstance(event, yaml.AliasEvent):
-            meant = anchored.get(event.anchor, _Size())
-            if meant is None:
-                raise ValueError(f"the alias *{event.anchor} refers to a value that contains it")
-            open_values[-1].add(meant)
-        elif isinstance(event, yaml.ScalarEvent):
-            if event.implicit[0] and LONGEST_NUMBER.fullmatch(event.value):
-                raise ValueError("it holds an integer of thousands of digits")
-            if UNUSABLE.search(event.value):
-                raise ValueError(
-                    "it holds a null character or a lone surrogate, which names and files cannot hold"
-                )
-            open_values[-1].num_values += 1
-            is_scalar = is_scalar or (len(open_values) == 1 and bool(event.value))
-            if event.anchor is not None:
-                anchored[event.anchor] = _Size()
-        else:
-            continue
-        if len(open_values) - 1 + open_values[-1].depth > MAX_DEPTH:
-            raise ValueError(f"its values are nested more than {MAX_DEPTH} deep")
-        if open_values[-1].num_values > MAX_VALUES:
-            raise ValueError(f"it holds more than {MAX_VALUES} values once its aliases are expanded")
-    return is_scalar
-
-
-class _Size:
-    """Number of values in a YAML list or mapping, including itself, and the depth of nesting below it."""
-
-    def __init__(self, *, anchor: str | None = None) -> None:
-        self.anchor = anchor
-        self.num_values = 1
-        self.depth = 0
-
-    def add(self, inner: _Size) -> None:
-        self.num_values += inner.num_values
-        self.depth = max(self.depth, inner.depth + 1)

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from agent_loop.config import PositiveSeconds, Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
-from agent_loop.files.plain_values import as_yaml_1_2, reason
+from agent_loop.files.plain_values import YamlLoader, reason
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.json_schema import MAX_DEPTH, MAX_NODES
 from agent_loop.tools.registry import expand_variables
@@ -243,21 +243,11 @@ def server_url_of(spec: Mapping[str, Any], *, source: str) -> str:
     return url
 
 
-class _JsonValues(yaml.SafeLoader):
-    """YAML loader that keeps dates as text, as in JSON."""
-
-
-_JsonValues.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
 def _parse_spec(text: str) -> Any:
     """Parse JSON or YAML. JSON is tried first, since the YAML parser takes a hundred times as long for it."""
     with suppress(ValueError):
         return json.loads(text)
-    return yaml.load(as_yaml_1_2(text), Loader=_JsonValues)
+    return yaml.load(text, Loader=YamlLoader)
 
 
 _NOISE = frozenset({"discriminator", "example", "externalDocs", "nullable", "title", "xml"})

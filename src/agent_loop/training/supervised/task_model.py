@@ -14,7 +14,7 @@ from rich.console import Console
 
 from agent_loop.config import Config
 from agent_loop.errors import DataError
-from agent_loop.files.new_folder import refuse_existing
+from agent_loop.files.file_kinds import refuse_existing
 from agent_loop.rollout.rows import load_rows
 from agent_loop.tiny_models.model import Size, make_model
 from agent_loop.tiny_models.tokenizer import train_tokenizer
