@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.rollout.prometheus_metrics import RolloutMetrics
-from agent_loop.servers.pool import ServerPool
 from agent_loop.serve.metrics import Metrics
+from agent_loop.servers.pool import ServerPool
 from agent_loop.training import metrics
 
 TARGET = Path(__file__).parent / "metrics.md"

@@ -6,7 +6,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from agent_loop.viewer.app import HANDLERS, create_viewer_app
-from agent_loop.viewer.page import static_files
+from agent_loop.viewer.pages import static_files
 from agent_loop.viewer.source import RunSource
 from tests.harness import thinned
 

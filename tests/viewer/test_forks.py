@@ -15,9 +15,8 @@ from starlette.testclient import TestClient
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.storage import StoredRun, write_vocabulary
 from agent_loop.viewer.app import create_viewer_app
-from agent_loop.viewer.fork_job import ForkJob
 from agent_loop.viewer.fork_process import run_fork
-from agent_loop.viewer.forks import MAX_BODY_BYTES, Forks
+from agent_loop.viewer.forks import MAX_BODY_BYTES, ForkJob, Forks
 from agent_loop.viewer.source import RunSource
 from tests.cli.stored_project import make_stored_project
 from tests.helpers import small_tokenizer

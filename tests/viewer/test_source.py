@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from agent_loop.errors import DataError
-from agent_loop.viewer.metrics_tail import read_new_lines
 from agent_loop.viewer.packets import KINDS, packet
+from agent_loop.viewer.run_files import read_new_lines
 from agent_loop.viewer.source import RunSource
 from tests.viewer.synthetic import PIECES, add_step, write_rows, write_run
 

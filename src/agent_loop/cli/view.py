@@ -12,8 +12,7 @@ from rich.console import Console
 
 from agent_loop.cli.arguments import find_run
 from agent_loop.errors import ConfigError, DataError
-from agent_loop.files.file_kinds import explain
-from agent_loop.viewer.find_runs import find_runs
+from agent_loop.files.file_kinds import explain, find_runs
 
 NEEDS = ("starlette", "uvicorn")
 EXIT_BY_SIGNAL = 128

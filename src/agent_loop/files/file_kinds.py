@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +27,10 @@ STATE_FILE = "state.json"
 """File in a checkpoint, and in a folder saved by `datasets`, which also has `DATASET_FILE`."""
 DATASET_FILE = "dataset_info.json"
 DATASET_DICT_FILE = "dataset_dict.json"
+SEARCHED_DEPTH = 3
+"""Levels of folders below a path that are searched for runs."""
+NOT_SEARCHED = frozenset({"checkpoints", "trajectories", "workspaces"})
+"""Folders of a run that hold no runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,34 @@ def only_run(path: Path) -> Path:
         return path
     runs = runs_in(path)
     return runs[0] if len(runs) == 1 else path
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Return the runs and evaluations at the paths and below them, each once. Files are returned unchanged."""
+    found = (
+        run for path in paths for run in ([path] if path.is_file() else _runs_below(path, SEARCHED_DEPTH))
+    )
+    return list({run.resolve(): run for run in found}.values())
+
+
+def _runs_below(path: Path, depth: int) -> Iterator[Path]:
+    kind = kind_of(path)
+    if kind in (RUN, EVALUATION):
+        yield path
+    elif kind is not None:
+        return
+    if not depth:
+        return
+    try:
+        inner = sorted(
+            folder
+            for folder in path.iterdir()
+            if folder.is_dir() and folder.name[0] != "." and folder.name not in NOT_SEARCHED
+        )
+    except OSError:
+        return
+    for folder in inner:
+        yield from _runs_below(folder, depth - 1)
 
 
 def model_in(path: Path) -> Path | None:

@@ -16,18 +16,31 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agent_loop.serve.middleware import MISDIRECTED, HostGuard
-from agent_loop.viewer.endpoints import MAX_TEXT, endpoint, numbers_of, parse_number
-from agent_loop.viewer.evaluation_routes import evaluation_routes, home_page
+from agent_loop.storage.metrics_file import METRICS_FILE
+from agent_loop.training.evaluation.summary import SUMMARY_FILE
 from agent_loop.viewer.evaluations import Evaluations
 from agent_loop.viewer.forks import Forks, fork_routes
-from agent_loop.viewer.page import FIRST_PAGE, first_page, media_type, static_files
-from agent_loop.viewer.plain_json import encode_json
+from agent_loop.viewer.packets import encode_json
+from agent_loop.viewer.pages import (
+    FIRST_PAGE,
+    MAX_TEXT,
+    endpoint,
+    first_page,
+    media_type,
+    names_of,
+    numbers_of,
+    parse_number,
+    static_files,
+    text_of,
+)
 from agent_loop.viewer.source import RunSource
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+MAX_KEYS = 50
+"""Most evaluations whose scores one request returns."""
 HEADERS = {
     "Content-Security-Policy": CONTENT_POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -67,7 +80,9 @@ def run_routes(source_of: Callable[[Request], RunSource], *, prefix: str = "", u
     """
 
     def page(request: Request) -> Response:
-        text = first_page(home=home_page(source_of(request).folder), up=up)
+        folder = source_of(request).folder
+        is_evaluation = (folder / SUMMARY_FILE).is_file() and not (folder / METRICS_FILE).exists()
+        text = first_page(home="evaluations" if is_evaluation else "", up=up)
         return Response(text, media_type=media_type(FIRST_PAGE))
 
     def reader(handler: Callable[[RunSource, Request], Any]) -> Callable[[Request], Any]:
@@ -80,13 +95,25 @@ def run_routes(source_of: Callable[[Request], RunSource], *, prefix: str = "", u
     ]
 
 
+def evaluation_routes(evaluations_of: Callable[[Request], Evaluations], *, prefix: str = "") -> list[Route]:
+    """Return the routes of the pages of the evaluations that a request is about."""
+
+    def reader(handler: Callable[[Evaluations, Request], Any]) -> Callable[[Request], Any]:
+        return lambda request: handler(evaluations_of(request), request)
+
+    return [
+        Route(f"{prefix}/api/{name}", endpoint(reader(handler)))
+        for name, handler in EVALUATION_HANDLERS.items()
+    ]
+
+
 def finished_app(routes: Sequence[Route], *, hosts: Iterable[str] | None) -> Starlette:
     """Return an application with these routes, that rejects requests under other host names."""
     app = Starlette(
         routes=routes,
         middleware=[
             Middleware(HeadersMiddleware),
-            Middleware(HostGuard, hosts=hosts, refuse=_refuse_host),
+            Middleware(HostGuard, hosts=hosts, refuse=lambda _, message: _error(message, status=MISDIRECTED)),
         ],
         exception_handlers={HTTPException: _on_http_error},
     )
@@ -109,35 +136,12 @@ class HeadersMiddleware:
         await self._app(scope, receive, send_with_headers)
 
 
-def _refuse_host(_: Request, message: str) -> Response:
-    return _error(message, status=MISDIRECTED)
-
-
 def static_file(request: Request) -> Response:
-    return _file(request.path_params["name"])
-
-
-def _file(name: str) -> Response:
+    name = request.path_params["name"]
     text = static_files().get(name)
     if text is None:
         raise HTTPException(404, "there is no such file")
     return Response(text, media_type=media_type(name))
-
-
-def _state(source: RunSource, _: Request) -> Any:
-    return source.state()
-
-
-def _config(source: RunSource, _: Request) -> Any:
-    return source.config()
-
-
-def _metrics(source: RunSource, request: Request) -> Any:
-    return source.metrics(request.query_params.get("cursor", ""))
-
-
-def _table(source: RunSource, request: Request) -> Any:
-    return source.table(numbers_of(request, "files"))
 
 
 def _trajectory(source: RunSource, request: Request) -> Any:
@@ -157,16 +161,34 @@ def _search(source: RunSource, request: Request) -> Any:
     return source.search(text, numbers_of(request, "files"))
 
 
+def _samples(evaluations: Evaluations, request: Request) -> Any:
+    group = parse_number(request.query_params.get("group", ""))
+    if group is None:
+        raise HTTPException(400, "group is not a number; give the index of a row")
+    return evaluations.samples(text_of(request, "key"), group=group)
+
+
 HANDLERS: dict[str, Callable[[RunSource, Request], Any]] = {
-    "state": _state,
-    "config": _config,
-    "metrics": _metrics,
-    "table": _table,
+    "state": lambda source, _: source.state(),
+    "config": lambda source, _: source.config(),
+    "metrics": lambda source, request: source.metrics(request.query_params.get("cursor", "")),
+    "table": lambda source, request: source.table(numbers_of(request, "files")),
     "trajectory": _trajectory,
     "timeline": _timeline,
     "search": _search,
 }
 """Functions that return the data of a request, by the last part of the request's path."""
+EVALUATION_HANDLERS: dict[str, Callable[[Evaluations, Request], Any]] = {
+    "evaluations": lambda evaluations, _: evaluations.listed(),
+    "scores": lambda evaluations, request: evaluations.scores(names_of(request, "key", most=MAX_KEYS)),
+    "evaluation": lambda evaluations, request: evaluations.evaluation(
+        text_of(request, "key"), by=text_of(request, "by")
+    ),
+    "comparison": lambda evaluations, request: evaluations.comparison(
+        text_of(request, "key"), text_of(request, "other"), by=text_of(request, "by")
+    ),
+    "samples": _samples,
+}
 
 
 def _split_and_step(request: Request) -> tuple[str, int]:

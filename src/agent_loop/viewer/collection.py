@@ -1,21 +1,23 @@
-"""Runs and evaluations that are shown together."""
+"""Runs and evaluations that are shown together: their settings, groups, and curves with bands over the seeds."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
 from agent_loop.errors import DataError
+from agent_loop.files.file_kinds import find_runs
 from agent_loop.training.evaluation.estimates import MeanEstimate
+from agent_loop.training.evaluation.runs import RunGroup, TrainingRun, compare_metric
 from agent_loop.training.metrics import REWARD_MEAN, STEP
-from agent_loop.viewer.find_runs import find_runs
 from agent_loop.viewer.run_record import HELD_OUT, RunRecord
-from agent_loop.viewer.settings_diff import changed_settings, differing_settings, seed_groups, seed_of
 from agent_loop.viewer.source import RunSource
 
 
@@ -136,3 +138,114 @@ def _unused(name: str, used: set[str]) -> str:
     while candidate in used:
         candidate, number = f"{name}-{number}", number + 1
     return candidate
+
+
+PLACES = frozenset({"trainer.run_dir", "trainer.experiment_name"})
+"""Settings that name a run and do not change it."""
+ABSENT = "-"
+"""Shown for a setting that a run lacks."""
+
+
+def differing_settings(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return the settings that are not equal in all runs: by setting, the value in each run as text.
+
+    Args:
+        runs: Settings by dotted name, by run. Runs without settings are left out.
+    """
+    texts = {run: _texts(settings) for run, settings in runs.items() if settings}
+    names = sorted({name for settings in texts.values() for name in settings})
+    by_name = {name: {run: found.get(name, ABSENT) for run, found in texts.items()} for name in names}
+    return {name: values for name, values in by_name.items() if len(set(values.values())) > 1}
+
+
+def changed_settings(differing: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """Return for each run the settings, seeds excepted, that differ from the most common value of all runs."""
+    changed: dict[str, dict[str, str]] = {}
+    for name, values in differing.items():
+        (usual, _), *_ = Counter(values.values()).most_common(1)
+        for run, value in values.items():
+            if value != usual and not is_seed(name):
+                changed.setdefault(run, {})[name] = value
+    return changed
+
+
+def seed_groups(runs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Return groups of runs whose settings differ in their seeds alone. A run without settings is a group."""
+    groups: dict[str, list[str]] = {}
+    for run, settings in runs.items():
+        others = {name: text for name, text in _texts(settings).items() if not is_seed(name)}
+        groups.setdefault(json.dumps(others, sort_keys=True) if others else f"alone: {run}", []).append(run)
+    return list(groups.values())
+
+
+def seed_of(settings: Mapping[str, Any]) -> Any:
+    return settings.get("trainer.seed")
+
+
+def is_seed(name: str) -> bool:
+    return name.rpartition(".")[2] == "seed"
+
+
+def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values as text, without those that name the run. Paths in the run's folder are made equal."""
+    run_dir = settings.get("trainer.run_dir")
+    texts: dict[str, str] = {}
+    for name, value in settings.items():
+        if name in PLACES:
+            continue
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        texts[name] = text.replace(run_dir, "{run_dir}") if isinstance(run_dir, str) and run_dir else text
+    return texts
+
+
+NUM_RECENT = 10
+"""Number of last steps of the mean in the table."""
+
+
+def metric_names(collection: RunCollection) -> list[str]:
+    """Return the names of the metrics of all runs."""
+    return sorted({name for record in collection.records().values() for name in record.curves()})
+
+
+def seed_curves(collection: RunCollection, names: Sequence[str]) -> dict[str, Any]:
+    """Return for each metric the curve of each run, and of each group the mean and its band."""
+    records = collection.records()
+    groups = groups_of(records)
+    runs = {key: record.training_run() for key, record in records.items() if key in groups}
+    return {name: _curves_of(name, runs, groups) for name in names}
+
+
+def _curves_of(name: str, runs: Mapping[str, TrainingRun], groups: Mapping[str, str]) -> dict[str, Any]:
+    having = {key: run for key, run in runs.items() if name in run.curves}
+    members: defaultdict[str, list[TrainingRun]] = defaultdict(list)
+    for key, run in having.items():
+        members[groups[key]].append(run)
+    return {
+        "runs": {
+            key: [list(run.curves[name]), list(run.curves[name].values())] for key, run in having.items()
+        },
+        "groups": {group: _band(name, RunGroup(group, tuple(found))) for group, found in members.items()},
+    }
+
+
+def _band(name: str, group: RunGroup) -> dict[str, Any] | None:
+    """Return the mean of a group with its range and interval at the steps of all its runs; None if there are none."""
+    try:
+        comparison = compare_metric([group], metric=name, num_recent=NUM_RECENT)
+    except DataError:  # no step at which all runs have a value
+        return None
+    steps = [point.step for point in comparison.curve]
+    values = [[run.curves[name][step] for run in group.runs] for step in steps]
+    means = [point.groups[0] for point in comparison.curve]
+    return {
+        "num_runs": len(group.runs),
+        "steps": steps,
+        "mean": [mean.value for mean in means],
+        "min": [min(found) for found in values],
+        "max": [max(found) for found in values],
+        "low": [mean.value if mean.low is None else mean.low for mean in means],
+        "high": [mean.value if mean.high is None else mean.high for mean in means],
+        "last": estimate_values(comparison.last.groups[0]),
+        "recent": estimate_values(comparison.recent.groups[0]),
+        "num_recent": comparison.num_recent,
+    }

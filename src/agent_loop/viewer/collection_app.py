@@ -11,14 +11,11 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from agent_loop.viewer.app import finished_app, run_routes, static_file
-from agent_loop.viewer.collection import RunCollection
-from agent_loop.viewer.endpoints import endpoint, names_of, text_of
-from agent_loop.viewer.evaluation_routes import evaluation_routes
+from agent_loop.viewer.app import evaluation_routes, finished_app, run_routes, static_file
+from agent_loop.viewer.collection import RunCollection, metric_names, seed_curves
 from agent_loop.viewer.evaluations import Evaluations
-from agent_loop.viewer.page import RUNS_PAGE, first_page, media_type
+from agent_loop.viewer.pages import RUNS_PAGE, endpoint, first_page, media_type, names_of, text_of
 from agent_loop.viewer.prompts import PromptIndex
-from agent_loop.viewer.seed_curves import metric_names, seed_curves
 from agent_loop.viewer.source import RunSource
 
 RUN_PATH = "/run/{run}"

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import webbrowser
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -41,64 +42,52 @@ def view(
         opens_browser: Whether to open the page in a browser.
         console: Receives the address of the page.
         server: Server for forks of trajectories; see `Forks`.
-
-    Raises:
-        DataError: There is no such run.
-        ConfigError: The address is not available, or the server cannot be used.
     """
     source = RunSource(path)
     forks = Forks(source, server=server, host=host)
     source.warm_up()
-    hosts = answered_hosts(host)
     with free_listener(host, port) as listener:
-        url = base_url(listener, host=host).removesuffix("v1")
-        console.print(f"{path} at [bold]{url}[/]", highlight=False, soft_wrap=True)
-        console.print("Ctrl-C stops the viewer; the run continues.", highlight=False)
-        if opens_browser:
-            _open(url)
-        return asyncio.run(_serve(source, listener=listener, hosts=hosts, forks=forks))
+        _announce(f"{path}", listener, host=host, opens_browser=opens_browser, console=console)
+
+        async def serve() -> int | None:  # the lock of the forks belongs to the event loop
+            app = create_viewer_app(source, hosts=answered_hosts(host), forks=forks)
+            return await run_app(app, listener=listener)
+
+        return asyncio.run(serve())
 
 
 def view_collection(
     paths: Sequence[Path], *, host: str, port: int | None, opens_browser: bool, console: Console
 ) -> int | None:
-    """Serve a page of several runs until a signal arrives, and return the signal's number.
-
-    Args:
-        paths: Folders of runs, runs, or files of trajectories.
-        host: See `view`.
-        port: See `view`.
-        opens_browser: See `view`.
-        console: See `view`.
-
-    Raises:
-        ConfigError: The address is not available.
-    """
+    """Serve a page of several runs, as `view` does."""
     collection = RunCollection(paths)
     num_runs = len(collection.runs()["runs"])  # reads what the first page requests first
-    hosts = answered_hosts(host)
     with free_listener(host, port) as listener:
-        url = base_url(listener, host=host).removesuffix("v1")
         named = "1 run" if num_runs == 1 else f"{num_runs} runs"
-        console.print(f"{named} at [bold]{url}[/]", highlight=False, soft_wrap=True)
-        console.print("Ctrl-C stops the viewer; the runs continue.", highlight=False)
-        if opens_browser:
-            _open(url)
-        return asyncio.run(run_app(create_collection_app(collection, hosts=hosts), listener=listener))
+        _announce(named, listener, host=host, opens_browser=opens_browser, console=console)
+        app = create_collection_app(collection, hosts=answered_hosts(host))
+        return asyncio.run(run_app(app, listener=listener))
 
 
-async def _serve(
-    source: RunSource, *, listener: socket.socket, hosts: frozenset[str] | None, forks: Forks
-) -> int | None:
-    return await run_app(create_viewer_app(source, hosts=hosts, forks=forks), listener=listener)
+def _announce(
+    name: str, listener: socket.socket, *, host: str, opens_browser: bool, console: Console
+) -> None:
+    """Print the address of the page, and open it in a graphical browser, if there is one.
+
+    A text browser would take over the terminal.
+    """
+    url = base_url(listener, host=host).removesuffix("v1")
+    console.print(f"{name} at [bold]{url}[/]", highlight=False, soft_wrap=True)
+    console.print("Ctrl-C stops the viewer; runs continue.", highlight=False)
+    if opens_browser:
+        with suppress(webbrowser.Error):
+            browser = webbrowser.get()
+            if type(browser) is not webbrowser.GenericBrowser:
+                browser.open(url)
 
 
 def free_listener(host: str, port: int | None) -> socket.socket:
-    """Return a socket that listens at a port, or at the first free port from `FIRST_PORT` on.
-
-    Raises:
-        ConfigError: The port is taken, or all ports that were tried are taken.
-    """
+    """Return a socket that listens at a port, or at the first free port from `FIRST_PORT` on."""
     if port is not None:
         return listening_socket(host, port)
     for candidate in range(FIRST_PORT, FIRST_PORT + PORTS_TRIED - 1):
@@ -107,13 +96,3 @@ def free_listener(host: str, port: int | None) -> socket.socket:
         except ConfigError:
             continue
     return listening_socket(host, FIRST_PORT + PORTS_TRIED - 1)
-
-
-def _open(url: str) -> None:
-    """Open a URL in a graphical browser, if there is one. A text browser would take over the terminal."""
-    try:
-        browser = webbrowser.get()
-    except webbrowser.Error:
-        return
-    if type(browser) is not webbrowser.GenericBrowser:
-        browser.open(url)

@@ -27,7 +27,7 @@ from agent_loop.storage.writer import write_trajectories
 from agent_loop.training.checkpoint import list_checkpoints
 from agent_loop.training.export import evaluated_model
 from agent_loop.types import TokenOutput
-from agent_loop.viewer.fork_job import ForkJob
+from agent_loop.viewer.forks import ForkJob
 
 MAX_MESSAGE = 600
 TOKEN_ENGINES = frozenset({"sglang"})

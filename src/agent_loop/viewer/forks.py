@@ -24,7 +24,6 @@ from agent_loop.runtime.describe import describe_error, one_line
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.serve.middleware import LOCAL_HOSTS
 from agent_loop.storage.run import StoredRun
-from agent_loop.viewer.fork_job import ForkJob
 from agent_loop.viewer.source import CONFIG_FILE, RunSource
 from agent_loop.viewer.trajectory import trajectory_packet
 
@@ -233,3 +232,23 @@ def fork_routes(forks: Forks) -> list[Route]:
         Route("/api/what-if", forks.state),
         Route("/api/fork", forks.fork, methods=["POST"]),
     ]
+
+
+class ForkJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A fork to run."""
+
+    file: str
+    """Parquet file with the trajectory."""
+    split: str
+    step: int
+    trajectory_id: str
+    turn: int
+    """Turn of the model that gets the text; 1 is the first."""
+    text: str
+    """Text of the turn, with the control tokens of tool calls. The end of the turn may be left out."""
+    config: str
+    """YAML file with the settings of the run."""
+    server_url: str | None
+    """Server of the model; None is the engine of the settings."""
+    out: str
+    """Parquet file to write the fork to."""

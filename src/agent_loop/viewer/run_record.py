@@ -18,7 +18,7 @@ from agent_loop.training.evaluation.runs import TrainingRun
 from agent_loop.training.evaluation.summary import SUMMARY_FILE, EvaluationSummary, read_summary
 from agent_loop.training.loggers import flat
 from agent_loop.training.metrics import REWARD_MEAN, STEP, VALIDATION
-from agent_loop.viewer.metrics_tail import read_new_lines
+from agent_loop.viewer.run_files import read_new_lines
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 JOURNAL_FILE = "rollout.journal"

@@ -18,12 +18,10 @@ from agent_loop.storage.files import FOLDER
 from agent_loop.storage.metrics_file import METRICS_FILE
 from agent_loop.storage.schema import VOCABULARY_FILE
 from agent_loop.storage.vocabulary import Piece
-from agent_loop.viewer.metrics_tail import read_new_lines
 from agent_loop.viewer.packets import packet
-from agent_loop.viewer.run_files import RunFiles
+from agent_loop.viewer.run_files import RunFiles, read_new_lines
 from agent_loop.viewer.search import TextSearch
-from agent_loop.viewer.timeline import timeline
-from agent_loop.viewer.trajectory import trajectory_packet
+from agent_loop.viewer.trajectory import timeline, trajectory_packet
 
 CONFIG_FILE = "config.yaml"
 FILE_COLUMN = "file"

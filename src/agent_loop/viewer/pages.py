@@ -1,8 +1,11 @@
-"""Endpoints that return JSON or a packet, and the parameters of their requests."""
+"""Static files of the page, and endpoints that return JSON or a packet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -11,7 +14,56 @@ from starlette.responses import Response
 
 from agent_loop.errors import DataError
 from agent_loop.runtime.describe import one_line
-from agent_loop.viewer.plain_json import encode_json
+from agent_loop.viewer.packets import encode_json
+
+HEAD_END = "</head>"
+STYLE = re.compile(r'<link rel="stylesheet" href="static/([\w.]+)">')
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+FIRST_PAGE = "index.html"
+"""Page of one run."""
+RUNS_PAGE = "runs.html"
+"""Page of several runs."""
+HTML_TAG = '<html lang="en">'
+
+
+@cache
+def static_files() -> Mapping[str, str]:
+    """Return the texts of the static files by name."""
+    folder = files("agent_loop.viewer") / "static"
+    return {
+        item.name: item.read_text(encoding="utf-8")
+        for item in sorted(folder.iterdir(), key=lambda item: item.name)
+        if media_type(item.name)
+    }
+
+
+@cache
+def first_page(name: str = FIRST_PAGE, *, home: str = "", up: str = "") -> str:
+    """Return an HTML page. It preloads all modules, so that the browser requests them in parallel.
+
+    Args:
+        name: Name of the page.
+        home: Page that is shown first; empty for the usual one.
+        up: Address of the page of all runs; empty if there is none.
+    """
+    texts = static_files()
+    preloads = (
+        f'<link rel="modulepreload" href="static/{name}">\n' for name in texts if name.endswith(".js")
+    )
+    data = "".join(f' data-{key}="{value}"' for key, value in {"home": home, "up": up}.items() if value)
+    page = texts[name].replace(HTML_TAG, f"{HTML_TAG[:-1]}{data}>")
+    return page.replace(HEAD_END, "".join(preloads) + HEAD_END)
+
+
+def style_names() -> list[str]:
+    """Return the names of the style sheets in the order of the page."""
+    return STYLE.findall(static_files()[FIRST_PAGE])
+
+
+def media_type(name: str) -> str:
+    """Return the media type of a file; empty if the file is not part of the page."""
+    return next((kind for ending, kind in MEDIA_TYPES.items() if name.endswith(ending)), "")
+
 
 MAX_TEXT = 500
 """Most characters of a search text."""
