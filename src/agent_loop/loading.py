@@ -13,7 +13,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from agent_loop.errors import ConfigError, did_you_mean
-from agent_loop.runtime.user_frames import short_traceback
+from agent_loop.runtime.describe import short_traceback
 
 USER_MODULE = "agent_loop_user_"
 """Start of the names of modules that were imported from a file."""

@@ -332,7 +332,7 @@ def test_a_tool_without_fault_passes() -> None:
         (
             Exits,
             "a call returns a response, an optional reward and extra data",
-            "SystemExit.* to end the process",
+            "SystemExit",
         ),
         (
             ReturnsNoList,

@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from agent_loop.cli import app
 from agent_loop.cli.verbosity import set_verbosity
-from agent_loop.runtime.user_frames import short_traceback
+from agent_loop.runtime.describe import short_traceback
 from tests.cli.test_cli import Command, command
 
 assert command  # (a fixture)

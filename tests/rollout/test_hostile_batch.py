@@ -22,7 +22,6 @@ from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.jobs import Job
 from agent_loop.runtime.isolated_task import num_abandoned
-from agent_loop.runtime.threads import num_idle_threads
 from agent_loop.storage.json_lines import write_lines
 from agent_loop.storage.writer import write_trajectories
 from agent_loop.testing import run_virtual
@@ -90,7 +89,9 @@ def run(rows: Sequence[Row], released: Released) -> tuple[list[Trajectory], int]
 
     trajectories, num_left = run_virtual(scenario())
     threads = [thread for thread in threading.enumerate() if thread.name == "agent-loop-thread"]
-    assert len(threads) == num_idle_threads()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
     return trajectories, num_left
 
 

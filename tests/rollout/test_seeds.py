@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -19,7 +20,6 @@ from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.journal.step import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.concurrency import run_together, run_until
-from agent_loop.runtime.identifiers import new_id
 from agent_loop.seeds import CompletionSeeds, derived_seed, trajectory_seed
 from agent_loop.servers.base import Ability
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
@@ -57,7 +57,7 @@ class OnTokens(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         prompt = await self.apply_chat_template(row["raw_prompt"])
-        ask, names = self.server_manager.generate, [new_id(), new_id()]
+        ask, names = self.server_manager.generate, [uuid4().hex, uuid4().hex]
         one, other = await run_together(
             ask(name, prompt_ids=prompt, sampling_params=sampling_params) for name in names
         )

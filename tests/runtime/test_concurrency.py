@@ -12,7 +12,6 @@ import pytest
 
 from agent_loop.runtime.concurrency import (
     CallAborted,
-    Signal,
     merged,
     run_abortable,
     run_shielded,
@@ -138,7 +137,7 @@ def test_a_call_that_ignores_the_abort_is_cancelled_after_the_grace_period() -> 
     assert kept == []
 
 
-def test_a_signal_aborts_a_call_and_its_result_is_returned() -> None:
+def test_an_event_aborts_a_call_and_its_result_is_returned() -> None:
     async def scenario() -> None:
         event, is_aborted = asyncio.Event(), asyncio.Event()
 
@@ -152,7 +151,7 @@ def test_a_signal_aborts_a_call_and_its_result_is_returned() -> None:
         async def run(call: Callable[[], Coroutine[Any, Any, str]]) -> str | None:
             with suppress(CallAborted):
                 return await run_abortable(
-                    call, abort=abort, keep_partial=kept.append, grace_s=5, signal=Signal(event)
+                    call, abort=abort, keep_partial=kept.append, grace_s=5, event=event
                 )
 
         kept: list[str] = []
@@ -162,23 +161,6 @@ def test_a_signal_aborts_a_call_and_its_result_is_returned() -> None:
         assert kept == []
         assert asyncio.get_running_loop().time() == 6
         assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(scenario())
-
-
-def test_a_signal_calls_its_callbacks_in_order_except_the_removed_ones() -> None:
-    async def scenario() -> None:
-        event = asyncio.Event()
-        signal, called = Signal(event), list[str]()
-        removed = signal.add_callback(lambda: called.append("removed"))
-        signal.add_callback(lambda: called.append("first"))
-        signal.remove_callback(removed)
-        signal.remove_callback(signal.add_callback(lambda: called.append("removed too")))
-        signal.add_callback(lambda: called.append("second"))
-        event.set()
-        await asyncio.sleep(0)
-        assert called == ["first", "second"]
-        assert signal.is_set()
 
     run_virtual(scenario())
 

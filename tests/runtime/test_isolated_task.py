@@ -90,20 +90,6 @@ def test_shielded_cleanup_that_swallows_its_cancellation_is_abandoned() -> None:
     run_virtual(scenario())
 
 
-def test_the_event_loop_ends_although_an_abandoned_task_still_runs() -> None:
-    call: list[Uncancellable] = []
-
-    async def scenario() -> str:
-        call.append(Uncancellable())
-        with pytest.raises(Abandoned):
-            await run_bounded(call[0], timeout_s=0.01, grace_s=0.01)
-        assert num_abandoned() == 1
-        return "ended"
-
-    assert asyncio.run(scenario()) == "ended"
-    assert num_abandoned() == 0  # the task's event loop is closed
-
-
 def test_code_that_ends_within_its_grace_is_not_abandoned() -> None:
     async def slow_to_end() -> None:
         try:

@@ -1,20 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import threading
-import weakref
 
 import pytest
 
 from agent_loop.runtime.concurrency import run_together
-from agent_loop.runtime.threads import OneThread, num_idle_threads, run_in_thread, run_in_threads
+from agent_loop.runtime.threads import OneThread, run_in_thread, run_in_threads
 from agent_loop.testing import run_virtual
-
-
-class Large:
-    """Object that supports weak references."""
 
 
 def test_an_exception_in_a_thread_is_raised_in_the_caller() -> None:
@@ -23,20 +17,6 @@ def test_an_exception_in_a_thread_is_raised_in_the_caller() -> None:
 
     with pytest.raises(LookupError, match="nothing there"):
         run_virtual(run_in_thread(fails))
-
-
-def test_idle_threads_are_reused_and_hold_no_reference_to_arguments() -> None:
-    async def main() -> None:
-        large = Large()
-        reference = weakref.ref(large)
-        idents = {await run_in_thread(lambda _: threading.get_ident(), large) for _ in range(50)}
-        assert len(idents) < 50
-        del large
-        while reference() is not None or not num_idle_threads():
-            gc.collect()
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_hanging_functions_do_not_block_other_functions() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 import traceback
 
 import typer
@@ -32,7 +33,6 @@ from agent_loop.cli.verbosity import VERBOSITY, add_verbosity
 from agent_loop.cli.verify_template import verify_template_command
 from agent_loop.cli.view import view_command
 from agent_loop.errors import AgentLoopError
-from agent_loop.runtime.event_loop import exit_process
 
 app = typer.Typer(
     name="agent-loop",
@@ -74,11 +74,9 @@ def main() -> None:
     """
     try:
         app()
-    except SystemExit as exit:
-        exit_process(exit.code)
     except AgentLoopError as error:
         _show(error, str(error))
-        exit_process(2)
+        sys.exit(2)
     except OSError as error:
         if error.filename is not None:
             named = f"{str(error.filename)!r} cannot be used ({error.strerror}); give another path, or fix this one"
@@ -89,7 +87,7 @@ def main() -> None:
         else:
             raise
         _show(error, named)
-        exit_process(2)
+        sys.exit(2)
 
 
 def _show(error: Exception, message: str) -> None:

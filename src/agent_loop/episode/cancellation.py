@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from agent_loop.runtime.concurrency import CallAborted, Signal
+from agent_loop.runtime.concurrency import CallAborted, running_in_background
 from agent_loop.runtime.instances import OnReplay
 
 ResultT = TypeVar("ResultT")
@@ -23,8 +23,7 @@ class Cancellation:
     """
 
     def __init__(self, event: asyncio.Event | None) -> None:
-        self.signal = None if event is None else Signal(event)
-        """Callbacks that run when the event is set."""
+        self.event = event
 
     async def call(
         self, function: Callable[[], Coroutine[Any, Any, ResultT]], *, on_replay: OnReplay
@@ -37,21 +36,21 @@ class Cancellation:
         Raises:
             CallAborted: The event was already set, or the call did not end in time.
         """
-        signal = self.signal
-        if signal is None:
+        event = self.event
+        if event is None:
             return await function()
-        if signal.is_set():
+        if event.is_set():
             raise CallAborted
         grace_s = FINISH_GRACE_S if on_replay is OnReplay.ONCE else 0.0
-        loop = asyncio.get_running_loop()
-        scope = asyncio.timeout_at(None)
+        scope = asyncio.timeout(None)
+
+        async def limit() -> None:
+            await event.wait()
+            scope.reschedule(asyncio.get_running_loop().time() + grace_s)
+
         try:
-            async with scope:
-                callback = signal.add_callback(lambda: scope.reschedule(loop.time() + grace_s))
-                try:
-                    return await function()
-                finally:
-                    signal.remove_callback(callback)
+            async with scope, running_in_background(limit()):
+                return await function()
         except TimeoutError:
             if scope.expired():
                 raise CallAborted from None

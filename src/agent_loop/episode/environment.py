@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from agent_loop.episode.cancellation import Cancellation
 from agent_loop.episode.turn_log import TurnLog
@@ -14,7 +15,6 @@ from agent_loop.errors import EpisodeError, ToolBug, WorkspaceError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.concurrency import CallAborted, run_together
-from agent_loop.runtime.identifiers import new_id
 from agent_loop.tools.results import ToolResult
 from agent_loop.tools.session import ToolSession
 from agent_loop.trajectory import Feedback, Incident
@@ -52,7 +52,7 @@ class TrajectoryEnvironment:
     def new_instance(self, log: TurnLog, *, num_feedback: int) -> TrajectoryEnvironment:
         """Return an environment with new tool and interaction instances and the first `num_feedback` entries of
         `feedback`."""
-        trajectory = new_id()
+        trajectory = uuid4().hex
         environment = TrajectoryEnvironment(
             tools=None if self._tools is None else self._tools.fresh(trajectory=trajectory),
             interaction=None if self._interaction is None else self._interaction.fresh(trajectory=trajectory),

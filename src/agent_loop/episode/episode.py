@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from uuid import uuid4
 
 import numpy as np
 from msgspec import structs
@@ -24,7 +25,6 @@ from agent_loop.episode.turns import Completion, EpisodeMark, EpisodeStopped
 from agent_loop.errors import EpisodeError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.runtime.concurrency import CallAborted
-from agent_loop.runtime.identifiers import new_id
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.session import ToolResult, ToolSession
 from agent_loop.trajectory import AgentLoopOutput, Failure, Feedback, IncidentKind, Segment
@@ -69,7 +69,7 @@ class Episode:
         log: TurnLog | None = None,
         cancellation: asyncio.Event | None = None,
     ) -> None:
-        self.request_id = request_id or new_id()
+        self.request_id = request_id or uuid4().hex
         self.limits = limits
         self.stop_reason: StopReason | None = None
         self._transcript = Transcript(messages, template=template, tool_schemas=tool_schemas)
@@ -80,7 +80,7 @@ class Episode:
         self._cancelled = cancellation
         self._log = log or NoTurnLog()
         cancelling = Cancellation(cancellation)
-        self._sampler = TurnSampler(server_manager, request_id=self.request_id, signal=cancelling.signal)
+        self._sampler = TurnSampler(server_manager, request_id=self.request_id, event=cancelling.event)
         self._environment = TrajectoryEnvironment(
             tools=tools, interaction=interaction, log=self._log, cancellation=cancelling
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -9,7 +10,7 @@ from functools import partial
 
 from msgspec import Struct, structs
 
-from agent_loop.runtime.concurrency import CallAborted, Signal, run_abortable
+from agent_loop.runtime.concurrency import CallAborted, run_abortable
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
@@ -40,16 +41,16 @@ class TurnSampler:
     Args:
         server_manager: Client of the servers.
         request_id: Id of the session on the servers.
-        signal: Signal that aborts a completion. The tokens so far are returned with the stop reason `aborted`.
+        event: Event that aborts a completion. The tokens so far are returned with the stop reason `aborted`.
             With None, completions are never aborted.
     """
 
     def __init__(
-        self, server_manager: AsyncLLMServerManager, *, request_id: str, signal: Signal | None
+        self, server_manager: AsyncLLMServerManager, *, request_id: str, event: asyncio.Event | None
     ) -> None:
         self._server_manager = server_manager
         self._request_id = request_id
-        self._signal = signal
+        self._event = event
 
     def sample(
         self,
@@ -83,7 +84,7 @@ class TurnSampler:
             generate = partial(self._generate_until_stopped, turn)
         abort = partial(self._server_manager.abort, self._request_id)
         return run_abortable(
-            generate, abort=abort, keep_partial=keep_partial, grace_s=ABORT_GRACE_S, signal=self._signal
+            generate, abort=abort, keep_partial=keep_partial, grace_s=ABORT_GRACE_S, event=self._event
         )
 
     async def _sample_rest(

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
+from uuid import uuid4
 
 from agent_loop.errors import EnvironmentUnavailable, EpisodeError, InteractionBug, InteractionUnavailable
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.runtime.describe import describe_error, describe_value
-from agent_loop.runtime.identifiers import new_id
 from agent_loop.runtime.instances import OnReplay, TrajectoryInstance, close_instances
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.numeric import REWARD_LIMIT, as_reward
@@ -71,7 +71,7 @@ class InteractionSession:
         self._where = f"interaction {interaction.name!r}"
         self._instance = TrajectoryInstance(
             self._where,
-            trajectory=trajectory or new_id(),
+            trajectory=trajectory or uuid4().hex,
             open_as=self._start,
             close_as=interaction.finalize_interaction,
         )

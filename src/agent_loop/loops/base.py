@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
+from uuid import uuid4
 
 from msgspec import Struct, field, structs
 
@@ -20,7 +21,6 @@ from agent_loop.episode.turn_log import TurnLog
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.selection import read_interaction_name
 from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
-from agent_loop.runtime.identifiers import new_id
 from agent_loop.servers.completion_memory import CompletionMemory, RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.base import BaseTool
@@ -141,7 +141,7 @@ class AgentLoopBase(ABC):
         Raises:
             DataError: The tool or interaction does not exist.
         """
-        tools, trajectory = tools or {}, new_id()
+        tools, trajectory = tools or {}, uuid4().hex
         session = None
         if tools or tools_kwargs:
             config = ToolSessionConfig(

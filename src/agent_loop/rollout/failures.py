@@ -21,9 +21,8 @@ from agent_loop.errors import (
     WorkspaceError,
     WorkspaceFileMissing,
 )
-from agent_loop.runtime.describe import describe_error, one_line
+from agent_loop.runtime.describe import describe_error, one_line, short_traceback
 from agent_loop.runtime.isolated_task import Abandoned
-from agent_loop.runtime.user_frames import short_traceback
 from agent_loop.trajectory import Failure, FailureKind, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from agent_loop.rollout.journal.step import StepJournal
 from agent_loop.rollout.retries import repeated_reward
 from agent_loop.runtime.activity import WaitKind
 from agent_loop.runtime.incidents import IncidentCollector
-from agent_loop.runtime.user_tasks import containing_tasks
 from agent_loop.trajectory import Incident, Span, Trajectory
 from agent_loop.types import StopReason
 
@@ -106,9 +105,8 @@ class GroupScoring:
             JournalError: The rewards cannot be recorded; the body is cancelled.
         """
         try:
-            with containing_tasks():
-                async with asyncio.TaskGroup() as self._tasks:
-                    yield
+            async with asyncio.TaskGroup() as self._tasks:
+                yield
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 

@@ -39,7 +39,6 @@ from agent_loop.runtime.garbage_collection import infrequent_collections
 from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
-from agent_loop.runtime.user_tasks import containing_tasks
 from agent_loop.seeds import seeded_trajectory
 from agent_loop.servers.completion_memory import CompletionMemory
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind, Trajectory
@@ -136,7 +135,7 @@ class AgentLoopWorker:
             self._renew_cancellation()
         context, requested_at = self._context, asyncio.get_running_loop().time()
         watching = nullcontext() if self._monitor is None else self._monitor.watching()
-        with infrequent_collections(), containing_tasks():
+        with infrequent_collections():
             async with self.gate.adapting(), watching:
                 by_job = await run_together((run_one(job) for job in jobs), begin_at_once=BEGIN_AT_ONCE)
         return [trajectory for trajectories in by_job for trajectory in trajectories]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
-from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, IsolatedTask
@@ -58,15 +57,8 @@ async def run_shielded(function: Callable[[], Awaitable[ResultT]], *, timeout_s:
             return await function()
 
     task = IsolatedTask(bounded, name=f"cleanup {getattr(function, '__qualname__', function)}")
-    try:
-        async with asyncio.timeout(timeout_s + SHIELD_GRACE_S):
-            await task.ended
-    except asyncio.CancelledError:
-        await task.wait_shielded(timeout_s=timeout_s + SHIELD_GRACE_S, after="it began")
-        raise
-    except TimeoutError:
-        await task.wait_shielded(timeout_s=0.0, after="its time limit")
-        raise
+    if not await task.wait_shielded(timeout_s=timeout_s + SHIELD_GRACE_S, after="it began"):
+        raise TimeoutError
     return task.result()
 
 
@@ -131,28 +123,22 @@ async def run_abortable(
     abort: Callable[[], Awaitable[None]],
     keep_partial: Callable[[ResultT], object],
     grace_s: float,
-    signal: Signal | None = None,
+    event: asyncio.Event | None = None,
 ) -> ResultT:
-    """Await a call that is aborted, not cancelled, when the caller is cancelled or the signal is set.
+    """Await a call that is aborted, not cancelled, when the caller is cancelled or the event is set.
 
     To abort it, `abort` is awaited. The call then has `grace_s` to return a partial result, and is cancelled
     afterwards. If the caller was cancelled, the partial result is passed to `keep_partial` and the cancellation is
-    raised. If the signal was set, the partial result is returned.
+    raised. If the event was set, the partial result is returned.
 
     Raises:
-        CallAborted: The signal was set before, or the call did not return in time.
+        CallAborted: The event was set before, or the call did not return in time.
     """
-    if signal is not None and signal.is_set():
+    if event is not None and event.is_set():
         raise CallAborted
     task = IsolatedTask(function, name="a completion")
-    wake = partial(_resolve, task.ended)
-    callback = None if signal is None else signal.add_callback(wake)
     try:
-        try:
-            await task.ended
-        finally:
-            if signal is not None:
-                signal.remove_callback(callback)
+        await task.wait(until=event)
         if not task.has_ended:
             await _abort(task, abort, grace_s=grace_s)
     except BaseException:
@@ -255,41 +241,6 @@ async def run_until(call: Coroutine[Any, Any, Any], event: asyncio.Event) -> Non
         await asyncio.wait({task, waiting})
     if not task.cancelled():
         task.result()
-
-
-class Signal:
-    """Callbacks for an `asyncio.Event`. A task waits for the event while there is a callback."""
-
-    def __init__(self, event: asyncio.Event) -> None:
-        self.is_set = event.is_set
-        self._event = event
-        self._callbacks: dict[object, Callable[[], object]] = {}
-        self._task: asyncio.Task[None] | None = None
-
-    def add_callback(self, callback: Callable[[], object]) -> object:
-        """Add a callback for an event that is not set yet. Return the argument of `remove_callback`."""
-        key = object()
-        self._callbacks[key] = callback
-        if self._task is None:
-            self._task = asyncio.create_task(self._call_back())
-        return key
-
-    def remove_callback(self, key: object) -> None:
-        """Remove the callback that `add_callback` returned the key of."""
-        self._callbacks.pop(key, None)
-        if not self._callbacks and self._task is not None:
-            self._task.cancel()
-            self._task = None
-
-    async def _call_back(self) -> None:
-        await self._event.wait()
-        for callback in list(self._callbacks.values()):
-            callback()
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 async def _abort(task: IsolatedTask[Any], abort: Callable[[], Awaitable[None]], *, grace_s: float) -> None:

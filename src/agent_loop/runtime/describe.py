@@ -1,21 +1,31 @@
-"""Text about errors and values of user code, for messages and logs. None of these functions raises."""
+"""Text about errors and values of user code, for messages and logs."""
 
 from __future__ import annotations
 
+import re
 import reprlib
-from typing import Any, cast
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+MAX_ERROR_LINES = 2
+"""Lines of the exception's message in a short traceback."""
 
 
 def describe_error(error: BaseException) -> str:
-    """Return type and message of an exception on one line, even if the exception's own methods fail."""
-    message, name = one_line(safe_str(error), max_length=500), type_name(type(error))
+    """Return type and message of an exception on one line."""
+    name = type(error).__name__
+    try:
+        message = one_line(str(error), max_length=500)
+    except Exception:  # noqa: BLE001  (a user's exception class may have a bug in __str__)
+        message = ""
     return f"{name}: {message}" if message else name
 
 
 def describe_value(value: Any) -> str:
-    """Return the repr and the type of a value on one line, even if the value's own methods fail."""
-    text = one_line(safe_repr(value), max_length=80)
-    return text if value is None else f"{text} ({type_name(type(value))})"
+    """Return the repr and the type of a value on one line."""
+    text = one_line(short_repr(value), max_length=80)
+    return text if value is None else f"{text} ({type(value).__name__})"
 
 
 def one_line(text: str, *, max_length: int) -> str:
@@ -24,32 +34,40 @@ def one_line(text: str, *, max_length: int) -> str:
     return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 
-def safe_repr(value: Any, *, max_length: int = 200) -> str:
-    """Return the repr of a value, truncated; a placeholder if its repr raises."""
-    kind = cast(Any, type(value))
-    try:
-        if kind in (str, bytes):
-            return repr(value if len(value) <= max_length else value[:max_length])
-        text: Any = _SHORT.repr(value)
-        return str.__str__(text)[:max_length]
-    except BaseException:  # noqa: BLE001  (repr is user code; KeyboardInterrupt is not how Ctrl-C arrives)
-        return f"<{type_name(kind)} object whose repr fails>"
+def short_repr(value: Any, *, max_length: int = 200) -> str:
+    """Return the repr of a value, truncated; a placeholder if its repr raises an exception."""
+    if isinstance(value, (str, bytes)):
+        return repr(value[:max_length])
+    return _SHORT.repr(value)[:max_length]
 
 
-def safe_str(value: Any, *, max_length: int = 2000) -> str:
-    """Return `str(value)`, truncated; an empty string if it raises."""
-    try:
-        return str.__str__(str(value))[:max_length]
-    except BaseException:  # noqa: BLE001  (as in safe_repr)
-        return ""
+def short_traceback(text: str) -> list[str]:
+    """Return the last frame of user code in a formatted traceback, and the lines of the exception after it.
+
+    Without a frame outside of this package and the libraries, the frame is the last one. The markers below a line of
+    code are left out.
+    """
+    lines = text.rstrip().splitlines()
+    starts = [number for number, line in enumerate(lines) if _FRAME.match(line)]
+    if not starts:
+        return lines[-MAX_ERROR_LINES:]
+    users = [number for number in starts if _is_users(lines[number])]
+    start = (users or starts)[-1]
+    end = next(
+        (number for number in range(starts[-1] + 1, len(lines)) if not lines[number].startswith(" ")), None
+    )
+    frame = [lines[start]]
+    if start + 1 < len(lines) and lines[start + 1].startswith("    ") and start + 1 not in starts:
+        frame.append(lines[start + 1])
+    return frame + ([] if end is None else lines[end : end + MAX_ERROR_LINES])
 
 
-def type_name(kind: Any) -> str:
-    """Return the name of a class, even if its metaclass overrides attribute access."""
-    try:
-        return str.__str__(type.__dict__["__name__"].__get__(kind))
-    except BaseException:  # noqa: BLE001  (as in safe_repr)
-        return "object"
+def _is_users(line: str) -> bool:
+    found = _FRAME.match(line)
+    file = "" if found is None else found["file"]
+    return not file.startswith(("<", _PACKAGE)) and not any(
+        file.startswith(f"{each}/") for each in _LIBRARIES
+    )
 
 
 def _make_short() -> reprlib.Repr:
@@ -61,3 +79,6 @@ def _make_short() -> reprlib.Repr:
 
 
 _SHORT = _make_short()
+_FRAME = re.compile(r' *File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from enum import StrEnum
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from agent_loop.errors import ConfigError, EpisodeError
 from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.runtime.describe import describe_error
-from agent_loop.runtime.identifiers import new_id
 from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.trajectory import Incident, IncidentKind
@@ -104,7 +104,7 @@ class TrajectoryInstance:
             return self.instance_id
 
     def _new_id(self) -> str:
-        return "-".join(filter(None, (self._trajectory, new_id())))
+        return "-".join(filter(None, (self._trajectory, uuid4().hex)))
 
     async def close(self, *, timeout_s: float) -> list[str]:
         """Close every opening that was started. Return one line for each that failed to close."""

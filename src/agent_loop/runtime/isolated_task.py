@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
 from agent_loop.runtime.incidents import IncidentCollector, record_incident
@@ -38,17 +38,12 @@ class IsolatedTask(Generic[ResultT]):
         name: Name of the code in the log, used if the task is abandoned.
     """
 
-    __slots__ = ("_context", "_error", "_result", "_task", "ended", "name")
-
     def __init__(self, function: Callable[[], Awaitable[ResultT]], *, name: str) -> None:
-        loop = asyncio.get_running_loop()
         self.name = name
-        self.ended: asyncio.Future[None] = loop.create_future()
-        """Done once the call has ended. Cancelling a caller that awaits this future does not cancel the call."""
         self._error: BaseException | None = None
         self._result: Any = None
         self._context = copy_context()
-        self._task = asyncio.Task(self._run(function), loop=loop, name=name, context=self._context)
+        self._task = asyncio.create_task(self._run(function), name=name, context=self._context)
 
     @property
     def has_ended(self) -> bool:
@@ -64,9 +59,16 @@ class IsolatedTask(Generic[ResultT]):
         """Whether the call has ended and raised nothing."""
         return self._task.done() and self._error is None
 
-    async def wait(self) -> None:
-        """Wait until the call has ended."""
-        await asyncio.wait({self._task})
+    async def wait(self, *, until: asyncio.Event | None = None) -> None:
+        """Wait until the call has ended, or the event is set. Cancelling the caller does not cancel the call."""
+        if until is None:
+            await asyncio.wait({self._task})
+            return
+        stopped = asyncio.create_task(until.wait())
+        try:
+            await asyncio.wait({self._task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
 
     async def stop(self, *, grace_s: float = ABANDON_GRACE_S) -> bool:
         """Cancel the call and wait until it has ended. Abandon the call if it still runs after `grace_s`.
@@ -122,14 +124,15 @@ class IsolatedTask(Generic[ResultT]):
         error = self._error
         try:
             if error is None:
-                if copy_context() != self._context:  # (compares one pointer where no variable was set)
-                    _adopt(self._context)
+                for variable, value in self._context.items():
+                    if variable.get(_UNSET) is not value:
+                        variable.set(value)
                 return self._result
             if isinstance(error, asyncio.CancelledError):
                 raise RuntimeError("it raised CancelledError although nobody cancelled it") from error
             if isinstance(error, Exception) and not isinstance(error, StopIteration):
                 raise error
-            raise RuntimeError(refusal_of(error)) from error
+            raise RuntimeError(f"it raised {type(error).__name__}, which is not an ordinary error") from error
         finally:
             del error  # it holds this frame
 
@@ -138,20 +141,15 @@ class IsolatedTask(Generic[ResultT]):
             self._result = await function()
         except BaseException as error:  # noqa: BLE001  (raised by `result`)
             self._error = error
-        finally:
-            if not self.ended.done():
-                self.ended.set_result(None)
 
 
 def num_abandoned() -> int:
-    """Return the number of abandoned tasks that still run in this process."""
-    for task in [task for task in _ABANDONED if task.get_loop().is_closed()]:
-        _ABANDONED.discard(task)
-    return len(_ABANDONED)
+    """Return the number of abandoned tasks that still run on an open event loop."""
+    return sum(not task.get_loop().is_closed() for task in _ABANDONED)
 
 
 def abandon(task: asyncio.Task[Any], what: str) -> None:
-    """Stop waiting for a task. `asyncio.run` does not wait for it either.
+    """Stop waiting for a task.
 
     Args:
         what: Behaviour of the task, for the log and the trajectory, such as "tool 'search' still ran 5 s after it was
@@ -164,30 +162,9 @@ def abandon(task: asyncio.Task[Any], what: str) -> None:
         what,
     )
     record_incident(IncidentKind.ABANDONED, f"{what} and was abandoned")
-    num_abandoned()
     _ABANDONED.add(task)
     task.add_done_callback(_ABANDONED.discard)
     task.cancel()
-    # `asyncio.run` cancels and awaits all registered tasks, without limit if one swallows its cancellation.
-    asyncio._unregister_task(task)  # pyright: ignore  (documented under "Extending")
-    task._log_destroy_pending = False  # pyright: ignore  (as asyncio itself sets it for tasks it leaves)
-
-
-def _adopt(context: Context) -> None:
-    """Set the context variables that code in another context has set."""
-    for variable, value in context.items():
-        if variable.get(_UNSET) is not value:
-            variable.set(value)
-
-
-def refusal_of(error: BaseException) -> str:
-    """Return a sentence about an exception that user code must not raise."""
-    kind = type(error).__name__
-    if isinstance(error, SystemExit):
-        return f"it raised {kind} to end the process"
-    if isinstance(error, KeyboardInterrupt):
-        return f"it raised {kind} although nobody pressed Ctrl-C"
-    return f"it raised {kind}, which is not an ordinary error"
 
 
 _UNSET = object()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
-import os
 import queue
 import threading
 from collections import deque
@@ -16,9 +15,6 @@ from typing import Any, TypeAlias, TypeVar
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 Task: TypeAlias = Callable[[], None]
-
-IDLE_S = 10.0
-"""How long a thread waits for the next function before it ends."""
 
 
 async def run_in_thread(function: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
@@ -51,57 +47,14 @@ def run_in_threads(
         wait(running)
 
 
-def num_idle_threads() -> int:
-    """Return the number of threads that wait for a function to run."""
-    return _THREADS.num_idle
-
-
-class _UnboundedExecutor(Executor):
-    """Executor with one thread per running function. Idle threads are reused, and end after `IDLE_S`."""
-
-    def __init__(self) -> None:
-        self._reset()
-        os.register_at_fork(after_in_child=self._reset)
-
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
+class _DaemonThreads(Executor):
+    """Executor with a new daemon thread for each function, so that a function that hangs blocks nothing."""
 
     def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
         future: Future[ResultT] = Future()
-        task = functools.partial(_run_into, future, fn, *args, **kwargs)
-        with self._lock:
-            mailbox = self._idle.pop() if self._idle else None
-        if mailbox is None:
-            # A thread's arguments live as long as the thread, so the task is not among them.
-            mailbox = queue.SimpleQueue[Task]()
-            threading.Thread(target=self._run, args=(mailbox,), daemon=True, name="agent-loop-thread").start()
-        mailbox.put(task)
+        run = functools.partial(_run_into, future, fn, *args, **kwargs)
+        threading.Thread(target=run, daemon=True, name="agent-loop-thread").start()
         return future
-
-    def _reset(self) -> None:
-        """Set the state of an executor without threads, also in a forked process."""
-        self._lock = threading.Lock()
-        self._idle: list[queue.SimpleQueue[Task]] = []
-
-    def _run(self, mailbox: queue.SimpleQueue[Task]) -> None:
-        due = [mailbox.get()]
-        while due:
-            due.pop()()  # no reference to the task remains while the thread is idle
-            due = self._next(mailbox)
-
-    def _next(self, mailbox: queue.SimpleQueue[Task]) -> list[Task]:
-        """Return one task, or none if the thread has to end."""
-        with self._lock:
-            self._idle.append(mailbox)
-        try:
-            return [mailbox.get(timeout=IDLE_S)]
-        except queue.Empty:
-            with self._lock:
-                if mailbox in self._idle:
-                    self._idle.remove(mailbox)
-                    return []
-            return [mailbox.get()]  # `submit` has already taken the mailbox
 
 
 class OneThread(Executor):
@@ -149,4 +102,4 @@ def _run_into(future: Future[ResultT], fn: Callable[..., ResultT], *args: Any, *
         future.set_result(result)
 
 
-_THREADS = _UnboundedExecutor()
+_THREADS = _DaemonThreads()

@@ -47,7 +47,7 @@ async def run_bounded(
     task = IsolatedTask(function, name=name or _name_of(function))
     try:
         async with asyncio.timeout(timeout_s):
-            await task.ended
+            await task.wait()
     except TimeoutError as error:
         limit = f"took longer than {timeout_s or 0:g} s"
         if not await task.stop(grace_s=grace_s):

@@ -12,7 +12,6 @@ import numpy as np
 from agent_loop.chat.sources import describe_source, without_pixels
 from agent_loop.errors import DataError
 from agent_loop.files.plain_values import without_halves
-from agent_loop.runtime.describe import safe_str
 from agent_loop.runtime.user_values import plain_value
 from agent_loop.types import Message, Row
 
@@ -69,4 +68,4 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, (np.ndarray, bytes)) or hasattr(value, "size"):
         return describe_source(value)
-    return safe_str(value, max_length=MAX_TEXT)
+    return str(value)[:MAX_TEXT]

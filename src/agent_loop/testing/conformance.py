@@ -19,7 +19,6 @@ from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, cast
 from agent_loop.errors import ContractError
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.isolated_task import DeadlineExpired
-from agent_loop.runtime.threads import num_idle_threads
 from agent_loop.runtime.user_code import run_bounded
 
 SubjectT = TypeVar("SubjectT")
@@ -222,7 +221,7 @@ def require_forgotten(instance_id: str, owner: object, *, after: str) -> None:
 
 def count_resources() -> dict[str, int]:
     """Count the threads of this process and, on Linux, its open files and child processes."""
-    counts = {"thread": threading.active_count() - num_idle_threads()}
+    counts = {"thread": threading.active_count()}
     if Path("/proc/self/fd").is_dir():
         counts["open file"] = len(os.listdir(Path("/proc/self/fd")))
         counts["process"] = _num_children()

@@ -8,6 +8,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from agent_loop.runtime.event_loop import run_to_end
+
 ResultT = TypeVar("ResultT")
 
 
@@ -21,8 +23,7 @@ def run_virtual(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     Raises:
         RuntimeError: Every task waits for something that can never happen.
     """
-    with asyncio.Runner(loop_factory=_VirtualClockLoop) as runner:
-        return runner.run(main)
+    return run_to_end(main, loop_factory=_VirtualClockLoop)
 
 
 class _VirtualClockLoop(asyncio.SelectorEventLoop):
@@ -40,14 +41,6 @@ class _VirtualClockLoop(asyncio.SelectorEventLoop):
         self._thread_ends[future] = time.monotonic() + REAL_WAIT_S
         future.add_done_callback(self._thread_ends.pop)
         return future
-
-    async def shutdown_default_executor(self, *timeout: Any) -> None:
-        joined = self.create_future()
-        self._thread_ends[joined] = time.monotonic() + REAL_WAIT_S
-        try:
-            await super().shutdown_default_executor(*timeout)
-        finally:
-            del self._thread_ends[joined]
 
     def jump(self, seconds: float) -> None:
         self._now += seconds

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 from msgspec import structs
@@ -21,8 +22,7 @@ from agent_loop.errors import (
     WorkspaceError,
     did_you_mean,
 )
-from agent_loop.runtime.describe import describe_error, describe_value, one_line, safe_str
-from agent_loop.runtime.identifiers import new_id
+from agent_loop.runtime.describe import describe_error, describe_value, one_line
 from agent_loop.runtime.instances import OnReplay, TrajectoryInstance, close_instances
 from agent_loop.runtime.isolated_task import Abandoned, DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
@@ -77,7 +77,7 @@ class ToolSession:
         self._replay = {name: check_declarations(tool) for name, tool in tools.items()}
         self._config = config
         self._kwargs = _read_tools_kwargs(tools_kwargs or {}, tools=tools)
-        self._trajectory = trajectory or new_id()
+        self._trajectory = trajectory or uuid4().hex
         self._instances: dict[str, TrajectoryInstance] = {}
         self._incidents: list[Incident] = []
         self._is_closed = False
@@ -158,10 +158,10 @@ class ToolSession:
             return failed_result(IncidentKind.TOOL_TIMEOUT, f"{call.name} {error} and was stopped")
         except ToolUnavailable as error:
             return failed_result(
-                IncidentKind.TOOL_UNAVAILABLE, safe_str(error) or f"{call.name} is not available"
+                IncidentKind.TOOL_UNAVAILABLE, str(error)[:MAX_TEXT] or f"{call.name} is not available"
             )
         except ToolError as error:
-            detail = safe_str(error, max_length=MAX_TEXT) or f"{call.name} failed"
+            detail = str(error)[:MAX_TEXT] or f"{call.name} failed"
             return failed_result(IncidentKind.TOOL_ERROR, detail)
         except (ToolBug, WorkspaceError, EnvironmentUnavailable):
             raise

@@ -20,7 +20,7 @@ from agent_loop.recording.serialization import deserialize_completion, serialize
 from agent_loop.rollout.components import load_template
 from agent_loop.rollout.replay import replay_trajectory
 from agent_loop.runtime.describe import one_line
-from agent_loop.runtime.event_loop import exit_process, run_to_end
+from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.storage.reading import to_trajectory
 from agent_loop.storage.run import StoredRun
 from agent_loop.storage.writer import write_trajectories
@@ -100,8 +100,7 @@ def main() -> None:
         run_fork(job)
     except (AgentLoopError, ValueError) as error:
         print(one_line(str(error), max_length=MAX_MESSAGE), file=sys.stderr)
-        exit_process(1)
-    exit_process(0)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from agent_loop.errors import WorkspaceError
-from agent_loop.runtime.identifiers import new_id
 from agent_loop.runtime.owner import Owner, parse_owner, this_process
 
 OWNER_FILE = "owner"
@@ -27,7 +27,7 @@ def new_name(key: str = "") -> str:
     Args:
         key: Letters and digits that identify the trajectory, also in a later process. `make_folder` uses them.
     """
-    name = f"{this_process().token}.{new_id()[:12]}"
+    name = f"{this_process().token}.{uuid4().hex[:12]}"
     return f"{name}{_KEY}{key}" if key else name
 
 

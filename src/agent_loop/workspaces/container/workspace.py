@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from agent_loop.errors import WorkspaceError, WorkspaceFileMissing
 from agent_loop.runtime.child_process import CommandResult
 from agent_loop.runtime.concurrency import run_shielded
-from agent_loop.runtime.identifiers import new_id
 from agent_loop.runtime.owner import OWNER_VARIABLE
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.workspaces.base import NO_VARIABLES, Workspace
@@ -70,7 +70,7 @@ class ContainerWorkspace(Workspace):
         stdin: bytes = b"",
         timeout_s: float | None = None,
     ) -> CommandResult:
-        mark = f"{self.name}.{new_id()[:8]}"
+        mark = f"{self.name}.{uuid4().hex[:8]}"
         variables = {**self._env, **env, OWNER_VARIABLE: mark}
         arguments = ["exec", *(["--interactive"] if stdin else []), "--workdir", self._path(folder or "")]
         if self._container.user:
