@@ -25,7 +25,7 @@ import transformers
 from rich.console import Console
 
 from agent_loop.config import Config, load_config
-from agent_loop.environments.registry import load_suite
+from agent_loop.environments.tasks import load_suite
 from agent_loop.errors import AgentLoopError
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from agent_loop.environments.named_rows import suite_rows
-from agent_loop.environments.names import parse_task_name
 from agent_loop.environments.reasoning_gym import ReasoningGymSuite
+from agent_loop.environments.tasks import parse_task_name, suite_rows
 from agent_loop.types import Message
 
 RIDDLES = "reasoning_gym:aiw?task_type_weights=[0,1,0]&split=train&size=512&seed={seed}"

@@ -6,9 +6,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from agent_loop.environments.gymnasium.suite import GymnasiumSuite
-from agent_loop.environments.named_rows import suite_rows
-from agent_loop.environments.names import parse_task_name
+from agent_loop.environments.gymnasium import GymnasiumSuite
+from agent_loop.environments.tasks import parse_task_name, suite_rows
 from agent_loop.types import Message
 
 LAKE = "gymnasium:FrozenLake-v1?is_slippery=false&map_size={size}&split=train&size=512&seed={seed}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from agent_loop.environments.named_rows import suite_rows
-from agent_loop.environments.names import parse_task_name
+from agent_loop.environments.tasks import parse_task_name, suite_rows
 from agent_loop.environments.textarena import TextArenaGame, TextArenaSuite
 from agent_loop.types import Message
 

@@ -10,7 +10,7 @@ import pytest
 
 from agent_loop.checks import check_interaction
 from agent_loop.checks.interaction import INTERACTION_CHECKS
-from agent_loop.environments.gymnasium.interaction import GymnasiumInteraction
+from agent_loop.environments.gymnasium import GymnasiumInteraction
 from agent_loop.errors import ConfigError, ContractError
 from agent_loop.integrations.verl.gsm8k import Gsm8kInteraction
 from agent_loop.interactions.base import BaseInteraction

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agent_loop.environments import factory, names, registry
+from agent_loop.environments import factory, tasks
 from agent_loop.environments.base import Environment
 from agent_loop.environments.suite import SizedOptions, SolutionTurn, TaskSuite
 from agent_loop.errors import ConfigError
@@ -71,5 +71,5 @@ class AbsentSuite(SumSuite):
 
 def use_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the suites of the package by those of this module."""
-    for module in (factory, names, registry):
+    for module in (factory, tasks):
         monkeypatch.setattr(module, "SUITES", SUITES)

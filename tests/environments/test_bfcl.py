@@ -12,15 +12,18 @@ import pytest
 from msgspec import structs
 
 from agent_loop.checks.solutions import play_turns
-from agent_loop.environments.bfcl.environment import MISSING_CALLS, BfclEnvironment
-from agent_loop.environments.bfcl.suite import BfclOptions, BfclSuite, parse_call
-from agent_loop.environments.bfcl.tasks import (
+from agent_loop.environments.bfcl import (
     CATEGORIES,
     CHECKERS,
     LONG_CONTEXT,
+    MISSING_CALLS,
+    BfclEnvironment,
+    BfclOptions,
+    BfclSuite,
     entries_of,
     import_bfcl,
     json_schema_of,
+    parse_call,
 )
 from agent_loop.environments.suite import SolutionTurn
 from agent_loop.errors import ToolError

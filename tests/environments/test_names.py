@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.environments.names import is_task_name, parse_task_name
-from agent_loop.environments.splits import select_rows, split_of
+from agent_loop.environments.tasks import is_task_name, parse_task_name, select_rows, split_of
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.rows import load_rows
 from tests.environments.sums import SumOptions, SumSuite, use_sums

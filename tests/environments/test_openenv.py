@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from agent_loop.config import MultiTurnConfig
-from agent_loop.environments.openenv import session
+from agent_loop.environments import openenv
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedRequest
@@ -97,7 +97,7 @@ def play(
         return trajectories
 
     trajectories = asyncio.run(run())
-    assert not +session._open_sessions
+    assert not +openenv._open_sessions
     return trajectories
 
 
@@ -196,7 +196,7 @@ def test_several_servers_share_the_trajectories(count: Server) -> None:
     seen: dict[str, int] = {}
 
     def script(request: ScriptedRequest) -> ScriptedReply:
-        seen.update({url: max(seen.get(url, 0), n) for url, n in session._open_sessions.items()})
+        seen.update({url: max(seen.get(url, 0), n) for url, n in openenv._open_sessions.items()})
         return text_reply("next")
 
     with serving("count") as other:

@@ -9,7 +9,7 @@ import pytest
 
 from agent_loop import AgentLoopManager
 from agent_loop.config import load_config
-from agent_loop.environments.registry import SUITES, load_suite
+from agent_loop.environments.tasks import SUITES, load_suite
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from agent_loop.checks.solutions import play_turns
-from agent_loop.environments.named_rows import suite_rows
-from agent_loop.environments.names import parse_task_name
 from agent_loop.environments.reasoning_gym import NOT_LISTED, ReasoningGymSuite, _dataset
 from agent_loop.environments.suite import SolutionTurn
+from agent_loop.environments.tasks import parse_task_name, suite_rows
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.rows import load_rows
 from agent_loop.trajectory import Trajectory

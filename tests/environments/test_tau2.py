@@ -13,8 +13,7 @@ from agent_loop.checks.solutions import play_turns
 from agent_loop.environments.factory import EnvironmentFactory
 from agent_loop.environments.live import LiveEnvironment
 from agent_loop.environments.suite import SolutionTurn
-from agent_loop.environments.tau2.domains import inspect, load_domain, tau2
-from agent_loop.environments.tau2.suite import Tau2Options, Tau2Suite
+from agent_loop.environments.tau2 import Tau2Options, Tau2Suite, inspect, load_domain, tau2
 from agent_loop.errors import ConfigError, ToolError
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason, ToolCall

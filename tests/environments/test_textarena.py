@@ -13,9 +13,8 @@ import pytest
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.checks.solutions import completion_of, solution_template
 from agent_loop.environments.factory import EnvironmentFactory
-from agent_loop.environments.named_rows import suite_rows
-from agent_loop.environments.names import parse_task_name
 from agent_loop.environments.suite import SolutionTurn
+from agent_loop.environments.tasks import parse_task_name, suite_rows
 from agent_loop.environments.textarena import NEEDS_DOWNLOAD, TextArenaGame, TextArenaSuite
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.errors import DataError

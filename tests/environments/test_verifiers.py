@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from agent_loop.environments.verifiers.process import EnvironmentSpec, _processes, environment_process
-from agent_loop.environments.verifiers.suite import VerifiersSuite
+from agent_loop.environments.verifiers import EnvironmentSpec, VerifiersSuite, _processes, environment_process
 from agent_loop.errors import ConfigError, EnvironmentUnavailable
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.rows import load_rows

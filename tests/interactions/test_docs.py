@@ -12,7 +12,7 @@ import yaml
 from agent_loop.checks import check_interaction
 from agent_loop.config import load_config
 from agent_loop.environments.factory import load_environments
-from agent_loop.environments.gymnasium.world import GymnasiumSettings
+from agent_loop.environments.gymnasium import GymnasiumSettings
 from agent_loop.environments.trl import TrlEnvironment
 from agent_loop.interactions.simulated_user import SimulatedUserSettings
 

@@ -14,10 +14,8 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.checks.tasks import TaskReport
 from agent_loop.config import MultiTurnConfig
 from agent_loop.environments.factory import EnvironmentFactory
-from agent_loop.environments.named_rows import suite_rows
-from agent_loop.environments.names import parse_task_name
-from agent_loop.environments.registry import load_suite
 from agent_loop.environments.suite import SolutionTurn, TaskSuite
+from agent_loop.environments.tasks import load_suite, parse_task_name, suite_rows
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.errors import ConfigError
 from agent_loop.loops.base import LoopContext

@@ -9,11 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agent_loop.environments.harbor.folders import SOLUTION_SCRIPT, find_tasks, folder_name
-from agent_loop.environments.harbor.task import HarborTask, read_task
-from agent_loop.environments.harbor.workspace import (
+from agent_loop.environments.harbor import (
     SOLUTION_FOLDER,
+    SOLUTION_SCRIPT,
     TEST_OUTPUT,
+    HarborTask,
+    find_tasks,
+    folder_name,
+    read_task,
     resolve_variables,
     task_workspace,
 )

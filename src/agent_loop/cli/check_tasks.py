@@ -66,7 +66,7 @@ def check_tasks_command(
 
         agent-loop check tasks 'reasoning_gym:basic_arithmetic?size=100' --limit 20
     """
-    from agent_loop.environments.names import is_task_name  # late: keeps `--help` quick
+    from agent_loop.environments.tasks import is_task_name  # late: keeps `--help` quick
 
     console = Console(stderr=as_json)
 

@@ -42,7 +42,7 @@ def list_suites_command(context: typer.Context) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from agent_loop.environments.registry import SUITES, load_suite  # late: keeps `--help` quick
+    from agent_loop.environments.tasks import SUITES, load_suite  # late: keeps `--help` quick
 
     table = Table(*(Column(name, overflow="fold") for name in ("suite", "tasks", "what", "reward")))
     missing: list[str] = []
@@ -77,9 +77,7 @@ def show_tasks_command(
         agent-loop tasks show 'reasoning_gym:basic_arithmetic?seed=1&split=val'
     """
     # late: keeps `--help` quick
-    from agent_loop.environments.named_rows import suite_rows
-    from agent_loop.environments.names import parse_task_name
-    from agent_loop.environments.registry import load_suite
+    from agent_loop.environments.tasks import load_suite, parse_task_name, suite_rows
 
     console = Console()
     suite = load_suite(name.partition(":")[0])

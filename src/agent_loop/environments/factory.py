@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from agent_loop.environments.base import Environment
 from agent_loop.environments.game import Game
-from agent_loop.environments.registry import SUITES, load_suite
+from agent_loop.environments.tasks import SUITES, load_suite
 from agent_loop.environments.trl import TrlClass
 from agent_loop.errors import ConfigError, DataError, did_you_mean
 from agent_loop.loading import load_object

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from agent_loop.environments.verifiers.process import (
+from agent_loop.environments.verifiers import (
     EnvironmentProcess,
     EnvironmentSpec,
     environment_process,

@@ -15,7 +15,7 @@ from agent_loop.registries import construct, load_class, read_entries
 PATH_KEY = "rollout.multi_turn.interaction_config_path"
 BUILT_IN = {
     "gsm8k": "agent_loop.integrations.verl.gsm8k:Gsm8kInteraction",
-    "gymnasium": "agent_loop.environments.gymnasium.interaction:GymnasiumInteraction",
+    "gymnasium": "agent_loop.environments.gymnasium:GymnasiumInteraction",
     "simulated_user": "agent_loop.interactions.simulated_user:SimulatedUser",
 }
 """Interactions of the package by short name. Each is imported at its first use."""

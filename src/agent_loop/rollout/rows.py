@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 
 from agent_loop.chat.messages import normalise_messages
-from agent_loop.environments.row_formats import environment_rows
+from agent_loop.environments.tasks import environment_rows
 from agent_loop.errors import DataError
 from agent_loop.files.plain_values import depth_fault
 from agent_loop.rollout.located_rows import number_rows

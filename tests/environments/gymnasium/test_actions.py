@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from agent_loop.environments.gymnasium.actions import ActionReader, InvalidAction
+from agent_loop.environments.gymnasium import ActionReader, InvalidAction
 
 READER = ActionReader(words={}, pattern=None)
 PAIR = spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1, (1,))))

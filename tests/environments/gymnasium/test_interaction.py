@@ -10,7 +10,7 @@ import gymnasium
 import pytest
 from gymnasium import spaces
 
-from agent_loop.environments.gymnasium.interaction import GymnasiumInteraction
+from agent_loop.environments.gymnasium import GymnasiumInteraction
 from agent_loop.errors import ConfigError
 from agent_loop.testing import run_virtual
 from agent_loop.types import StopReason

@@ -11,8 +11,7 @@ import gymnasium
 import pytest
 
 from agent_loop.checks.solutions import play_turns
-from agent_loop.environments.gymnasium.solutions import best_actions
-from agent_loop.environments.gymnasium.suite import GymnasiumOptions, GymnasiumSuite
+from agent_loop.environments.gymnasium import GymnasiumOptions, GymnasiumSuite, best_actions
 from agent_loop.environments.suite import SolutionTurn
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.rows import load_rows

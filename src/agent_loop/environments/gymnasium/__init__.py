@@ -1,1 +1,0 @@
-"""Gymnasium environments that are played through text: as an interaction, and as a suite of tasks."""

@@ -1,1 +1,0 @@
-"""Environments behind OpenEnv servers."""

@@ -1,1 +1,0 @@
-"""Tasks of tau2-bench: customer service with tools, a data base and a user, as the package `inspect-evals` has them."""

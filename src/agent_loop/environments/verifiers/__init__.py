@@ -1,1 +1,0 @@
-"""Environments of the verifiers package, which run in an interpreter of their own."""
