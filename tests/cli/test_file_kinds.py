@@ -32,7 +32,7 @@ from agent_loop.files.file_kinds import (
     FileKind,
     kind_of,
 )
-from agent_loop.rollout.journal.frames import HEADER
+from agent_loop.rollout.journal.file import HEADER
 from tests.cli.stored_project import make_stored_project, run
 
 KINDS = {

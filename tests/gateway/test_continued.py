@@ -15,7 +15,7 @@ from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import unpack
-from agent_loop.rollout.journal.frames import HEADER, framed, scan
+from agent_loop.rollout.journal.file import HEADER, framed, read_records
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import IncidentKind
 from tests.chat.test_hostile_text import OPENS_REASONING
@@ -307,7 +307,7 @@ def test_a_journal_brings_prefixes_and_continued_turns_back(tmp_path: Path) -> N
     assert [facts(t) for t in run_journaled(tmp_path / "j", worker(2)[0], ROWS, resume=True)] == [
         facts(t) for t in first
     ]
-    payloads = scan((tmp_path / "j").read_bytes()).payloads
+    payloads = read_records((tmp_path / "j").read_bytes()).payloads
     kept = [p for p in payloads if unpack(p)["is"] not in (RecordKind.END, RecordKind.COMPLETE)]
     (tmp_path / "j").write_bytes(HEADER + b"".join(map(framed, kept)))
     harness, script = worker(3)

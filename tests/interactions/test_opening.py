@@ -10,7 +10,7 @@ import pytest
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import unpack
-from agent_loop.rollout.journal.frames import HEADER, framed, scan
+from agent_loop.rollout.journal.file import HEADER, framed, read_records
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.types import Message
 from tests.helpers import text_reply, user
@@ -54,7 +54,7 @@ def test_a_resumed_conversation_keeps_its_opening_unless_it_restarts(
     path = tmp_path / "journal"
     [whole] = run_journaled(path, make_harness(Guide(on_replay=on_replay, words="old")), ROWS)
     assert whole.output.messages[0]["content"] == "Begin.\n\nold 1"
-    payloads = scan(path.read_bytes()).payloads
+    payloads = read_records(path.read_bytes()).payloads
     num_kept = [unpack(payload)["is"] for payload in payloads].index(RecordKind.INTERACTION) + 1
     path.write_bytes(HEADER + b"".join(framed(payload) for payload in payloads[:num_kept]))
 

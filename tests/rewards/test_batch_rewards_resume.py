@@ -14,7 +14,7 @@ from agent_loop.config import AgentConfig, RolloutConfig
 from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import pack
 from agent_loop.rewards.function import BatchRewardFunction
-from agent_loop.rollout.journal.frames import HEADER, framed
+from agent_loop.rollout.journal.file import HEADER, framed
 from agent_loop.rollout.journal.step import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer

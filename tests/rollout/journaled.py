@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from agent_loop.recording.values import unpack
-from agent_loop.rollout.journal.frames import scan
+from agent_loop.rollout.journal.file import HEADER, framed, read_records
 from agent_loop.rollout.journal.step import StepKey, open_journal
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
@@ -51,7 +51,12 @@ def key_of(rows: Rows, **settings: Any) -> StepKey:
 
 def records_of(data: bytes) -> list[dict[str, Any]]:
     """Return the records of a journal."""
-    return [unpack(payload) for payload in scan(data).payloads]
+    return [unpack(payload) for payload in read_records(data).payloads]
+
+
+def journal_of(payloads: Iterable[bytes]) -> bytes:
+    """Return the bytes of a journal with these records."""
+    return HEADER + b"".join(map(framed, payloads))
 
 
 class RandomScript:

@@ -23,7 +23,7 @@ from agent_loop.loops.registry import register
 from agent_loop.recording.record import RecordKind
 from agent_loop.recording.serialization import deserialize_completion
 from agent_loop.rewards.function import RewardFunction
-from agent_loop.rollout.journal.frames import FRAME_BYTES, scan
+from agent_loop.rollout.journal.file import FRAME_BYTES, read_records
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
@@ -181,7 +181,7 @@ def _record_sizes_from_behind(data: bytes) -> Iterator[list[int]]:
 
 
 def _payloads(data: bytes) -> list[bytes]:
-    return scan(data).payloads
+    return read_records(data).payloads
 
 
 def cut_after(data: bytes, kind: RecordKind, *, count: int = 1) -> bytes:

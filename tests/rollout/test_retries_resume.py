@@ -20,7 +20,7 @@ from agent_loop.errors import InteractionUnavailable, RewardUnavailable
 from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.recording.record import RecordKind
 from agent_loop.rewards.function import RewardFunction
-from agent_loop.rollout.journal.frames import FRAME_BYTES, HEADER, scan
+from agent_loop.rollout.journal.file import FRAME_BYTES, HEADER, read_records
 from agent_loop.rollout.journal.step import open_journal
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
@@ -127,7 +127,7 @@ def boundaries(data: bytes) -> Iterator[int]:
     """Return the ends of the records of a journal."""
     end = len(HEADER)
     yield end
-    for payload in scan(data).payloads:
+    for payload in read_records(data).payloads:
         end += len(payload) + FRAME_BYTES
         yield end
 

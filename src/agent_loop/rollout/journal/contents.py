@@ -1,4 +1,4 @@
-"""Reading of a journal after a crash, and repair of a damaged journal."""
+"""Identity of a rollout, and reading of its journal after a crash."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, TypeAlias, cast
 from agent_loop.errors import JournalError
 from agent_loop.recording.record import RecordKind, RowRecord
 from agent_loop.recording.values import digest, pack, unpack
-from agent_loop.rollout.journal.frames import HEADER, Scan, framed, scan
+from agent_loop.rollout.journal.file import read_records
 from agent_loop.runtime.describe import describe_error
-from agent_loop.storage.whole_file import sync_to_disk, whole_file
+from agent_loop.storage.whole_file import sync_to_disk
 from agent_loop.types import Row
 
 Rewards: TypeAlias = dict[str, dict[int | None, Mapping[str, Any]]]
@@ -67,7 +67,7 @@ class Contents:
     """Contents of a journal of an earlier process."""
 
     records: Mapping[str, RowRecord] = field(default_factory=dict[str, RowRecord])
-    """Records by row. Records after a missing record of the same row are left out."""
+    """Records by row."""
     rewards: Rewards = field(default_factory=dict[str, dict[int | None, Mapping[str, Any]]])
     """Results of a batch reward function, by row and branch; see `serialize_rewards`."""
     complete: Sequence[tuple[int, int]] | None = None
@@ -81,10 +81,7 @@ class Contents:
 
 
 def read_contents(path: Path, *, key: StepKey, refuse: bool) -> Contents:
-    """Read a journal, and repair it if it is damaged.
-
-    A repair copies all bytes from the first damaged byte to a file beside the journal, and rewrites the journal with
-    the valid records.
+    """Read a journal up to its first damaged record. A damaged journal is copied to a file beside it first.
 
     Args:
         path: The file, which need not exist.
@@ -92,7 +89,7 @@ def read_contents(path: Path, *, key: StepKey, refuse: bool) -> Contents:
         refuse: Whether a file of another rollout is an error. Otherwise the file is replaced, with a note.
 
     Raises:
-        JournalError: The file cannot be read or repaired, or belongs to another rollout and `refuse` is set.
+        JournalError: The file cannot be read, or belongs to another rollout and `refuse` is set.
     """
     try:
         data = path.read_bytes()
@@ -101,7 +98,7 @@ def read_contents(path: Path, *, key: StepKey, refuse: bool) -> Contents:
     except OSError as error:
         raise JournalError(f"the journal {str(path)!r} cannot be read ({describe_error(error)})") from error
     try:
-        found = scan(data)
+        found = read_records(data)
         read = _SortedRecords.of(found.payloads)
     except JournalError as error:
         raise JournalError(f"{str(path)!r}: {error}") from error
@@ -111,13 +108,13 @@ def read_contents(path: Path, *, key: StepKey, refuse: bool) -> Contents:
             f"({describe_error(error)}); resume the run with the version that started it, or move the journal "
             "elsewhere to start from the beginning"
         ) from error
-    if not found.payloads and not found.damage:
+    if read.key is None and not found.is_damaged:
         return Contents(
             notes=[f"the journal {str(path)!r} has no records; the rollout starts from the beginning"]
         )
     if read.key is None and refuse:
         raise JournalError(
-            f"the journal {str(path)!r} is damaged at byte {_first_damage(found)}, in the record that identifies the "
+            f"the journal {str(path)!r} is damaged at byte {found.num_good_bytes}, in the record that identifies the "
             "rollout, so no record can be used; the file was not changed. To start from the beginning, move the file "
             "elsewhere and run without --resume. Every row is then run again, including its calls of tools that may "
             "be used only once"
@@ -130,15 +127,24 @@ def read_contents(path: Path, *, key: StepKey, refuse: bool) -> Contents:
                 f"{why}; restore the settings to resume, or run without --resume to start from the beginning"
             )
         return Contents(notes=[f"{why}; the journal is not used"])
-    if found.damage or read.key is None:
-        try:
-            return _repaired(path, data, found, read, key=key)
-        except OSError as error:
-            raise JournalError(
-                f"the journal {str(path)!r} is damaged at byte {_first_damage(found)} and cannot be repaired "
-                f"({describe_error(error)}); the file was not changed"
-            ) from error
-    return _contents(read, num_bytes=found.num_good_bytes, notes=_notes(path, found, read))
+    notes: list[str] = []
+    if found.num_torn_bytes:
+        notes.append(
+            f"the last record of the journal {str(path)!r} is incomplete; its {found.num_torn_bytes} bytes are dropped"
+        )
+    if found.is_damaged:
+        read.doubt = (
+            f"the journal {str(path)!r} was damaged at byte {found.num_good_bytes}, so that later records are missing; "
+            f"a copy of it is {str(_back_up(path, data))!r}"
+        )
+    if read.doubt is not None:
+        notes.append(f"{read.doubt}; unfinished rows fail when they call a tool that may be used only once")
+    records = {
+        name: record if record.has_succeeded else replace(record, doubt=read.doubt)
+        for name, record in read.records.items()
+    }
+    num_bytes = found.num_good_bytes if read.key is not None else 0
+    return Contents(records, read.rewards, read.complete, num_bytes, read.doubt, notes)
 
 
 @dataclass(slots=True)
@@ -150,27 +156,19 @@ class _SortedRecords:
     rewards: Rewards = field(default_factory=dict[str, dict[int | None, Mapping[str, Any]]])
     complete: list[tuple[int, int]] | None = None
     doubt: str | None = None
-    used: list[bytes] = field(default_factory=list[bytes])
-    """Payloads of the used records, without the first record."""
 
     @classmethod
     def of(cls, payloads: Iterable[bytes]) -> _SortedRecords:
         records = cls()
         for payload in payloads:
-            if records.add(unpack(payload)):
-                records.used.append(payload)
+            records.add(unpack(payload))
         return records
 
-    def add(self, payload: Mapping[str, Any]) -> bool:
-        """Add the next record. Return whether the record is used.
-
-        A duplicate record is used once. Records after a missing record of the same row are not used.
-        """
+    def add(self, payload: Mapping[str, Any]) -> None:
         kind = RecordKind(payload["is"])
         if kind is RecordKind.STEP:
             self.key = self.key or StepKey(**payload["got"])
-            return False
-        if kind is RecordKind.DAMAGE:
+        elif kind is RecordKind.DAMAGE:
             self.doubt = str(payload["got"])
         elif kind is RecordKind.COMPLETE:
             self.complete = [(int(group), int(rollout)) for group, rollout in payload["got"]]
@@ -179,72 +177,27 @@ class _SortedRecords:
                 self.rewards.setdefault(row, {}).update({form["branch"]: form for form in forms})
         else:
             record = self.records.setdefault(payload["row"], RowRecord())
-            if payload["n"] != record.num_records:
-                return False
+            if payload["n"] != record.num_records:  # a record that was doubled, or follows a missing one
+                return
             record.add(payload)
             if kind is RecordKind.END:  # Earlier rewards belong to other trajectories.
                 self.rewards.pop(payload["row"], None)
-        return True
 
 
-def _contents(read: _SortedRecords, *, num_bytes: int, notes: Sequence[str]) -> Contents:
-    records = {
-        name: record if record.has_succeeded else replace(record, doubt=read.doubt)
-        for name, record in read.records.items()
-    }
-    return Contents(records, read.rewards, read.complete, num_bytes, read.doubt, notes)
-
-
-def _notes(path: Path, found: Scan, read: _SortedRecords) -> list[str]:
-    notes: list[str] = []
-    if found.num_torn_bytes:
-        notes.append(
-            f"the last record of the journal {str(path)!r} is incomplete; its {found.num_torn_bytes} bytes are dropped"
-        )
-    if read.doubt is not None:
-        notes.append(f"{read.doubt}; unfinished rows fail when they call a tool that may be used only once")
-    return notes
-
-
-def _repaired(path: Path, data: bytes, found: Scan, read: _SortedRecords, *, key: StepKey) -> Contents:
-    """Copy the damaged part to a backup file, and rewrite the journal with the usable records."""
-    start = _first_damage(found)
-    backup = _back_up(path, data[start:], start=start)
-    if read.key is None:
-        read.records, read.rewards, read.complete, read.used = {}, {}, None, []
-    read.doubt = (
-        f"the journal {str(path)!r} was damaged at byte {start}, and records may be missing; the damaged bytes are in "
-        f"{str(backup)!r}"
-    )
-    # The record of the damage comes first, so that truncating the journal later does not remove it.
-    payloads = [key.packed(), pack({"is": RecordKind.DAMAGE, "got": read.doubt}), *read.used]
-    whole = HEADER + b"".join(map(framed, payloads))
-    with whole_file(path, to_disk=True) as temporary:
-        temporary.write_bytes(whole)
-    num_damaged = sum(map(len, found.damage))
-    notes = [
-        f"the journal {str(path)!r} is damaged at byte {start}: {num_damaged} bytes cannot be read, {len(read.used)} "
-        f"records are used, and all bytes from byte {start} are copied to {str(backup)!r}",
-        *_notes(path, found, read)[-1:],
-    ]
-    return _contents(read, num_bytes=len(whole), notes=notes)
-
-
-def _first_damage(found: Scan) -> int:
-    """Return the position of the first byte that cannot be used."""
-    return found.damage[0].start if found.damage else len(HEADER)
-
-
-def _back_up(path: Path, data: bytes, *, start: int) -> Path:
-    """Write the bytes to a file beside the journal. Never overwrite a file with other contents."""
-    name, number = f"{path.name}.damaged-{start}", 1
-    backup = path.with_name(name)
-    while backup.exists() and backup.read_bytes() != data:
+def _back_up(path: Path, data: bytes) -> Path:
+    """Copy the damaged journal to a new file beside it."""
+    number = 1
+    while (copy := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1
-        backup = path.with_name(f"{name}-{number}")
-    backup.write_bytes(data)
-    sync_to_disk(backup)
-    return backup
+    try:
+        copy.write_bytes(data)
+        sync_to_disk(copy)
+    except OSError as error:
+        raise JournalError(
+            f"the journal {str(path)!r} is damaged and cannot be copied to {str(copy)!r} ({describe_error(error)}); "
+            "the file was not changed"
+        ) from error
+    return copy
 
 
 def _plain(key: StepKey) -> dict[str, Any]:

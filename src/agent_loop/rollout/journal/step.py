@@ -18,7 +18,7 @@ from agent_loop.recording.sink import Sink
 from agent_loop.recording.values import Unstorable, pack
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.journal.contents import Contents, StepKey, read_contents
-from agent_loop.rollout.journal.writer import JournalWriter
+from agent_loop.rollout.journal.file import JournalWriter
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_file
 from agent_loop.trajectory import Trajectory
@@ -172,6 +172,8 @@ async def open_journal(
         async with JournalWriter(path, num_bytes=contents.num_bytes) as writer:
             if not contents.num_bytes:
                 writer.append(key.packed())
+            if contents.doubt is not None:
+                writer.append(pack({"is": RecordKind.DAMAGE, "got": contents.doubt}))
             yield StepJournal(contents, rows=rows, sink=writer)
 
 
