@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from agent_loop.api import Trainer, evaluate_sync, load_config, load_rows, rollout, rollout_sync
-from agent_loop.api.sync import run_sync
+from agent_loop.api.runs import run_sync
 from agent_loop.errors import ConfigError, DataError
 from tests.cli.project import make_project
 
@@ -134,7 +134,7 @@ def test_ctrl_c_cancels_the_coroutine_and_waits_for_its_cleanup(monkeypatch: pyt
     async def cell() -> None:
         run_sync(work)
 
-    monkeypatch.setattr("agent_loop.api.sync.Thread", Interrupted)
+    monkeypatch.setattr("agent_loop.api.runs.Thread", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(cell())
     assert ended == ["cleaned up"]

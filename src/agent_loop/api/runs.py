@@ -1,17 +1,23 @@
-"""Rollouts, evaluations and trainings of a configuration."""
+"""Rollouts, evaluations and trainings of a configuration, from code that is async or not."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from threading import Thread
+from typing import Any, TypeAlias, TypeVar, overload
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from agent_loop.api.html import batch_html, summary, trajectory_html
-from agent_loop.api.progress import counting
-from agent_loop.api.sync import run_sync
 from agent_loop.config import Config, load_config, parse_section
 from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
@@ -200,3 +206,92 @@ def _rows(config: Config, rows: RowsLike | None, *, validate: bool) -> Sequence[
     if names:
         return load_rows(names, prompt_key=data.prompt_key, workspace=data.workspace)
     return prepare_rows(rows, prompt_key=data.prompt_key)
+
+
+ResultT = TypeVar("ResultT")
+
+
+def run_sync(make: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+    """Run the coroutine that `make` returns to its end and return its result.
+
+    If an event loop is running in this thread, the coroutine runs on a loop of its own in another thread. Ctrl-C
+    cancels the coroutine and waits for it, then raises KeyboardInterrupt.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(make())
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
+    result: Future[ResultT] = Future()
+
+    async def main() -> ResultT:
+        running.append((asyncio.get_running_loop(), asyncio.current_task()))
+        return await make()
+
+    def run() -> None:
+        try:
+            result.set_result(asyncio.run(main()))
+        except BaseException as error:  # noqa: BLE001  (raised in the thread of the caller)
+            result.set_exception(error)
+
+    thread = Thread(target=run, name="agent-loop-sync", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        for loop, task in running:
+            if task is not None:
+                loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
+    return result.result()
+
+
+REFRESH_S = 0.2
+"""Shortest time between two updates in a notebook."""
+
+
+@contextmanager
+def counting(total: int, *, console: Console | None) -> Generator[Callable[[int], None]]:
+    """Show how many of `total` trajectories have ended. Yield a function that takes their number.
+
+    Args:
+        total: The number of trajectories.
+        console: Console of the bar; None is standard output, or the notebook.
+    """
+    if console is None and _is_notebook():
+        yield _NotebookBar(total).show
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("trajectories", total=total)
+        yield lambda completed: progress.update(task, completed=completed)
+
+
+def _is_notebook() -> bool:
+    """Return whether a kernel of Jupyter runs this code. Rich's own bar would need ipywidgets there."""
+    shell: Any = sys.modules.get("IPython")
+    return shell is not None and type(shell.get_ipython()).__name__ == "ZMQInteractiveShell"
+
+
+class _NotebookBar:
+    def __init__(self, total: int) -> None:
+        display: Any = import_module("IPython.display").display  # late: comes with the notebook
+        self._total = total
+        self._began_at = self._shown_at = time.monotonic()
+        self._completed = 0
+        self._handle: Any = display(self, display_id=True)
+
+    def show(self, completed: int) -> None:
+        self._completed = completed
+        if completed == self._total or time.monotonic() - self._shown_at >= REFRESH_S:
+            self._shown_at = time.monotonic()
+            self._handle.update(self)
+
+    def __repr__(self) -> str:
+        seconds = time.monotonic() - self._began_at
+        return f"trajectories {self._completed}/{self._total}, {seconds:.1f} s"
+
+    def _repr_html_(self) -> str:
+        bar = f'<progress value="{self._completed}" max="{self._total}"></progress>'
+        return f"<div>{bar} {self!r}</div>"

@@ -78,12 +78,7 @@ class CheckedModel:
         return max(TOLERANCE, MARGIN * _largest(exact, self.expected))
 
     def require_equal(self, found: list[Any], expected: list[Any], *, is_used: bool) -> str:
-        """Return the largest difference.
-
-        Raises:
-            CheckFailed: The difference is larger than rounding, and the package computes the model in this way.
-            CheckSkipped: The difference is larger than rounding, and the package does not.
-        """
+        """Return the largest difference."""
         difference = _largest(found, expected)
         measured = f"log-probs differ by {difference:.2g}, rounding is up to {self.tolerance:.2g}"
         if not difference <= self.tolerance:

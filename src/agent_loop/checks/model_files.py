@@ -54,12 +54,7 @@ def check_model(config: Config, *, loads_weights: bool = True) -> str:
 
 
 def check_template(config: Config) -> str:
-    """Return where the chat template is.
-
-    Raises:
-        ConfigError: The file of the template does not exist.
-        ChatTemplateError: There is no template, or it is not valid Jinja.
-    """
+    """Return where the chat template is."""
     path = config.model.chat_template_path
     if path is not None:
         if not Path(path).is_file():

@@ -109,11 +109,7 @@ async def check_tasks(
 
 
 async def check_task(folder: Path, *, settings: Mapping[str, Any]) -> TaskReport:
-    """Run a task's tests twice, each time in a new workspace: at once, and after its solution.
-
-    Raises:
-        ConfigError: The settings are wrong.
-    """
+    """Run a task's tests twice, each time in a new workspace: at once, and after its solution."""
     clock = asyncio.get_running_loop().time
     started, name = clock(), folder_name(folder)
     try:

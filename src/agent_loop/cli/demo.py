@@ -96,11 +96,7 @@ def demo_command(
 
 
 def examples_folder() -> Path:
-    """Return the folder with the examples.
-
-    Raises:
-        ConfigError: The examples are not part of this installation.
-    """
+    """Return the folder with the examples."""
     here = Path(__file__).parent
     for folder in (here / EXAMPLES, here.parents[2] / EXAMPLES):
         if (folder / "catalog.py").is_file():

@@ -64,9 +64,6 @@ def convert(given: Sequence[str]) -> Translation:
 
     Args:
         given: YAML files, and `key=value` arguments.
-
-    Raises:
-        ConfigError: A file or an argument is something else.
     """
     # late: keeps `--help` quick
     from agent_loop.config.verl.combined import ENGINES, value_at

@@ -140,11 +140,7 @@ def _keep_earlier_journal(journal: Path, *, out: Path, console: Console) -> None
 def _write(
     out: Path, trajectories: Sequence[Trajectory], *, journal: Path, as_jsonl: bool, threshold: float
 ) -> None:
-    """Write the trajectories.
-
-    Raises:
-        OutputError: The file cannot be written. The error names the journal or the temporary file that has them.
-    """
+    """Write the trajectories."""
     # late: keeps `--help` quick
     from agent_loop.storage.json_lines import write_lines
     from agent_loop.storage.writer import write_trajectories

@@ -47,11 +47,7 @@ def check_rollout(config: Config, *, rows: Sequence[Row], is_dry_run: bool) -> N
 
 
 def run_checks(checks: Checks, *, is_dry_run: bool) -> None:
-    """Run checks. A dry run prints one line for each, and exits with code 2 if one fails.
-
-    Raises:
-        AgentLoopError: A check failed, and this is no dry run.
-    """
+    """Run checks. A dry run prints one line for each, and exits with code 2 if one fails."""
     from agent_loop.checks.before_start import findings  # late: keeps `--help` quick
 
     console, num_faults = Console(highlight=False, soft_wrap=True), 0

@@ -107,11 +107,7 @@ def view_command(
 
 
 def _are_several(paths: Sequence[Path]) -> bool:
-    """Return whether the paths lead to several runs, or to a folder of runs, which may get more.
-
-    Raises:
-        DataError: One of several paths leads to none.
-    """
+    """Return whether the paths lead to several runs, or to a folder of runs, which may get more."""
     if len(paths) > 1:
         for path in paths:
             if not find_runs([path]) or not path.exists():

@@ -119,11 +119,7 @@ class AlgorithmConfig(Section):
     whole run, such as `kl_reward_coef`, cannot differ, and neither can the need of a critic or of greedy rollouts."""
 
     def of_source(self, source: str | None) -> AlgorithmConfig:
-        """Return the settings for the rows of a data source; None is a row without one.
-
-        Raises:
-            ConfigError: A setting of the source is unknown, wrong, or the same for the whole run.
-        """
+        """Return the settings for the rows of a data source; None is a row without one."""
         changes = self.by_data_source.get(source, {}) if source is not None else {}
         where = f"algorithm.by_data_source.{source}"
         for name in changes:

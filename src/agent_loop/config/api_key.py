@@ -11,11 +11,7 @@ NO_KEY = "none"
 
 
 def read_api_key(variable: str | None) -> str:
-    """Return the API key in an environment variable. Return a placeholder if `variable` is None.
-
-    Raises:
-        ConfigError: The variable is not set.
-    """
+    """Return the API key in an environment variable. Return a placeholder if `variable` is None."""
     if variable is None:
         return NO_KEY
     key = os.environ.get(variable, "")

@@ -65,11 +65,7 @@ class PlacementConfig(Section):
 
 
 def devices_per_server(placement: PlacementConfig, rollout: RolloutConfig) -> int:
-    """Return the number of devices of each server.
-
-    Raises:
-        ConfigError: The engine's own setting differs, or the engine cannot use several devices.
-    """
+    """Return the number of devices of each server."""
     option = TENSOR_PARALLEL_OPTIONS.get(rollout.engine)
     size = placement.tensor_parallel_size
     if option is None:
@@ -91,11 +87,7 @@ def devices_per_server(placement: PlacementConfig, rollout: RolloutConfig) -> in
 def check_placement(
     placement: PlacementConfig, *, model: ModelConfig, rollout: RolloutConfig, trainer: TrainerConfig
 ) -> None:
-    """Refuse a placement that contradicts the rest of the configuration, whatever the machine.
-
-    Raises:
-        ConfigError: The sums differ, or the parts cannot share or separate devices as configured.
-    """
+    """Refuse a placement that contradicts the rest of the configuration, whatever the machine."""
     per_server = devices_per_server(placement, rollout)
     if not placement.is_set:
         return

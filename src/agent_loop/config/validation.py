@@ -44,9 +44,6 @@ def parse_options(options: type[OptionsT], values: Mapping[str, Any], *, where: 
 
     Args:
         where: Start of the error message, such as the name of the file.
-
-    Raises:
-        ConfigError: A key or a value is wrong. The message has one line per fault, with the value and the remedy.
     """
     try:
         return TypeAdapter(options).validate_python(dict(values))
@@ -55,11 +52,7 @@ def parse_options(options: type[OptionsT], values: Mapping[str, Any], *, where: 
 
 
 def parse_value(kind: Any, value: Any, *, key: str) -> Any:
-    """Validate the value of a single key against a type, and return it.
-
-    Raises:
-        ConfigError: The value is wrong. The message has the key, the value and the remedy.
-    """
+    """Validate the value of a single key against a type, and return it."""
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:

@@ -79,9 +79,6 @@ def read_yaml(path: str | Path, *, what: str, resolve: bool = False) -> Any:
         path: Path, relative to the working directory.
         what: Kind of the file for error messages, such as `config file`.
         resolve: Resolve `${...}` interpolation, as OmegaConf does.
-
-    Raises:
-        ConfigError: The file is missing, is not YAML, or is nested too deeply.
     """
     named = f"{what} {str(path)!r}"
     if not Path(path).is_file():
@@ -105,11 +102,7 @@ def read_yaml(path: str | Path, *, what: str, resolve: bool = False) -> Any:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Return the nested mappings of a `key=value` override.
-
-    Raises:
-        ConfigError: The text has another form, or its value is not valid YAML.
-    """
+    """Return the nested mappings of a `key=value` override."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"override {text!r} is not of the form key=value, as in actor.lr=1e-4")
@@ -134,11 +127,7 @@ def merge_mappings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[s
 
 
 def resolve_interpolation(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Return the values with every `${...}` resolved, as OmegaConf does.
-
-    Raises:
-        ConfigError: An interpolation has no target, is circular, or is malformed.
-    """
+    """Return the values with every `${...}` resolved, as OmegaConf does."""
     try:
         return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True))
     except _FAULTS as error:
@@ -146,12 +135,7 @@ def resolve_interpolation(values: Mapping[str, Any], *, where: str) -> dict[str,
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a user's JSON text.
-
-    Raises:
-        ValueError: The text is not valid JSON, is nested too deeply, or holds an integer of thousands of digits. The
-            message names the problem on one line.
-    """
+    """Return the value of a user's JSON text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

@@ -113,9 +113,6 @@ def assign(config: Config, *, devices: Sequence[str], trains: bool = True) -> As
         devices: Devices of the machine. Names such as `1:0` have the node before the colon; a server does not span
             nodes.
         trains: Whether the trainer needs devices too. False for rollouts alone.
-
-    Raises:
-        ConfigError: There are fewer devices than the parts need, or parts would share a device without saying so.
     """
     placement, rollout = config.placement, config.rollout
     if config.model.device == "cpu" or not (placement.is_set or devices):

@@ -103,11 +103,7 @@ def this_machine() -> Machine:
 
 
 def make_plan(config: Config, shape: ModelShape, *, machine: Machine) -> Plan:
-    """Assign the devices of a machine, and compute what each holds.
-
-    Raises:
-        ConfigError: The devices do not suffice for the placement.
-    """
+    """Assign the devices of a machine, and compute what each holds."""
     assignment = assign(config, devices=machine.devices)
     has_gpu = bool(machine.devices) and config.model.device != "cpu"
     update = update_memory(shape, config, on_gpu=has_gpu)

@@ -111,9 +111,6 @@ def read_shape(path: str | Path) -> ModelShape:
 
     Args:
         path: A `config.json`, a folder with one, or the hub name of a model that is in the local cache.
-
-    Raises:
-        ConfigError: There is no such file, or `transformers` has no language model for it.
     """
     file = _find(Path(path))
     if file is None:

@@ -47,11 +47,7 @@ class RunCollection:
             return {self._names[path].replace("/", "~"): path for path in found}
 
     def source(self, key: str) -> RunSource:
-        """Return the data of a run.
-
-        Raises:
-            DataError: There is no such run, or it has no data.
-        """
+        """Return the data of a run."""
         if key not in self._sources:
             path = self.folders().get(key)
             if path is None:

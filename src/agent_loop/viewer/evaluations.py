@@ -106,9 +106,6 @@ class Evaluations:
         Args:
             key: Key of the evaluation.
             by: Column of the rows whose values are the categories; empty for the columns of the summary.
-
-        Raises:
-            DataError: There is no such evaluation, or no row has the column.
         """
         ref = self._ref(key)
         evaluation, rows, summary = self._read(ref)
@@ -136,11 +133,7 @@ class Evaluations:
         }
 
     def comparison(self, key: str, other_key: str, *, by: str) -> dict[str, Any]:
-        """Return how much better an evaluation is than another one, and the rows whose shares of successes differ.
-
-        Raises:
-            DataError: There is no such evaluation, or they have no common rows.
-        """
+        """Return how much better an evaluation is than another one, and the rows whose shares of successes differ."""
         ref, other_ref = self._ref(key), self._ref(other_key)
         evaluation, rows, _ = self._read(ref)
         other, _, other_summary = self._read(other_ref)
@@ -173,11 +166,7 @@ class Evaluations:
         }
 
     def samples(self, key: str, *, group: int) -> list[dict[str, Any]]:
-        """Return the trajectories of a row of an evaluation.
-
-        Raises:
-            DataError: There is no such evaluation.
-        """
+        """Return the trajectories of a row of an evaluation."""
         found: list[dict[str, Any]] = []
         for path in self._ref(key).files:
             table = StoredRun(path).scalars(columns=SAMPLE_COLUMNS)

@@ -56,10 +56,6 @@ def write_export(run: Path, *, target: Path, max_trajectories: int) -> str:
         run: Folder of the run.
         target: HTML file to write.
         max_trajectories: Most trajectories to export with all their tokens. The newest steps come first.
-
-    Raises:
-        DataError: There is no such run.
-        ConfigError: The file cannot be written.
     """
     source = RunSource(run)
     parts = _EmbeddedParts()

@@ -36,11 +36,7 @@ the server."""
 
 
 def run_fork(job: ForkJob) -> None:
-    """Run a fork and write its trajectory.
-
-    Raises:
-        AgentLoopError: The trajectory cannot be forked at this turn, or the settings do not fit.
-    """
+    """Run a fork and write its trajectory."""
     config = load_config(Path(job.config))
     config = load_config(Path(job.config), overrides=_overrides(config, job))
     stored = StoredRun(Path(job.file)).trajectory(job.split, job.step, job.trajectory_id)

@@ -46,10 +46,6 @@ class Forks:
         source: The run.
         server: URL of a server, `RUN_ENGINE`, or None if the page must not start work.
         host: Address at which the viewer listens.
-
-    Raises:
-        ConfigError: `server` is not a URL, or the page would start work for other machines.
-        DataError: The run has no settings.
     """
 
     def __init__(self, source: RunSource, *, server: str | None, host: str) -> None:
@@ -91,11 +87,7 @@ class Forks:
         return JSONResponse({"problem": "", "token": self.token, "server": server})
 
     async def fork(self, request: Request) -> Response:
-        """Run a fork and return its trajectory as a packet.
-
-        Raises:
-            HTTPException: The request did not come from the page, is invalid, or the fork failed.
-        """
+        """Run a fork and return its trajectory as a packet."""
         self._check_origin(request)
         given = await _body(request)
         if self._lock.locked():

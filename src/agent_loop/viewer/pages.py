@@ -94,11 +94,7 @@ def endpoint(read: Callable[[Request], Any]) -> Callable[[Request], Response]:
 
 
 def numbers_of(request: Request, name: str) -> list[int]:
-    """Return the whole numbers of a parameter, which are separated by commas.
-
-    Raises:
-        HTTPException: A part is not a number.
-    """
+    """Return the whole numbers of a parameter, which are separated by commas."""
     given = request.query_params.get(name, "")
     numbers = [parse_number(part) for part in given.split(",")]
     known = [number for number in numbers if number is not None]
@@ -108,11 +104,7 @@ def numbers_of(request: Request, name: str) -> list[int]:
 
 
 def names_of(request: Request, name: str, *, most: int) -> list[str]:
-    """Return the texts of a parameter that may be given several times.
-
-    Raises:
-        HTTPException: There are more than `most`, or one is too long.
-    """
+    """Return the texts of a parameter that may be given several times."""
     given = request.query_params.getlist(name)
     if len(given) > most or any(len(text) > MAX_TEXT for text in given):
         raise HTTPException(400, f"{name} has {len(given)} values; give at most {most} short ones")
@@ -120,11 +112,7 @@ def names_of(request: Request, name: str, *, most: int) -> list[str]:
 
 
 def text_of(request: Request, name: str) -> str:
-    """Return a text of at most `MAX_TEXT` characters; empty if it is not given.
-
-    Raises:
-        HTTPException: The text is too long.
-    """
+    """Return a text of at most `MAX_TEXT` characters; empty if it is not given."""
     text = request.query_params.get(name, "")
     if len(text) > MAX_TEXT:
         raise HTTPException(400, f"{name} has {len(text)} characters; give at most {MAX_TEXT}")

@@ -33,9 +33,6 @@ class RunSource:
 
     Args:
         path: Folder of a run, a folder of Parquet files, or one Parquet file.
-
-    Raises:
-        DataError: There is no such run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,11 +99,7 @@ class RunSource:
         return packet({}, {name: whole[name] for name in whole.column_names})
 
     def trajectory(self, *, split: str, step: int, trajectory_id: str) -> bytes:
-        """Return one trajectory in full as a packet.
-
-        Raises:
-            DataError: The trajectory is not stored, or cannot be read.
-        """
+        """Return one trajectory in full as a packet."""
         stored_rows = self.files.find(split=split, step=step, trajectory_id=trajectory_id)
         if not stored_rows:
             raise DataError(

@@ -39,11 +39,7 @@ class Given:
     settings: Mapping[str, Any]
 
     def get(self, *keys: str, kind: Any = Any) -> Any:
-        """Return the value of the first of these keys of verl that has one, as a type; None if none has.
-
-        Raises:
-            ConfigError: The value is not of that type.
-        """
+        """Return the value of the first of these keys of verl that has one, as a type; None if none has."""
         for key in keys:
             value = value_at(self.tree, key.split("."))
             if value is not MISSING and value not in (None, "None", "none", "null"):

@@ -48,11 +48,7 @@ class Translation:
     """Number of the source of each setting."""
 
     def put(self, path: Path, value: Any, *, key: str, source: int) -> None:
-        """Set a value, unless a later source has set it.
-
-        Raises:
-            ConfigError: A setting has a value and also keys.
-        """
+        """Set a value, unless a later source has set it."""
         name = _name(path)
         if self.sources.get(name, -1) > source:
             return
@@ -70,11 +66,7 @@ class Translation:
 
 
 def translate(sources: Sequence[Mapping[str, Any]], *, where: str) -> Translation:
-    """Translate settings, which may have verl's names or those of this package. Later sources replace earlier ones.
-
-    Raises:
-        ConfigError: An interpolation cannot be resolved, or a setting has a value and also keys.
-    """
+    """Translate settings, which may have verl's names or those of this package. Later sources replace earlier ones."""
     tree: dict[str, Any] = {}
     given: dict[Path, int] = {}
     for number, source in enumerate(sources):
