@@ -4,8 +4,8 @@ Unknown keys and invalid values are refused before the run starts.
 """
 
 from agent_loop.config.algorithm import AlgorithmConfig
-from agent_loop.config.data import DataConfig
-from agent_loop.config.distillation import DistillationConfig, Objective, TeacherConfig
+from agent_loop.config.data import DataConfig, SamplerConfig
+from agent_loop.config.distillation import DistillationConfig, TeacherConfig
 from agent_loop.config.load import load_config
 from agent_loop.config.model import ModelConfig
 from agent_loop.config.optim import ActorConfig, CorrectionConfig, CriticConfig, OptimConfig
@@ -19,51 +19,34 @@ from agent_loop.config.rollout import (
     TraceConfig,
     ValSamplingConfig,
 )
-from agent_loop.config.sampler import SamplerConfig
 from agent_loop.config.sft import SftConfig
 from agent_loop.config.trainer import RayConfig, TrainerConfig
-from agent_loop.config.validation import all_keys, parse_options, parse_section, parse_value
+from agent_loop.config.validation import all_keys, parse_options, parse_section
 from agent_loop.config.values import (
-    LOWEST_TEMPERATURE,
     MAX_SAMPLES,
-    MOST,
     AggregationMode,
-    Beta,
-    Coefficient,
     Divergence,
     KLEstimator,
-    LearningRate,
     Level,
-    Logger,
-    Name,
     NotNegative,
     OnWeightUpdate,
     Positive,
     PositiveSeconds,
     Replicas,
-    Samples,
     Section,
     Seed,
-    Share,
     Temperature,
     Tokens,
-    TopK,
-    TopP,
-    TraceBackend,
     WeightTransfer,
 )
 from agent_loop.config.whole import Config
 
 __all__ = [
-    "LOWEST_TEMPERATURE",
     "MAX_SAMPLES",
-    "MOST",
     "ActorConfig",
     "AgentConfig",
     "AggregationMode",
     "AlgorithmConfig",
-    "Beta",
-    "Coefficient",
     "Config",
     "CorrectionConfig",
     "CriticConfig",
@@ -72,14 +55,10 @@ __all__ = [
     "DistillationConfig",
     "Divergence",
     "KLEstimator",
-    "LearningRate",
     "Level",
-    "Logger",
     "ModelConfig",
     "MultiTurnConfig",
-    "Name",
     "NotNegative",
-    "Objective",
     "OnWeightUpdate",
     "OptimConfig",
     "PlacementConfig",
@@ -90,18 +69,13 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "SamplerConfig",
-    "Samples",
     "Section",
     "Seed",
     "SftConfig",
-    "Share",
     "SplitConfig",
     "TeacherConfig",
     "Temperature",
     "Tokens",
-    "TopK",
-    "TopP",
-    "TraceBackend",
     "TraceConfig",
     "TrainerConfig",
     "ValSamplingConfig",
@@ -110,5 +84,4 @@ __all__ = [
     "load_config",
     "parse_options",
     "parse_section",
-    "parse_value",
 ]

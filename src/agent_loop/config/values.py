@@ -1,10 +1,13 @@
-"""Types of settings, and the base class of sections."""
+"""Types of settings, the base class of sections, and API keys from the environment."""
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from agent_loop.errors import ConfigError
 
 MOST = 2**31 - 1
 """Largest integer of settings without a limit of their own."""
@@ -83,3 +86,17 @@ class Section(BaseModel):
     """Group of settings. Unknown keys and numbers that are not finite are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+NO_KEY = "none"
+"""Placeholder for endpoints without authentication, because the client requires a key."""
+
+
+def read_api_key(variable: str | None) -> str:
+    """Return the API key of an endpoint in an environment variable. Return a placeholder if `variable` is None."""
+    if variable is None:
+        return NO_KEY
+    key = os.environ.get(variable, "")
+    if not key:
+        raise ConfigError(f"api_key_env is {variable!r}, but that environment variable is not set; set it")
+    return key

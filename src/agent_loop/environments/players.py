@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from agent_loop.config import NotNegative, PositiveSeconds, Section, Temperature, Tokens
-from agent_loop.config.api_key import read_api_key
+from agent_loop.config.values import read_api_key
 from agent_loop.errors import ConfigError, DataError, EnvironmentBug, EnvironmentUnavailable, did_you_mean
 from agent_loop.loading import import_extra, load_object
 from agent_loop.runtime.describe import describe_error, describe_value

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import Field
 
 from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section, Temperature, Tokens
-from agent_loop.config.api_key import read_api_key
+from agent_loop.config.values import read_api_key
 from agent_loop.errors import DataError, InteractionUnavailable
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.settings import read_settings

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from pydantic import Field
 
 from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section, Temperature, Tokens
-from agent_loop.config.api_key import read_api_key
+from agent_loop.config.values import read_api_key
 from agent_loop.errors import RewardUnavailable
 from agent_loop.loading import import_extra
 from agent_loop.rewards.judge_cache import JudgeCache, cache_key
