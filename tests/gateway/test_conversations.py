@@ -344,6 +344,8 @@ def test_ids_that_a_client_changed_and_reasoning_under_another_name_are_those_of
     harness.run_virtual(program)
     _, continued, rebuilt = prompts(harness.server.requests)
     assert "Return of functions.add:0: 3" in continued
+    assert "Return of functions.add:0: 3" in rebuilt
+    assert "<|tool_call_begin|>functions.add:0" in rebuilt
     assert "<think>Hm.</think>" in rebuilt
 
 

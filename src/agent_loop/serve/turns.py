@@ -114,7 +114,7 @@ def plan_turn(
     Raises:
         RequestError: The last message cannot be continued exactly.
     """
-    messages, keys = written.messages, written.keys
+    messages, keys = tree.with_model_ids(written.messages), written.keys
     locate = partial(
         tree.locate,
         tools=request.tools_in_use,
