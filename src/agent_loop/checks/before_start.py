@@ -24,7 +24,7 @@ from agent_loop.planning.fit import GB, make_plan, this_machine
 from agent_loop.planning.sizes import read_shape
 from agent_loop.registries import FunctionRegistry
 from agent_loop.rollout.components import load_loops, load_reward_function
-from agent_loop.rollout.row_sources import find_shards
+from agent_loop.rollout.row_files import find_shards
 from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.factory import ENGINES, REMOTE_ENGINES, find_server_class
 from agent_loop.storage.metrics_file import written_parts

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from agent_loop.chat.messages import normalise_messages
+from agent_loop.chat.messages import normalise_messages, without_added_nulls
 from agent_loop.environments.tasks import environment_rows
-from agent_loop.errors import DataError
-from agent_loop.files.plain_values import depth_fault
-from agent_loop.rollout.located_rows import number_rows
-from agent_loop.rollout.row_functions import call_row_function, plain_rows
-from agent_loop.rollout.row_readers import read_shard
-from agent_loop.rollout.row_sources import find_shards
-from agent_loop.rollout.row_workspaces import with_workspace
-from agent_loop.rollout.shard_columns import ShardColumns
-from agent_loop.runtime.describe import describe_value
+from agent_loop.errors import ConfigError, DataError
+from agent_loop.files.plain_values import depth_fault, merge_mappings
+from agent_loop.loading import load_object
+from agent_loop.rollout.row_files import Shard, find_shards, number_rows
+from agent_loop.runtime.describe import describe_error, describe_value
 from agent_loop.runtime.numeric import as_finite_number
 from agent_loop.types import Message, Row
+from agent_loop.workspaces.settings import workspace_mapping
 
 RowT = TypeVar("RowT")
 NO_SETTINGS: Mapping[str, Any] = {}
@@ -86,7 +86,7 @@ def prepare_rows(rows: Iterable[Any], *, prompt_key: str) -> list[dict[str, Any]
     """
     prepared = [
         _with_prompt(row, where=where, prompt_key=prompt_key)
-        for where, row in number_rows("the data set", plain_rows(rows))
+        for where, row in number_rows("the data set", _plain_rows(rows))
     ]
     if not prepared:
         raise DataError("there are no rows; give at least one")
@@ -143,8 +143,8 @@ class RowSampler(Generic[RowT]):
 
 
 def _load(source: str, *, prompt_key: str, workspace: Mapping[str, Any]) -> Iterator[RowFile]:
-    def prepare(row: Any, where: str) -> dict[str, Any]:
-        return with_workspace(_with_prompt(row, where=where, prompt_key=prompt_key), workspace, where=where)
+    def prepare(where: str, row: Any) -> dict[str, Any]:
+        return _with_workspace(_with_prompt(row, where=where, prompt_key=prompt_key), workspace, where=where)
 
     located = environment_rows(source, workspace=workspace)
     if located is not None:
@@ -153,24 +153,101 @@ def _load(source: str, *, prompt_key: str, workspace: Mapping[str, Any]) -> Iter
         return
     shards = find_shards(source)
     if shards is None:
-        rows = [prepare(row, where) for where, row in number_rows(source, call_row_function(source))]
+        rows = [prepare(where, row) for where, row in number_rows(source, _call_row_function(source))]
         yield RowFile(source, None, rows)
         return
-    first: ShardColumns | None = None
+    first: tuple[Shard, dict[str, set[str]]] | None = None
     for shard in shards:
-        columns, prepared = ShardColumns(shard), list[dict[str, Any]]()
-        for where, row in read_shard(shard, prompt_key=prompt_key):
-            prepared.append(prepare(row, where))
-            columns.add(row)
-        if not prepared and len(shards) > 1 and not shard.may_be_empty:
+        rows, columns = list[dict[str, Any]](), dict[str, set[str]]()
+        for where, row in shard.read(prompt_key=prompt_key):
+            rows.append(prepare(where, row))
+            _add_types(columns, row, is_json=shard.suffix in (".json", ".jsonl"))
+        if rows and first is not None:
+            _check_same_columns(columns, shard=shard, first=first)
+        elif rows:
+            first = shard, columns
+        elif len(shards) > 1 and not shard.may_be_empty:
             raise DataError(
                 f"{shard.path}, one of {len(shards)} files of {source!r}, holds no rows; write it again, or name the "
                 "files one by one without it"
             )
-        if prepared and first is not None:
-            columns.check_matches(first)
-        first = first or (columns if prepared else None)
-        yield RowFile(str(shard.path), shard.path.stat().st_size, prepared)
+        yield RowFile(str(shard.path), shard.path.stat().st_size, rows)
+
+
+def _add_types(columns: dict[str, set[str]], row: Mapping[str, Any], *, is_json: bool) -> None:
+    """Add the names of the types of a row's values to those of the rows before it. Nulls have no type."""
+    for name, value in row.items():
+        types = columns.setdefault(str(name), set())
+        if value is not None:
+            types.add("number" if is_json and type(value) in (int, float) else type(value).__name__)
+
+
+def _check_same_columns(
+    columns: Mapping[str, set[str]], *, shard: Shard, first: tuple[Shard, Mapping[str, set[str]]]
+) -> None:
+    """Check that a shard has the columns and types of the first shard of its source."""
+    first_shard, first_columns = first
+    where, other = shard.path, first_shard.path
+    missing, new = first_columns.keys() - columns.keys(), columns.keys() - first_columns.keys()
+    if missing or new:
+        faults = [
+            f"{word} {', '.join(map(repr, sorted(names)))}"
+            for word, names in (("lacks", missing), ("has", new))
+            if names
+        ]
+        raise DataError(
+            f"the columns of {where} differ from the columns of {other}: it {' and '.join(faults)}; give all files "
+            "of a source the same columns, or list the files as separate sources"
+        )
+    for name, types in columns.items():
+        if types and first_columns[name] and not types & first_columns[name]:
+            found, wanted = (" and ".join(sorted(each)) for each in (types, first_columns[name]))
+            raise DataError(
+                f"the column {name!r} of {where} holds {found}, but {wanted} in {other}; give all files of a source "
+                "the same types, or list the files as separate sources"
+            )
+
+
+def _call_row_function(source: str) -> Iterator[Any]:
+    """Yield the rows that a user's function returns, as `file.py:function`. Convert its errors to DataError."""
+    function = load_object(source, key="data")
+    if not callable(function):
+        raise ConfigError(
+            f"data source {source!r} is a {type(function).__name__}; name a function that takes no arguments "
+            "and returns rows"
+        )
+    try:
+        rows = function()
+        if inspect.iscoroutine(rows):
+            rows.close()
+            raise DataError(f"{source} is an async function; define it with def, not with async def")
+        if not isinstance(rows, Iterable):
+            raise DataError(f"{source} returned {describe_value(rows)}; it must return an iterable of rows")
+        yield from _plain_rows(cast(Iterable[Any], rows))
+    except DataError:
+        raise
+    except (Exception, SystemExit) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name} line {frame.lineno}"
+        raise DataError(f"{source} raised {describe_error(error)} ({place}); fix the function") from error
+
+
+def _plain_rows(rows: Iterable[Any]) -> Iterable[Any]:
+    """Return rows without the nulls that Arrow adds, if they are a data set of Hugging Face."""
+    if not hasattr(rows, "column_names"):
+        return rows
+    return (without_added_nulls(cast(dict[str, Any], row)) if isinstance(row, dict) else row for row in rows)
+
+
+def _with_workspace(row: dict[str, Any], settings: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Return a row with the settings of the run merged over its column `workspace`."""
+    if not settings:
+        return row
+    try:
+        given = {} if row.get("workspace") is None else workspace_mapping(row["workspace"], where="workspace")
+    except ConfigError as error:
+        raise DataError(f"{where}: {error}") from error
+    return {**row, "workspace": merge_mappings(given, settings)}
 
 
 def _with_prompt(row: Any, *, where: str, prompt_key: str) -> dict[str, Any]:

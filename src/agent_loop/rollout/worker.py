@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 from msgspec import structs
 
@@ -29,7 +29,6 @@ from agent_loop.rollout.retries import (
     wait_for_retry,
     without_retry,
 )
-from agent_loop.rollout.row_workspaces import check_time_s
 from agent_loop.rollout.rows import TIMEOUT_COLUMN
 from agent_loop.rollout.scoring import Scoring
 from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
@@ -38,12 +37,15 @@ from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.garbage_collection import infrequent_collections
 from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired
+from agent_loop.runtime.numeric import as_finite_number
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.seeds import seeded_trajectory
 from agent_loop.servers.completion_memory import CompletionMemory
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind, Trajectory
 from agent_loop.trajectory.copying import copied
-from agent_loop.types import StopReason
+from agent_loop.types import Row, StopReason
+from agent_loop.workspaces.check import COPY_TIMEOUT_S
+from agent_loop.workspaces.settings import CheckSettings, workspace_mapping
 
 BEGIN_AT_ONCE = 64
 """Trajectories that are set up, and send their first request, before the next ones are set up. Without this limit, all
@@ -288,7 +290,7 @@ class AgentLoopWorker:
                     run,
                     timeout_s=None
                     if deadline_s is None
-                    else deadline_s + DEADLINE_GRACE_S + check_time_s(job.row),
+                    else deadline_s + DEADLINE_GRACE_S + _check_time_s(job.row),
                     name="agent loop",
                     grace_s=loop_grace_s(context),
                 )
@@ -355,6 +357,20 @@ def loop_grace_s(context: LoopContext) -> float:
     interaction. Each of these steps has a grace period of its own."""
     close_s = context.multi_turn.close_timeout_s + 2 * ABANDON_GRACE_S
     return FINISH_GRACE_S + 3 * ABANDON_GRACE_S + 2 * close_s
+
+
+def _check_time_s(row: Row) -> float:
+    """Return how long the check of a row's workspace may take after the trajectory's deadline; 0 without a check."""
+    try:
+        workspace = workspace_mapping(row.get("workspace") or {}, where="workspace")
+    except ConfigError:
+        return 0.0  # the loop reports it
+    check: Any = workspace.get("check")
+    if not isinstance(check, Mapping):
+        return 0.0
+    default: float = CheckSettings.model_fields["timeout_s"].default
+    timeout_s = as_finite_number(cast(Mapping[str, Any], check).get("timeout_s", default))
+    return (timeout_s or 0.0) + COPY_TIMEOUT_S
 
 
 async def _close_abandoned(loop: AgentLoopBase | None, reason: StopReason) -> None:
