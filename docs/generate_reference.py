@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from agent_loop.config import Config
-from agent_loop.config.verl.table import TABLE, Ours, Values
+from agent_loop.config.verl.rows import Ours, Values
+from agent_loop.config.verl.table import TABLE
 
 TARGET = Path(__file__).parent / "reference" / "config.md"
 

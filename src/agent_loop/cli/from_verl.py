@@ -66,7 +66,8 @@ def convert(given: Sequence[str]) -> Translation:
         given: YAML files, and `key=value` arguments.
     """
     # late: keeps `--help` quick
-    from agent_loop.config.verl.combined import ENGINES, value_at
+    from agent_loop.config.verl.combined import ENGINES
+    from agent_loop.config.verl.rows import value_at
     from agent_loop.config.verl.table import GPU_DEFAULTS, VERL_DEFAULTS
     from agent_loop.config.verl.translation import nested, translate
 

@@ -1,64 +1,23 @@
 """Settings of verl that are translated together, because several keys have one counterpart here.
 
-Each function returns settings of this package, and raises ConfigError if there is no counterpart.
+Each function returns settings of this package, and raises ConfigError if there is no counterpart. Functions are applied
+in the order of this file, and see the settings of those before them.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 from agent_loop.config.validation import parse_value
 from agent_loop.config.values import Coefficient, NotNegative, Positive, Tokens
-from agent_loop.config.whole import Config
+from agent_loop.config.verl.rows import Given, together
 from agent_loop.errors import ConfigError
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 CORRECTION = "algorithm.rollout_correction"
 ENGINES = ("vllm", "sglang")
-MISSING = object()
-
-
-def value_at(tree: Any, path: Sequence[str]) -> Any:
-    """Return the value at a path of nested mappings; `MISSING` if there is none."""
-    for part in path:
-        if not isinstance(tree, Mapping) or part not in tree:
-            return MISSING
-        tree = cast(Mapping[str, Any], tree)[part]
-    return tree
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """Settings that are given, under verl's names and, as far as they are translated, under those of this package."""
-
-    tree: Mapping[str, Any]
-    settings: Mapping[str, Any]
-
-    def get(self, *keys: str, kind: Any = Any) -> Any:
-        """Return the value of the first of these keys of verl that has one, as a type; None if none has."""
-        for key in keys:
-            value = value_at(self.tree, key.split("."))
-            if value is not MISSING and value not in (None, "None", "none", "null"):
-                return parse_value(kind, value, key=key)
-        return None
-
-    def own(self, key: str, *, kind: Any = Any) -> Any:
-        """Return the value of a key of this package, or its default."""
-        value = value_at(self.settings, key.split("."))
-        return parse_value(
-            kind, value_at(default_settings(), key.split(".")) if value is MISSING else value, key=key
-        )
-
-
-@functools.cache
-def default_settings() -> dict[str, Any]:
-    """Return the defaults of this package, in nested mappings."""
-    return Config().model_dump(mode="json")
-
 
 # -- rollout -----------------------------------------------------------------------------------------------------------
 
@@ -72,12 +31,14 @@ ENGINE_OPTIONS: Mapping[str, tuple[str | None, str | None]] = {
     "pipeline_model_parallel_size": ("pipeline_parallel_size", "pp_size"),
 }
 """Options of engines in verl, and their names in vLLM and SGLang."""
+OWN_NAME = "under the engine's own name"
 SET_ELSEWHERE = (
     "max_model_len", "dtype", "seed", "model", "model_path", "context_length", "skip_tokenizer_init", "logprobs_mode",
 )  # fmt: skip
 """Options of vLLM and SGLang that other settings of this package determine."""
 
 
+@together(ROLLOUT, "name", "hf and naive are the embedded engine")
 def engine(given: Given) -> Mapping[str, Any]:
     """Return the engine."""
     name = given.get(f"{ROLLOUT}.name")
@@ -86,6 +47,11 @@ def engine(given: Given) -> Mapping[str, Any]:
     return {} if name is None else {"rollout.engine": "embedded" if name in ("hf", "naive") else name}
 
 
+@together(
+    ROLLOUT,
+    " ".join((*ENGINE_OPTIONS, *(f"engine_kwargs.{name}" for name in ENGINES))),
+    "under the engine's own name",
+)
 def engine_options(given: Given) -> Mapping[str, Any]:
     """Return the options of the engine that is used, under its own names."""
     engine = given.own("rollout.engine")
@@ -101,6 +67,7 @@ def engine_options(given: Given) -> Mapping[str, Any]:
     return {"rollout.engine_kwargs": found} if found else {}
 
 
+@together(f"{ROLLOUT}.val_kwargs", "do_sample temperature")
 def val_sampling(given: Given) -> Mapping[str, Any]:
     """Return the temperature of evaluations."""
     temperature = given.get(f"{ROLLOUT}.val_kwargs.temperature")
@@ -109,6 +76,7 @@ def val_sampling(given: Given) -> Mapping[str, Any]:
     return {} if temperature is None else {"rollout.val.temperature": temperature}
 
 
+@together(ROLLOUT, "multi_turn.enable", "rows may name another agent loop")
 def multi_turn(given: Given) -> Mapping[str, Any]:
     """Return the agent loop of rows without a name, which has no tools if `enable` is false."""
     turns = f"{ROLLOUT}.multi_turn"
@@ -122,6 +90,7 @@ def multi_turn(given: Given) -> Mapping[str, Any]:
     return {"rollout.agent.default_agent_loop": "single_turn_agent"}
 
 
+@together(f"{ROLLOUT}.agent.custom_async_server", "path name")
 def custom_server(given: Given) -> Mapping[str, Any]:
     """Return the server class."""
     key = "agent.custom_async_server"
@@ -131,12 +100,48 @@ def custom_server(given: Given) -> Mapping[str, Any]:
     return {f"rollout.{key}.path": path, f"rollout.{key}.name": name}
 
 
+@together(ROLLOUT, "over_sample_rate")
 def over_sample(given: Given) -> Mapping[str, Any]:
     """Return the factor of the prompts that start."""
     rate = given.get(f"{ROLLOUT}.over_sample_rate", kind=Coefficient)
     return {"rollout.over_sample": 1 + rate} if rate else {}
 
 
+# -- trainer and data --------------------------------------------------------------------------------------------------
+
+
+@together("trainer", "logger", "metrics.jsonl is always written")
+def loggers(given: Given) -> Mapping[str, Any]:
+    """Return the loggers."""
+    names = given.get("trainer.logger")
+    names = [names] if isinstance(names, str) else names
+    if isinstance(names, list):
+        names = [name for name in cast(list[Any], names) if name not in ("file", "tracking")]
+    return {} if names is None else {"trainer.logger": names}
+
+
+@together("data", "train_batch_size")
+@together("async_training", "require_batches")
+def batch_size(given: Given) -> Mapping[str, Any]:
+    """Return the prompts per step. verl's asynchronous trainer has 0, and counts mini-batches."""
+    size = given.get("data.train_batch_size")
+    if size == 0:
+        num_batches = given.get("async_training.require_batches", kind=Positive) or 1
+        size = (given.get(f"{ACTOR}.ppo_mini_batch_size", kind=Positive) or 0) * num_batches
+    return {} if size is None else {"data.train_batch_size": size}
+
+
+@together("async_training", "staleness_threshold trigger_parameter_sync_step")
+def asynchronous(given: Given) -> Mapping[str, Any]:
+    """Return the mode and the staleness."""
+    threshold = given.get("async_training.staleness_threshold", kind=Coefficient) or 0
+    every = given.get("async_training.trigger_parameter_sync_step", kind=Positive) or 1
+    return {"trainer.mode": "async", "trainer.max_staleness": max(1, math.ceil(threshold * every))}
+
+
+@together("trainer", "n_gpus_per_node nnodes")
+@together(ROLLOUT, "data_parallel_size nnodes n_gpus_per_node")
+@together("rollout", "nnodes n_gpus_per_node")
 def machines(given: Given) -> Mapping[str, Any]:
     """Return the numbers of processes and servers on verl's nodes."""
     gpus = given.get("trainer.n_gpus_per_node", kind=NotNegative)
@@ -168,46 +173,10 @@ def machines(given: Given) -> Mapping[str, Any]:
     return found
 
 
-# -- trainer and data --------------------------------------------------------------------------------------------------
-
-
-def loggers(given: Given) -> Mapping[str, Any]:
-    """Return the loggers."""
-    names = given.get("trainer.logger")
-    names = [names] if isinstance(names, str) else names
-    if isinstance(names, list):
-        names = [name for name in cast(list[Any], names) if name not in ("file", "tracking")]
-    return {} if names is None else {"trainer.logger": names}
-
-
-def batch_size(given: Given) -> Mapping[str, Any]:
-    """Return the prompts per step. verl's asynchronous trainer has 0, and counts mini-batches."""
-    size = given.get("data.train_batch_size")
-    if size == 0:
-        num_batches = given.get("async_training.require_batches", kind=Positive) or 1
-        size = (given.get(f"{ACTOR}.ppo_mini_batch_size", kind=Positive) or 0) * num_batches
-    return {} if size is None else {"data.train_batch_size": size}
-
-
-def asynchronous(given: Given) -> Mapping[str, Any]:
-    """Return the mode and the staleness."""
-    threshold = given.get("async_training.staleness_threshold", kind=Coefficient) or 0
-    every = given.get("async_training.trigger_parameter_sync_step", kind=Positive) or 1
-    return {"trainer.mode": "async", "trainer.max_staleness": max(1, math.ceil(threshold * every))}
-
-
 # -- actor and critic --------------------------------------------------------------------------------------------------
 
-MICRO_BATCH_KEYS = (
-    "ppo_micro_batch_size_per_gpu ppo_micro_batch_size ppo_max_token_len_per_gpu use_dynamic_bsz"
-)
-SCHEDULE_KEYS = (
-    "lr_warmup_steps lr_warmup_steps_ratio lr_scheduler_type warmup_style lr_decay_style min_lr_ratio "
-    "lr_decay_steps total_training_steps"
-)
-Translate = Callable[[Given], Mapping[str, Any]]
 
-
+@together(MODEL, "lora_rank lora_alpha target_modules lora.rank lora.alpha lora.target_modules")
 def adapters(given: Given) -> Mapping[str, Any]:
     """Return the adapters, which verl's engines have in different sections."""
     section = f"{MODEL}.lora." if given.get(f"{MODEL}.lora.rank") else f"{MODEL}.lora_"
@@ -220,34 +189,22 @@ def adapters(given: Given) -> Mapping[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _mini_batches(prefix: str, target: str) -> Translate:
-    def translate(given: Given) -> Mapping[str, Any]:
-        """Return the number of mini-batches per step."""
-        size = given.get(f"{prefix}.ppo_mini_batch_size", kind=Positive)
-        rows = given.own("data.train_batch_size", kind=Positive)
-        return {} if size is None else {f"{target}.ppo_mini_batches": math.ceil(rows / size)}
+def _add_update(prefix: str, target: str) -> None:
+    """Add the rows of the updates of the actor or the critic."""
 
-    return translate
+    @together(prefix, "optim.clip_grad grad_clip")
+    def grad_clip(given: Given) -> Mapping[str, Any]:  # pyright: ignore[reportUnusedFunction]
+        """Return the maximum norm of the gradient."""
+        norms = [given.get(f"{prefix}.{name}", kind=float) for name in ("optim.clip_grad", "grad_clip")]
+        changed = [norm for norm in norms if norm not in (None, 1.0)]  # 1.0 is the default of both
+        return {f"{target}.grad_clip": changed[0] if changed else 1.0}
 
-
-def _micro_batches(prefix: str, target: str) -> Translate:
-    def translate(given: Given) -> Mapping[str, Any]:
-        """Return the largest number of tokens in a micro-batch."""
-        tokens = given.get(f"{prefix}.ppo_max_token_len_per_gpu", kind=Positive)
-        names = (f"{prefix}.ppo_micro_batch_size_per_gpu", f"{prefix}.ppo_micro_batch_size")
-        rows = given.get(*names, kind=Positive)
-        length: int = sum(given.own(f"rollout.{side}_length", kind=Tokens) for side in ("prompt", "response"))
-        if rows and (tokens is None or given.get(f"{prefix}.use_dynamic_bsz", kind=bool) is False):
-            tokens = rows * length
-        if tokens is None:
-            return {}
-        return {f"{target}.max_tokens_per_micro_batch": min(max(tokens, length), 2**24)}
-
-    return translate
-
-
-def _schedule(prefix: str, target: str) -> Translate:
-    def translate(given: Given) -> Mapping[str, Any]:
+    @together(
+        f"{prefix}.optim",
+        "lr_warmup_steps lr_warmup_steps_ratio lr_scheduler_type warmup_style lr_decay_style min_lr_ratio "
+        "lr_decay_steps total_training_steps",
+    )
+    def schedule(given: Given) -> Mapping[str, Any]:  # pyright: ignore[reportUnusedFunction]
         """Return the warm-up and the decay of the learning rate."""
         section, found = f"{prefix}.optim", dict[str, Any]()
         steps = given.get(f"{section}.lr_warmup_steps", kind=int)
@@ -274,25 +231,35 @@ def _schedule(prefix: str, target: str) -> Translate:
             found[f"{target}.min_lr_share"] = given.get(f"{section}.min_lr_ratio") or 0.0
         return found
 
-    return translate
+    @together(prefix, "ppo_mini_batch_size", "a number of mini-batches")
+    def mini_batches(given: Given) -> Mapping[str, Any]:  # pyright: ignore[reportUnusedFunction]
+        """Return the number of mini-batches per step."""
+        size = given.get(f"{prefix}.ppo_mini_batch_size", kind=Positive)
+        rows = given.own("data.train_batch_size", kind=Positive)
+        return {} if size is None else {f"{target}.ppo_mini_batches": math.ceil(rows / size)}
+
+    @together(
+        prefix,
+        "ppo_micro_batch_size_per_gpu ppo_micro_batch_size ppo_max_token_len_per_gpu use_dynamic_bsz",
+    )
+    def micro_batches(given: Given) -> Mapping[str, Any]:  # pyright: ignore[reportUnusedFunction]
+        """Return the largest number of tokens in a micro-batch."""
+        tokens = given.get(f"{prefix}.ppo_max_token_len_per_gpu", kind=Positive)
+        names = (f"{prefix}.ppo_micro_batch_size_per_gpu", f"{prefix}.ppo_micro_batch_size")
+        rows = given.get(*names, kind=Positive)
+        length: int = sum(given.own(f"rollout.{side}_length", kind=Tokens) for side in ("prompt", "response"))
+        if rows and (tokens is None or given.get(f"{prefix}.use_dynamic_bsz", kind=bool) is False):
+            tokens = rows * length
+        if tokens is None:
+            return {}
+        return {f"{target}.max_tokens_per_micro_batch": min(max(tokens, length), 2**24)}
 
 
-def _grad_clip(prefix: str, target: str) -> Translate:
-    def translate(given: Given) -> Mapping[str, Any]:
-        """Return the maximum norm of the gradient."""
-        norms = [given.get(f"{prefix}.{name}", kind=float) for name in ("optim.clip_grad", "grad_clip")]
-        changed = [norm for norm in norms if norm not in (None, 1.0)]  # 1.0 is the default of both
-        return {f"{target}.grad_clip": changed[0] if changed else 1.0}
-
-    return translate
+_add_update(ACTOR, "actor")
+_add_update("critic", "critic")
 
 
-actor_grad_clip, critic_grad_clip = _grad_clip(ACTOR, "actor"), _grad_clip("critic", "critic")
-actor_mini_batches, critic_mini_batches = _mini_batches(ACTOR, "actor"), _mini_batches("critic", "critic")
-actor_micro_batches, critic_micro_batches = _micro_batches(ACTOR, "actor"), _micro_batches("critic", "critic")
-actor_schedule, critic_schedule = _schedule(ACTOR, "actor"), _schedule("critic", "critic")
-
-
+@together(ACTOR, "clip_ratio clip_ratio_low clip_ratio_high")
 def clip(given: Given) -> Mapping[str, Any]:
     """Return both bounds. Scripts write a lower one of 1 or more, which has no effect."""
     found: dict[str, Any] = {}
@@ -309,18 +276,21 @@ def _penalty(is_used: bool | None, coefficient: Any, target: str) -> Mapping[str
     return {target: 0.0 if is_used is False else 0.001 if coefficient is None else coefficient}
 
 
+@together(ACTOR, "use_kl_loss kl_loss_coef")
 def kl_loss(given: Given) -> Mapping[str, Any]:
     """Return the weight of the KL penalty in the loss."""
     is_used = given.get(f"{ACTOR}.use_kl_loss", kind=bool)
     return _penalty(is_used, given.get(f"{ACTOR}.kl_loss_coef"), "actor.kl_loss_coef")
 
 
+@together("algorithm", "use_kl_in_reward kl_ctrl.kl_coef")
 def kl_reward(given: Given) -> Mapping[str, Any]:
     """Return the weight of the KL penalty in the reward."""
     is_used = given.get("algorithm.use_kl_in_reward", kind=bool)
     return _penalty(is_used, given.get("algorithm.kl_ctrl.kl_coef"), "algorithm.kl_reward_coef")
 
 
+@together(ACTOR, "policy_loss.loss_mode loss_mode")
 def loss(given: Given) -> Mapping[str, Any]:
     """Return the policy loss."""
     name = given.get(f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_mode", kind=str)
@@ -336,6 +306,7 @@ def loss(given: Given) -> Mapping[str, Any]:
     return {"actor.policy_loss": name}
 
 
+@together(ACTOR, "loss_agg_mode loss_scale_factor")
 def aggregation(given: Given) -> Mapping[str, Any]:
     """Return how the losses of tokens are combined."""
     mode, factor = given.get(f"{ACTOR}.loss_agg_mode"), given.get(f"{ACTOR}.loss_scale_factor")
@@ -347,11 +318,6 @@ def aggregation(given: Given) -> Mapping[str, Any]:
 
 # -- algorithm ---------------------------------------------------------------------------------------------------------
 
-CORRECTION_KEYS = (
-    f"{CORRECTION} {ACTOR}.tis_imp_ratio_cap algorithm.rollout_is algorithm.rollout_is_threshold "
-    "algorithm.rollout_is_level algorithm.rollout_is_mode algorithm.rollout_is_threshold_lower "
-    "algorithm.rollout_is_veto_threshold"
-)
 LEVELS = {
     "token": "token",
     "seq_sum": "sequence",
@@ -361,6 +327,13 @@ LEVELS = {
 }
 
 
+@together(CORRECTION, "rollout_is rollout_is_threshold rollout_rs rollout_rs_threshold bypass_mode loss_type")
+@together(ACTOR, "tis_imp_ratio_cap")
+@together(
+    "algorithm",
+    "rollout_correction rollout_is rollout_is_threshold rollout_is_level rollout_is_mode "
+    "rollout_is_threshold_lower rollout_is_veto_threshold",
+)
 def correction(given: Given) -> Mapping[str, Any]:
     """Return the importance sampling between rollout and trainer."""
     weights = given.get(f"{CORRECTION}.rollout_is", "algorithm.rollout_is_level") or None
@@ -413,6 +386,7 @@ def _bounds(given: Given, *keys: str) -> tuple[float | None, float | None]:
     )
 
 
+@together("algorithm", "adv_estimator")
 def estimator(given: Given) -> Mapping[str, Any]:
     """Return the estimator of advantages."""
     name = given.get("algorithm.adv_estimator")
@@ -426,6 +400,7 @@ def estimator(given: Given) -> Mapping[str, Any]:
     return {} if name is None else {"algorithm.adv_estimator": name}
 
 
+@together("algorithm", "gdpo_reward_keys gdpo_reward_weights")
 def gdpo(given: Given) -> Mapping[str, Any]:
     """Return the parts of the reward with their weights."""
     names = given.get("algorithm.gdpo_reward_keys", kind=list[str])
@@ -439,6 +414,7 @@ def gdpo(given: Given) -> Mapping[str, Any]:
     return {"algorithm.reward_parts": dict(zip(names, weights or [1.0] * len(names), strict=True))}
 
 
+@together("algorithm.filter_groups", "enable metric max_num_gen_batches max_inflight_gen_batches")
 def filter_groups(given: Given) -> Mapping[str, Any]:
     """Return the number of refills."""
     if not given.get("algorithm.filter_groups.enable", kind=bool):
@@ -462,6 +438,7 @@ OVERLONG = (
 ManagerName = Literal["naive", "batch", "dapo", "prime", "gdpo", "limited", "rate_limited", "remote"]
 
 
+@together("", " ".join(f"{s}.{name}" for s in REWARD_FUNCTIONS for name in ("path", "name", "reward_kwargs")))
 def reward_function(given: Given) -> Mapping[str, Any]:
     """Return the reward function."""
     for section in REWARD_FUNCTIONS:
@@ -476,6 +453,7 @@ def reward_function(given: Given) -> Mapping[str, Any]:
     return {}
 
 
+@together("", "reward_model.reward_manager reward.reward_manager.name")
 def reward_manager(given: Given) -> Mapping[str, Any]:
     """Return whether the reward function takes a batch."""
     keys = ("reward.reward_manager.name", "reward_model.reward_manager")
@@ -483,6 +461,9 @@ def reward_manager(given: Given) -> Mapping[str, Any]:
     return {} if name is None else {"reward.batch": name == "batch"}
 
 
+@together(
+    "", " ".join(f"{s}.{name}" for s in OVERLONG for name in ("enable", "len", "penalty_factor", "log"))
+)
 def overlong(given: Given) -> Mapping[str, Any]:
     """Return the penalty of long responses."""
     for section in OVERLONG:

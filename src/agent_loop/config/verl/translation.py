@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from agent_loop.config.validation import all_keys
-from agent_loop.config.verl.combined import MISSING, Given, default_settings, value_at
-from agent_loop.config.verl.table import OFF, TABLE, Effect, Only, Row, Values, row_of
+from agent_loop.config.verl.rows import (
+    MISSING,
+    Effect,
+    Given,
+    Only,
+    Row,
+    Translate,
+    Values,
+    default_settings,
+    value_at,
+)
+from agent_loop.config.verl.table import OFF, TABLE, row_of
 from agent_loop.config.whole import Config
 from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import merge_mappings, resolve_interpolation, shown
 
 Status: TypeAlias = Literal["taken over", "not needed", "different", "not supported", "unknown"]
 Path: TypeAlias = tuple[str, ...]
-Function: TypeAlias = Callable[[Given], Mapping[str, Any]]
 
 _OWN_KEYS = frozenset(all_keys(Config))
 
@@ -140,7 +149,7 @@ def _translate(found: Translation, path: Path, value: Any, row: Row | None, *, s
 
 
 def _translate_together(
-    found: Translation, tree: Mapping[str, Any], given: Mapping[Path, int], function: Function
+    found: Translation, tree: Mapping[str, Any], given: Mapping[Path, int], function: Translate
 ) -> None:
     """Translate the keys of a function."""
     paths = [path for path in given if (row := _row(path)) is not None and row.ours is function]
