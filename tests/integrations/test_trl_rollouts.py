@@ -16,8 +16,7 @@ import torch
 from agent_loop.errors import ConfigError, DataError, RolloutError
 from agent_loop.integrations.trl import AgentLoopRollouts
 from agent_loop.integrations.trl.completions import TRAJECTORY_KEY, rollout_output
-from agent_loop.integrations.trl.loop_thread import LoopThread
-from agent_loop.integrations.trl.weights import policy_weights
+from agent_loop.integrations.trl.worker import LoopThread, policy_weights
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from tests.helpers import text_reply, tool_call_reply, user

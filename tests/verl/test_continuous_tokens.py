@@ -14,7 +14,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.integrations.verl.continuous_tokens import ContinuousTokens
+from agent_loop.integrations.verl.loops import ContinuousTokens
 from tests.helpers import call_text, encoded, small_tokenizer
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(240)]

@@ -18,5 +18,5 @@ docs/trl.md describes what TRL decides, what the configuration decides, and how 
 """
 
 from agent_loop.integrations.trl.rollouts import AgentLoopRollouts as AgentLoopRollouts
-from agent_loop.integrations.trl.weights import AgentLoopWeightTransfer as AgentLoopWeightTransfer
 from agent_loop.integrations.trl.worker import AgentLoopRolloutWorker as AgentLoopRolloutWorker
+from agent_loop.integrations.trl.worker import AgentLoopWeightTransfer as AgentLoopWeightTransfer

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from agent_loop.config import Config
-from agent_loop.integrations.trl.argument_checks import check_async_args, check_grpo_trainer
+from agent_loop.config import Config, RolloutConfig
+from agent_loop.errors import ConfigError, DataError
 from agent_loop.integrations.trl.completions import agent_loop_reward, rollout_output
-from agent_loop.integrations.trl.loop_thread import LoopThread
-from agent_loop.integrations.trl.row_store import RowStore
-from agent_loop.integrations.trl.weights import policy_weights
-from agent_loop.integrations.trl.worker import AgentLoopRolloutWorker
+from agent_loop.integrations.trl.worker import AgentLoopRolloutWorker, LoopThread, policy_weights
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import RowSampler, load_rows, prepare_rows
-from agent_loop.types import Row
+from agent_loop.types import Message, Row
 
 
 class AgentLoopRollouts:
@@ -148,3 +146,129 @@ class AgentLoopRollouts:
         if rows is None:
             return load_rows(data.train_files, prompt_key=data.prompt_key, workspace=data.workspace)
         return prepare_rows(rows, prompt_key=data.prompt_key)
+
+
+def check_grpo_trainer(trainer: Any, *, config: RolloutConfig) -> None:
+    """Check that a `GRPOTrainer` trains on exactly what the servers sample.
+
+    Raises:
+        ConfigError: The trainer has its own tools, environments or vLLM, several processes, or other limits.
+    """
+    if trainer.tools or trainer.environment_factories is not None:
+        raise ConfigError(
+            "GRPOTrainer has tools= or environment_factory=, which it would run in addition to the agent loop; "
+            "remove them and name them in rollout.multi_turn.tools or rollout.multi_turn.environments"
+        )
+    if trainer.args.use_vllm:
+        raise ConfigError(
+            "GRPOConfig.use_vllm is True, but the servers of the configuration sample; set use_vllm=False, and "
+            "rollout.engine=vllm to sample with vLLM"
+        )
+    if trainer.accelerator.num_processes > 1:
+        raise ConfigError(
+            f"GRPOTrainer runs in {trainer.accelerator.num_processes} processes, each of which would start its own "
+            "servers; run it in one process, or train with agent-loop train"
+        )
+    _check_sampling(trainer.args, config=config)
+
+
+def check_async_args(args: Any, *, config: RolloutConfig) -> None:
+    """Check that the arguments of an `AsyncGRPOTrainer` agree with the configuration.
+
+    Raises:
+        ConfigError: The arguments have other limits, another temperature, or several processes.
+    """
+    if args.distributed_state is not None and args.distributed_state.num_processes > 1:
+        raise ConfigError(
+            f"AsyncGRPOConfig is for {args.distributed_state.num_processes} processes, each of which would create a "
+            "worker; run it in one process, or train with agent-loop train"
+        )
+    _check_sampling(args, config=config)
+
+
+def _check_sampling(args: Any, *, config: RolloutConfig) -> None:
+    name = type(args).__name__
+    if args.temperature != config.temperature:
+        raise ConfigError(
+            f"{name}.temperature is {args.temperature} but rollout.temperature is {config.temperature}, so the trainer "
+            "would compute log-probs of another policy than the sampling one; make them equal"
+        )
+    if args.max_completion_length < config.response_length:
+        raise ConfigError(
+            f"{name}.max_completion_length is {args.max_completion_length}, below rollout.response_length "
+            f"{config.response_length}; raise the first or lower the second"
+        )
+
+
+ROW_KEY = "agent_loop_row"
+"""Key in each message of a TRL prompt that holds the number of the row."""
+
+
+class RowStore:
+    """Store of unchanged rows, whose numbers are carried by the prompts for TRL."""
+
+    def __init__(self) -> None:
+        self._rows: list[Row] = []
+
+    def dataset(self, rows: Sequence[Row]) -> Any:
+        """Return a `datasets.Dataset` with one column, `prompt`, whose messages hold the number of their row.
+
+        Args:
+            rows: Rows with `raw_prompt`. TRL sees role and text of its messages, for its logs and for reward models.
+
+        Raises:
+            ConfigError: TRL is not installed.
+        """
+        try:
+            from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
+        except ImportError as error:
+            raise ConfigError('agent_loop.integrations.trl needs: pip install "agent-loop[trl]"') from error
+        first = len(self._rows)
+        self._rows.extend(rows)
+        prompts = [
+            [_with_row_number(message, number=number) for message in row["raw_prompt"]]
+            for number, row in enumerate(rows, start=first)
+        ]
+        return cast(Any, Dataset).from_dict({"prompt": prompts})
+
+    def rows_of(self, prompts: Sequence[Any]) -> tuple[list[Row], int]:
+        """Return the rows of prompts, and the number of samples per row.
+
+        Returns:
+            Each row once and the group size if every row is repeated equally often, as TRL does. Otherwise one row per
+            prompt and 1. In both cases the order of the samples is the order of the prompts.
+
+        Raises:
+            DataError: A prompt is not from a data set of `dataset`.
+        """
+        numbers = [self._number_of(prompt) for prompt in prompts]
+        runs = [(number, len(list(run))) for number, run in groupby(numbers)]
+        sizes = {size for _, size in runs}
+        if len(sizes) == 1:
+            return [self._rows[number] for number, _ in runs], sizes.pop()
+        return [self._rows[number] for number in numbers], 1
+
+    def _number_of(self, prompt: Any) -> int:
+        messages = cast(list[Any], prompt) if isinstance(prompt, list) else []
+        first = cast(dict[str, Any], messages[0]) if messages and isinstance(messages[0], dict) else {}
+        number = first.get(ROW_KEY)
+        if not isinstance(number, int) or not 0 <= number < len(self._rows):
+            raise DataError(
+                f"a prompt has {ROW_KEY}={number!r}, which is not a row of these rollouts; pass "
+                "train_dataset=rollouts.dataset(rows) to the trainer, and eval_dataset likewise"
+            )
+        return number
+
+
+def _with_row_number(message: Message, *, number: int) -> dict[str, Any]:
+    return {"role": message["role"], "content": _text(message.get("content")), ROW_KEY: number}
+
+
+def _text(content: Any) -> str:
+    if not isinstance(content, list):
+        return str(content or "")
+    parts = [
+        cast(dict[str, Any], part) if isinstance(part, dict) else {"text": part}
+        for part in cast(list[Any], content)
+    ]
+    return "".join(str(part.get("text") or "") for part in parts)

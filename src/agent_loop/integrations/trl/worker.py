@@ -1,25 +1,26 @@
-"""Rollout worker for TRL's `AsyncGRPOTrainer`, which samples groups of trajectories ahead of training."""
+"""Worker that produces samples for TRL's asynchronous trainer, the transfer of weights, and the event loop of both."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import queue
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from functools import partial
 from itertools import count
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from agent_loop.errors import RolloutError
+from agent_loop.errors import ConfigError, RolloutError
 from agent_loop.integrations.trl.completions import rollout_samples
-from agent_loop.integrations.trl.loop_thread import LoopThread
-from agent_loop.integrations.trl.weights import AgentLoopWeightTransfer
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import RowSampler
 from agent_loop.runtime.concurrency import run_until
+from agent_loop.training.adapters import merged_parameters
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 
@@ -170,3 +171,127 @@ def _root_cause(error: BaseException | None) -> BaseException | None:
     while isinstance(error, BaseExceptionGroup):
         error = cast(BaseExceptionGroup[BaseException], error).exceptions[0]
     return error
+
+
+Publish = Callable[[list[tuple[str, Tensor]]], None]
+
+
+def policy_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Return all weights of a model that TRL trains, with LoRA adapters merged and under the names of the servers.
+
+    Raises:
+        ConfigError: The model has adapters other than plain LoRA.
+    """
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        extras = [key for key in ("use_dora", "modules_to_save") if getattr(adapter, key, None)]
+        if str(adapter.peft_type).rpartition(".")[2] != "LORA" or extras:
+            raise ConfigError(
+                f"the adapter {name!r} is {type(adapter).__name__} with {', '.join(extras) or 'no extras'}, which "
+                "cannot be merged for the servers; use a LoraConfig without use_dora and modules_to_save"
+            )
+    return merged_parameters(model.get_base_model() if hasattr(model, "get_base_model") else model)
+
+
+class AgentLoopWeightTransfer:
+    """Implementation of TRL's `WeightTransferProtocol` that publishes weights to the servers.
+
+    Servers load new weights between two engine steps while requests are in flight. So `init_weight_transfer`, `pause`,
+    `resume` and `destroy` do nothing.
+    """
+
+    def __init__(self, publish: Publish) -> None:
+        self._publish = publish
+
+    def init_weight_transfer(self) -> None:
+        """Do nothing: no setup is needed."""
+
+    def pause(self) -> None:
+        """Do nothing: servers load weights while requests are in flight."""
+
+    def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
+        """Publish the weights as the next version.
+
+        Raises:
+            WeightsError: The weights do not fit the servers' model; nothing was changed.
+        """
+        self._publish(list(iterator))
+
+    def resume(self) -> None:
+        """Do nothing: `pause` does not pause."""
+
+    def destroy(self) -> None:
+        """Do nothing: no resources are held."""
+
+
+ResultT = TypeVar("ResultT")
+CANCEL_TIMEOUT_S = 60.0
+"""Seconds that an interrupted coroutine has to clean up."""
+POLL_INTERVAL_S = 0.5
+"""Longest wait in one go. A signal that arrives just before a wait is handled only after the wait."""
+
+
+class LoopThread:
+    """Event loop that runs coroutines for other threads until it is closed. Single use."""
+
+    def __init__(self, name: str) -> None:
+        self._loop_made: Future[asyncio.AbstractEventLoop] = Future()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run_until_closed()), name=name, daemon=True
+        )
+        self._thread.start()
+        self._loop = self._loop_made.result()
+
+    def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run a coroutine and return its result. Ctrl-C cancels the coroutine and is raised once it has ended."""
+        future: Future[ResultT] = Future()
+        tasks: list[asyncio.Task[ResultT]] = []
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(call))
+            tasks[0].add_done_callback(partial(_copy_result, to=future))
+
+        def end() -> None:
+            for task in tasks:
+                task.cancel()
+            if not tasks:
+                call.close()
+                future.set_exception(CancelledError())
+
+        try:
+            self._loop.call_soon_threadsafe(begin)
+            while not future.done():
+                wait([future], timeout=POLL_INTERVAL_S)
+        except BaseException:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(end)  # runs after `begin`
+                wait([future], timeout=CANCEL_TIMEOUT_S)
+            raise
+        return future.result()
+
+    def start(self, call: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        """Start a coroutine and return a future of its result."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Schedule a call of a function in the event loop. Do nothing if the loop is closed."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function)
+
+    def close(self) -> None:
+        """Cancel running coroutines, and wait for the thread to end."""
+        self.call_soon(self._closing.set)
+        self._thread.join()
+
+    async def _run_until_closed(self) -> None:
+        self._loop_made.set_result(asyncio.get_running_loop())
+        await self._closing.wait()
+
+
+def _copy_result(task: asyncio.Task[ResultT], *, to: Future[ResultT]) -> None:
+    if task.cancelled():
+        to.set_exception(CancelledError())
+    elif (error := task.exception()) is not None:
+        to.set_exception(error)
+    else:
+        to.set_result(task.result())

@@ -7,20 +7,15 @@ from agent_loop.integrations.verl import AgentLoopBase, AgentLoopOutput, registe
 docs/from-verl.md lists the counterparts of verl's names, and the differences.
 """
 
-from agent_loop.integrations.verl.gpt_oss import (
-    add_generation_prompt_for_gpt_oss as add_generation_prompt_for_gpt_oss,
-)
-from agent_loop.integrations.verl.gpt_oss import (
-    build_gpt_oss_tool_response_text as build_gpt_oss_tool_response_text,
-)
-from agent_loop.integrations.verl.gpt_oss import (
-    format_gpt_oss_tool_response_manually as format_gpt_oss_tool_response_manually,
-)
 from agent_loop.integrations.verl.gsm8k import Gsm8kInteraction as Gsm8kInteraction
 from agent_loop.integrations.verl.gsm8k import Gsm8kTool as Gsm8kTool
+from agent_loop.integrations.verl.loops import AgentData as AgentData
 from agent_loop.integrations.verl.loops import AgentLoopBase as AgentLoopBase
 from agent_loop.integrations.verl.loops import AgentLoopOutput as AgentLoopOutput
+from agent_loop.integrations.verl.loops import AsyncPartialToolAgentLoop as AsyncPartialToolAgentLoop
 from agent_loop.integrations.verl.loops import LLMServerClient as LLMServerClient
+from agent_loop.integrations.verl.loops import SingleTurnAgentLoop as SingleTurnAgentLoop
+from agent_loop.integrations.verl.loops import ToolAgentLoop as ToolAgentLoop
 from agent_loop.integrations.verl.names import RolloutTraceConfig as RolloutTraceConfig
 from agent_loop.integrations.verl.names import async_server_class as async_server_class
 from agent_loop.integrations.verl.names import get_trajectory_info as get_trajectory_info
@@ -32,12 +27,17 @@ from agent_loop.integrations.verl.names import simple_timer as simple_timer
 from agent_loop.integrations.verl.parsing import FunctionCall as FunctionCall
 from agent_loop.integrations.verl.parsing import HermesToolParser as HermesToolParser
 from agent_loop.integrations.verl.parsing import ToolParser as ToolParser
+from agent_loop.integrations.verl.parsing import (
+    add_generation_prompt_for_gpt_oss as add_generation_prompt_for_gpt_oss,
+)
+from agent_loop.integrations.verl.parsing import (
+    build_gpt_oss_tool_response_text as build_gpt_oss_tool_response_text,
+)
+from agent_loop.integrations.verl.parsing import (
+    format_gpt_oss_tool_response_manually as format_gpt_oss_tool_response_manually,
+)
 from agent_loop.integrations.verl.rules import default_compute_score as default_compute_score
 from agent_loop.integrations.verl.servers import AsyncServerBase as AsyncServerBase
-from agent_loop.integrations.verl.shipped_loops import AgentData as AgentData
-from agent_loop.integrations.verl.shipped_loops import AsyncPartialToolAgentLoop as AsyncPartialToolAgentLoop
-from agent_loop.integrations.verl.shipped_loops import SingleTurnAgentLoop as SingleTurnAgentLoop
-from agent_loop.integrations.verl.shipped_loops import ToolAgentLoop as ToolAgentLoop
 from agent_loop.integrations.verl.tools import BaseTool as BaseTool
 from agent_loop.integrations.verl.tools import (
     OpenAIFunctionParametersSchema as OpenAIFunctionParametersSchema,

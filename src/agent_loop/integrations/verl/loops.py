@@ -1,27 +1,143 @@
-"""Base class of agent loops with verl's constructor, configuration, tokenizer and server client."""
+"""Agent loops with verl's constructor, configuration, tokenizer and client: a base class, and the shipped loops."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, TypeAlias, cast
 
 from omegaconf import DictConfig
 
 from agent_loop import trajectory
+from agent_loop.chat.sources import split_media
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import EpisodeError, did_you_mean
 from agent_loop.integrations.verl.configuration import verl_config
-from agent_loop.integrations.verl.continuous_tokens import USE_EPISODE, ContinuousTokens
 from agent_loop.integrations.verl.parsing import CallsOnlyToolParser, ToolParser
-from agent_loop.loops import base
+from agent_loop.loops import agent_data, base, single_turn, tool_agent
+from agent_loop.loops.partial import AsyncPartialToolAgentLoop as PartialToolAgentLoop
 from agent_loop.servers.completion_memory import RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.trajectory import AgentLoopMetrics
-from agent_loop.types import TokenIds, TokenOutput
+from agent_loop.types import Message, TokenIds, TokenOutput
+
+USE_EPISODE = "use self.episode(messages), which takes images and videos"
+
+
+@dataclass(frozen=True, slots=True)
+class MergeResult:
+    """Tokens after a merge, with verl's attributes."""
+
+    token_ids: list[int]
+    """The prompt and everything after it."""
+    appended_token_count: int
+    kind: Literal["assistant", "context"]
+    inserted_token_ids: tuple[int, ...] = ()
+    """Empty: the tokens that close a turn count as appended."""
+    removed_prefix_token_count: int = 0
+
+
+Merged: TypeAlias = tuple[MergeResult, list[int], list[float] | None]
+"""The tokens, the response mask and the log-probs after a merge."""
+
+
+class ContinuousTokens:
+    """Methods of verl's `AgentLoopBase` for tokens and media."""
+
+    template: ChatTemplate
+    rollout_config: Any
+
+    async def process_multi_modal_info(self, messages: list[Message]) -> dict[str, Any]:
+        """Return no media.
+
+        Raises:
+            EpisodeError: The messages contain images or videos, which only `AgentLoopBase.episode` supports.
+        """
+        _, media = split_media(messages)
+        if media:
+            raise EpisodeError(f"messages contain images or videos; {USE_EPISODE}")
+        return {}
+
+    async def process_vision_info(self, messages: list[Message]) -> dict[str, Any]:
+        """Return no media, as `process_multi_modal_info`, whose earlier name this is."""
+        return await self.process_multi_modal_info(messages)
+
+    async def ct_build_initial_tokens(
+        self, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None = None, **media: Any
+    ) -> list[int]:
+        """Return the first prompt. A prompt that is too long loses its beginning, as in verl.
+
+        Raises:
+            EpisodeError: Images, videos or audio were passed, which only `AgentLoopBase.episode` supports.
+            ChatTemplateError: The template refuses the messages.
+        """
+        given = [name for name, value in media.items() if value and name != "mm_inputs_out"]
+        if given:
+            raise EpisodeError(f"ct_build_initial_tokens got {given[0]}; {USE_EPISODE}")
+        encoded = self.template.open_encoded(messages, tools=tools or ())
+        return encoded.token_ids.tolist()[-self.rollout_config.prompt_length :]
+
+    async def ct_merge_context_msg(
+        self,
+        previous_messages: list[Message],
+        updated_messages: list[Message],
+        runtime_token_ids: list[int],
+        response_mask: list[int],
+        response_logprobs: list[float] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Merged:
+        """Append messages of tools or users, and the prompt of the next turn, with a mask of 0.
+
+        Raises:
+            EpisodeError: The updated messages do not begin with the previous ones.
+            ChatTemplateError: The template refuses the messages.
+        """
+        if updated_messages[: len(previous_messages)] != previous_messages:
+            raise EpisodeError(
+                "messages before the new ones changed; ct_merge_context_msg can only append messages"
+            )
+        new = updated_messages[len(previous_messages) :]
+        appended: list[int] = []
+        if new:
+            last = runtime_token_ids[-1] if runtime_token_ids else None
+            appended = self.template.bridge_encoded(new, last_token_id=last).token_ids.tolist()
+        return (
+            MergeResult([*runtime_token_ids, *appended], len(appended), "context"),
+            [*response_mask, *[0] * len(appended)],
+            None if response_logprobs is None else [*response_logprobs, *[0.0] * len(appended)],
+        )
+
+    async def ct_merge_assistant_token(
+        self,
+        runtime_token_ids: list[int],
+        assistant_token_ids: list[int],
+        response_mask: list[int],
+        response_logprobs: list[float] | None = None,
+        assistant_logprobs: list[float] | None = None,
+    ) -> Merged:
+        """Append a completion, with a mask of 1.
+
+        Raises:
+            EpisodeError: The number of log-probs differs from that of the tokens.
+        """
+        logprobs: list[float] | None = None
+        if response_logprobs is not None:
+            new = list(assistant_logprobs or ())
+            if len(new) != len(assistant_token_ids):
+                raise EpisodeError(
+                    f"assistant_logprobs has {len(new)} values for {len(assistant_token_ids)} tokens; pass those of "
+                    "the completion"
+                )
+            logprobs = [*response_logprobs, *new]
+        return (
+            MergeResult([*runtime_token_ids, *assistant_token_ids], len(assistant_token_ids), "assistant"),
+            [*response_mask, *[1] * len(assistant_token_ids)],
+            logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,3 +294,31 @@ async def _run_with_messages(
 ) -> Any:
     """Call the `run(messages, sampling_params)` of verl's first versions."""
     return await run(messages=list(row["raw_prompt"]), sampling_params=sampling_params)
+
+
+class AgentData(agent_data.AgentData):
+    """`agent_loop.loops.agent_data.AgentData` with verl's token lists."""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """All tokens so far: the prompt of the next completion."""
+        return [*super().prompt_ids, *super().response_ids]
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Tokens of the last completion."""
+        return [] if self.completion is None else list(self.completion.token_ids)
+
+
+class SingleTurnAgentLoop(AgentLoopBase, single_turn.SingleTurnAgentLoop):
+    """`agent_loop.SingleTurnAgentLoop` with verl's constructor."""
+
+
+class ToolAgentLoop(AgentLoopBase, tool_agent.ToolAgentLoop):
+    """`agent_loop.ToolAgentLoop` with verl's constructor and `AgentData`."""
+
+    agent_data_class = AgentData
+
+
+class AsyncPartialToolAgentLoop(ToolAgentLoop, PartialToolAgentLoop):
+    """`agent_loop.AsyncPartialToolAgentLoop` with verl's constructor."""

@@ -1,10 +1,10 @@
-"""Tool parsers with verl's interface."""
+"""Tool parsers with verl's interface, and texts of tool replies in the format of gpt-oss."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -95,3 +95,25 @@ class CallsOnlyToolParser:
         """Return the well-formed calls."""
         _, calls = await self._parser.extract_tool_calls(responses_ids)
         return calls
+
+
+def format_gpt_oss_tool_response_manually(tool_response: str, tool_call_name: str) -> str:
+    """Return the message of a tool's reply to the assistant."""
+    header = f"<|start|>functions.{tool_call_name} to=assistant<|channel|>commentary<|message|>"
+    return f"{header}{tool_response}<|end|>"
+
+
+def add_generation_prompt_for_gpt_oss(message_content: str) -> str:
+    """Return the text with the beginning of an assistant message after it."""
+    return f"{message_content}<|start|>assistant"
+
+
+def build_gpt_oss_tool_response_text(
+    messages: Sequence[Mapping[str, Any]], tool_call_names: Sequence[str]
+) -> str:
+    """Return the messages of several replies, and the beginning of an assistant message."""
+    replies = [
+        format_gpt_oss_tool_response_manually(str(message["content"]), name)
+        for message, name in zip(messages, tool_call_names, strict=True)
+    ]
+    return add_generation_prompt_for_gpt_oss("".join(replies))

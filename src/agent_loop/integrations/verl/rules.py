@@ -5,12 +5,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+import functools
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
 
 from agent_loop.errors import RewardError, did_you_mean
-from agent_loop.integrations.verl.code_tests import score_code
 from agent_loop.rewards import rules
+from agent_loop.runtime.threads import run_in_thread
+from agent_loop.tools.sandbox.host import SandboxHost
+from agent_loop.tools.sandbox.sandbox import Sandbox
+from agent_loop.tools.sandbox.settings import SandboxSettings
+
+NUM_TESTS_OF_WRONG = 10
+"""Tests that count for a program that fails one."""
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_PROGRAM = """
+import io, sys
+sys.stdin = io.StringIO({stdin!r})
+try:
+    exec(compile({code!r}, "solution.py", "exec"), {{"__name__": "__main__"}})
+except SystemExit:
+    pass
+"""
+_FUNCTION = """
+import json
+namespace = {{"__name__": "solution"}}
+exec(compile({code!r}, "solution.py", "exec"), namespace)
+function = namespace.get({name!r}) or getattr(namespace["Solution"](), {name!r})
+print()
+print(json.dumps(function(*json.loads({arguments!r}))))
+"""
+
+
+async def score_code(solution_str: str, ground_truth: Any) -> float:
+    """Return the share of tests that the last block of code passes.
+
+    A program that fails a test is scored on the first tests alone.
+
+    Args:
+        solution_str: Text with a Markdown block of code, or the code itself.
+        ground_truth: Mapping or JSON with `inputs` and `outputs`: standard input and output of each test, or with
+            `fn_name` the arguments and the result of each call.
+
+    Raises:
+        RewardError: The tests have another form.
+        SandboxError: The sandbox cannot be started.
+    """
+    inputs, outputs, name = _tests(ground_truth)
+    blocks = _BLOCK.findall(solution_str)
+    code = str(blocks[-1]) if blocks else solution_str
+    host = await run_in_thread(_host)
+    sandbox = await host.open()
+    passed: list[bool] = []
+    try:
+        for given, expected in zip(inputs, outputs, strict=True):
+            if len(passed) >= NUM_TESTS_OF_WRONG and not all(passed):
+                break
+            passed.append(await _passes(sandbox, code, given, expected, name=name))
+    finally:
+        await sandbox.close()
+    return sum(passed) / len(passed)
+
+
+@functools.cache
+def _host() -> SandboxHost:
+    return SandboxHost(SandboxSettings(time_limit_s=10.0, output_limit_bytes=2_000_000))
+
+
+def _tests(ground_truth: Any) -> tuple[Sequence[Any], Sequence[Any], str | None]:
+    try:
+        tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        inputs, outputs = (list(cast(Sequence[Any], tests[key])) for key in ("inputs", "outputs"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RewardError(
+            "the ground truth of code has no `inputs` and `outputs`; give a list of each"
+        ) from error
+    if not inputs or len(inputs) != len(outputs):
+        raise RewardError(
+            f"the ground truth of code has {len(inputs)} inputs and {len(outputs)} outputs; give as many"
+        )
+    return inputs, outputs, cast(Mapping[str, Any], tests).get("fn_name")
+
+
+async def _passes(sandbox: Sandbox, code: str, given: Any, expected: Any, *, name: str | None) -> bool:
+    if name is None:
+        result = await sandbox.run(_PROGRAM.format(code=code, stdin=_joined(given)))
+        return result.ending == "done" and _lines(result.output) == _lines(_joined(expected))
+    arguments = given if isinstance(given, str) else json.dumps(given)
+    result = await sandbox.run(_FUNCTION.format(code=code, name=name, arguments=arguments))
+    printed = result.output.strip().rpartition("\n")[2]
+    try:
+        value: Any = json.loads(printed)
+    except ValueError:
+        return False
+    return result.ending == "done" and expected in (value, [value])
+
+
+def _joined(value: Any) -> str:
+    return "\n".join(map(str, cast(Sequence[Any], value))) if isinstance(value, list | tuple) else str(value)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
 
 Rule = Callable[[str, Any], "float | dict[str, Any] | Awaitable[float]"]
 

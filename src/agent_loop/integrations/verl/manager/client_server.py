@@ -7,8 +7,8 @@ from typing import Any
 from uuid import uuid4
 
 from agent_loop.errors import BadServerReply
-from agent_loop.integrations.verl.manager.record import GREEDY, current_record
-from agent_loop.integrations.verl.manager.verl_package import load_verl
+from agent_loop.integrations.verl.manager.rows import GREEDY, current_record
+from agent_loop.integrations.verl.manager.settings import load_verl
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenOutput

@@ -12,9 +12,8 @@ from omegaconf import DictConfig
 
 from agent_loop.distributed.ray_module import load_ray
 from agent_loop.integrations.verl.manager.batch import joined
-from agent_loop.integrations.verl.manager.settings import read_settings
+from agent_loop.integrations.verl.manager.settings import load_verl, read_settings
 from agent_loop.integrations.verl.manager.stored import RunFolder, batch_name
-from agent_loop.integrations.verl.manager.verl_package import load_verl
 from agent_loop.integrations.verl.manager.worker import VerlRolloutWorker
 
 # verl's decorators: `auto_await` lets trainers await the method or not, and `SkipManager` replays stored rollouts.

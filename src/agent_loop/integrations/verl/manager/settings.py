@@ -1,8 +1,10 @@
-"""Settings of this package from the configuration of a verl run."""
+"""Settings of this package from the configuration of a verl run, and the import of verl, which is not a dependency."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from agent_loop.config import Config
 from agent_loop.config.validation import parse_section
+from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import merge_mappings
 
 TRACE_NAMES = ("project_name", "experiment_name")
@@ -71,3 +74,19 @@ def _rollout_settings(rollout: Any) -> dict[str, Any]:
             "format": turns.format,
         },
     }
+
+
+@cache
+def load_verl(reference: str) -> Any:
+    """Return an object of verl or of TransferQueue, given as `module:name`.
+
+    Raises:
+        ConfigError: The package is not installed, or has another version.
+    """
+    module, _, name = reference.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{reference} cannot be imported: {error}; VerlAgentLoopManager runs in verl's trainer and needs verl 0.9.1"
+        ) from error

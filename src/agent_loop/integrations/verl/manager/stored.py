@@ -14,7 +14,7 @@ from msgspec import structs
 from omegaconf import DictConfig, OmegaConf
 
 from agent_loop.config import Config
-from agent_loop.integrations.verl.manager.record import RECORD, VerlRecord
+from agent_loop.integrations.verl.manager.rows import RECORD, VerlRecord
 from agent_loop.integrations.verl.manager.settings import run_dir_of
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.threads import run_in_thread

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agent_loop.files.plain_values import read_yaml
-from agent_loop.integrations.verl.manager.record import current_record
-from agent_loop.integrations.verl.manager.verl_package import load_verl
+from agent_loop.integrations.verl.manager.rows import current_record
+from agent_loop.integrations.verl.manager.settings import load_verl
 from agent_loop.integrations.verl.tools import LoadedTool
 from agent_loop.loading import load_object
 from agent_loop.tools import base

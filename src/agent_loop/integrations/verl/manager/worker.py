@@ -14,16 +14,23 @@ from omegaconf import DictConfig
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import AgentLoopError, ChatTemplateError, ConfigError, DataError, RolloutError
 from agent_loop.integrations.verl.manager import batch as columns
+from agent_loop.integrations.verl.manager.batch import QueueEntry, QueueWriter, trajectory_entry
 from agent_loop.integrations.verl.manager.client_server import VerlClientServer
-from agent_loop.integrations.verl.manager.loops import LoopFromVerl, outputs_in_verls_form
-from agent_loop.integrations.verl.manager.queue_writer import QueueEntry, QueueWriter, trajectory_entry
-from agent_loop.integrations.verl.manager.record import RECORD, VerlRecord
-from agent_loop.integrations.verl.manager.rows import KnownNames, make_row, read_batch, read_tensordict
-from agent_loop.integrations.verl.manager.scoring import VerlParts, positions_of
-from agent_loop.integrations.verl.manager.settings import read_settings, run_dir_of
+from agent_loop.integrations.verl.manager.rows import (
+    RECORD,
+    KnownNames,
+    LoopFromVerl,
+    VerlParts,
+    VerlRecord,
+    make_row,
+    outputs_in_verls_form,
+    positions_of,
+    read_batch,
+    read_tensordict,
+)
+from agent_loop.integrations.verl.manager.settings import load_verl, read_settings, run_dir_of
 from agent_loop.integrations.verl.manager.stored import BatchName, TrajectoryFiles, batch_name
 from agent_loop.integrations.verl.manager.tools import load_tools
-from agent_loop.integrations.verl.manager.verl_package import load_verl
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.tracing.tracer import with_trace_names
 from agent_loop.trajectory import Trajectory
