@@ -76,7 +76,7 @@ async def roll_out(rollouts: ScriptedRollouts, trace: TraceConfig) -> Cost:
         await manager.run(rollouts.rows, label="step=1")
         wall = time.perf_counter() - wall
     process, thread = time.process_time() - process, time.thread_time() - thread
-    return Cost(thread, wall, process, sum(manager.telemetry.tracing.num_dropped().values()))
+    return Cost(thread, wall, process, sum(manager.tracing.num_dropped().values()))
 
 
 async def compare(

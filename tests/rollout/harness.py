@@ -16,7 +16,7 @@ from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.jobs import Job
-from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
+from agent_loop.rollout.monitor import TrajectoryMonitor
 from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import Script, ScriptedServer

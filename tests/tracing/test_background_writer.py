@@ -157,7 +157,7 @@ def test_a_hung_writer_does_not_affect_the_rollout(writer: Callable[[Notebook], 
             trajectories = await manager.run([{"raw_prompt": user("hello")}], n=20)
             seconds.append(time.monotonic() - started)
             assert len(trajectories) == 20
-            [background_writer] = manager.telemetry.tracing.background_writers
+            [background_writer] = manager.tracing.background_writers
         assert background_writer.num_dropped == 20
 
     asyncio.run(main())

@@ -157,7 +157,7 @@ def test_a_server_killed_during_the_run_loses_only_traces(
             began = time.monotonic()
             after = await manager.run(rows, n=20, label="step=2")
             seconds = time.monotonic() - began
-        return len(before) + len(after), seconds, manager.telemetry.tracing.num_dropped()["mlflow"]
+        return len(before) + len(after), seconds, manager.tracing.num_dropped()["mlflow"]
 
     count, seconds, num_dropped = asyncio.run(main())
     assert count == 23

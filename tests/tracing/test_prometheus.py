@@ -21,8 +21,8 @@ assert ToolError
 
 async def scraped(manager: AgentLoopManager) -> dict[str, float]:
     """Return the samples by name and labels."""
-    assert manager.telemetry.metrics is not None
-    url = f"http://127.0.0.1:{manager.telemetry.metrics.port}/metrics"
+    assert manager.metrics is not None
+    url = f"http://127.0.0.1:{manager.metrics.port}/metrics"
 
     def read() -> str:
         with urllib.request.urlopen(url, timeout=10) as answer:
@@ -126,7 +126,7 @@ def test_traces_that_were_not_written_are_counted() -> None:
         trace = TraceConfig(backend="file", path="/dev/full")
         async with manager_of(ScriptedServer(ADDS), trace=trace) as manager:
             await manager.run(ROWS, n=2)
-            await asyncio.to_thread(manager.telemetry.tracing.close)
+            await asyncio.to_thread(manager.tracing.close)
             samples = await scraped(manager)
         assert samples["agent_loop_traces_dropped_total{writer=file}"] == 2
 
@@ -136,8 +136,8 @@ def test_traces_that_were_not_written_are_counted() -> None:
 def test_the_error_for_a_taken_port_names_its_setting() -> None:
     async def main() -> None:
         async with manager_of(ScriptedServer(ADDS)) as manager:
-            assert manager.telemetry.metrics is not None
-            config = settings(TraceConfig(), metrics_port=manager.telemetry.metrics.port)
+            assert manager.metrics is not None
+            config = settings(TraceConfig(), metrics_port=manager.metrics.port)
             other = AgentLoopManager(config, servers=[ScriptedServer(ADDS)], template=hermes_template())
             with pytest.raises(ConfigError, match=r"rollout\.metrics_port is"):
                 await other.start()

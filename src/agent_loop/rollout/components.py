@@ -16,7 +16,7 @@ from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rewards.combined import load_rewards
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction, load_batch_reward, load_reward
 from agent_loop.rollout.gate import AdaptiveGate, AdmissionGate
-from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
+from agent_loop.rollout.monitor import TrajectoryMonitor
 from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.manager import AsyncLLMServerManager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.chat.verify import require_template
 from agent_loop.config import Config, RolloutConfig
+from agent_loop.loading import import_extra
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.planning.devices import assign, visible_devices
@@ -30,15 +31,15 @@ from agent_loop.rollout.journal.step import StepJournal
 from agent_loop.rollout.row_checks import RowChecks
 from agent_loop.rollout.server_sleep import SleepingServers
 from agent_loop.rollout.stages import RunStages
-from agent_loop.rollout.telemetry import Telemetry
 from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.rollout.workers import LocalWorkers, Workers
 from agent_loop.runtime.concurrency import run_shielded, running_in_background
 from agent_loop.runtime.garbage_collection import infrequent_collections
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import AsyncServerBase, refuse_sampling_params
 from agent_loop.servers.factory import create_servers
 from agent_loop.tools.base import BaseTool
-from agent_loop.tracing.tracer import with_trace_names
+from agent_loop.tracing.tracer import Tracer, with_trace_names
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row, SamplingParams
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     import torch
 
     from agent_loop.rollout.batch import RolloutBatch
+    from agent_loop.rollout.prometheus_metrics import RolloutMetrics
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -91,9 +93,8 @@ class AgentLoopManager:
         self._workers = workers or LocalWorkers(
             _make_local_workers(config, context=context, loops=loops, reward=reward)
         )
-        self.telemetry = Telemetry(
-            config, template=template, pool=self.server_manager.pool, workers=self._workers
-        )
+        self.tracing = Tracer(config, template=template)
+        self.metrics = None if config.metrics_port is None else self._make_metrics()
         self._row_checks = RowChecks(context, loops=loops, default_agent_loop=config.default_agent_loop)
         self._jobs = JobFactory(config)
         self._is_colocated = settings is not None and settings.placement.colocated is not None
@@ -101,7 +102,7 @@ class AgentLoopManager:
         self._stages = RunStages(
             self._workers,
             servers=self._servers,
-            telemetry=self.telemetry,
+            metrics=self.metrics,
             batch_reward=reward if isinstance(reward, BatchRewardFunction) else None,
             max_failed_share=config.max_failed_share,
             retries=config.retries,
@@ -197,9 +198,7 @@ class AgentLoopManager:
         jobs = self._jobs.make(
             rows, n=n, validate=validate, label=label, greedy=greedy, is_resumed=bool(earlier)
         )
-        trace = self.telemetry.tracing.trace_callback(
-            rows, label=label, validate=validate, then=on_trajectory
-        )
+        trace = self.tracing.trace_callback(rows, label=label, validate=validate, then=on_trajectory)
         return await self._stages.run(
             jobs, on_trajectory=trace, num_groups=num_groups, journal=journal, earlier=earlier
         )
@@ -231,7 +230,7 @@ class AgentLoopManager:
             JournalError: The journal cannot be written.
         """
         rows = [fork.trajectory.row for fork in forks]
-        trace = self.telemetry.tracing.trace_callback(rows, label=label, validate=False, then=on_trajectory)
+        trace = self.tracing.trace_callback(rows, label=label, validate=False, then=on_trajectory)
         jobs = self._jobs.make_forks(forks, n=n, label=label)
         return await self._stages.run(jobs, on_trajectory=trace, journal=journal)
 
@@ -265,9 +264,7 @@ class AgentLoopManager:
         self.check_rows(rows)
         jobs = self._jobs.make(rows, n=n, validate=validate)
         ended: asyncio.Queue[Trajectory | None] = asyncio.Queue()
-        trace = self.telemetry.tracing.trace_callback(
-            rows, label="", validate=validate, then=ended.put_nowait
-        )
+        trace = self.tracing.trace_callback(rows, label="", validate=validate, then=ended.put_nowait)
 
         async def run_all() -> None:
             try:
@@ -332,20 +329,23 @@ class AgentLoopManager:
             await self._workers.start()
             if self._is_colocated:
                 await self.sleep()  # the trainer loads its model next
-            self.telemetry.start()
+            if self.metrics is not None:
+                self.metrics.start(host=self.config.metrics_host, port=self.config.metrics_port or 0)
         except BaseException:
             await run_shielded(self.close, timeout_s=CLOSE_TIMEOUT_S)
             raise
 
     async def close(self) -> None:
-        """Close the workers, the servers and the telemetry."""
+        """Close the workers, the servers, the writers of traces and the metrics."""
         try:
             await self._workers.close()
         finally:
             try:
                 await self.server_manager.close()
             finally:
-                await self.telemetry.close()
+                await run_in_thread(self.tracing.close)
+                if self.metrics is not None:
+                    await run_in_thread(self.metrics.close)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -354,6 +354,18 @@ class AgentLoopManager:
     async def __aexit__(self, *_: object) -> None:
         timeout_s = CLOSE_TIMEOUT_S + self.config.trace.flush_timeout_s
         await run_shielded(self.close, timeout_s=timeout_s)
+
+    def _make_metrics(self) -> RolloutMetrics:
+        import_extra("prometheus_client", extra="prometheus", by="rollout.metrics_port")
+        from agent_loop.rollout.prometheus_metrics import RolloutMetrics  # late: optional
+
+        local = self._workers if isinstance(self._workers, LocalWorkers) else None
+        return RolloutMetrics(
+            self.server_manager.pool,
+            gates=() if local is None else local.gates,
+            has_balancer=local is not None,  # workers elsewhere have balancers of their own
+            num_dropped=self.tracing.num_dropped,
+        )
 
 
 def _make_local_workers(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, start_http_server
@@ -14,20 +13,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from agent_loop.errors import ConfigError
+from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.runtime.activity import WaitKind
 from agent_loop.servers.metric_names import ALIVE, COMPLETION_TOKENS, PROMPT_TOKENS, RUNNING, WAITING
 from agent_loop.servers.pool import ServerPool
+from agent_loop.tracing.tracer import TrajectoryCallback
 from agent_loop.trajectory import Trajectory
-
-SNAPSHOT_TIMEOUT_S = 2.0
-"""A scrape that waits longer than this for the event loop returns the previous snapshot."""
-
-
-class AdmissionQueue(Protocol):
-    """Queue of trajectories that have not started yet."""
-
-    @property
-    def num_waiting(self) -> int: ...
 
 
 class RolloutMetrics(Collector):
@@ -35,7 +26,7 @@ class RolloutMetrics(Collector):
 
     Args:
         pool: The servers.
-        gates: Admission queues of the workers in this process.
+        gates: Gates of the workers in this process.
         has_balancer: Whether requests go through the balancer of `pool`, and not through balancers of other processes.
         num_dropped: Returns the number of traces that were not written, by writer.
     """
@@ -44,7 +35,7 @@ class RolloutMetrics(Collector):
         self,
         pool: ServerPool,
         *,
-        gates: Collection[AdmissionQueue],
+        gates: Collection[AdmissionGate],
         has_balancer: bool,
         num_dropped: Callable[[], Mapping[str, int]],
     ) -> None:
@@ -55,8 +46,6 @@ class RolloutMetrics(Collector):
         self._has_balancer = has_balancer
         self._num_dropped = num_dropped
         self._num_unfinished = 0
-        self._snapshot: list[Metric] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._server: tuple[WSGIServer, threading.Thread] | None = None
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -79,12 +68,11 @@ class RolloutMetrics(Collector):
         self._completion_tokens = Counter(*COMPLETION_TOKENS, **own)
 
     def start(self, *, host: str, port: int) -> None:
-        """Serve `/metrics` from a thread. Call this on the rollout's event loop.
+        """Serve `/metrics` from a thread.
 
         Raises:
             ConfigError: The port is taken.
         """
-        self._loop = asyncio.get_running_loop()
         try:
             self._server = start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:
@@ -103,18 +91,24 @@ class RolloutMetrics(Collector):
             self._server = None
 
     @contextmanager
-    def running(self, num_trajectories: int) -> Generator[Callable[[], None]]:
-        """Count trajectories as unfinished. Call the yielded function once for each trajectory that ends."""
+    def counting(
+        self, num_trajectories: int, *, then: TrajectoryCallback | None
+    ) -> Generator[TrajectoryCallback]:
+        """Count trajectories as in flight. Yield a callback that counts each as ended and passes it to `then`."""
         left = num_trajectories
         self._num_unfinished += num_trajectories
 
-        def end_one() -> None:
+        def count_and_pass_on(trajectory: Trajectory) -> None:
             nonlocal left
-            left -= 1
-            self._num_unfinished -= 1
+            self.count(trajectory)
+            if not trajectory.branch:
+                left -= 1
+                self._num_unfinished -= 1
+            if then is not None:
+                then(trajectory)
 
         try:
-            yield end_one
+            yield count_and_pass_on
         finally:
             self._num_unfinished -= left
 
@@ -137,30 +131,28 @@ class RolloutMetrics(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Return the metric families. Called by the registry at registration."""
-        return self._snapshot_metrics()
+        return self.collect()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the current metrics. Called by Prometheus' client in a thread of the endpoint."""
-        if self._loop is None or self._loop.is_closed():
-            return self._snapshot_metrics()
-        snapshot = asyncio.run_coroutine_threadsafe(self._snapshot_on_loop(), self._loop)
-        try:
-            self._snapshot = snapshot.result(SNAPSHOT_TIMEOUT_S)
-        except TimeoutError:
-            snapshot.cancel()
-        return self._snapshot
-
-    async def _snapshot_on_loop(self) -> list[Metric]:
-        return self._snapshot_metrics()
-
-    def _snapshot_metrics(self) -> list[Metric]:
-        balancer = [*self._balancer_metrics()] if self._has_balancer else []
-        return [
-            *self._server_metrics(),
-            *balancer,
-            *self._trajectory_metrics(),
-            self._trace_metrics(),
-        ]
+        """Yield the current metrics. Called by Prometheus' client in a thread of the endpoint."""
+        yield from self._server_metrics()
+        if self._has_balancer:
+            yield from self._balancer_metrics()
+        num_held_back = sum(gate.num_waiting for gate in self._gates)
+        yield _gauge(
+            "agent_loop_trajectories",
+            "Trajectories in flight, and trajectories held back by rollout.max_concurrent.",
+            {"in_flight": self._num_unfinished - num_held_back, "held_back": num_held_back},
+            label="state",
+        )
+        dropped = CounterMetricFamily(
+            "agent_loop_traces_dropped",
+            "Trajectories whose trace was not written, by writer.",
+            labels=["writer"],
+        )
+        for writer, count in self._num_dropped().items():
+            dropped.add_metric([writer], count)
+        yield dropped
 
     def _server_metrics(self) -> Iterable[Metric]:
         pool = self._pool
@@ -201,26 +193,6 @@ class RolloutMetrics(Collector):
             "Requests whose server failed while they ran.",
             value=self._pool.num_failovers,
         )
-
-    def _trajectory_metrics(self) -> Iterable[Metric]:
-        num_held_back = sum(gate.num_waiting for gate in self._gates)
-        states = {"in_flight": self._num_unfinished - num_held_back, "held_back": num_held_back}
-        yield _gauge(
-            "agent_loop_trajectories",
-            "Trajectories in flight, and trajectories held back by rollout.max_concurrent.",
-            states,
-            label="state",
-        )
-
-    def _trace_metrics(self) -> Metric:
-        family = CounterMetricFamily(
-            "agent_loop_traces_dropped",
-            "Trajectories whose trace was not written, by writer.",
-            labels=["writer"],
-        )
-        for writer, count in self._num_dropped().items():
-            family.add_metric([writer], count)
-        return family
 
 
 def _gauge(name: str, help_text: str, values: Mapping[str, float], *, label: str = "server") -> Metric:

@@ -12,8 +12,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from agent_loop.rewards.function import BatchRewardFunction
 from agent_loop.rollout.failures import FailureBudget
@@ -23,9 +24,11 @@ from agent_loop.rollout.journal.step import StepJournal
 from agent_loop.rollout.over_sampling import num_groups_of, run_first_groups
 from agent_loop.rollout.resumed import split_resumed
 from agent_loop.rollout.server_sleep import SleepingServers
-from agent_loop.rollout.telemetry import Telemetry
 from agent_loop.rollout.workers import Workers
 from agent_loop.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from agent_loop.rollout.prometheus_metrics import RolloutMetrics
 
 OnTrajectory: TypeAlias = Callable[[Trajectory], None]
 
@@ -36,7 +39,7 @@ class RunStages:
     Args:
         workers: Run the jobs.
         servers: Kept awake while jobs run.
-        telemetry: Counts the trajectories.
+        metrics: Count the trajectories. None counts nothing.
         batch_reward: Scores whole groups. None means that the workers score trajectories, if anything does.
         max_failed_share: Share of the trajectories that may fail.
         retries: How often `batch_reward` is called again for a group because something was unavailable.
@@ -47,14 +50,14 @@ class RunStages:
         workers: Workers,
         *,
         servers: SleepingServers,
-        telemetry: Telemetry,
+        metrics: RolloutMetrics | None,
         batch_reward: BatchRewardFunction | None,
         max_failed_share: float,
         retries: int,
     ) -> None:
         self._workers = workers
         self._servers = servers
-        self._telemetry = telemetry
+        self._metrics = metrics
         self._batch_reward = batch_reward
         self._max_failed_share = max_failed_share
         self._retries = retries
@@ -98,7 +101,12 @@ class RunStages:
         """Skip finished jobs, and count, score and run the remaining ones."""
         finished, remaining = _split_finished(jobs, journal=journal, earlier=earlier)
         budget = FailureBudget(num_trajectories=len(jobs), max_share=self._max_failed_share)
-        with self._telemetry.counting(len(remaining), then=on_trajectory) as count:
+        counting = (
+            nullcontext(on_trajectory)
+            if self._metrics is None
+            else self._metrics.counting(len(remaining), then=on_trajectory)
+        )
+        with counting as count:
             report = _reporter(remaining, on_new=count, on_finished=on_trajectory)
             async with scoring_groups(
                 self._batch_reward,

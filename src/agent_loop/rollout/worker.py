@@ -22,6 +22,7 @@ from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
+from agent_loop.rollout.monitor import TrajectoryMonitor, timed
 from agent_loop.rollout.retries import (
     noted_first,
     retried,
@@ -31,7 +32,6 @@ from agent_loop.rollout.retries import (
 )
 from agent_loop.rollout.rows import TIMEOUT_COLUMN
 from agent_loop.rollout.scoring import Scoring
-from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
 from agent_loop.runtime.activity import Activity, WaitKind, waiting_for
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.garbage_collection import infrequent_collections
@@ -122,9 +122,9 @@ class AgentLoopWorker:
             async with self.gate:
                 with self._monitored(job, requested_at=requested_at) as activity:
                     trajectories = await self._run_job(job, context)
-            if activity is not None and self._monitor is not None:
+            if activity is not None and lag is not None:
                 trace = activity.trace()
-                trajectories = [self._monitor.timed(trajectory, trace) for trajectory in trajectories]
+                trajectories = [timed(trajectory, trace, lag=lag) for trajectory in trajectories]
             for trajectory in trajectories:
                 if on_trajectory is not None:
                     on_trajectory(trajectory)
@@ -138,7 +138,7 @@ class AgentLoopWorker:
         context, requested_at = self._context, asyncio.get_running_loop().time()
         watching = nullcontext() if self._monitor is None else self._monitor.watching()
         with infrequent_collections():
-            async with self.gate.adapting(), watching:
+            async with self.gate.adapting(), watching as lag:
                 by_job = await run_together((run_one(job) for job in jobs), begin_at_once=BEGIN_AT_ONCE)
         return [trajectory for trajectories in by_job for trajectory in trajectories]
 
