@@ -135,7 +135,6 @@ bench: $(INSTALLED)  ## Run the benchmarks; they print ratios; one that misses i
 	-$(BIN)/python benchmarks/bench_sandbox.py
 	-$(BIN)/python benchmarks/bench_tracing.py
 	-$(BIN)/python benchmarks/bench_async.py
-	-$(BIN)/python benchmarks/bench_packing.py
 	-$(BIN)/python benchmarks/bench_prefix_tree.py
 	-$(BIN)/python benchmarks/bench_update_memory.py
 	-$(BIN)/python benchmarks/bench_plan.py

@@ -32,8 +32,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from agent_loop.config import ActorConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.actor import Actor
+from agent_loop.training.forward import as_tree
 from agent_loop.training.micro_batches import micro_batches, sorted_rows
-from agent_loop.training.packing import as_tree
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 

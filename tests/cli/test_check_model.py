@@ -20,13 +20,13 @@ def test_every_way_of_computing_a_known_model_passes(tmp_path: Path, dtype: str)
     command = ["check", "model", str(tmp_path / "model"), "--dtype", dtype, "--max-model-len", "128"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.stdout
-    assert "model 'Qwen3ForCausalLM': 8 passed, 0 failed, 0 skipped" in result.stdout
+    assert "model 'Qwen3ForCausalLM': 7 passed, 0 failed, 0 skipped" in result.stdout
 
 
 def test_ways_that_the_table_does_not_have_are_reported_and_do_not_fail() -> None:
     report = asyncio.run(check_model(FAMILIES["mamba"].build(), max_model_len=64))
     assert not report.failures
-    skipped = {"cache=shared is exact", "use_packing is exact", "share_prefixes is exact"}
+    skipped = {"cache=shared is exact", "share_prefixes is exact"}
     assert skipped <= set(report.named("skipped"))
 
 
@@ -36,4 +36,4 @@ def test_a_model_that_the_table_is_wrong_about_fails() -> None:
         lambda module, args, output: output + output.roll(1, dims=1)
     )
     failed = asyncio.run(check_model(model, max_model_len=64)).named("failed")
-    assert {"cache=shared is exact", "padded rows are exact", "use_packing is exact"} <= set(failed)
+    assert {"cache=shared is exact", "padded rows are exact"} <= set(failed)

@@ -13,11 +13,11 @@ from tests.families.zoo import Family, each_family
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-3
-"""Largest difference of log-probs in nats. Rounding stays below it; wrong padding or packing exceeds it by far."""
+"""Largest difference of log-probs in nats. Rounding stays below it; wrong padding exceeds it by far."""
 
 
 @pytest.mark.nightly(keep=15)
-@pytest.mark.parametrize("batching", ["padding", "use_packing", "share_prefixes"])
+@pytest.mark.parametrize("batching", ["padding", "share_prefixes"])
 @each_family(where=lambda family: family.causal)
 def test_logprobs_of_batched_rows_equal_those_of_single_rows(family: Family, batching: str) -> None:
     config = ActorConfig() if batching == "padding" else ActorConfig.model_validate({batching: True})

@@ -12,14 +12,13 @@ from msgspec import structs
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from agent_loop.config import ActorConfig, load_config
-from agent_loop.errors import ConfigError, DataError
+from agent_loop.config import ActorConfig
+from agent_loop.errors import DataError
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages.groups import grpo_advantages
-from agent_loop.training.losses.terms import effective_share, weight_sums
-from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, Segment
 from agent_loop.types import Origin, as_token_ids
 from tests.training.fakes import PAD, REWARDED, sample_trajectories, tiny_policy
 
@@ -129,7 +128,6 @@ def test_splitting_and_packing_change_no_gradient(name: str) -> None:
         {"max_tokens_per_micro_batch": 100_000},
         {"max_tokens_per_micro_batch": 30},
         {"max_tokens_per_micro_batch": 1},
-        {"max_tokens_per_micro_batch": 40, "use_packing": True},
         {"max_tokens_per_micro_batch": 100_000, "share_prefixes": True},
         {"max_tokens_per_micro_batch": 40, "share_prefixes": True},
     ]
@@ -314,23 +312,6 @@ def test_an_empty_prompt_is_refused_by_name() -> None:
         make_actor().update(batch, advantages_BR=torch.ones(2, 1))
 
 
-def test_a_row_without_sampled_tokens_is_skipped() -> None:
-    trajectories = sample_trajectories(tiny_policy(), num_groups=1, n=2)
-    without_tokens = Trajectory(
-        output=AgentLoopOutput(segments=[Segment(as_token_ids([3, 4]), Origin.PROMPT)]),
-        row={},
-        group=0,
-        rollout=2,
-        reward=0.0,
-        reward_extra={},
-    )
-    batch = assemble([*trajectories, without_tokens], pad_token_id=PAD)
-
-    metrics = make_actor().update(batch, advantages_BR=torch.ones(3, 1))
-
-    assert metrics[names.ROWS_TRAINED] == 2
-
-
 def test_old_logprobs_come_from_the_rollout_unless_they_are_recomputed() -> None:
     batch, advantages_BR = off_policy_batch()
 
@@ -368,23 +349,6 @@ def test_a_correction_without_logprobs_of_the_servers_is_refused() -> None:
         make_actor(**LOSSES["truncate"]).update(bare, advantages_BR=advantages_BR)
 
 
-def test_a_correction_needs_logprobs_that_the_trainer_computed() -> None:
-    with pytest.raises(ConfigError, match=r"actor\.correction is .* set actor\.old_log_probs=recompute"):
-        load_config(overrides=["actor.correction.kind=mask"])
-
-    config = load_config(overrides=["actor.correction.kind=mask", "actor.old_log_probs=recompute"])
-    assert config.actor.correction.kind == "mask"
-
-
-def test_the_dual_clip_is_counted() -> None:
-    batch, advantages_BR = off_policy_batch()
-
-    metrics = make_actor(clip_ratio_c=1.1).update(batch, advantages_BR=-advantages_BR.abs())
-
-    assert 0 < metrics[names.DUAL_CLIP_FRACTION] < 1
-    assert names.DUAL_CLIP_FRACTION not in make_actor().update(batch, advantages_BR=advantages_BR)
-
-
 def test_the_effective_sample_size_of_the_correction_is_a_share_of_the_trained_tokens() -> None:
     batch, advantages_BR = off_policy_batch()
     mask_BR = batch["response_mask"].bool()
@@ -417,12 +381,3 @@ def test_the_effective_sample_size_of_the_ratios_is_a_mean_over_the_optimiser_st
 
     assert np.std(expected) > 1e-3
     assert metrics[names.RATIO_ESS] == pytest.approx(np.mean(expected), rel=1e-4)
-
-
-def test_weights_that_are_all_zero_have_an_effective_sample_size_of_zero() -> None:
-    mask_BT = torch.tensor([[1, 1, 0]])
-    lone_BT = torch.tensor([[0.0, 3.0, 9.0]])
-
-    assert effective_share(weight_sums(torch.zeros(1, 3), mask_BT=mask_BT)) == 0
-    assert effective_share(weight_sums(lone_BT, mask_BT=mask_BT)) == 0.5
-    assert effective_share(weight_sums(torch.full((1, 3), 0.2), mask_BT=mask_BT)) == pytest.approx(1)

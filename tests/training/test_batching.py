@@ -13,7 +13,7 @@ from agent_loop.training.actor import Actor
 from tests.families.batches import check_logprobs, ragged_batch
 from tests.families.zoo import FAMILIES
 
-PACKED, SHARED = {"use_packing": True}, {"share_prefixes": True}
+SHARED = {"share_prefixes": True}
 
 
 class OwnModel(LlamaForCausalLM):
@@ -29,8 +29,6 @@ class OwnModel(LlamaForCausalLM):
     ("name", "settings", "fault"),
     [
         ("gpt_neo-window", SHARED, ".*GPTNeoForCausalLM has an attention that cannot be exchanged"),
-        ("lfm3", PACKED, r"use_packing is on, but Lfm3ForCausalLM is of a type \(lfm3\) that is not proved"),
-        ("mamba", PACKED, r".*set actor\.use_packing=false"),
         ("mamba", SHARED, r".*state runs from token to token.*set actor\.share_prefixes=false"),
         ("phimoe-window", SHARED, "share_prefixes is on"),
     ],
@@ -55,7 +53,7 @@ def test_a_model_that_padding_may_change_is_trained_one_row_at_a_time(
     check_logprobs(actor.logprobs(batch), model, batch)
 
 
-@pytest.mark.parametrize("settings", [{}, PACKED, SHARED])
+@pytest.mark.parametrize("settings", [{}, SHARED])
 def test_attention_windows_are_exact_in_every_kind_of_batch(settings: dict[str, bool]) -> None:
     model: Any = FAMILIES["gemma3_text-window"].build()
     batch = ragged_batch(limits=FAMILIES["gemma3_text-window"].limits)

@@ -7,7 +7,7 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -18,21 +18,16 @@ from msgspec import structs
 from torch import Tensor
 
 from agent_loop.config import ActorConfig, AggregationMode, AlgorithmConfig
-from agent_loop.errors import RolloutError
 from agent_loop.rollout.batch import RolloutBatch, assemble
-from agent_loop.rollout.failures import FailureBudget
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages.estimate import estimate_advantages
 from agent_loop.training.advantages.groups import (
-    grpo_advantages,
     has_signal,
-    rloo_advantages,
     rollouts_of_rows,
 )
 from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.training.advantages.turns import whiten
-from agent_loop.training.learner import _estimate_metrics
-from agent_loop.training.losses.terms import Aggregation, aggregate
+from agent_loop.training.losses.terms import Aggregation
 from agent_loop.training.optimizer import Optimizer
 from agent_loop.training.rollouts import _earned, with_variance
 from agent_loop.training.step_metrics import feedback_metrics, rollout_metrics
@@ -287,80 +282,6 @@ def test_an_estimator_matches_a_reference_that_works_on_rollouts(estimator: str,
     assert_same(estimated(groups, estimator), reference(groups, estimator))
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@examples(25)
-@given(groups=groups, seed=st.integers(0, 99))
-def test_copies_of_a_branch_change_no_advantage_of_other_rollouts(
-    estimator: str, groups: list[Group], seed: int
-) -> None:
-    """The copies share the weight of the original branch, so no advantage changes."""
-    rng = random.Random(seed)
-    copied = [[rollout * rng.randint(1, 3) for rollout in group] for group in groups]
-
-    found, expected = estimated(copied, estimator), estimated(groups, estimator)
-
-    for (g, r, b), advantages in found.items():
-        original = expected[g, r, b % len(groups[g][r])]
-        assert advantages == pytest.approx(original, abs=2e-4, rel=1e-4)
-
-
-def two_rollouts() -> Group:
-    """Return a group of a rollout with one branch and reward 1, and a rollout with three branches and reward 0."""
-    return [[Branch(1.0, ((2, None),))], [Branch(0.0, ((2, None),))] * 3]
-
-
-@pytest.mark.parametrize(
-    ("estimator", "expected"),
-    [
-        ("grpo", 0.5**0.5),
-        ("rloo", 1.0),
-        ("reinforce_plus_plus", (3 / 4) ** 0.5),
-        ("reinforce_plus_plus_baseline", (3 / 4) ** 0.5),
-        ("gae", (3 / 4) ** 0.5),
-    ],
-)
-def test_a_rollout_with_three_branches_counts_like_a_rollout_with_one(
-    estimator: str, expected: float
-) -> None:
-    found = estimated([two_rollouts()], estimator)
-
-    assert found[0, 0, 0] == pytest.approx([expected] * 2, abs=1e-5)
-    for branch in range(3):
-        assert found[0, 1, branch] == pytest.approx([-expected] * 2, abs=1e-5)
-
-
-def test_different_branches_of_one_rollout_do_not_get_huge_advantages() -> None:
-    """The mean rewards of the rollouts are nearly equal. The deviation includes the differences of the branches."""
-    rewards_B = torch.tensor([1.0, 0.0, 1.0, 1e-4])
-    options = {"groups_B": torch.zeros(4, dtype=torch.int64), "rollouts_B": torch.tensor([0, 0, 1, 1])}
-
-    grpo_B = grpo_advantages(rewards_B, **options)
-
-    assert grpo_B.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)] * 2, abs=1e-3)
-    assert rloo_advantages(rewards_B, **options).tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5], abs=1e-3)
-
-
-def test_a_rollout_has_no_signal_without_another_one() -> None:
-    rewards_B = torch.tensor([1.0, 0.0, math.nan])
-    options = {"groups_B": torch.zeros(3, dtype=torch.int64), "rollouts_B": torch.tensor([0, 0, 1])}
-
-    assert not has_signal(rewards_B, **options).any()
-    assert not grpo_advantages(rewards_B, **options).any()
-    assert not rloo_advantages(rewards_B, **options).any()
-
-
-def test_an_unscored_branch_has_no_share_of_its_rollouts_weight() -> None:
-    turns = ((2, None),)
-    whole: Group = [[Branch(1.0, turns)], [Branch(0.0, turns), Branch(0.5, turns)]]
-    partly: Group = [[Branch(1.0, turns)], [Branch(0.0, turns), Branch(None, turns), Branch(0.5, turns)]]
-
-    for estimator in ESTIMATORS:
-        expected, found = estimated([whole], estimator), estimated([partly], estimator)
-        assert (0, 1, 1) not in found
-        assert found[0, 1, 2] == pytest.approx(expected[0, 1, 1])
-        assert found[0, 0, 0] == pytest.approx(expected[0, 0, 0])
-
-
 def test_the_reward_of_a_shared_turn_counts_in_the_total_of_each_branch() -> None:
     """The total rewards of the rollouts are equal, with one branch or with two."""
     alone = trajectory(Branch(0.0, ((2, 1.0), (1, None))), group=0, rollout=0, number=None)
@@ -445,41 +366,6 @@ def test_the_loss_of_a_rollout_does_not_depend_on_its_split_into_rows(
     assert in_parts == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("mode", "weights"),
-    [
-        ("token-mean", [1 / 8, 1 / 8]),
-        ("seq-mean-token-mean", [1 / 2 / 6, 1 / 2 / 2]),
-        ("seq-mean-token-sum-norm", [1 / 2 / 10, 1 / 2 / 10]),
-    ],
-)
-def test_the_token_of_a_rollout_with_three_branches_weighs_as_documented(
-    mode: AggregationMode, weights: list[float]
-) -> None:
-    values_BT = torch.zeros(4, 2, requires_grad=True)
-    mask_BT = torch.ones(4, 2, dtype=torch.long)
-    rollouts_B = torch.tensor([0, 0, 0, 1])
-    reduce = Aggregation.of_rows(mask_BT, rows=torch.arange(4), rollouts_B=rollouts_B, mode=mode, length=10)
-
-    reduce(values_BT, mask_BT=mask_BT).backward()
-
-    expected_BT = np.repeat(np.array(weights)[rollouts_B.numpy(), None], 2, axis=1)
-    np.testing.assert_allclose(cast(Any, values_BT.grad).numpy(), expected_BT, rtol=1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_rows_with_one_branch_have_weight_one(mode: AggregationMode) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values_BT = torch.randn(6, 5, generator=generator)
-    mask_BT = (torch.rand(6, 5, generator=generator) < 0.6).long()
-    rows = torch.tensor([0, 2, 3, 5])
-    reduce = Aggregation.of_rows(mask_BT, rows=rows, rollouts_B=torch.arange(6), mode=mode)
-
-    found = reduce.cut(rows)(values_BT[rows], mask_BT=mask_BT[rows])
-
-    assert float(found) == float(aggregate(values_BT[rows], mask_BT=mask_BT[rows], mode=mode))
-
-
 def mini_batches(config: ActorConfig, *, rows: Tensor, rollouts_B: Tensor | None) -> list[list[int]]:
     actor = Actor(tiny_policy(), config=config)
     optimizer: Optimizer = actor._optimizer
@@ -498,19 +384,6 @@ def test_the_branches_of_a_rollout_are_in_one_mini_batch() -> None:
         assert sorted(row for part in epoch for row in part) == rows.tolist()
         of_parts = [{int(rollouts_B[row]) for row in part} for part in epoch]
         assert sum(map(len, of_parts)) == len(set().union(*of_parts)) == 5
-
-
-def test_rows_with_one_branch_are_shuffled_into_mini_batches_as_without_branches() -> None:
-    config = ActorConfig(ppo_mini_batches=3, ppo_epochs=2)
-    rows = torch.tensor([1, 2, 4, 7, 8])
-    generator = torch.Generator().manual_seed(0)
-    expected = [
-        part.tolist()
-        for _ in range(2)
-        for part in rows[torch.randperm(5, generator=generator)].tensor_split(3)
-    ]
-
-    assert mini_batches(config, rows=rows, rollouts_B=torch.arange(9)) == expected
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -562,16 +435,6 @@ def test_a_tools_metrics_count_a_rollout_once() -> None:
     assert metrics["tools/tool/reward/mean"] == pytest.approx(0.5)
 
 
-def test_rows_are_numbered_by_rollout_and_each_row_without_a_branch_is_one_rollout() -> None:
-    turns = ((1, None),)
-    trajectories = trajectories_of([[[Branch(0.0, turns)] * 2, [Branch(0.0, turns)]]])
-    alone = structs.replace(trajectories[2], rollout=1)
-
-    batch = assemble([*trajectories, alone], pad_token_id=PAD)
-
-    assert rollouts_of_rows(batch).tolist() == [0, 0, 1, 2]
-
-
 def test_weighted_whitening_equals_whitening_of_rollouts() -> None:
     values_BR, mask_BR = torch.tensor([[1.0], [0.0], [0.0], [0.0]]), torch.ones(4, 1)
 
@@ -615,31 +478,6 @@ def test_the_reward_of_a_greedy_rollout_is_the_mean_of_its_scored_branches() -> 
 
     assert _earned(trajectories_of([[branches]]), turn_weight=0.5) == 1.0
     assert math.isnan(_earned(scores([None, None]), turn_weight=0.5))
-
-
-def test_the_branches_of_a_failed_rollout_are_one_failure() -> None:
-    budget = FailureBudget(num_trajectories=4, max_share=0.25)
-    failed = [
-        structs.replace(t, output=t.output.failed(Failure(error="Boom", traceback="")))
-        for t in scores([None] * 3, [None])
-    ]
-
-    for trajectory in failed[:3]:
-        budget.count(trajectory)
-    with pytest.raises(RolloutError, match="2 of 4 trajectories failed"):
-        budget.count(failed[3])
-
-
-def test_the_share_of_rollouts_with_a_signal_counts_rollouts() -> None:
-    """Use three groups of two rollouts. Only the group with most of the rows has a signal."""
-    turns = ((1, None),)
-    flat: Group = [[Branch(0.0, turns)], [Branch(0.0, turns)]]
-    varied: Group = [[Branch(1.0, turns)] * 3, [Branch(0.0, turns)] * 3]
-    batch = batch_of([flat, varied, flat])
-    config = AlgorithmConfig()
-    estimate = estimate_advantages(collect_rewards(batch, config=config, response_length=9), config=config)
-
-    assert _estimate_metrics(estimate, batch)["reward/signal_share"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -166,15 +165,6 @@ def test_loading_a_part_that_was_not_saved_is_refused(tmp_path: Path) -> None:
         load_state({"other": torch.zeros(3)}, elsewhere)
 
 
-def test_the_state_lists_the_size_of_every_other_file(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, step=1)
-
-    state = json.loads((checkpoint.path / "state.json").read_text())
-
-    assert {"trainer/.metadata", "model/model.safetensors", "model/config.json"} <= set(state["files"])
-    assert state["config_digest"] == checkpoint.config_digest
-
-
 def every_file(checkpoint: Checkpoint) -> list[Path]:
     return sorted(path for path in checkpoint.path.rglob("*") if path.is_file())
 
@@ -228,18 +218,6 @@ def test_only_the_model_is_verified_if_only_the_model_is_read(tmp_path: Path) ->
     assert latest_checkpoint(tmp_path, parts=["model"]).step == 1
     with pytest.raises(CheckpointError, match="is missing"):
         latest_checkpoint(tmp_path)
-
-
-def test_a_checkpoint_of_an_older_version_is_accepted_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpoint = save(tmp_path, step=1)
-    state = json.loads((checkpoint.path / "state.json").read_text())
-    del state["crc32"]
-    state["files"] = {name: facts["size"] for name, facts in state["files"].items()}
-    (checkpoint.path / "state.json").write_text(json.dumps(state))
-    assert latest_checkpoint(tmp_path).step == 1
-    assert "has no checksums: only the sizes of its files were checked" in caplog.text
 
 
 class LearnerOnFullDisk:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from agent_loop.config import CriticConfig, ModelConfig
-from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.critic import Critic, load_critic
@@ -74,7 +73,7 @@ def test_a_saved_head_is_loaded(policy_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"use_packing": True, "max_tokens_per_micro_batch": 50}, {"share_prefixes": True}]
+    "settings", [{}, {"share_prefixes": True, "max_tokens_per_micro_batch": 50}, {"share_prefixes": True}]
 )
 def test_the_value_of_a_token_depends_on_the_tokens_before_it(
     policy_folder: Path, settings: dict[str, Any]
@@ -142,13 +141,13 @@ def test_splitting_and_packing_change_no_gradient(policy_folder: Path, mode: str
                 loss_length=20,
                 grad_clip=1e9,
                 max_tokens_per_micro_batch=budget,
-                use_packing=use_packing,
+                share_prefixes=share_prefixes,
             ),
             batch,
             returns_BR,
             old_BR,
         )
-        for budget, use_packing in ((100_000, False), (30, False), (40, True))
+        for budget, share_prefixes in ((100_000, False), (30, False), (40, True))
     )
 
     assert float(whole.norm()) > 0
@@ -170,16 +169,3 @@ def test_a_critic_resumes_from_its_state_exactly(policy_folder: Path) -> None:
 
     for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_without_rows_the_critic_is_unchanged(policy_folder: Path) -> None:
-    critic, (batch, returns_BR) = make_critic(policy_folder), make_batch()
-    nobody_B = torch.zeros(len(batch), dtype=torch.bool)
-
-    assert critic.update(batch, returns_BR=returns_BR, old_values_BR=returns_BR, keep_B=nobody_B) == {}
-    assert critic.num_updates == 0
-
-
-def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"critic\.path is '.*nowhere', which transformers cannot load"):
-        load_critic(CriticConfig(path=str(tmp_path / "nowhere")), model_config=ModelConfig(path="unused"))

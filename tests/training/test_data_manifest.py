@@ -114,16 +114,6 @@ def test_the_same_rows_in_other_files_are_not_a_change(folder: Path, tmp_path: P
     )
 
 
-def test_a_checkpoint_without_a_manifest_is_not_compared() -> None:
-    assert check_rows_unchanged(checkpoint(), {"train": manifest()}, allow_changed=False) == []
-
-
-def test_a_manifest_round_trips_through_plain_values() -> None:
-    written = manifest()
-
-    assert DataManifest.read(json.loads(json.dumps(written.form()))) == written
-
-
 def test_rows_of_a_function_may_contain_any_object() -> None:
     def of(*values: Any) -> DataManifest:
         return DataManifest.of([RowFile("task.py:rows", None, [{"x": value} for value in values])])

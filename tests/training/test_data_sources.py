@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from msgspec import structs
 
-from agent_loop.config import AlgorithmConfig, Config, load_config
+from agent_loop.config import AlgorithmConfig, Config
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import assemble
 from agent_loop.training import metrics as names
@@ -111,25 +111,6 @@ def test_a_source_cannot_need_other_models_or_rollouts_than_the_run(run: str, so
     config = AlgorithmConfig(adv_estimator=run, by_data_source={"math": {"adv_estimator": source}})
     with pytest.raises(ConfigError, match=f"math.adv_estimator is {source}, and algorithm.adv_estimator"):
         load_estimators(config)
-
-
-def test_names_of_sources_and_parts_may_contain_dots(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(
-        'algorithm: {reward_parts: {"style.clear": 1}, by_data_source: {"set.v1": {gamma: 0.9}, openai/gsm8k: {}}}'
-    )
-    algorithm = load_config(file, overrides=["algorithm.by_data_source.math.lam=0.5"]).algorithm
-    assert algorithm.reward_parts == {"style.clear": 1.0}
-    assert algorithm.by_data_source == {"set.v1": {"gamma": 0.9}, "openai/gsm8k": {}, "math": {"lam": 0.5}}
-
-
-def test_settings_of_sources_survive_a_dump() -> None:
-    config = Config.model_validate({"algorithm": {**RUN, "by_data_source": SOURCES}})
-    loaded = Config.model_validate(config.model_dump(mode="json"))
-    assert loaded == config
-    assert loaded.algorithm.of_source("math").turn_reward_weight == 0.5
-    assert loaded.algorithm.of_source("code").turn_reward_weight == 1.0
-    assert loaded.algorithm.of_source("other") == loaded.algorithm
 
 
 def test_a_learner_trains_on_two_sources(tmp_path: Path) -> None:

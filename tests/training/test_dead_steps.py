@@ -15,7 +15,7 @@ from rich.console import Console
 from agent_loop.config import Config
 from agent_loop.errors import TrainingError
 from agent_loop.training import metrics as names
-from agent_loop.training.checkpoint import latest_checkpoint, list_checkpoints
+from agent_loop.training.checkpoint import latest_checkpoint
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.monitor import DeadSteps, why_dead
 from agent_loop.trajectory import Trajectory
@@ -105,37 +105,11 @@ def test_too_many_dead_steps_in_a_row_save_and_stop_the_run(config: Config, mode
     assert latest_checkpoint(Path(config.trainer.run_dir)).step == 4
 
 
-def test_a_run_that_stopped_after_dead_steps_can_be_resumed(config: Config) -> None:
-    with pytest.raises(TrainingError):
-        run(config, dict.fromkeys(range(2, 9), 0.0), max_dead_steps=2)
-
-    assert train(config, resume=True).step == 4
-
-
-def test_a_signal_between_dead_steps_starts_the_count_anew(config: Config) -> None:
-    run(config, {1: 0.0, 2: 0.0, 4: 0.0}, max_dead_steps=3)
-
-    assert dead_steps_of(config) == [1, 2, 0, 1]
-
-
 def test_without_a_limit_dead_steps_never_stop_a_run(config: Config) -> None:
     shown = run(config, dict.fromkeys(range(1, 13), 0.0), max_dead_steps=None, total_steps=12)
 
     assert "in a row" not in shown
     assert dead_steps_of(config)[-1] == 12
-
-
-def test_a_first_step_of_equal_rewards_does_not_stop_a_run_at_once(config: Config) -> None:
-    run(config, {1: 0.0}, max_dead_steps=2)
-
-    assert dead_steps_of(config) == [1, 0, 0, 0]
-
-
-def test_a_first_step_without_scores_stops_at_once_whatever_the_limit(config: Config) -> None:
-    with pytest.raises(TrainingError, match="step 1 has nothing to learn from: none of the 16 trajectories"):
-        run(config, {1: None}, max_dead_steps=None)
-
-    assert list_checkpoints(Path(config.trainer.run_dir)) == []
 
 
 @pytest.mark.nightly(keep=3)

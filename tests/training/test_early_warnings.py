@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,17 +103,6 @@ def test_values_are_compared_with_the_first_steps_only_when_these_are_complete()
     assert line.startswith("step 6: responses grew from 280 tokens in the first 5 steps to 700")
 
 
-def test_dead_steps_alone_are_left_to_their_own_line() -> None:
-    assert warnings_of([0.5] * 5 + [0.0] * 5, metric=names.SIGNAL_SHARE) == []
-
-
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
-def test_a_step_without_a_value_changes_nothing(value: float | None) -> None:
-    values: list[float | None] = [0.5] * 5 + [value] + [0.01] * 3 + [value] + [0.01] * 3
-
-    assert len(warnings_of(values, metric=names.ENTROPY)) == 1
-
-
 @pytest.mark.parametrize(
     ("metric", "model", "setting"),
     [
@@ -162,11 +150,3 @@ def test_a_run_shows_its_warnings_on_the_console(config: Config) -> None:
         " the log-probs of trainer and rollout differ by 0.5 nats in the mean",
     ]
     assert output.getvalue().count("end at rollout.response_length") == 1
-
-
-def test_a_healthy_run_shows_no_warning(config: Config) -> None:
-    output = io.StringIO()
-
-    train(changed(config, "trainer", total_steps=8), console=Console(file=output, width=1000))
-
-    assert not re.findall(r"^step \d+: .*", output.getvalue(), flags=re.MULTILINE)

@@ -17,7 +17,7 @@ from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.advantages.estimate import BatchAdvantages, estimate_advantages
 from agent_loop.training.advantages.rewards import Rewards, collect_rewards, overlong_penalty
-from agent_loop.training.advantages.turns import discounted_returns, gae, whiten
+from agent_loop.training.advantages.turns import discounted_returns, gae
 from tests.harness import examples
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
@@ -235,14 +235,6 @@ def test_observations_between_turns_change_no_return(data: st.DataObject) -> Non
     assert returns_BR[mask_BR].tolist() == pytest.approx(naive_returns(rewards_BR[mask_BR].tolist(), 0.9))
 
 
-def test_whitening_counts_unmasked_tokens_only_and_allows_zero_or_one() -> None:
-    values_BR, mask_BR = torch.tensor([[1.0, math.nan, 3.0]]), torch.tensor([[1, 0, 1]])
-
-    assert whiten(values_BR, mask_BR=mask_BR)[0].tolist() == pytest.approx([-(0.5**0.5), 0, 0.5**0.5])
-    assert not whiten(torch.full((2, 3), 0.3), mask_BR=torch.ones(2, 3)).any()
-    assert not whiten(values_BR, mask_BR=torch.zeros(1, 3)).any()
-
-
 def test_the_soft_punishment_rises_over_the_buffer() -> None:
     lengths_B = torch.tensor([0, 8, 9, 10, 12, 13])
 
@@ -283,11 +275,3 @@ def test_unscored_rows_are_never_kept_and_change_nothing(batch: RolloutBatch) ->
         assert not whole.keep_B[2]
         torch.testing.assert_close(whole.advantages_BR[rows], without.advantages_BR)
         assert whole.advantages_BR[whole.keep_B].isfinite().all()
-
-
-@pytest.mark.parametrize(("estimator", "missing"), [("gae", "values_BR"), ("remax", "baselines_B")])
-def test_an_estimator_refuses_missing_baselines_or_values(
-    batch: RolloutBatch, estimator: Any, missing: str
-) -> None:
-    with pytest.raises(ValueError, match=f"adv_estimator is {estimator}, which needs {missing}"):
-        estimate(batch, AlgorithmConfig(adv_estimator=estimator))

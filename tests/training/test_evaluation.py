@@ -153,25 +153,6 @@ def test_the_interval_of_single_samples_is_wilsons() -> None:
     assert (nothing.low, nothing.high) == pytest.approx((0.0, 0.2775), abs=1e-4)
 
 
-def test_more_samples_narrow_an_interval_only_if_rows_have_similar_difficulty() -> None:
-    single = estimate_share([0.0, 1.0] * 10, num_draws=20)
-    mixed_rows = estimate_share([0.5] * 20, num_draws=160)
-    solved_or_not = estimate_share([0.0, 1.0] * 10, num_draws=160)
-
-    assert single.half_width is not None
-    assert mixed_rows.half_width is not None
-    assert solved_or_not.half_width is not None
-    assert mixed_rows.half_width < 0.5 * single.half_width
-    assert solved_or_not.half_width >= single.half_width
-
-
-def test_a_single_row_has_the_interval_of_one_draw() -> None:
-    wide = estimate_share([0.5], num_draws=64)
-    assert wide.half_width is not None
-    assert wide.half_width > 0.4
-    assert estimate_mean([0.3]) == MeanEstimate(0.3, None, None)
-
-
 def test_the_interval_of_means_is_students() -> None:
     estimate = estimate_mean([1.0, 2.0, 3.0, 4.0])
     # t(3) = 3.182446, s / sqrt(4) = 0.645497
@@ -268,30 +249,6 @@ def test_rows_are_paired_by_their_prompts_in_any_order() -> None:
     assert (found.num_rows, found.pass_at_1.value) == (3, pytest.approx(1 / 3))
 
 
-def test_a_paired_difference_has_a_smaller_interval_than_either_score() -> None:
-    # Half of the rows are never solved and half always. The other evaluation does not solve two of the latter.
-    rows = [result(g, num_correct=8 * (g % 2), num_samples=8) for g in range(40)]
-    others = [result(g, num_correct=8 * (g % 2) if g > 3 else 0, num_samples=8) for g in range(40)]
-    found = difference(pair_rows(rows, others=others))
-
-    assert found is not None
-    assert found.pass_at_1.value == 0.05
-    assert found.pass_at_1.half_width is not None
-    alone = score(rows).pass_at_k[1].half_width
-    assert alone is not None
-    assert found.pass_at_1.half_width < 0.6 * alone
-    assert difference([]) is None
-
-
-def test_the_interval_of_a_zero_difference_is_not_empty() -> None:
-    rows = [result(g, num_correct=1) for g in range(10)]
-    found = difference(pair_rows(rows, others=rows))
-    assert found is not None
-    assert found.pass_at_1.value == 0
-    assert found.pass_at_1.half_width is not None
-    assert 0.1 < found.pass_at_1.half_width < 0.5
-
-
 def summary_of(rewards: Sequence[Sequence[float | None]], **more: object) -> EvaluationSummary:
     return EvaluationSummary.of(evaluation_of(rewards), model="a model", settings={}, columns={}, **more)
 
@@ -345,11 +302,6 @@ def test_a_file_that_is_not_a_summary_is_refused_with_its_path(
         DataError, match=rf"summary.json' is not the summary of an evaluation: .*({complaint})"
     ):
         read_summary(tmp_path)
-
-
-def test_a_missing_summary_is_reported_as_missing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere' cannot be read \(No such file"):
-        read_summary(tmp_path / "nowhere")
 
 
 def test_evaluations_of_other_rows_are_not_compared(tmp_path: Path) -> None:

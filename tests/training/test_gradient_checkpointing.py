@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,13 +30,10 @@ class CountedOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_packing": True}])
-def test_selective_checkpointing_computes_attention_once_and_changes_no_gradient(
-    settings: dict[str, bool],
-) -> None:
+def test_selective_checkpointing_computes_attention_once_and_changes_no_gradient() -> None:
     batch = assemble(sample_trajectories(tiny_policy()), pad_token_id=PAD)
     [part] = micro_batches(
-        batch, rows=torch.arange(len(batch)), max_tokens=10_000, device=torch.device("cpu"), **settings
+        batch, rows=torch.arange(len(batch)), max_tokens=10_000, device=torch.device("cpu")
     )
 
     def computed(kind: Any) -> tuple[CountedOperations, list[Tensor]]:

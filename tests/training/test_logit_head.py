@@ -37,6 +37,7 @@ from agent_loop.training.losses import logprobs as vocabulary_blocks
 from agent_loop.training.losses.logprobs import LogitTransform
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
 from agent_loop.training.policy import ResponseLogProbs, response_logprobs
+from agent_loop.training.prefix_tree.attention import use_tree_attention
 from tests.training.fakes import PAD, VOCABULARY, sample_trajectories, tiny_policy
 
 SIZES = {
@@ -181,9 +182,11 @@ def test_bfloat16_models_differ_by_their_rounding_only(name: str, batch: Rollout
 
 
 def test_rows_that_share_prefixes_equal_full_logits(batch: RolloutBatch) -> None:
-    part = one_micro_batch(batch, use_packing=True)
+    part = one_micro_batch(batch, share_prefixes=True)
 
-    assert_equals_full_logits(qwen().eval(), part, entropy_has_gradient=True, tolerance=1e-5)
+    model = qwen().eval()
+    use_tree_attention(model)
+    assert_equals_full_logits(model, part, entropy_has_gradient=True, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

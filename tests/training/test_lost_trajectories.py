@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,8 +19,8 @@ from agent_loop.training.advantages.estimate import estimate_advantages
 from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.training.evaluation.scores import summarise
 from agent_loop.training.learner import load_learner
-from agent_loop.training.rollouts import _earned, with_variance
-from agent_loop.training.step_metrics import feedback_metrics, rollout_metrics
+from agent_loop.training.rollouts import with_variance
+from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import Failure, FailureKind, Trajectory
 from tests.harness import examples
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
@@ -152,11 +151,6 @@ def test_a_group_with_one_rollout_left_has_no_variance() -> None:
     assert with_variance([right, failed(wrong, FailureKind.ENVIRONMENT)], algorithm=AlgorithmConfig()) == []
 
 
-def test_a_lost_greedy_rollout_is_no_baseline() -> None:
-    [greedy] = sampled_group(1.0)
-    assert math.isnan(_earned([failed(greedy, FailureKind.ENVIRONMENT)], turn_weight=WEIGHT))
-
-
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
 def test_the_weights_after_an_update_do_not_depend_on_lost_trajectories(
     tmp_path: Path, estimator: str
@@ -183,19 +177,3 @@ def test_the_weights_after_an_update_do_not_depend_on_lost_trajectories(
         updated.append(dict(learner.weights()))
     for name, value in updated[1].items():
         torch.testing.assert_close(updated[0][name], value, rtol=0, atol=1e-6)
-
-
-@examples(30)
-@given(losses())
-def test_lost_trajectories_are_not_in_the_metrics_of_tools(
-    both: tuple[list[Trajectory], list[Trajectory]],
-) -> None:
-    with_lost, without = both
-
-    assert feedback_metrics(with_lost) == feedback_metrics(without)
-
-
-def test_a_batch_of_lost_trajectories_has_no_metrics_of_tools() -> None:
-    lost = [failed(t, FailureKind.ENVIRONMENT) for t in sample_trajectories(tiny_policy(), num_groups=1)]
-
-    assert feedback_metrics(lost) == {}

@@ -34,7 +34,7 @@ def train(actor: Actor, *, num_updates: int) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("saves_memory", [False, True])
 def test_losses_are_close_to_float32_and_the_policy_learns_as_fast(saves_memory: bool) -> None:
-    settings = {"ppo_mini_batches": 2, "gradient_checkpointing": saves_memory, "use_packing": saves_memory}
+    settings = {"ppo_mini_batches": 2, "gradient_checkpointing": saves_memory, "share_prefixes": saves_memory}
     full, half = make_actor(None, **settings), make_actor(torch.bfloat16, **settings)
     is_rewarded_BR = (BATCH["responses"] == REWARDED) & BATCH["response_mask"].bool()
 

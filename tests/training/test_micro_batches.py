@@ -47,15 +47,6 @@ def test_a_micro_batch_keeps_to_its_budget_unless_one_row_is_longer(batch: Rollo
             assert part.input_ids_BW.numel() <= max_tokens or len(part.rows_B) == 1
 
 
-def test_columns_that_are_padding_in_all_rows_are_dropped(batch: RolloutBatch) -> None:
-    parts = cut(batch, max_tokens=40)
-
-    for part in parts:
-        assert part.attention_mask_BW[:, 0].any()
-        assert part.attention_mask_BW[:, -1].any()
-    assert sum(part.input_ids_BW.numel() for part in parts) < 0.6 * batch["input_ids"].numel()
-
-
 def test_logprobs_of_a_padded_micro_batch_equal_those_of_each_row_alone(batch: RolloutBatch) -> None:
     model = tiny_policy()
     for part in cut(batch, max_tokens=60):
@@ -83,26 +74,15 @@ def test_logprobs_of_a_padded_micro_batch_equal_those_of_each_row_alone(batch: R
                 assert not found_R[len(is_model_T) :].any()
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_packing": True}])
-def test_a_small_batch_is_split_if_several_micro_batches_are_requested(
-    batch: RolloutBatch, settings: dict[str, bool]
-) -> None:
+def test_a_small_batch_is_split_if_several_micro_batches_are_requested(batch: RolloutBatch) -> None:
     def parts(*, at_least: int) -> list[MicroBatch]:
         rows, device = torch.arange(len(batch)), torch.device("cpu")
-        return list(
-            micro_batches(batch, rows=rows, max_tokens=10_000, device=device, at_least=at_least, **settings)
-        )
+        return list(micro_batches(batch, rows=rows, max_tokens=10_000, device=device, at_least=at_least))
 
     [whole] = parts(at_least=1)
-    num_units = len(whole.lines or whole.rows_B)
-    assert num_units > 1
     for at_least in (2, 3, 1000):
         each = parts(at_least=at_least)
-        assert min(at_least, num_units) == len(each)
+        assert len(each) == min(at_least, len(whole.rows_B))
         assert sorted(torch.cat([part.rows_B for part in each]).tolist()) == list(range(len(batch)))
-        sizes = [len(part.lines or part.rows_B) for part in each]
+        sizes = [len(part.rows_B) for part in each]
         assert max(sizes) - min(sizes) <= 1
-        for part in each:
-            assert sorted(row for line in part.lines for row in line) == list(
-                range(len(part.rows_B) if part.lines else 0)
-            )

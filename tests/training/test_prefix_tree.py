@@ -145,35 +145,6 @@ def test_sums_of_short_floats_are_precise() -> None:
         assert float((mine - theirs).detach().abs().max() / theirs.detach().abs().max()) < 0.01
 
 
-def test_many_tiny_nodes_need_few_blocks() -> None:
-    """Each block is a call of a kernel, so that a block per node would make small nodes slow."""
-    layout = lay_out(arrays(caterpillar(500)), device=CPU)
-    assert layout.num_tokens == 999
-    assert len(layout.plan.own) + len(layout.plan.above) < 40
-
-    tiny_rows = [[9, row, 1, 2, 3, 4, 5, 6] for row in range(64)]
-    plan = lay_out(arrays(tiny_rows), device=CPU).plan
-    assert len(plan.own) + len(plan.above) <= 10
-
-
-def test_subtrees_that_branch_off_together_share_a_block() -> None:
-    rows = [[1] * 300 + [row + 2] * 100 for row in range(8)]
-    plan = lay_out(arrays(rows), device=CPU).plan
-    assert len(plan.own) == 8
-    [block] = plan.above
-    assert (block.keys, block.queries) == (slice(0, 300), slice(400, 1100))
-
-
-def test_a_layout_has_no_dense_mask() -> None:
-    for length in (200, 800):
-        rows = [[1] * (end * length // 8) + [end + 2] * length for end in range(8)]
-        layout = lay_out(arrays(rows), device=CPU)
-        for window in (None, 150):
-            plan = layout.plan_for(window)
-            masks = [block.mask for block in (*plan.own, *plan.above) if block.mask is not None]
-            assert sum(mask.numel() for mask in masks) <= 300 * layout.num_tokens
-
-
 @examples(60)
 @given(trees(), st.integers(1, 200), st.integers(1, 4))
 def test_runs_hold_every_row_once_and_keep_to_the_budget(
@@ -208,14 +179,3 @@ def test_no_other_cuts_between_the_sorted_rows_are_cheaper(rows: list[list[int]]
     found = sum(len(prefixes([rows[row] for row in run])) + PASS_COST for run in runs)
     every = (cost(cuts) for n in range(len(rows)) for cuts in combinations(range(1, len(rows)), n))
     assert found == min(every)
-
-
-def test_several_runs_are_made_only_if_they_help() -> None:
-    def sizes(rows: list[list[int]], at_least: int) -> list[int]:
-        runs = SortedRows(dict(enumerate(arrays(rows)))).divided(max_tokens=10_000, at_least=at_least)
-        return sorted(len(run) for run in runs)
-
-    different = [[row] * 100 for row in range(8)]
-    assert sizes(different, 1) == [8]
-    assert sizes(different, 2) == [4, 4]
-    assert sizes([[1] * 500] * 8, 2) == [8]

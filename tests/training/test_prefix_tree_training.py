@@ -15,8 +15,8 @@ from agent_loop.config import ActorConfig
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training.actor import Actor
+from agent_loop.training.forward import as_tree
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
-from agent_loop.training.packing import as_tree
 from agent_loop.training.policy import make_exact, response_logprobs
 from agent_loop.training.prefix_tree.attention import use_tree_attention
 from tests.families.zoo import FAMILIES

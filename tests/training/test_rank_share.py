@@ -13,7 +13,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import assemble
 from agent_loop.training.actor import Actor
 from agent_loop.training.learner import Learner
-from agent_loop.training.micro_batches import MicroBatch, micro_batches_of_rank
+from agent_loop.training.micro_batches import MicroBatch, micro_batches
 from agent_loop.training.process_group import ProcessGroup
 from agent_loop.training.ranks import start_process_group
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
@@ -39,7 +39,7 @@ def shares(rows: torch.Tensor, *, size: int, **settings: bool) -> list[list[Micr
 
     def share(process_group: ProcessGroup) -> list[MicroBatch]:
         return list(
-            micro_batches_of_rank(
+            micro_batches(
                 BATCH,
                 rows=rows,
                 process_group=process_group,
@@ -68,25 +68,6 @@ def test_each_row_counts_in_one_process_and_all_run_equally_many_micro_batches(
     assert len({len(share) for share in of_processes}) == 1
     counted = [m.rows_B for share in of_processes for m in share if not m.is_spare]
     assert sorted(torch.cat(counted).tolist()) == rows.tolist()
-
-
-def test_the_shares_of_ranks_have_similar_numbers_of_tokens() -> None:
-    tokens = [
-        sum(int(m.attention_mask_BW.sum()) for m in share if not m.is_spare)
-        for share in shares(torch.arange(24), size=2)
-    ]
-
-    assert max(tokens) - min(tokens) <= int(BATCH["attention_mask"].sum(dim=1).max())
-
-
-def test_a_spare_micro_batch_has_no_effect() -> None:
-    spare = next(m for share in shares(torch.arange(1), size=2) for m in share if m.is_spare)
-    values_BR = torch.zeros(BATCH["responses"].shape)
-
-    spare.put(torch.ones_like(spare.mask_BR, dtype=torch.float32), into=values_BR)
-
-    assert not spare.mask_BR.any()
-    assert not values_BR.any()
 
 
 def test_images_are_refused_before_other_ranks_get_a_command() -> None:

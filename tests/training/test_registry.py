@@ -174,12 +174,6 @@ def test_an_unknown_name_is_refused_with_the_names_that_exist(section: str, key:
         PPOTrainer(config, manager=FakeRollouts(tiny_policy())).fit().send(None)
 
 
-def test_registering_a_name_again_replaces_the_function_with_a_warning(batch: RolloutBatch) -> None:
-    with pytest.warns(UserWarning, match="advantage estimator 'rloo' was .*; .* replaces it"):
-        advantage_estimator("rloo")(lambda rewards, *, config: torch.ones(6))
-    assert (estimate(batch, "rloo") == 1).all()
-
-
 LOSSES = """
 from agent_loop.training import TokenLoss, masked_difference, policy_loss
 

@@ -92,13 +92,6 @@ def test_curriculum_draws_each_row_once_and_depends_on_the_step_and_the_seed_alo
     assert curriculum(1, count=7, context=context) == orders[0][:7]
 
 
-def test_a_floor_of_zero_puts_rows_without_any_chance_last() -> None:
-    context = context_of(4, [result(0, 0), result(1, 4), result(2, 8)], floor=0.0)
-
-    assert all(set(curriculum(step, count=2, context=context)) == {1, 3} for step in range(1, 50))
-    assert len(curriculum(1, count=4, context=context)) == 4
-
-
 def test_the_estimate_is_a_moving_average_of_successes_or_of_rewards() -> None:
     by_success = RowHistory(2, config=SamplerConfig(smoothing=0.25))
     by_reward = RowHistory(2, config=SamplerConfig(smoothing=0.25, success="reward"))
@@ -140,15 +133,6 @@ def test_results_count_scored_rollouts_once_however_many_branches_they_have() ->
     results = row_results(trajectories, rows=[7, 8, 9], success_threshold=1.0)
 
     assert results == [RowResult(7, 2, 1, 0.25), RowResult(9, 1, 1, 2.0)]
-
-
-def test_a_name_alone_selects_the_sampler(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("data: {sampler: curriculum}")
-
-    assert load_config(path).data.sampler == SamplerConfig(name="curriculum")
-    assert load_config(overrides=["data.sampler=curriculum"]).data.sampler.name == "curriculum"
-    assert load_config(overrides=["data.sampler.floor=0.5"]).data.sampler.floor == 0.5
 
 
 @pytest.mark.parametrize(

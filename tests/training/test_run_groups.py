@@ -39,11 +39,6 @@ def test_a_folder_with_one_run_counts_as_that_run(source: str) -> None:
     assert paths(source) == ["other/b-0/train", "other/b-1/train"]
 
 
-def test_a_path_with_a_comma_or_a_bracket_is_one_run() -> None:
-    write_rewards(Path("a,b [1]"), seed=0, rewards=[1.0])
-    assert paths("a,b [1]") == ["a,b [1]"]
-
-
 def test_the_seed_is_that_of_the_trainer() -> None:
     groups = read_groups(["runs", "other"])
     assert [group.seeds for group in groups] == [(0, 1), (0, 1)]
@@ -53,19 +48,6 @@ def test_the_seed_is_that_of_the_trainer() -> None:
 def test_values_that_are_null_or_not_finite_are_left_out() -> None:
     path = write_rewards(Path("c"), seed=0, rewards=[None, float("nan"), float("inf"), 4.0])
     assert read_run(path).curves == {"reward/mean": {4: 4.0}}
-
-
-def test_lines_of_one_step_are_merged_and_steps_are_sorted() -> None:
-    lines = [{"step": 2, "x": 1.0}, {"step": 1, "x": 2.0}, {"step": 2, "val/y": 3.0}]
-    curves = read_run(write_run(Path("c"), seed=0, lines=lines)).curves
-    assert curves == {"x": {1: 2.0, 2: 1.0}, "val/y": {2: 3.0}}
-    assert list(curves["x"]) == [1, 2]
-
-
-def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line() -> None:
-    with Path("runs/a-0/metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"step": 3, "rew')
-    assert read_run(Path("runs/a-0")).curves["reward/mean"] == {1: 0.0, 2: 1.0}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.advantages.estimate import estimate_advantages
-from agent_loop.training.advantages.rewards import collect_rewards, compared_groups
+from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.training.rollouts import with_variance
 from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
@@ -71,24 +71,6 @@ def test_each_seat_has_the_advantages_that_it_has_alone(estimator: str) -> None:
 
 def test_a_seat_that_always_wins_has_no_advantage_although_the_other_always_loses() -> None:
     assert advantages(game([[1.0, -1.0]] * 4), "grpo").tolist() == [0.0] * 8
-
-
-def test_groups_of_rows_without_seats_are_unchanged() -> None:
-    plain = [
-        Trajectory(
-            output=AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1]),
-            row={},
-            group=number,
-            rollout=0,
-            reward=1.0,
-            reward_extra={},
-        )
-        for number in range(3)
-    ]
-    assert compared_groups(batch_of(plain)).tolist() == [0, 1, 2]
-    mixed = compared_groups(batch_of([*plain, *game([[1.0, -1.0]], group=3)])).tolist()
-    assert mixed[:3] == [0, 1, 2]
-    assert len(set(mixed)) == 5
 
 
 def test_whitened_advantages_count_a_rollout_once_with_any_number_of_seats() -> None:

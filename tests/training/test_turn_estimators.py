@@ -167,18 +167,6 @@ def test_gigpo_adds_the_comparison_of_turns_in_the_same_state_to_that_of_traject
     assert_equal(found, of_tokens(samples, expected))
 
 
-def test_a_group_of_one_and_equal_rewards_have_no_signal() -> None:
-    alone = [Rollout((Branch(1.0, (Turn(2), Turn(1))),))]
-    equal = [Rollout((Branch(0.1, (Turn(1), Turn(2), Turn(1))),)) for _ in range(3)]
-    batch = batch_of(samples_of([alone, equal]))
-    for estimator in ("turn_grpo", "gigpo"):
-        config = AlgorithmConfig(adv_estimator=estimator)
-        found = estimate_batch(batch, estimators=load_estimators(config), response_length=9)
-        assert not found.has_signal_B.any()
-        assert not found.keep_B.any()
-        assert not found.advantages_BR.any()
-
-
 def test_a_turn_that_no_other_rollout_reached_gets_no_advantage_in_turn_grpo() -> None:
     short, long = Branch(0.0, (Turn(),)), Branch(1.0, (Turn(), Turn()))
     found = estimated(samples_of([[Rollout((short,)), Rollout((long,))]]), "turn_grpo")
@@ -198,13 +186,6 @@ def test_the_seats_of_a_game_are_compared_with_themselves_alone() -> None:
             alone = estimated([s for s in samples if s.branch.seat == seat], estimator)
             for expected, row in zip(alone, found[seat::2], strict=True):
                 assert row == pytest.approx(expected, abs=1e-6)
-
-
-def test_turns_without_a_response_token_leave_an_empty_batch_as_it_is() -> None:
-    empty = samples_of([[Rollout((Branch(1.0, ()),)), Rollout((Branch(0.0, ()),))]])
-    for estimator in ("turn_grpo", "gigpo"):
-        assert estimated(empty, estimator) == [[], []]
-        assert estimated([], estimator) == []
 
 
 def test_equal_placeholders_of_different_images_are_different_states() -> None:

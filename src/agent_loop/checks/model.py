@@ -18,7 +18,6 @@ from agent_loop.rollout.batch import assemble
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.embedded.model_types import (
-    can_pack,
     can_pad,
     can_share_prefixes,
     logit_scaling,
@@ -122,7 +121,6 @@ async def check_model(
                 partial(_check_rows, pad=False, is_used=logit_scaling(model) is not None),
             ),
             Check("padded rows are exact", partial(_check_rows, pad=True, is_used=can_pad(model))),
-            Check("use_packing is exact", partial(_check_rows, use_packing=True, is_used=can_pack(model))),
             Check(
                 "share_prefixes is exact",
                 partial(_check_rows, share_prefixes=True, is_used=can_share_prefixes(model)),
@@ -178,7 +176,6 @@ async def _check_rows(
     *,
     is_used: bool,
     pad: bool = True,
-    use_packing: bool = False,
     share_prefixes: bool = False,
 ) -> str:
     """Compare the log-probs of a training batch."""
@@ -202,7 +199,6 @@ async def _check_rows(
             max_tokens=NUM_ROWS * subject.max_model_len,
             device=model.device,
             pad=pad,
-            use_packing=use_packing,
             share_prefixes=share_prefixes,
         ):
             logprobs_BR = response_logprobs(model, part, temperature=1.0).sampled_BR.float().cpu().numpy()

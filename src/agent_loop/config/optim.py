@@ -42,9 +42,6 @@ class OptimConfig(Section):
     max_tokens_per_micro_batch: Tokens = 16384
     """Maximum tokens in one forward and backward pass, padding included. Fewer tokens need less memory for
     activations."""
-    use_packing: bool = False
-    """Put several short rows into one line of the input instead of padding each. Refused at the start for types of
-    models that are not proved for it."""
     share_prefixes: bool = False
     """Compute each distinct token of a micro-batch once, on the prefix tree of its rows: the prompt of a group, and
     what branches, forks and compactions have in common. There is no padding, and `max_tokens_per_micro_batch` counts

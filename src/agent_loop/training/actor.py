@@ -6,8 +6,7 @@ B rows of a batch, P prompt width, R response width.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -36,28 +35,19 @@ from agent_loop.training.advantages.groups import rollouts_of_rows
 from agent_loop.training.distillation.targets import TeacherTargets
 from agent_loop.training.forward import prepare_batching
 from agent_loop.training.losses.policy import load_policy_loss
-from agent_loop.training.losses.terms import WEIGHT_SUMS, Aggregation, effective_share
-from agent_loop.training.master_weights import save_model, take_weights
-from agent_loop.training.micro_batches import MicroBatch, micro_batches_of_rank, trainable_rows
-from agent_loop.training.optimizer import Optimizer
+from agent_loop.training.losses.terms import WEIGHT_SUMS, effective_share
+from agent_loop.training.master_weights import take_weights
+from agent_loop.training.micro_batches import MicroBatch, trainable_rows
 from agent_loop.training.passes import (
     TRAIN_LOG_PROBS,
-    StepNames,
+    TrainedModel,
     UpdateStats,
-    add_gradients,
-    compute_each,
 )
 from agent_loop.training.policy import make_exact, response_logprobs
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
 
-STEP_NAMES = StepNames(
-    grad_norm=names.GRAD_NORM,
-    optimizer_steps=names.OPTIMIZER_STEPS,
-    nonfinite_updates=names.NONFINITE_UPDATES,
-)
 
-
-class Actor:
+class Actor(TrainedModel):
     """Owner of the policy's model and optimiser, and the only writer of its weights.
 
     Call one method at a time, from any thread.
@@ -93,34 +83,29 @@ class Actor:
             raise ValueError(
                 f"kl_loss_coef is {config.kl_loss_coef}, which needs a reference model; give one"
             )
-        self.model = model
+        super().__init__(
+            model,
+            config=config,
+            section="actor",
+            dtype=dtype,
+            seed=seed,
+            process_group=process_group,
+            num_threads=num_threads,
+        )
         self._config = config
         self._policy_loss = load_policy_loss(config.policy_loss)
         self._temperature = temperature or 1.0
         self._reference = reference
-        other_model = None if reference is model else reference
-        make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
-        if other_model is not None:
-            make_exact(other_model.requires_grad_(False), gradient_checkpointing=False)
-        self._pads = all(
-            prepare_batching(each, config=config, section="actor")
-            for each in (model, other_model)
-            if each is not None
-        )
-        self._process_group = process_group
-        self._num_threads = num_threads
-        self._weights = take_weights(
-            model, process_group=process_group, dtype=dtype, on_host=config.optimizer_on_host
-        )
         self._dtype = dtype or model.dtype
         self._adapted = (
             AdaptedModel(model, dtype=self._dtype, process_group=process_group)
             if are_low_rank(model)
             else None
         )
-        if other_model is not None:
-            take_weights(other_model, process_group=process_group, dtype=dtype)
-        self._optimizer = Optimizer(self._weights, config=config, seed=seed)
+        if reference is not None and reference is not model:
+            make_exact(reference.requires_grad_(False), gradient_checkpointing=False)
+            self._pads &= prepare_batching(reference, config=config, section="actor")
+            take_weights(reference, process_group=process_group, dtype=dtype)
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
         """Return the log-probs of the sampled tokens under the current weights; [B, R] float32, 0 elsewhere."""
@@ -176,7 +161,7 @@ class Actor:
             teachers=teachers,
         )
         lr = self._optimizer.start_update()
-        stats = UpdateStats(STEP_NAMES, process_group=self._process_group)
+        stats = UpdateStats("actor", process_group=self._process_group)
         rollouts_B = rollouts_of_rows(batch)
         mini_batches = list(self._optimizer.mini_batches(rows, rollouts_B=rollouts_B))
         first_BR = torch.zeros(batch["responses"].shape)
@@ -212,9 +197,7 @@ class Actor:
             return loss, float(loss.detach())
 
         lr = self._optimizer.start_update()
-        parts = add_gradients(
-            loss_of, self._cut(batch, rows), into=self._weights, num_threads=self._num_threads
-        )
+        parts = self._add_gradients(loss_of, batch, rows)
         sums = self._process_group.sum_metrics({names.SFT_LOSS: sum(part for _, part in parts)})
         grad_norm = self._optimizer.step(loss=sums[names.SFT_LOSS])
         if advances_schedule:
@@ -238,18 +221,6 @@ class Actor:
         update.
         """
         return self._merged_weights() if self._adapted is None else self._adapted.weights()
-
-    def save(self, folder: Path) -> None:
-        """Save the model in the format of `transformers`, in full precision."""
-        save_model(self.model, folder, weights=self._weights, process_group=self._process_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the actor besides the model: optimiser, warm-up and random state."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
-        self._optimizer.load_state_dict(state)
 
     def _merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in merged_parameters(self.model):
@@ -279,15 +250,8 @@ class Actor:
     ) -> None:
         """Run one optimiser step. The first step writes the log-probs that it computes to `first_BR`."""
         config = self._config
-        reduce = Aggregation.of_rows(
-            batch["response_mask"],
-            rows=rows,
-            rollouts_B=rollouts_B,
-            mode=config.loss_agg_mode,
-            length=config.loss_length,
-        )
+        reduce = self._aggregation(batch, rows, rollouts_B)
         observations = ObservationLoss.of(batch, rows=rows, coefficient=config.observation_coeff)
-
         loss = ActorLoss(config, self._policy_loss, targets, reduce, observations)
 
         def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, LossTerms]]:
@@ -302,9 +266,7 @@ class Actor:
             return terms.loss, (found.sampled_BR.detach(), terms)
 
         sums: defaultdict[str, float] = defaultdict(float)
-        for micro_batch, (logprobs_BR, terms) in add_gradients(
-            loss_of, self._cut(batch, rows), into=self._weights, num_threads=self._num_threads
-        ):
+        for micro_batch, (logprobs_BR, terms) in self._add_gradients(loss_of, batch, rows):
             if stats.num_steps == 0:
                 logprobs_BR = torch.where(micro_batch.mask_BR.bool(), logprobs_BR, 0.0)
                 stats.compare(logprobs_BR, targets.past.rollout_BR, micro_batch)
@@ -318,29 +280,7 @@ class Actor:
         stats.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.LOSS]))
 
     def _logprobs_of(self, model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tensor:
-        @torch.no_grad()
         def logprobs_of(micro_batch: MicroBatch) -> Tensor:
             return response_logprobs(model, micro_batch, temperature=self._temperature).sampled_BR
 
-        logprobs_BR = torch.zeros(batch["responses"].shape, dtype=torch.float32)
-        for micro_batch, part_BR in compute_each(
-            logprobs_of, self._cut(batch, rows, model=model), num_threads=self._num_threads
-        ):
-            micro_batch.put(part_BR, into=logprobs_BR)
-        return self._process_group.sum_tensor(logprobs_BR)
-
-    def _cut(
-        self, batch: RolloutBatch, rows: Tensor, *, model: PreTrainedModel | None = None
-    ) -> Iterator[MicroBatch]:
-        """Yield micro-batches on the device of a model; None is the policy."""
-        return micro_batches_of_rank(
-            batch,
-            rows=rows,
-            process_group=self._process_group,
-            max_tokens=self._config.max_tokens_per_micro_batch,
-            device=(model or self.model).device,
-            use_packing=self._config.use_packing,
-            share_prefixes=self._config.share_prefixes,
-            pad=self._pads,
-            at_least=self._num_threads,
-        )
+        return self._compute(logprobs_of, batch, rows, device=model.device)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -32,22 +31,16 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from agent_loop.errors import CheckpointError
+from agent_loop.runtime.describe import describe_error
 from agent_loop.storage.metrics_file import CHECKPOINTS_FOLDER
 from agent_loop.storage.whole_file import sync_to_disk
-from agent_loop.training.manifest import DataManifest, find_damage, manifest_form, manifest_of, read_manifest
+from agent_loop.training.manifest import DataManifest, find_damage, manifest_of
 
 STATE_FILE = "state.json"
 TRAINER_FOLDER = "trainer"
 MODEL_FOLDER = "model"
 _UNWRITTEN = (OSError, SafetensorError, CheckpointException)
 """Errors that libraries raise when they write a checkpoint to a full or read-only disk."""
-logger = logging.getLogger(__name__)
-
-
-class SavesPretrained(Protocol):
-    """Tokenizer or processor that a checkpoint saves."""
-
-    def save_pretrained(self, save_directory: str) -> Any: ...
 
 
 class SavesItself(Protocol):
@@ -83,7 +76,7 @@ def save_checkpoint(
     step: int,
     weight_version: int,
     learner: SavesItself,
-    tokenizer: SavesPretrained,
+    tokenizer: Any,
     config: Mapping[str, Any],
     rows: Mapping[str, DataManifest] | None = None,
     selector: SavesItself | None = None,
@@ -111,19 +104,19 @@ def save_checkpoint(
             "config_digest": config_digest(config),
             "config": dict(config),
             "rows": {split: manifest.form() for split, manifest in (rows or {}).items()},
-            "files": manifest_form(manifest_of(temporary)),
+            "files": manifest_of(temporary),
         }
         signed = {**state, "crc32": _checksum(json.loads(json.dumps(state)))}
         (temporary / STATE_FILE).write_text(json.dumps(signed, indent=2), encoding="utf-8")
-        for path in [*_files(temporary), temporary]:
+        for path in [*sorted(path for path in temporary.rglob("*") if path.is_file()), temporary]:
             sync_to_disk(path)
         os.replace(temporary, final)
         sync_to_disk(folder)
     except _UNWRITTEN as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"the checkpoint {str(final)!r} cannot be written ({_first_line(error)}); {_last_good(run_dir)} Free the "
-            "disk or correct the permissions, then resume"
+            f"the checkpoint {str(final)!r} cannot be written ({describe_error(error)}); {_last_good(run_dir)} Free "
+            "the disk or correct the permissions, then resume"
         ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -203,9 +196,7 @@ def open_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkp
         raise CheckpointError(f"checkpoint {str(path)!r} does not exist; give a folder like .../step-000040")
     try:
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        manifest = read_manifest(state["files"])
-        has_checksums = "crc32" in state or any(facts.crc32 is not None for facts in manifest.values())
-        if has_checksums and state.pop("crc32", None) != _checksum(state):
+        if state.pop("crc32") != _checksum(state):
             raise ValueError("its checksum differs from the one that was written")
         checkpoint = Checkpoint(
             path=path,
@@ -218,11 +209,12 @@ def open_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkp
         )
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise _damaged(path, f"{STATE_FILE} cannot be read ({type(error).__name__}: {error})") from error
-    complaint = find_damage(path, manifest, parts=parts)
+    try:
+        complaint = find_damage(path, state["files"], parts=parts)
+    except OSError as error:
+        complaint = f"a file cannot be read ({error.strerror})"
     if complaint is not None:
         raise _damaged(path, complaint)
-    if not has_checksums:
-        logger.warning("the checkpoint %s has no checksums: only the sizes of its files were checked", path)
     return checkpoint
 
 
@@ -261,17 +253,9 @@ def _last_good(run_dir: Path) -> str:
     return f"the last one is {str(earlier[-1])!r}, unchanged." if earlier else "there was none before."
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
-
-
 @contextmanager
 def _without_single_process_warning() -> Generator[None]:
     """Suppress the warning of `torch.distributed.checkpoint` about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -6,7 +6,6 @@ B rows of a batch, R response width.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,23 +18,15 @@ from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.advantages.groups import rollouts_of_rows
-from agent_loop.training.forward import outputs_at, prepare_batching, sampled_tokens
-from agent_loop.training.losses.terms import Aggregation, masked_mean, value_loss
-from agent_loop.training.master_weights import save_model, take_weights
-from agent_loop.training.micro_batches import MicroBatch, micro_batches_of_rank, trainable_rows
-from agent_loop.training.optimizer import Optimizer
-from agent_loop.training.passes import StepNames, UpdateStats, add_gradients, compute_each
-from agent_loop.training.policy import device_of, make_exact
+from agent_loop.training.forward import outputs_at, sampled_tokens
+from agent_loop.training.losses.terms import masked_mean, value_loss
+from agent_loop.training.micro_batches import MicroBatch, trainable_rows
+from agent_loop.training.passes import TrainedModel, UpdateStats
+from agent_loop.training.policy import device_of
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
 
-STEP_NAMES = StepNames(
-    grad_norm=names.CRITIC_GRAD_NORM,
-    optimizer_steps=names.CRITIC_OPTIMIZER_STEPS,
-    nonfinite_updates=names.CRITIC_NONFINITE_UPDATES,
-)
 
-
-class Critic:
+class Critic(TrainedModel):
     """Owner of the critic's model and optimiser. Call one method at a time, from any thread."""
 
     def __init__(
@@ -49,34 +40,20 @@ class Critic:
         num_threads: int = 1,
     ) -> None:
         """Take ownership of a loaded model."""
-        self.model = model
-        self._config = config
-        make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
-        self._pads = prepare_batching(model, config=config, section="critic")
-        self._process_group = process_group
-        self._num_threads = num_threads
-        self._weights = take_weights(
-            model, process_group=process_group, dtype=dtype, on_host=config.optimizer_on_host
+        super().__init__(
+            model,
+            config=config,
+            section="critic",
+            dtype=dtype,
+            seed=seed,
+            process_group=process_group,
+            num_threads=num_threads,
         )
-        self._optimizer = Optimizer(self._weights, config=config, seed=seed)
-
-    @property
-    def num_updates(self) -> int:
-        return self._optimizer.num_updates
+        self._config = config
 
     def values(self, batch: RolloutBatch, *, rows: Tensor) -> Tensor:
         """Return the values predicted before each sampled token; [B, R] float32, 0 elsewhere."""
-
-        @torch.no_grad()
-        def values_of(micro_batch: MicroBatch) -> Tensor:
-            return _response_values(self.model, micro_batch)
-
-        values_BR = torch.zeros(batch["responses"].shape, dtype=torch.float32)
-        for micro_batch, part_BR in compute_each(
-            values_of, self._cut(batch, rows), num_threads=self._num_threads
-        ):
-            micro_batch.put(part_BR, into=values_BR)
-        return self._process_group.sum_tensor(values_BR)
+        return self._compute(lambda part: _response_values(self.model, part), batch, rows)
 
     def update(
         self, batch: RolloutBatch, *, returns_BR: Tensor, old_values_BR: Tensor, keep_B: Tensor | None = None
@@ -96,25 +73,13 @@ class Critic:
         if not len(rows):
             return {}
         lr = self._optimizer.start_update()
-        stats = UpdateStats(STEP_NAMES, process_group=self._process_group)
+        stats = UpdateStats("critic", process_group=self._process_group)
         rollouts_B = rollouts_of_rows(batch)
         for mini_batch_rows in self._optimizer.mini_batches(rows, rollouts_B=rollouts_B):
             self._step(batch, mini_batch_rows, rollouts_B, returns_BR, old_values_BR, stats)
         self._optimizer.end_update()
         fit = _fit(old_values_BR[rows], returns_BR[rows], mask_BR=batch["response_mask"][rows])
         return stats.metrics() | fit | {names.CRITIC_LEARNING_RATE: lr}
-
-    def save(self, folder: Path) -> None:
-        """Save the model in the format of `transformers`, in full precision."""
-        save_model(self.model, folder, weights=self._weights, process_group=self._process_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the critic besides the model: optimiser, warm-up and random state."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
-        self._optimizer.load_state_dict(state)
 
     def _step(
         self,
@@ -126,13 +91,7 @@ class Critic:
         stats: UpdateStats,
     ) -> None:
         config = self._config
-        reduce = Aggregation.of_rows(
-            batch["response_mask"],
-            rows=rows,
-            rollouts_B=rollouts_B,
-            mode=config.loss_agg_mode,
-            length=config.loss_length,
-        )
+        reduce = self._aggregation(batch, rows, rollouts_B)
 
         def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             result = value_loss(
@@ -146,26 +105,11 @@ class Critic:
             return result.loss, (result.loss.detach(), result.clip_fraction.detach())
 
         sums: defaultdict[str, float] = defaultdict(float)
-        for _, (loss, clip_fraction) in add_gradients(
-            loss_of, self._cut(batch, rows), into=self._weights, num_threads=self._num_threads
-        ):
+        for _, (loss, clip_fraction) in self._add_gradients(loss_of, batch, rows):
             sums[names.CRITIC_LOSS] += float(loss)
             sums[names.CRITIC_CLIP_FRACTION] += float(clip_fraction)
         totals = self._process_group.sum_metrics(sums)
         stats.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.CRITIC_LOSS]))
-
-    def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[MicroBatch]:
-        return micro_batches_of_rank(
-            batch,
-            rows=rows,
-            process_group=self._process_group,
-            max_tokens=self._config.max_tokens_per_micro_batch,
-            device=self.model.device,
-            use_packing=self._config.use_packing,
-            share_prefixes=self._config.share_prefixes,
-            pad=self._pads,
-            at_least=self._num_threads,
-        )
 
 
 def load_critic(

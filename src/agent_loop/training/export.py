@@ -17,7 +17,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.vision import auto_model_class
 from agent_loop.training.adapters import is_adapter_folder, merged_adapters
 from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint, named_checkpoint
-from agent_loop.training.manifest import find_damage, manifest_form, manifest_of, read_manifest
+from agent_loop.training.manifest import find_damage, manifest_of
 from agent_loop.training.policy import compute_dtype, load_base
 
 MERGED_FOLDER = "merged"
@@ -64,17 +64,17 @@ def evaluated_model(path: Path) -> Path:
     if not _is_whole(merged, kept):
         shutil.rmtree(merged, ignore_errors=True)
         export_model(checkpoint, merged)
-        kept.write_text(json.dumps(manifest_form(manifest_of(merged))), encoding="utf-8")
+        kept.write_text(json.dumps(manifest_of(merged)), encoding="utf-8")
     return merged
 
 
 def _is_whole(folder: Path, kept: Path) -> bool:
     """Return whether the files of a folder agree with the manifest of the folder."""
     try:
-        manifest = read_manifest(json.loads(kept.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        manifest = json.loads(kept.read_text(encoding="utf-8"))
+        return bool(manifest) and find_damage(folder, manifest) is None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
-    return bool(manifest) and find_damage(folder, manifest) is None
 
 
 def _load_model(checkpoint: Checkpoint, config: ModelConfig) -> PreTrainedModel:

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Protocol
 
 from msgspec import structs
 
-from agent_loop.config.algorithm import ForkConfig
-from agent_loop.rollout.forks import FORKED_TURN, Fork, as_branches, find_forks, own_segments
+from agent_loop.rollout.forks import FORKED_TURN, Fork, own_segments
 from agent_loop.rollout.journal.step import StepJournal
-from agent_loop.training.metrics import (
-    FORK_CONTINUATIONS,
-    FORK_LOST_SHARE,
-    FORK_NEWER_SHARE,
-    FORK_REFUSED,
-    FORK_STATES,
-    FORK_TOKEN_SHARE,
-    FORK_TOKENS,
-    FORK_VALUE_SHIFT,
-)
-from agent_loop.training.progress import Progress
+from agent_loop.training import metrics as names
 from agent_loop.trajectory import Trajectory, group_branches, mean_reward
 
 
@@ -54,42 +42,6 @@ class Forked:
 NOT_FORKED = Forked()
 
 
-class StepForks:
-    """Samples the continuations of steps."""
-
-    def __init__(
-        self,
-        config: ForkConfig,
-        *,
-        runner: ForkRunner,
-        progress: Progress,
-        open_journal: Callable[[Sequence[Fork]], AbstractAsyncContextManager[StepJournal | None]],
-    ) -> None:
-        self._config = config
-        self._runner = runner
-        self._progress = progress
-        self._open_journal = open_journal
-
-    async def run(
-        self, trajectories: Sequence[Trajectory], *, label: str, origin: Callable[[int], tuple[str, int]]
-    ) -> Forked:
-        """Continue trajectories anew."""
-        forks, reasons = find_forks(trajectories, config=self._config, origin=origin)
-        if reasons and not forks:
-            self._progress.say(f"{label}: no trajectory can be forked; {reasons[0]}")
-        n = self._config.continuations
-        continuations: list[Trajectory] = []
-        if forks:
-            async with self._open_journal(forks) as journal:
-                with self._progress.rollout(num_trajectories=len(forks) * n) as note:
-                    continuations = await self._runner.run_forks(
-                        forks, n=n, on_trajectory=note, journal=journal, label=f"{label}/forks"
-                    )
-        branches = as_branches(forks, continuations)
-        metrics = fork_metrics(trajectories, forks, continuations, branches)
-        return Forked(branches, metrics | {FORK_REFUSED: float(len(reasons))})
-
-
 def with_branches(trajectories: Sequence[Trajectory], branches: Sequence[Trajectory]) -> Sequence[Trajectory]:
     """Return trajectories, with number 0 for those that have branches, so that shared tokens are trained once."""
     forked = {(branch.group, branch.rollout) for branch in branches}
@@ -111,17 +63,17 @@ def fork_metrics(
     num_tokens = sum(length for length, _ in sampled)
     num_all = num_tokens + sum(t.output.num_model_tokens for t in trajectories)
     metrics = {
-        FORK_STATES: float(len(forks)),
-        FORK_CONTINUATIONS: float(len(continuations)),
-        FORK_TOKENS: float(num_tokens),
-        FORK_TOKEN_SHARE: num_tokens / max(num_all, 1),
+        names.FORK_STATES: float(len(forks)),
+        names.FORK_CONTINUATIONS: float(len(continuations)),
+        names.FORK_TOKENS: float(num_tokens),
+        names.FORK_TOKEN_SHARE: num_tokens / max(num_all, 1),
     }
     if continuations:
         num_newer = sum(length for length, is_newer in sampled if is_newer)
-        metrics[FORK_LOST_SHARE] = 1 - len(branches) / len(continuations)
-        metrics[FORK_NEWER_SHARE] = num_newer / max(num_tokens, 1)
+        metrics[names.FORK_LOST_SHARE] = 1 - len(branches) / len(continuations)
+        metrics[names.FORK_NEWER_SHARE] = num_newer / max(num_tokens, 1)
     if branches:
-        metrics[FORK_VALUE_SHIFT] = _value_shift(trajectories, branches)
+        metrics[names.FORK_VALUE_SHIFT] = _value_shift(trajectories, branches)
     return metrics
 
 

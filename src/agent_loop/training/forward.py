@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agent_loop.config import OptimConfig
 from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded.model_types import can_pack, can_pad, can_share_prefixes
+from agent_loop.servers.embedded.model_types import can_pad, can_share_prefixes
 from agent_loop.servers.embedded.vision import VISION_MODELS, media_features
 from agent_loop.training.micro_batches import MicroBatch
-from agent_loop.training.packing import as_tree, pack
 from agent_loop.training.prefix_tree.attention import tree_inputs, use_tree_attention
+from agent_loop.training.prefix_tree.layout import TreeLayout, lay_out
 
 ResultT = TypeVar("ResultT")
 logger = logging.getLogger(__name__)
@@ -50,26 +51,20 @@ class SampledTokens:
 def prepare_batching(model: PreTrainedModel, *, config: OptimConfig, section: str) -> bool:
     """Give a model the attention of prefix trees if it needs it, and return whether its rows may be padded.
 
-    Args:
-        model: Model that is trained.
-        config: Settings; `use_packing` and `share_prefixes` select the kind of batches.
-        section: Name of `config` in messages: `actor` or `critic`.
+    `section` names `config` in messages: `actor` or `critic`.
     """
     name, kind = type(model).__name__, model.config.model_type
-    key = "share_prefixes" if config.share_prefixes else "use_packing"
-    is_proved = (
-        can_share_prefixes(model) if config.share_prefixes else can_pack(model) or not config.use_packing
-    )
-    reason = None if is_proved else f"is of a type ({kind}) that is not proved for it"
     if config.share_prefixes:
+        reason = None if can_share_prefixes(model) else f"is of a type ({kind}) that is not proved for it"
         try:
             use_tree_attention(model)
         except ConfigError as error:
             reason = str(error)
-    if reason is not None:
-        raise ConfigError(f"{section}.{key} is on, but {name} {reason}; set {section}.{key}=false")
+        if reason is not None:
+            key = f"{section}.share_prefixes"
+            raise ConfigError(f"{key} is on, but {name} {reason}; set {key}=false")
     pads = can_pad(model)
-    if not (pads or config.use_packing or config.share_prefixes):
+    if not pads and not config.share_prefixes:
         logger.warning(
             "%s: each row is computed in a forward of its own, which is slower, because %s is of a type (%s) that is "
             "not proved for padded rows",
@@ -98,10 +93,24 @@ def model_inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> tuple[dict[
     if micro_batch.shares_prefixes:
         layout, before_M = as_tree(micro_batch)
         return tree_inputs(model, layout), before_M
-    if micro_batch.lines:
-        packed = pack(micro_batch)
-        return packed.inputs, packed.before_M
     return _padded_inputs(model, micro_batch), _places_before(micro_batch)
+
+
+def as_tree(micro_batch: MicroBatch) -> tuple[TreeLayout, Tensor]:
+    """Return the prefix tree of the rows of a micro-batch, and the position before each sampled token, [M]."""
+    device = micro_batch.input_ids_BW.device
+    is_token_BW = micro_batch.attention_mask_BW.bool().cpu().numpy()
+    ids_BW = micro_batch.input_ids_BW.cpu().numpy()
+    layout = lay_out(
+        [ids_W[is_token_W] for ids_W, is_token_W in zip(ids_BW, is_token_BW, strict=True)], device=device
+    )
+    mask_BR = micro_batch.mask_BR.bool().cpu().numpy()
+    lengths_B: list[int] = cast(Any, micro_batch.is_response_BR.sum(dim=1)).tolist()
+    before = [
+        places[len(places) - length - 1 : -1][mask_R[:length]]
+        for places, mask_R, length in zip(layout.places, mask_BR, lengths_B, strict=True)
+    ]
+    return layout, cast(Any, torch).from_numpy(np.concatenate(before)).to(device)
 
 
 def _padded_inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agent_loop.chat.template import ChatTemplate
@@ -41,122 +41,107 @@ from agent_loop.training.step_metrics import (
 )
 from agent_loop.training.supervised.examples import ExampleSampler
 from agent_loop.training.timing import StepClock, TimeShares, time_shares
-from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class TrainingLoop:
-    """Loop over training steps.
+    """Loop over training steps. Single use.
 
     The weight version is the number of completed steps. Servers and checkpoints get only weights of completed steps.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        manager: Rollouts,
-        learner: Learner,
-        selector: RowSelector,
-        val_rows: Sequence[Row],
-        writer: MetricsWriter,
-        progress: Progress,
-        clock: StepClock,
-        interrupt: Interrupt,
-        journals: JournalFolder | None = None,
-        keeper: TrajectoryKeeper | None = None,
-        rows: Mapping[str, DataManifest] | None = None,
-        supervised: ExampleSampler | None = None,
-        teachers: Teachers | None = None,
-    ) -> None:
-        self._config = config
-        self._rows = rows
-        self._supervised = supervised
-        self._teachers = teachers
-        self._run_dir = Path(config.trainer.run_dir)
-        self._manager = manager
-        self._learner = learner
-        self._selector = selector
+    config: Config
+    manager: Rollouts
+    learner: Learner
+    selector: RowSelector
+    val_rows: Sequence[Row]
+    writer: MetricsWriter
+    progress: Progress
+    clock: StepClock
+    interrupt: Interrupt
+    journals: JournalFolder | None
+    keeper: TrajectoryKeeper
+    manifests: Mapping[str, DataManifest]
+    supervised: ExampleSampler | None
+    teachers: Teachers | None
+    _completed: int = 0
+    _is_first_step: bool = True
+    _time: TimeShares | None = None
+    _saved: Path | None = None
+    """The last checkpoint."""
+    _saved_step: int | None = None
+    _evaluation: Evaluation | None = None
+    _sources: Sequence[str] = field(init=False)
+    _rollouts: StepRollouts = field(init=False)
+    _dead_steps: DeadSteps = field(init=False)
+    _early_warnings: EarlyWarnings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sources = data_sources(self.selector.rows)
         self._rollouts = StepRollouts(
-            config, manager=manager, selector=selector, progress=progress, journals=journals
+            self.config, self.manager, self.selector, self.progress, journals=self.journals
         )
-        self._val_rows = val_rows
-        self._writer = writer
-        self._progress = progress
-        self._clock = clock
-        self._interrupt = interrupt
-        self._journals = journals
-        self._keeper = keeper or TrajectoryKeeper(self._run_dir, num_steps=0)
-        self._time: TimeShares | None = None
-        self._dead_steps = DeadSteps(
-            limit=config.trainer.max_dead_steps,
-            report=progress.say,
-        )
-        self._early_warnings = EarlyWarnings(report=progress.say)
-        self._sources = data_sources(selector.rows)
-        self._completed = 0
-        self._is_first_step = True
-        self._saved: tuple[int, Path] | None = None
-        self._evaluation: Evaluation | None = None
+        self._dead_steps = DeadSteps(limit=self.config.trainer.max_dead_steps, report=self.progress.say)
+        self._early_warnings = EarlyWarnings(report=self.progress.say)
 
     async def run(self, checkpoint: Checkpoint | None) -> TrainResult:
         """Train from a checkpoint that the learner has loaded, or from the start."""
         metrics: Mapping[str, float] = {}
-        total_steps = self._config.trainer.total_steps
+        total_steps = self.config.trainer.total_steps
         if checkpoint is not None:
-            self._completed, self._saved = checkpoint.step, (checkpoint.step, checkpoint.path)
+            self._completed = self._saved_step = checkpoint.step
+            self._saved = checkpoint.path
             self._drop_journals()
         # Servers have the weights of the model's files.
-        if checkpoint is not None or self._config.model.base_bits:
+        if checkpoint is not None or self.config.model.base_bits:
             await self._publish()
-        if checkpoint is None and self._config.trainer.val_before_train:
+        if checkpoint is None and self.config.trainer.val_before_train:
             found = await self._validate()
-            self._writer.write(0, found)
+            self.writer.write(0, found)
             if (success := found.get(f"{names.VALIDATION}{names.SUCCESS_SHARE}")) is not None:
-                self._progress.say(f"before training  val success {success:.1%}")
-        self._progress.start(completed_steps=self._completed)
+                self.progress.say(f"before training  val success {success:.1%}")
+        self.progress.start(completed_steps=self._completed)
         try:
             async with self._rollouts_ahead() as ahead:
-                while self._completed < total_steps and not self._interrupt.is_requested:
+                while self._completed < total_steps and not self.interrupt.is_requested:
                     metrics = await self._step(ahead) or metrics
         except RolloutError:
             try:
                 await self._save()
             except CheckpointError as error:  # the first error is the reason why the run ends
-                self._progress.say(str(error))
+                self.progress.say(str(error))
             raise
         if self._time is not None:
-            self._progress.say(f"all steps  {self._time}")
+            self.progress.say(f"all steps  {self._time}")
         is_interrupted = self._completed < total_steps
         if is_interrupted:
             await self._save()
-            self._progress.say(
-                f"stopped after step {self._completed}; resume to continue from {self._saved_path}"
-            )
+            self.progress.say(f"stopped after step {self._completed}; resume to continue from {self._saved}")
         return TrainResult(
             step=self._completed,
             is_interrupted=is_interrupted,
-            run_dir=self._run_dir,
-            checkpoint=self._saved_path,
+            run_dir=Path(self.config.trainer.run_dir),
+            checkpoint=self._saved,
             metrics=metrics,
             evaluation=self._evaluation,
         )
 
     @asynccontextmanager
     async def _rollouts_ahead(self) -> AsyncGenerator[RolloutsAhead[StepRollout]]:
-        staleness = max_staleness(self._config)
+        staleness = max_staleness(self.config)
         async with AsyncExitStack() as stack:
             if staleness:  # the servers have their own devices, so they stay awake
-                await stack.enter_async_context(self._manager.awake())
+                await stack.enter_async_context(self.manager.awake())
             ahead = RolloutsAhead(
-                self._roll_out, max_staleness=staleness, last_step=self._config.trainer.total_steps
+                self._roll_out, max_staleness=staleness, last_step=self.config.trainer.total_steps
             )
             yield await stack.enter_async_context(ahead)
 
     async def _step(self, ahead: RolloutsAhead[StepRollout]) -> dict[str, float] | None:
         """Run one step and return its metrics; None if the rollout was abandoned."""
         step = self._completed + 1
-        self._clock.start_step()
+        self.clock.start_step()
 
         # 1. Wait for the rollout of this step. Rollouts of later steps may be running.
         rollout = await self._take(step, ahead)
@@ -166,23 +151,27 @@ class TrainingLoop:
 
         # 2. Compute the rollout metrics. A run that has nothing to learn from stops at its first step.
         if self._is_first_step and (rollout.lessons is None or rollout.lessons.is_empty):
-            self._refuse_without_lesson(trajectories, step=step)
-        threshold = self._config.reward.success_threshold
+            try:
+                refuse_without_lesson(trajectories, step=step)
+            except TrainingError:  # the cause can be found in the trajectories
+                self.keeper.keep(trajectories, step=step, split="train", weight_version=self._completed)
+                raise
+        threshold = self.config.reward.success_threshold
         metrics = rollout_metrics(trajectories, success_threshold=threshold, weight_version=self._completed)
         metrics |= source_metrics(trajectories, sources=self._sources, success_threshold=threshold)
         metrics |= timing_metrics(trajectories) | feedback_metrics(trajectories)
         metrics |= rollout.metrics
         metrics |= rollout.forked.metrics
         metrics |= replay_metrics(rollout.replayed, weight_version=self._completed)
-        if isinstance(self._manager.template, ChatTemplate):
-            metrics |= drift_metrics(trajectories, template=self._manager.template)
+        if isinstance(self.manager.template, ChatTemplate):
+            metrics |= drift_metrics(trajectories, template=self.manager.template)
 
         # 3. Learn. This completes the step; Ctrl-C waits for it.
-        with self._clock.phase("update"):
+        with self.clock.phase("update"):
             learned_metrics, learned = await run_in_thread(self._learn, rollout)
             learned_metrics |= await run_in_thread(self._supervise, step)
         metrics |= learned_metrics
-        self._keeper.keep(
+        self.keeper.keep(
             trajectories, step=step, split="train", weight_version=self._completed, learned=learned
         )
         self._completed, self._is_first_step = step, False
@@ -191,137 +180,119 @@ class TrainingLoop:
         self._early_warnings.add(metrics, step=step)
 
         # 4. Publish the weights, so that later completions are sampled from this policy.
-        if not self._interrupt.is_requested:
+        if not self.interrupt.is_requested:
             await self._publish()
 
         # 5. Evaluate, report, save. A run that has learned nothing for many steps stops.
-        if self._is_due(self._config.trainer.val_every):
+        if self._is_due(self.config.trainer.val_every):
             metrics |= await self._validate()
         metrics[names.DROPPED_GROUPS] = float(rollout.num_dropped_groups)
         num_tokens = metrics.get(names.MODEL_TOKENS, 0.0) + metrics.get(names.FORK_TOKENS, 0.0)
         metrics |= self._timings(rollout, num_tokens=num_tokens)
-        metrics[names.UNSTORED_FILES] = float(self._keeper.num_failed)
-        time = time_shares(trajectories, phases=self._clock.seconds(), label=f"step={step}")
+        metrics[names.UNSTORED_FILES] = float(self.keeper.num_failed)
+        time = time_shares(trajectories, phases=self.clock.seconds(), label=f"step={step}")
         self._time = time if self._time is None else self._time.plus(time)
-        self._writer.write(step, metrics | time.metrics())
-        self._progress.end_step(step, metrics, time_spent=str(time))
-        if self._is_due(self._config.trainer.save_every):
+        self.writer.write(step, metrics | time.metrics())
+        self.progress.end_step(step, metrics, time_spent=str(time))
+        is_over = self._dead_steps.are_too_many
+        if is_over or self._is_due(self.config.trainer.save_every):
             await self._save()
-        await self._refuse_dead_steps(step)
+        if is_over:
+            raise self._dead_steps.error(step=step)
         return metrics
 
     async def _roll_out(self, step: int) -> StepRollout:
         """Run the rollout of a step, and have its trajectories scored by their teachers as they end."""
-        if self._teachers is None:
+        if self.teachers is None:
             return await self._rollouts.run(step)
-        async with open_scoring(self._teachers, report=self._progress.say) as scoring:
+        async with open_scoring(self.teachers, report=self.progress.say) as scoring:
             rollout = await self._rollouts.run(step, on_trajectory=scoring.begin)
             trajectories = [*rollout.trained, *rollout.forked.branches]
             lessons = await scoring.finish(trajectories, label=f"step {step}")
             return replace(rollout, lessons=lessons)
 
-    def _refuse_without_lesson(self, trajectories: Sequence[Trajectory], *, step: int) -> None:
-        """Raise the error of `refuse_without_lesson`, after storing the trajectories so that the cause can be found."""
-        try:
-            refuse_without_lesson(trajectories, step=step)
-        except TrainingError:
-            self._keeper.keep(trajectories, step=step, split="train", weight_version=self._completed)
-            raise
-
-    async def _refuse_dead_steps(self, step: int) -> None:
-        """Raise an error if too many consecutive steps had nothing to learn from, after saving the run."""
-        try:
-            self._dead_steps.check(step=step)
-        except TrainingError:
-            await self._save()
-            raise
-
     async def _take(self, step: int, ahead: RolloutsAhead[StepRollout]) -> StepRollout | None:
         rollout: StepRollout | None = None
-        with self._clock.phase("rollout"):
-            async with self._interrupt.abandoning():
+        with self.clock.phase("rollout"):
+            async with self.interrupt.abandoning():
                 rollout = await ahead.take(step)
         return rollout
 
     def _drop_journals(self) -> None:
         """Drop the journals of completed steps, whose result is in the checkpoint."""
-        if self._journals is not None:
-            self._journals.drop_through(self._completed)
+        if self.journals is not None:
+            self.journals.drop_through(self._completed)
 
     def _learn(self, rollout: StepRollout) -> tuple[dict[str, float], list[Learned]]:
         """Train on a rollout. Called in a thread."""
         trained, branches = rollout.trained, rollout.forked.branches
         rows = [*with_branches(trained, branches), *branches]
-        batch = assemble(rows, pad_token_id=self._manager.template.pad_token_id)
+        batch = assemble(rows, pad_token_id=self.manager.template.pad_token_id)
         lessons = rollout.lessons
         if lessons is not None:
             lessons.add_columns(batch)
-        metrics = self._learner.learn(batch, baseline_rewards=rollout.baseline_rewards)
+        metrics = self.learner.learn(batch, baseline_rewards=rollout.baseline_rewards)
         metrics |= {} if lessons is None else lessons.metrics()
         return metrics, learned_of(batch, rollout.trajectories)
 
     def _supervise(self, step: int) -> dict[str, float]:
         """Take the supervised optimiser step after a step, if one is due. Called in a thread."""
-        every = self._config.sft.every
-        if self._supervised is None or every is None or step % every:
+        every = self.config.sft.every
+        if self.supervised is None or every is None or step % every:
             return {}
-        return self._learner.supervise(self._supervised.batch(step // every), advances_schedule=False)
+        return self.learner.supervise(self.supervised.batch(step // every), advances_schedule=False)
 
     async def _publish(self) -> None:
-        with self._clock.phase("publish"):
-            weights = await run_in_thread(self._learner.weights)
-            await self._manager.update_weights(weights, weight_version=self._completed)
+        with self.clock.phase("publish"):
+            weights = await run_in_thread(self.learner.weights)
+            await self.manager.update_weights(weights, weight_version=self._completed)
 
     async def _validate(self) -> dict[str, float]:
         """Evaluate on the validation rows and return the metrics; empty if the evaluation was abandoned."""
-        n, num_rows = self._config.rollout.val.n, len(self._val_rows)
-        with self._clock.phase("validate"), self._progress.rollout(num_trajectories=num_rows * n) as note:
-            async with self._interrupt.abandoning():
-                trajectories = await self._manager.run(
-                    self._val_rows,
+        n, num_rows = self.config.rollout.val.n, len(self.val_rows)
+        with self.clock.phase("validate"), self.progress.rollout(num_trajectories=num_rows * n) as note:
+            async with self.interrupt.abandoning():
+                trajectories = await self.manager.run(
+                    self.val_rows,
                     n=n,
                     validate=True,
                     on_trajectory=note,
                     label=f"val/step={self._completed}",
                 )
-                self._keeper.keep(
+                self.keeper.keep(
                     trajectories, step=self._completed, split="val", weight_version=self._completed
                 )
                 self._evaluation = summarise(
-                    trajectories, success_threshold=self._config.reward.success_threshold
+                    trajectories, success_threshold=self.config.reward.success_threshold
                 )
                 return self._evaluation.metrics()
         return {}
 
     async def _save(self) -> None:
         """Save a checkpoint of the last completed step, unless it is already saved."""
-        if self._saved is not None and self._saved[0] == self._completed:
+        if self._saved_step == self._completed:
             return
-        with self._clock.phase("save"):
-            path = await run_in_thread(
+        with self.clock.phase("save"):
+            self._saved = await run_in_thread(
                 save_checkpoint,
-                self._run_dir,
+                Path(self.config.trainer.run_dir),
                 step=self._completed,
                 weight_version=self._completed,
-                learner=self._learner,
-                tokenizer=self._manager.template.tokenizer,
-                config=config_values(self._config),
-                rows=self._rows,
-                selector=self._selector,
-                keep=self._config.trainer.keep_checkpoints,
+                learner=self.learner,
+                tokenizer=self.manager.template.tokenizer,
+                config=config_values(self.config),
+                rows=self.manifests,
+                selector=self.selector,
+                keep=self.config.trainer.keep_checkpoints,
             )
-        self._saved = (self._completed, path)
+        self._saved_step = self._completed
         self._drop_journals()
-
-    @property
-    def _saved_path(self) -> Path | None:
-        return None if self._saved is None else self._saved[1]
 
     def _is_due(self, every: int | None) -> bool:
         """Return whether the last completed step is an `every`-th step or the last one."""
-        is_last = self._completed == self._config.trainer.total_steps
+        is_last = self._completed == self.config.trainer.total_steps
         return every is not None and (is_last or self._completed % every == 0)
 
     def _timings(self, rollout: StepRollout, *, num_tokens: float) -> dict[str, float]:
-        timings = {f"{names.SECONDS}{phase}": value for phase, value in self._clock.seconds().items()}
+        timings = {f"{names.SECONDS}{phase}": value for phase, value in self.clock.seconds().items()}
         return timings | {names.TOKENS_PER_SECOND: num_tokens / max(rollout.seconds, 1e-9)}

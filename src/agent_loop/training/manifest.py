@@ -15,114 +15,52 @@ from agent_loop.rollout.rows import RowFile
 CHUNK_BYTES = 4 << 20
 MAX_THREADS = 8
 """Number of files that are read at once. Reading and checksums release the GIL."""
+_MAX_NAMED = 5
+"""Number of changes that an error names."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileFacts:
-    """Size and checksum of a file when it was written."""
-
-    size: int
-    crc32: int | None
-    """None in checkpoints of versions that stored only sizes."""
-
-
-Manifest = Mapping[str, FileFacts]
-"""Facts by path, relative to the folder, with `/`."""
-
-
-def manifest_of(folder: Path) -> dict[str, FileFacts]:
-    """Return the facts of all files in a folder."""
+def manifest_of(folder: Path) -> dict[str, dict[str, int]]:
+    """Return the size and the CRC-32 of all files in a folder, by path relative to the folder, with `/`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(MAX_THREADS) as threads:
-        facts = threads.map(_facts, files)
-        return {path.relative_to(folder).as_posix(): each for path, each in zip(files, facts, strict=True)}
+        return {
+            path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "crc32": crc32}
+            for path, crc32 in zip(files, threads.map(_crc32_of, files), strict=True)
+        }
 
 
-def manifest_form(manifest: Manifest) -> dict[str, Any]:
-    """Return plain values for a JSON file."""
-    return {name: asdict(facts) for name, facts in manifest.items()}
-
-
-def read_manifest(form: object) -> dict[str, FileFacts]:
-    """Return the manifest from which `manifest_form` made these values. A number in place of facts is a size."""
-    if not isinstance(form, dict):
-        raise ValueError(f"the list of files is a {type(form).__name__}")
-    return {_name(name): _read_facts(facts) for name, facts in cast(dict[str, Any], form).items()}
-
-
-def find_damage(folder: Path, manifest: Manifest, *, parts: Iterable[str] | None = None) -> str | None:
+def find_damage(
+    folder: Path, manifest: Mapping[str, Mapping[str, int]], *, parts: Iterable[str] | None = None
+) -> str | None:
     """Return the first file that differs from the manifest, and how; None if all files are equal.
 
-    Args:
-        folder: Folder of the files.
-        manifest: Facts of the files when they were written.
-        parts: Check only these subfolders; None checks all that the manifest names.
+    `parts` are the subfolders to check; None checks all that the manifest names.
     """
     wanted = set(parts) if parts is not None else {name.partition("/")[0] for name in manifest}
     names = [name for name in manifest if name.partition("/")[0] in wanted]
     for name in names:
         file = folder / name
-        try:
-            size = file.stat().st_size if file.is_file() else None
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        if size is None:
+        if not file.is_file():
             return f"{name} is missing"
-        if size != manifest[name].size:
-            return f"{name} has {size} bytes instead of {manifest[name].size}"
-    summed = [name for name in names if manifest[name].crc32 is not None]
-    for part in sorted(wanted) if summed else ():
-        for file in sorted((folder / part).rglob("*")):
-            name = file.relative_to(folder).as_posix()
-            if file.is_file() and name not in manifest:
-                return f"{name} was not written with it"
+        if file.stat().st_size != manifest[name]["size"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {manifest[name]['size']}"
+    for file in (file for part in sorted(wanted) for file in sorted((folder / part).rglob("*"))):
+        name = file.relative_to(folder).as_posix()
+        if file.is_file() and name not in manifest:
+            return f"{name} was not written with it"
     with ThreadPoolExecutor(MAX_THREADS) as threads:
-        found = threads.map(
-            _compared, [folder / name for name in summed], [manifest[name] for name in summed]
-        )
-        for name, complaint in zip(summed, found, strict=True):
-            if complaint is not None:
-                return f"{name} {complaint}"
+        for name, crc32 in zip(names, threads.map(_crc32_of, [folder / name for name in names]), strict=True):
+            if crc32 != manifest[name]["crc32"]:
+                return f"{name} is not what was written (its checksum differs)"
     return None
 
 
-def crc32_of(file: Path) -> int:
-    """Return the CRC-32 of a file."""
+def _crc32_of(file: Path) -> int:
     crc = 0
     with file.open("rb") as opened:
         while chunk := opened.read(CHUNK_BYTES):
             crc = zlib.crc32(chunk, crc)
     return crc
-
-
-def _facts(file: Path) -> FileFacts:
-    return FileFacts(size=file.stat().st_size, crc32=crc32_of(file))
-
-
-def _compared(file: Path, facts: FileFacts) -> str | None:
-    try:
-        return None if crc32_of(file) == facts.crc32 else "is not what was written (its checksum differs)"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-
-
-def _read_facts(form: object) -> FileFacts:
-    if isinstance(form, int):
-        return FileFacts(size=form, crc32=None)
-    facts = FileFacts(**cast(dict[str, Any], form))
-    if not isinstance(cast(Any, facts.size), int) or not isinstance(cast(Any, facts.crc32), int):
-        raise ValueError("a size or checksum is not a whole number")
-    return facts
-
-
-def _name(name: str) -> str:
-    if not name or name.startswith("/") or ".." in name.split("/"):
-        raise ValueError(f"{name!r} is not in the folder")
-    return name
-
-
-_MAX_NAMED = 5
-"""Number of changes that an error names."""
 
 
 @dataclass(frozen=True, slots=True)

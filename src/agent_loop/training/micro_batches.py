@@ -6,10 +6,9 @@ B rows, P prompt width, R response width, W = P + R. In a micro-batch, these are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count, pairwise
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,12 +16,8 @@ from torch import Tensor
 from agent_loop.errors import DataError
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training.prefix_tree.tree import PASS_COST, LongArray, SortedRows
-from agent_loop.training.process_group import ProcessGroup
+from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
 from agent_loop.trajectory.attachments import Attachment
-
-Lines: TypeAlias = tuple[tuple[int, ...], ...]
-_Part: TypeAlias = tuple[Tensor, Lines]
-"""Rows of the batch, and the indices of the rows in each line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +35,6 @@ class MicroBatch:
     attachments: tuple[tuple[Attachment, ...], ...] = ()
     """Attachments of each row, with positions counted from the first column, padding included. Empty if no row has
     any."""
-    lines: Lines = ()
-    """Indices of the rows that are packed end to end into each line of the input. Empty if each row is padded."""
     shares_prefixes: bool = False
     """The rows are computed as a prefix tree, in which each distinct token is computed once."""
     is_spare: bool = False
@@ -97,59 +90,79 @@ def micro_batches(
     rows: Tensor,
     max_tokens: int,
     device: torch.device,
-    use_packing: bool = False,
     share_prefixes: bool = False,
     pad: bool = True,
     at_least: int = 1,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Iterator[MicroBatch]:
     """Yield the rows, longest first, in micro-batches of at most `max_tokens` tokens, or of one row that is longer.
 
-    At most `PASS_COST` tokens of a micro-batch are padding, which counts as tokens. With packing, short rows share
-    lines that are as long as the longest row. With shared prefixes, rows are in the order of their tokens, and a token
-    of several rows of a micro-batch counts once. Rows of a batch with images are always padded.
+    At most `PASS_COST` tokens of a micro-batch are padding, which counts as tokens. With shared prefixes, rows are in
+    the order of their tokens, and a token of several rows of a micro-batch counts once. Rows of a batch with images are
+    always padded.
+
+    In a process group, these are the micro-batches of this rank's share of the rows. All shares have about the same
+    number of tokens to compute. All ranks run the same number of micro-batches: a rank with fewer runs spare ones at
+    the end.
 
     Args:
         batch: Batch that `assemble` returned.
         rows: Indices of the rows to include.
         max_tokens: Maximum number of tokens in a micro-batch.
         device: Device of the tensors.
-        use_packing: Pack short rows into lines.
-        share_prefixes: Compute the rows of a micro-batch as a prefix tree.
-        pad: Pad rows that are not packed to a common width; False gives each row a micro-batch of its own.
-        at_least: Minimum number of micro-batches, as far as there are enough rows or lines. With shared prefixes,
-            there are fewer if another cut would not make the largest micro-batch smaller.
+        share_prefixes: Compute the rows of a micro-batch as a prefix tree, in which a row alone is one branch.
+        pad: Pad rows to a common width; False gives each row a micro-batch of its own.
+        at_least: Minimum number of micro-batches, as far as there are enough rows. With shared prefixes, there are
+            fewer if another cut would not make the largest micro-batch smaller.
+        process_group: Process group that shares the rows.
     """
     prompt_width = batch["prompts"].shape[1]
     attention_mask = batch["attention_mask"]
     prompt_lengths = attention_mask[:, :prompt_width].sum(dim=1)
     response_lengths = attention_mask[:, prompt_width:].sum(dim=1)
-    lengths = (prompt_lengths + response_lengths)[rows]
-    longest_first: list[int] = cast(Any, rows[lengths.argsort(descending=True, stable=True)]).tolist()
-    is_text = "attachments" not in batch
-    parts: Iterable[_Part]
-    if share_prefixes and is_text and longest_first:
-        runs = sorted_rows(batch, rows).divided(max_tokens=max_tokens, at_least=at_least)
-        parts, at_least = [(torch.tensor(run), ()) for run in runs], 1
-    elif use_packing and is_text:
-        parts = _packed_parts(longest_first, prompt_lengths + response_lengths, max_tokens=max_tokens)
-    elif not pad:
-        parts = ((torch.tensor([row]), ()) for row in longest_first)
-    else:
-        parts = _padded_parts(longest_first, prompt_lengths, response_lengths, max_tokens=max_tokens)
-    for part, lines in _divided(list(parts), at_least=at_least):
-        start = prompt_width - int(prompt_lengths[part].max())
-        response_width = int(response_lengths[part].max())
-        columns = slice(start, prompt_width + response_width)
-        yield MicroBatch(
-            rows_B=part,
-            input_ids_BW=batch["input_ids"][part, columns].to(device),
-            attention_mask_BW=attention_mask[part, columns].to(device),
-            position_ids=_positions(batch, part, columns).to(device),
-            mask_BR=batch["response_mask"][part, :response_width].to(device),
-            attachments=_attachments(batch, part, first_columns=prompt_width - start - prompt_lengths[part]),
-            lines=lines,
-            shares_prefixes=share_prefixes and is_text,
-        )
+    is_tree = share_prefixes and "attachments" not in batch and len(rows) > 0
+    rows = rows[(prompt_lengths + response_lengths)[rows].argsort(descending=True, stable=True)]
+
+    def cut(rows: Tensor) -> Iterator[MicroBatch]:
+        if is_tree:
+            runs = sorted_rows(batch, rows).divided(max_tokens=max_tokens, at_least=at_least)
+            parts = [torch.tensor(run) for run in runs]
+        elif pad:
+            parts = list(_padded_parts(rows, prompt_lengths, response_lengths, max_tokens=max_tokens))
+            num_each = math.ceil(at_least / max(1, len(parts)))
+            parts = [each for part in parts for each in part.tensor_split(num_each) if len(each)]
+        else:
+            parts = [rows[n : n + 1] for n in range(len(rows))]
+        for part in parts:
+            start = prompt_width - int(prompt_lengths[part].max())
+            response_width = int(response_lengths[part].max())
+            columns = slice(start, prompt_width + response_width)
+            first_columns = prompt_width - start - prompt_lengths[part]
+            yield MicroBatch(
+                rows_B=part,
+                input_ids_BW=batch["input_ids"][part, columns].to(device),
+                attention_mask_BW=attention_mask[part, columns].to(device),
+                position_ids=_positions(batch, part, columns).to(device),
+                mask_BR=batch["response_mask"][part, :response_width].to(device),
+                attachments=_attachments(batch, part, first_columns=first_columns),
+                shares_prefixes=is_tree,
+            )
+
+    if process_group.size == 1:
+        yield from cut(rows)
+        return
+    rank, size = process_group.rank, process_group.size
+    own_rows = rows[rank::size]
+    if is_tree:
+        shares = sorted_rows(batch, rows).shares(size)
+        own_rows = torch.tensor(shares[rank] if rank < len(shares) else (), dtype=torch.long)
+    own = list(cut(own_rows)) if len(own_rows) else []
+    num_spare = max(process_group.all_gather(len(own))) - len(own)
+    yield from own
+    first = own[-1] if own else next(cut(rows[-1:]))
+    spare = replace(first, mask_BR=torch.zeros_like(first.mask_BR), is_spare=True)
+    for _ in range(num_spare):
+        yield spare
 
 
 def _positions(batch: RolloutBatch, part: Tensor, columns: slice) -> Tensor:
@@ -172,66 +185,23 @@ def _attachments(
 
 
 def _padded_parts(
-    longest_first: Sequence[int], prompt_lengths: Tensor, response_lengths: Tensor, *, max_tokens: int
-) -> Iterator[_Part]:
+    longest_first: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, *, max_tokens: int
+) -> Iterator[Tensor]:
     part: list[int] = []
     prompt_width = response_width = num_tokens = 0
-    for row in longest_first:
+    for row in cast(list[int], cast(Any, longest_first).tolist()):
         prompt_length, response_length = int(prompt_lengths[row]), int(response_lengths[row])
         wider_prompt, wider_response = max(prompt_width, prompt_length), max(response_width, response_length)
         num_tokens += prompt_length + response_length
         num_places = (len(part) + 1) * (wider_prompt + wider_response)
         if part and (num_places > max_tokens or num_places - num_tokens > PASS_COST):
-            yield torch.tensor(part), ()
+            yield torch.tensor(part)
             part, num_tokens = [], prompt_length + response_length
             wider_prompt, wider_response = prompt_length, response_length
         part.append(row)
         prompt_width, response_width = wider_prompt, wider_response
     if part:
-        yield torch.tensor(part), ()
-
-
-def _packed_parts(longest_first: Sequence[int], lengths: Tensor, *, max_tokens: int) -> Iterator[_Part]:
-    """Pack each row into the first line with room for it. Lines are as long as the first row."""
-    part: list[int] = []
-    lines: list[list[int]] = []
-    room: list[int] = []
-    width = 0
-    for row in longest_first:
-        length = int(lengths[row])
-        line = next((line for line, free in enumerate(room) if free >= length), len(lines))
-        if line == len(lines):
-            if lines and (len(lines) + 1) * width > max_tokens:
-                yield torch.tensor(part), tuple(map(tuple, lines))
-                part, lines, room, line = [], [], [], 0
-            width = width if lines else length
-            lines.append([])
-            room.append(width)
-        lines[line].append(len(part))
-        room[line] -= length
-        part.append(row)
-    if part:
-        yield torch.tensor(part), tuple(map(tuple, lines))
-
-
-def _divided(parts: list[_Part], *, at_least: int) -> Iterator[_Part]:
-    """Divide the parts into at least `at_least` pieces with about equal numbers of lines or rows."""
-    num_each = math.ceil(at_least / max(1, len(parts)))
-    if num_each == 1:
-        yield from parts
-        return
-    for part, lines in parts:
-        num_units = len(lines or part)
-        ends = [num_units * n // num_each for n in range(num_each + 1)]
-        for start, end in pairwise(ends):
-            if start < end:
-                yield _with_lines(part, lines[start:end]) if lines else (part[start:end], ())
-
-
-def _with_lines(part: Tensor, lines: Lines) -> _Part:
-    """Return the rows of a part that are in some of its lines."""
-    rows, numbers = [row for line in lines for row in line], count()
-    return part[rows], tuple(tuple(next(numbers) for _ in line) for line in lines)
+        yield torch.tensor(part)
 
 
 def sorted_rows(batch: RolloutBatch, rows: Tensor) -> SortedRows:
@@ -240,58 +210,3 @@ def sorted_rows(batch: RolloutBatch, rows: Tensor) -> SortedRows:
     indices: list[int] = cast(Any, rows).tolist()
     tokens: dict[int, LongArray] = {row: input_ids_BW[row, attention_mask_BW[row] == 1] for row in indices}
     return SortedRows(tokens)
-
-
-def micro_batches_of_rank(
-    batch: RolloutBatch,
-    *,
-    rows: Tensor,
-    process_group: ProcessGroup,
-    max_tokens: int,
-    device: torch.device,
-    use_packing: bool = False,
-    share_prefixes: bool = False,
-    pad: bool = True,
-    at_least: int = 1,
-) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of this rank's share of the rows; of all rows if there is one rank.
-
-    Rows are distributed by length, or in the order of their tokens if they share prefixes, so that all shares have
-    about the same number of tokens to compute. All ranks run the same number of micro-batches: a rank with fewer runs
-    spare ones at the end.
-    """
-
-    def cut(own_rows: Tensor) -> Iterator[MicroBatch]:
-        return micro_batches(
-            batch,
-            rows=own_rows,
-            max_tokens=max_tokens,
-            device=device,
-            use_packing=use_packing,
-            share_prefixes=share_prefixes,
-            pad=pad,
-            at_least=at_least,
-        )
-
-    if process_group.size == 1:
-        yield from cut(rows)
-        return
-    rank, size = process_group.rank, process_group.size
-    lengths = batch["attention_mask"][rows].sum(dim=1)
-    longest_first = rows[lengths.argsort(descending=True, stable=True)]
-    if share_prefixes and len(rows):
-        shares = sorted_rows(batch, rows).shares(size)
-        own_rows = torch.tensor(shares[rank] if rank < len(shares) else (), dtype=torch.long)
-    else:
-        own_rows = longest_first[rank::size]
-    own = list(cut(own_rows))
-    num_spare = max(process_group.all_gather(len(own))) - len(own)
-    yield from own
-    spare = _spare(own[-1] if own else next(cut(longest_first[-1:])))
-    for _ in range(num_spare):
-        yield spare
-
-
-def _spare(micro_batch: MicroBatch) -> MicroBatch:
-    """Return a micro-batch that the model runs on, and that counts nowhere."""
-    return replace(micro_batch, mask_BR=torch.zeros_like(micro_batch.mask_BR), is_spare=True)

@@ -123,14 +123,17 @@ class DeadSteps:
             self._report(f"step {step} has nothing to learn from: {reason}{until}")
         return self._num_consecutive
 
-    def check(self, *, step: int) -> None:
-        """Raise an error if too many consecutive steps were dead."""
-        if self._limit is not None and self._num_consecutive >= self._limit:
-            first = step - self._num_consecutive + 1
-            raise TrainingError(
-                f"steps {first} to {step} had nothing to learn from; step {step}: {self._reason}. The run stopped, "
-                f"because trainer.max_dead_steps is {self._limit}; fix the cause, then resume the run"
-            )
+    @property
+    def are_too_many(self) -> bool:
+        return self._limit is not None and self._num_consecutive >= self._limit
+
+    def error(self, *, step: int) -> TrainingError:
+        """Return the error that ends the run after this step."""
+        return TrainingError(
+            f"steps {step - self._num_consecutive + 1} to {step} had nothing to learn from; step {step}: "
+            f"{self._reason}. The run stopped, because trainer.max_dead_steps is {self._limit}; fix the cause, then "
+            "resume the run"
+        )
 
 
 def why_dead(trajectories: Sequence[Trajectory], metrics: Mapping[str, float]) -> str | None:

@@ -1,24 +1,29 @@
-"""Passes of a model over micro-batches, and the statistics of the optimiser steps of an update."""
+"""A model that is trained: its passes over micro-batches, its optimiser, and the statistics of an update."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from agent_loop.config import OptimConfig
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.runtime.threads import run_in_threads
 from agent_loop.storage.columns import Learned
 from agent_loop.training import metrics as names
-from agent_loop.training.losses.terms import masked_difference
-from agent_loop.training.master_weights import Gradients, MasterWeights
-from agent_loop.training.micro_batches import MicroBatch
+from agent_loop.training.forward import prepare_batching
+from agent_loop.training.losses.terms import Aggregation, masked_difference
+from agent_loop.training.master_weights import Gradients, save_model, take_weights
+from agent_loop.training.micro_batches import MicroBatch, micro_batches
+from agent_loop.training.optimizer import Optimizer
+from agent_loop.training.policy import make_exact
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
 from agent_loop.trajectory import Trajectory
 
@@ -33,80 +38,146 @@ COLUMNS = (ADVANTAGES, IS_TRAINED, TRAIN_LOG_PROBS)
 ResultT = TypeVar("ResultT")
 
 
-def compute_each(
-    function: Callable[[MicroBatch], ResultT], micro_batches: Iterable[MicroBatch], *, num_threads: int
+class TrainedModel:
+    """A model that is trained, its master weights and its optimiser. Base of the actor and of the critic."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        config: OptimConfig,
+        section: str,
+        dtype: torch.dtype | None,
+        seed: int,
+        process_group: ProcessGroup,
+        num_threads: int,
+    ) -> None:
+        """Take ownership of a loaded model. The arguments are those of the actor; `section` is that of `config`."""
+        self.model = model
+        self._batching = config
+        make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
+        self._pads = prepare_batching(model, config=config, section=section)
+        self._process_group = process_group
+        self._num_threads = num_threads
+        self._weights = take_weights(
+            model, process_group=process_group, dtype=dtype, on_host=config.optimizer_on_host
+        )
+        self._optimizer = Optimizer(self._weights, config=config, seed=seed)
+
+    @property
+    def num_updates(self) -> int:
+        return self._optimizer.num_updates
+
+    def save(self, folder: Path) -> None:
+        """Save the model in the format of `transformers`, in full precision."""
+        save_model(self.model, folder, weights=self._weights, process_group=self._process_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state besides the model: optimiser, warm-up and random state."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
+        self._optimizer.load_state_dict(state)
+
+    def _compute(
+        self,
+        function: Callable[[MicroBatch], Tensor],
+        batch: RolloutBatch,
+        rows: Tensor,
+        *,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Return the values of a function of micro-batches for these rows; [B, R] float32, 0 elsewhere."""
+        values_BR = torch.zeros(batch["responses"].shape, dtype=torch.float32)
+        with torch.no_grad():
+            parts = self._cut(batch, rows, device=device)
+            for micro_batch, part_BR in _compute_each(function, parts, num_threads=self._num_threads):
+                micro_batch.put(part_BR, into=values_BR)
+        return self._process_group.sum_tensor(values_BR)
+
+    def _add_gradients(
+        self, loss_of: Callable[[MicroBatch], tuple[Tensor, ResultT]], batch: RolloutBatch, rows: Tensor
+    ) -> Iterator[tuple[MicroBatch, ResultT]]:
+        """Add the gradient of each micro-batch to the weights, and yield the other result of `loss_of`, in order.
+
+        With several threads, each needs memory for all gradients. The sums do not depend on their number, to the last
+        bit.
+        """
+        parts = self._cut(batch, rows)
+        if self._num_threads == 1:
+            for micro_batch in parts:
+                loss, found = loss_of(micro_batch)
+                cast(Any, loss).backward()
+                yield micro_batch, found
+            return
+
+        def differentiate(micro_batch: MicroBatch) -> tuple[Gradients, ResultT]:
+            loss, found = loss_of(micro_batch)
+            return self._weights.gradients_of(loss), found
+
+        for micro_batch, (gradients, found) in _compute_each(
+            differentiate, parts, num_threads=self._num_threads
+        ):
+            self._weights.add(gradients)
+            yield micro_batch, found
+
+    def _aggregation(self, batch: RolloutBatch, rows: Tensor, rollouts_B: Tensor) -> Aggregation:
+        """Return the aggregation of a mini-batch."""
+        return Aggregation.of_rows(
+            batch["response_mask"],
+            rows=rows,
+            rollouts_B=rollouts_B,
+            mode=self._batching.loss_agg_mode,
+            length=self._batching.loss_length,
+        )
+
+    def _cut(
+        self, batch: RolloutBatch, rows: Tensor, *, device: torch.device | None = None
+    ) -> Iterator[MicroBatch]:
+        return micro_batches(
+            batch,
+            rows=rows,
+            process_group=self._process_group,
+            max_tokens=self._batching.max_tokens_per_micro_batch,
+            device=device or self.model.device,
+            share_prefixes=self._batching.share_prefixes,
+            pad=self._pads,
+            at_least=self._num_threads,
+        )
+
+
+def _compute_each(
+    function: Callable[[MicroBatch], ResultT], parts: Iterable[MicroBatch], *, num_threads: int
 ) -> Iterator[tuple[MicroBatch, ResultT]]:
     """Yield each micro-batch and the result of the function, in order."""
-    if num_threads == 1:
-        for micro_batch in micro_batches:
-            yield micro_batch, function(micro_batch)
-        return
+    has_gradient = torch.is_grad_enabled()
 
     def compute(micro_batch: MicroBatch) -> tuple[MicroBatch, ResultT]:
-        torch.set_num_threads(1)  # per thread, because the other threads use the other cores
-        return micro_batch, function(micro_batch)
+        if num_threads > 1:
+            torch.set_num_threads(1)  # per thread, because the other threads use the other cores
+        with torch.set_grad_enabled(has_gradient):
+            return micro_batch, function(micro_batch)
 
-    yield from run_in_threads(compute, micro_batches, num_threads=num_threads)
-
-
-def add_gradients(
-    loss_of: Callable[[MicroBatch], tuple[Tensor, ResultT]],
-    micro_batches: Iterable[MicroBatch],
-    *,
-    into: MasterWeights,
-    num_threads: int,
-) -> Iterator[tuple[MicroBatch, ResultT]]:
-    """Add the gradient of each micro-batch to the weights, and yield the other result of `loss_of`, in order.
-
-    Args:
-        loss_of: Function that returns a micro-batch's part of the loss, and another result. It is called in the threads
-            if there are several.
-        micro_batches: The micro-batches.
-        into: Weights of the model.
-        num_threads: Number of micro-batches that are computed at once, each with memory for all gradients. The sums do
-            not depend on it, to the last bit. Must be 1 if the weights are sharded.
-    """
-    if num_threads == 1:
-        for micro_batch in micro_batches:
-            loss, found = loss_of(micro_batch)
-            cast(Any, loss).backward()
-            yield micro_batch, found
-        return
-
-    def differentiate(micro_batch: MicroBatch) -> tuple[Gradients, ResultT]:
-        loss, found = loss_of(micro_batch)
-        return into.gradients_of(loss), found
-
-    for micro_batch, (gradients, found) in compute_each(
-        differentiate, micro_batches, num_threads=num_threads
-    ):
-        into.add(gradients)
-        yield micro_batch, found
-
-
-@dataclass(frozen=True, slots=True)
-class StepNames:
-    """Names of the metrics of optimiser steps."""
-
-    grad_norm: str
-    optimizer_steps: str
-    nonfinite_updates: str
+    yield from (
+        map(compute, parts) if num_threads == 1 else run_in_threads(compute, parts, num_threads=num_threads)
+    )
 
 
 class UpdateStats:
-    """Statistics of the optimiser steps of one update. Single use."""
+    """Statistics of the optimiser steps of one update, of the `actor` or the `critic`. Single use."""
 
-    def __init__(self, step_names: StepNames, *, process_group: ProcessGroup = SINGLE_PROCESS) -> None:
+    def __init__(self, section: str, *, process_group: ProcessGroup = SINGLE_PROCESS) -> None:
         self.num_steps = 0
         self._process_group = process_group
-        self._names = step_names
+        self._section = section
         self._values: defaultdict[str, list[float]] = defaultdict(list)
         self._log_ratios: list[Tensor] = []
 
     def add_step(self, sums: Mapping[str, float], *, grad_norm: float) -> None:
         """Add an optimiser step, with the sums of all ranks."""
         self.num_steps += 1
-        for name, value in {**sums, self._names.grad_norm: grad_norm}.items():
+        for name, value in {**sums, f"{self._section}/grad_norm": grad_norm}.items():
             self._values[name].append(value)
 
     def compare(self, logprobs_BR: Tensor, rollout_BR: Tensor | None, micro_batch: MicroBatch) -> None:
@@ -123,10 +194,10 @@ class UpdateStats:
             for name, values in self._values.items()
             if (finite := [value for value in values if math.isfinite(value)])
         }
-        grad_norms = self._values[self._names.grad_norm]
+        grad_norms = self._values[f"{self._section}/grad_norm"]
         num_nonfinite = sum(not math.isfinite(norm) for norm in grad_norms)
-        metrics[self._names.nonfinite_updates] = float(num_nonfinite)
-        metrics[self._names.optimizer_steps] = float(len(grad_norms) - num_nonfinite)
+        metrics[f"{self._section}/nonfinite_updates"] = float(num_nonfinite)
+        metrics[f"{self._section}/optimizer_steps"] = float(len(grad_norms) - num_nonfinite)
         log_ratios = [
             ratios_N for part in self._process_group.all_gather(self._log_ratios) for ratios_N in part
         ]

@@ -153,7 +153,7 @@ class PPOTrainer:
                 report=progress.say,
             )
             loop = TrainingLoop(
-                config,
+                config=config,
                 manager=manager,
                 learner=learner,
                 selector=selector,
@@ -164,7 +164,7 @@ class PPOTrainer:
                 interrupt=interrupt,
                 journals=journals if _keeps_journals(config) else None,
                 keeper=stack.enter_context(keeper),
-                rows=manifests,
+                manifests=manifests,
                 supervised=supervised,
                 teachers=teachers,
             )

@@ -39,24 +39,19 @@ class RankCommand:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
+@dataclass(kw_only=True, eq=False)
 class ProcessGroup:
-    """Process group as one rank sees it. One call at a time, from any thread."""
+    """Process group as one rank sees it; by default that of a single process. One call at a time, from any thread."""
 
-    def __init__(
-        self,
-        *,
-        rank: int = 0,
-        size: int = 1,
-        mesh: DeviceMesh | None = None,
-        commands: torch.distributed.ProcessGroup | None = None,
-    ) -> None:
-        """Create a group; without arguments, a group of this process alone."""
-        self.rank = rank
-        self.size = size
-        self.mesh = mesh
-        self.is_in_command = False
-        """A command is running, and other ranks may wait for this one."""
-        self._commands = commands
+    rank: int = 0
+    """Number of this process; rank 0 sends the commands."""
+    size: int = 1
+    mesh: DeviceMesh | None = None
+    """Mesh over which models are sharded; None does not shard them."""
+    commands: torch.distributed.ProcessGroup | None = None
+    """Group of torch that carries the commands of rank 0."""
+    is_in_command: bool = False
+    """A command is running, and other ranks may wait for this one."""
 
     @contextmanager
     def on_all_ranks(self, method: str, **arguments: Any) -> Generator[None]:
@@ -101,7 +96,7 @@ class ProcessGroup:
         """Return rank 0's command, on every rank."""
         commands = [command]
         if self.size > 1:
-            dist.broadcast_object_list(commands, src=0, group=self._commands)
+            dist.broadcast_object_list(commands, src=0, group=self.commands)
         return commands[0]
 
 

@@ -27,14 +27,15 @@ from torch import Tensor
 
 from agent_loop.config import AlgorithmConfig, Config
 from agent_loop.config.algorithm import OUTCOME
-from agent_loop.rollout.forks import Fork
+from agent_loop.rollout.forks import Fork, as_branches, find_forks
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.numeric import as_reward
+from agent_loop.training import metrics as names
 from agent_loop.training.advantages.estimate import SOURCE, estimator_needs
 from agent_loop.training.distillation.scoring import Lessons
-from agent_loop.training.forked import NOT_FORKED, Forked, ForkRunner, StepForks
+from agent_loop.training.forked import NOT_FORKED, Forked, ForkRunner, fork_metrics
 from agent_loop.training.progress import Progress
 from agent_loop.training.row_selection import RowSelector
 from agent_loop.training.samplers import RowResult, row_results
@@ -219,10 +220,10 @@ class StepRollouts:
     def __init__(
         self,
         config: Config,
-        *,
         manager: Rollouts,
         selector: RowSelector,
         progress: Progress,
+        *,
         journals: JournalFolder | None,
     ) -> None:
         self._config = config
@@ -231,9 +232,7 @@ class StepRollouts:
         self._progress = progress
         self._journals = journals
         self._settings = training_settings(config)
-        self._max_staleness = max_staleness(config)
-        needs = estimator_needs(config.algorithm.adv_estimator)
-        self._needs_greedy_rollouts, self._needs_forks = needs.greedy_rollouts, needs.forks
+        self._needs = estimator_needs(config.algorithm.adv_estimator)
 
     async def run(self, step: int, *, on_trajectory: OnTrajectory | None = None) -> StepRollout:
         """Run the rollout of a step.
@@ -269,7 +268,7 @@ class StepRollouts:
             results += self._results(more, rows=others)
             kept = [*informative, *(structs.replace(t, group=t.group + first_group) for t in more)]
             baselines |= {group + first_group: reward for group, reward in their_baselines.items()}
-        forked = NOT_FORKED if not self._needs_forks else await self._fork(kept, step=step, origins=origins)
+        forked = await self._fork(kept, step=step, origins=origins) if self._needs.forks else NOT_FORKED
         return StepRollout(
             kept,
             time.monotonic() - started,
@@ -304,21 +303,23 @@ class StepRollouts:
             label, first_group = origins[max(first for first in origins if first <= group)]
             return label, group - first_group
 
-        algorithm = self._config.algorithm
-        chosen = (
-            with_variance(trajectories, algorithm=algorithm)
-            if algorithm.drop_zero_variance_groups
-            else trajectories
-        )
-        forks = StepForks(
-            algorithm.fork,
-            runner=self._manager,
-            progress=self._progress,
-            open_journal=lambda forks: self._journal(
-                [fork.trajectory.row for fork in forks], step=step, forks=forks
-            ),
-        )
-        return await forks.run(chosen, label=f"step={step}", origin=origin)
+        algorithm, label = self._config.algorithm, f"step={step}"
+        if algorithm.drop_zero_variance_groups:
+            trajectories = with_variance(trajectories, algorithm=algorithm)
+        forks, reasons = find_forks(trajectories, config=algorithm.fork, origin=origin)
+        if reasons and not forks:
+            self._progress.say(f"{label}: no trajectory can be forked; {reasons[0]}")
+        n, rows = algorithm.fork.continuations, [fork.trajectory.row for fork in forks]
+        continuations: list[Trajectory] = []
+        if forks:
+            async with self._journal(rows, step=step, forks=forks) as journal:
+                with self._progress.rollout(num_trajectories=len(forks) * n) as note:
+                    continuations = await self._manager.run_forks(
+                        forks, n=n, on_trajectory=note, journal=journal, label=f"{label}/forks"
+                    )
+        branches = as_branches(forks, continuations)
+        metrics = fork_metrics(trajectories, forks, continuations, branches)
+        return Forked(branches, metrics | {names.FORK_REFUSED: float(len(reasons))})
 
     async def _run_rows(
         self,
@@ -332,49 +333,34 @@ class StepRollouts:
         """Return the trajectories of rows, and the rewards of greedy rollouts if the estimator needs them."""
         rows = [self._selector.rows[index] for index in indices]
         label = f"step={step}" + (f"/refill={refill}" if refill else "")
+        n, weight = self._config.rollout.n, self._config.algorithm.turn_reward_weight
+
+        async def sample(journal: StepJournal | None) -> list[Trajectory]:
+            with self._progress.rollout(num_trajectories=num_groups * n) as note:
+
+                def on_end(trajectory: Trajectory) -> None:
+                    note(trajectory)
+                    if on_trajectory is not None:
+                        on_trajectory(trajectory)
+
+                return await self._manager.run(
+                    rows, n=n, num_groups=num_groups, on_trajectory=on_end, journal=journal, label=label
+                )
+
+        async def sample_greedily() -> list[Trajectory]:
+            if not self._needs.greedy_rollouts:
+                return []
+            with self._progress.rollout(num_trajectories=len(rows)) as note:
+                return await self._manager.run(
+                    rows, n=1, on_trajectory=note, label=f"{label}/greedy", greedy=True
+                )
+
         async with self._journal(rows, step=step, refill=refill) as journal:
-            sampled, *greedy = await run_together(
-                [
-                    self._sample(
-                        rows, num_groups=num_groups, label=label, journal=journal, on_trajectory=on_trajectory
-                    ),
-                    *(
-                        [self._sample_greedily(rows, label=f"{label}/greedy")]
-                        if self._needs_greedy_rollouts
-                        else []
-                    ),
-                ]
-            )
-        weight = self._config.algorithm.turn_reward_weight
-        return sampled, {
-            branches[0].group: _earned(branches, turn_weight=weight)
-            for branches in group_branches(greedy[0] if greedy else ())
+            sampled, greedy = await run_together([sample(journal), sample_greedily()])
+        baselines = {
+            branches[0].group: _earned(branches, turn_weight=weight) for branches in group_branches(greedy)
         }
-
-    async def _sample(
-        self,
-        rows: Sequence[Row],
-        *,
-        num_groups: int,
-        label: str,
-        journal: StepJournal | None,
-        on_trajectory: OnTrajectory | None,
-    ) -> list[Trajectory]:
-        n = self._config.rollout.n
-        with self._progress.rollout(num_trajectories=num_groups * n) as note:
-
-            def on_end(trajectory: Trajectory) -> None:
-                note(trajectory)
-                if on_trajectory is not None:
-                    on_trajectory(trajectory)
-
-            return await self._manager.run(
-                rows, n=n, num_groups=num_groups, on_trajectory=on_end, journal=journal, label=label
-            )
-
-    async def _sample_greedily(self, rows: Sequence[Row], *, label: str) -> list[Trajectory]:
-        with self._progress.rollout(num_trajectories=len(rows)) as note:
-            return await self._manager.run(rows, n=1, on_trajectory=note, label=label, greedy=True)
+        return sampled, baselines
 
     @asynccontextmanager
     async def _journal(
@@ -387,7 +373,7 @@ class StepRollouts:
         key = StepKey.of(
             [fork.identity for fork in forks] or rows,
             step=step,
-            weight_version=max(0, step - 1 - self._max_staleness),
+            weight_version=max(0, step - 1 - max_staleness(self._config)),
             num_samples=self._config.algorithm.fork.continuations if forks else self._config.rollout.n,
             settings=self._settings,
         )
@@ -395,7 +381,7 @@ class StepRollouts:
         async with open_journal(file, key=key, rows=rows, resume=True, lock=False) as journal:
             if not journal.is_complete:
                 # Journals of steps that start after this one were sampled with weights that will not exist again.
-                dropped = self._journals.drop_after(step + self._max_staleness)
+                dropped = self._journals.drop_after(step + max_staleness(self._config))
                 if dropped:
                     self._progress.say(
                         f"step {step} is sampled again, so the journals of later steps are dropped "

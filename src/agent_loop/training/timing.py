@@ -1,4 +1,10 @@
-"""Where the time of a step goes: seconds of its phases, and shares of its trajectories that sum to 1."""
+"""Where the time of a step goes: seconds of its phases, and shares of its trajectories that sum to 1.
+
+The phases of the trainer (update, publish, validate) have the share that the clock measured. The time in which the
+trainer waited for the rollout is divided in proportion to the time of all trajectories. Each trajectory counts from
+the start of the first one to the end of the last one; the time in which it was not running is idle. In `async` mode
+the wait is shorter than the rollout, and is divided in the same proportions.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +14,29 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from agent_loop.storage.times import Times, times_of
+from agent_loop.storage.times import times_of
 from agent_loop.training import metrics as names
 from agent_loop.trajectory import Trace, Trajectory
+
+PHASES: Mapping[str, str] = {
+    "update": names.TIME_TRAINING,
+    "publish": names.TIME_WEIGHTS,
+    "validate": names.TIME_VALIDATION,
+}
+"""Metric of each phase of the clock, except the rollout."""
+PARTS: Mapping[str, str] = {
+    "admission_s": names.TIME_QUEUE,
+    "queue_s": names.TIME_QUEUE,
+    "generate_s": names.TIME_DECODE,
+    "tool_s": names.TIME_TOOLS,
+    "interaction_s": names.TIME_TOOLS,
+    "reward_s": names.TIME_REWARD,
+    "encode_s": names.TIME_OTHER,
+    "other_s": names.TIME_OTHER,
+}
+"""Metric of each part of the time of a trajectory."""
+LEAST_SHOWN = 0.005
+"""Smallest share that is printed."""
 
 
 class StepClock:
@@ -49,32 +75,6 @@ class StepClock:
         return {name: seconds[name] / total for name in largest_first} if total else {}
 
 
-PHASES: Mapping[str, str] = {
-    "update": names.TIME_TRAINING,
-    "publish": names.TIME_WEIGHTS,
-    "validate": names.TIME_VALIDATION,
-}
-"""Metric of each phase of the clock, except the rollout."""
-ROLLOUT = "rollout"
-LEAST_SHOWN = 0.005
-"""Smallest share that is printed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slowest:
-    """Trajectory that took longest."""
-
-    name: str
-    seconds: float
-    times: Times
-
-    def __str__(self) -> str:
-        """Return one line with the part that took most of the time."""
-        seconds = {name.removesuffix("_s"): value for name, value in self.times.whole().items()}
-        most = max(seconds, key=lambda name: seconds[name])
-        return f"{self.name} {self.seconds:.1f} s ({most} {seconds[most]:.1f} s)"
-
-
 @dataclass(frozen=True, slots=True)
 class TimeShares:
     """Shares of the time of one or several steps."""
@@ -82,12 +82,14 @@ class TimeShares:
     seconds: float
     shares: Mapping[str, float]
     """Shares by metric, which sum to 1."""
-    slowest: Slowest | None = None
-    """None if no trajectory was traced."""
+    slowest_s: float | None = None
+    """Seconds of the trajectory that took longest; None if no trajectory was traced."""
+    slowest: str = ""
+    """Name of that trajectory, with the part that took most of the time."""
 
     def metrics(self) -> dict[str, float]:
         """Return all values by metric name."""
-        slowest = {} if self.slowest is None else {names.SLOWEST_SECONDS: self.slowest.seconds}
+        slowest = {} if self.slowest_s is None else {names.SLOWEST_SECONDS: self.slowest_s}
         return {**self.shares, **slowest}
 
     def __str__(self) -> str:
@@ -98,42 +100,38 @@ class TimeShares:
             for name, share in largest_first
             if share >= LEAST_SHOWN
         ]
-        if self.slowest is not None:
-            parts.append(f"slowest {self.slowest}")
-        return "time: " + "  ".join(parts)
+        return "  ".join(
+            ["time: " + "  ".join(parts), *([f"slowest {self.slowest}"] if self.slowest else [])]
+        )
 
     def plus(self, other: TimeShares) -> TimeShares:
         """Return the shares of both together."""
         seconds = self.seconds + other.seconds
-        shares: Mapping[str, float] = {
+        shares = {
             name: (self.shares[name] * self.seconds + other.shares[name] * other.seconds) / (seconds or 1.0)
             for name in self.shares
         }
-        slowest = max(filter(None, [self.slowest, other.slowest]), key=lambda s: s.seconds, default=None)
-        return TimeShares(seconds, shares, slowest)
+        slower = max(self, other, key=lambda each: each.slowest_s or 0.0)
+        return TimeShares(seconds, shares, slower.slowest_s, slower.slowest)
 
 
 def time_shares(trajectories: Sequence[Trajectory], *, phases: Mapping[str, float], label: str) -> TimeShares:
-    """Return the shares of the time of a step."""
+    """Return the shares of the time of a step. `label` is the prefix of the name of the slowest trajectory."""
     step_s = max(phases["step"], sum(value for name, value in phases.items() if name != "step"), 1e-9)
-    traces = _traces(trajectories)
-    shares: dict[str, float] = dict.fromkeys(_ALL, 0.0)
+    shares = dict.fromkeys([*PARTS.values(), names.TIME_PREFILL, *PHASES.values(), names.TIME_IDLE], 0.0)
     for phase, name in PHASES.items():
         shares[name] = phases.get(phase, 0.0) / step_s
-    rollout_share = phases.get(ROLLOUT, 0.0) / step_s
+    # The branches of a row share one trace.
+    traces = {f"group={t.group}/rollout={t.rollout}": t.trace for t in trajectories if t.trace is not None}
     for name, part in _rollout_shares(list(traces.values())).items():
-        shares[name] += part * rollout_share
+        shares[name] += part * phases.get("rollout", 0.0) / step_s
     shares[names.TIME_IDLE] += max(0.0, 1.0 - sum(shares.values()))
-    slowest = max(traces, key=lambda name: traces[name].seconds, default=None)
-    if slowest is None:
+    if not traces:
         return TimeShares(step_s, shares)
-    trace = traces[slowest]
-    return TimeShares(step_s, shares, Slowest(f"{label}/{slowest}", trace.seconds, times_of(trace)))
-
-
-def _traces(trajectories: Sequence[Trajectory]) -> dict[str, Trace]:
-    """Return the traces by row. The branches of a row share one trace."""
-    return {f"group={t.group}/rollout={t.rollout}": t.trace for t in trajectories if t.trace is not None}
+    slowest, trace = max(traces.items(), key=lambda item: item[1].seconds)
+    part, part_s = max(times_of(trace).whole().items(), key=lambda item: item[1])
+    text = f"{label}/{slowest} {trace.seconds:.1f} s ({part.removesuffix('_s')} {part_s:.1f} s)"
+    return TimeShares(step_s, shares, trace.seconds, text)
 
 
 def _rollout_shares(traces: Sequence[Trace]) -> dict[str, float]:
@@ -144,34 +142,9 @@ def _rollout_shares(traces: Sequence[Trace]) -> dict[str, float]:
     span_s = max(t.began_at + t.seconds for t in traces) - min(t.began_at for t in traces)
     total = max(span_s * len(traces), seconds)
     parts: defaultdict[str, float] = defaultdict(float)
-    for trace in traces:
-        for name, value in _parts(times_of(trace)).items():
-            parts[name] += value
-    busy = sum(parts.values())
-    return {name: value / total for name, value in parts.items()} | {names.TIME_IDLE: 1 - busy / total}
-
-
-def _parts(times: Times) -> dict[str, float]:
-    prefill_s = times.prefill_s or 0.0
-    return {
-        names.TIME_QUEUE: times.admission_s + times.queue_s,
-        names.TIME_PREFILL: prefill_s,
-        names.TIME_DECODE: times.generate_s - prefill_s,
-        names.TIME_TOOLS: times.tool_s + times.interaction_s,
-        names.TIME_REWARD: times.reward_s,
-        names.TIME_OTHER: times.encode_s + times.other_s,
-    }
-
-
-_ALL: Sequence[str] = (
-    names.TIME_QUEUE,
-    names.TIME_PREFILL,
-    names.TIME_DECODE,
-    names.TIME_TOOLS,
-    names.TIME_REWARD,
-    names.TIME_OTHER,
-    names.TIME_TRAINING,
-    names.TIME_WEIGHTS,
-    names.TIME_VALIDATION,
-    names.TIME_IDLE,
-)
+    for times in map(times_of, traces):
+        for name, value in times.whole().items():
+            parts[PARTS[name]] += value / total
+        parts[names.TIME_PREFILL] += (times.prefill_s or 0.0) / total
+        parts[names.TIME_DECODE] -= (times.prefill_s or 0.0) / total
+    return {**parts, names.TIME_IDLE: 1 - sum(parts.values())}

@@ -47,7 +47,6 @@ class Case:
 CASES = (
     Case("float32"),
     Case("float32, several micro-batches", {"max_tokens_per_micro_batch": 150}),
-    Case("float32, packed", {"use_packing": True}),
     Case("float32, gradient checkpointing", {"gradient_checkpointing": True}),
     Case("float32, selective checkpointing", {"gradient_checkpointing": "selective"}),
     Case("float32, optimiser on the host", {"optimizer_on_host": True}),

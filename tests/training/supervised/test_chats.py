@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 
 from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.template import ChatTemplate
@@ -23,7 +21,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 ]
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-ADD = {"name": "add", "arguments": {"a": 1}}
 CHAT = [
     {"role": "system", "content": "Be brief."},
     *user("1 + 2?"),
@@ -79,28 +76,6 @@ def test_other_columns_hold_messages_and_schemas_as_json(tmp_path: Path) -> None
     prompt = hermes_template().decode(examples.trajectories[0].output.prompt_ids)
     shown = {"type": "object", "properties": {"a": {"type": "integer"}}}
     assert json.dumps({"type": "function", "function": {"name": "add", "parameters": shown}}) in prompt
-
-
-def test_columnar_files_give_the_tokens_of_the_same_conversations_as_lines(tmp_path: Path) -> None:
-    other = json.loads(json.dumps(CHAT).replace('"add"', '"search"'))
-    other[2]["tool_calls"][0]["function"]["arguments"] = {"query": "b"}
-    tool = {"name": "search", "parameters": {"type": "object", "properties": {"query": {"type": "string"}}}}
-    rows = [
-        {
-            "messages": [*CHAT[:2], {**CHAT[2], "tool_calls": [{**CALL, "function": ADD}]}, *CHAT[3:]],
-            "tools": TOOLS,
-        },
-        {"messages": other, "tools": [{"type": "function", "function": tool}]},
-    ]
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "chats.parquet")
-    path = str(tmp_path / "chats.parquet")
-
-    columnar = load_examples([path], config=SftConfig(), template=hermes_template()).trajectories
-
-    lines = loaded(tmp_path, *rows).trajectories
-    assert [segment.token_ids.tolist() for t in columnar for segment in t.output.segments] == [
-        segment.token_ids.tolist() for t in lines for segment in t.output.segments
-    ]
 
 
 def test_results_of_parallel_calls_follow_the_order_of_the_calls(tmp_path: Path) -> None:

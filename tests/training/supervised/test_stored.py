@@ -107,8 +107,3 @@ def test_trajectories_of_the_same_vocabulary_are_trained(tmp_path: Path) -> None
 def test_conditions_that_nothing_fulfils_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none of 0 examples can be trained.*relax sft.where"):
         loaded(tmp_path, solved(), where=["reward>5"])
-
-
-def test_an_unknown_column_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no column 'rewards'"):
-        loaded(tmp_path, solved(), where=["rewards>5"])

@@ -137,7 +137,7 @@ def test_the_loss_is_the_cross_entropy_of_transformers_on_the_same_tokens(config
 def test_four_steps_and_two_more_after_a_resume_are_six_steps_bit_for_bit(
     config: Config, tmp_path: Path, packed: bool
 ) -> None:
-    config = changed(config, "actor", use_packing=packed)
+    config = changed(config, "actor", share_prefixes=packed)
     whole = train(config)
     half = changed(config, "trainer", total_steps=4, run_dir=str(tmp_path / "half"))
     train(half)
@@ -152,7 +152,7 @@ def test_four_steps_and_two_more_after_a_resume_are_six_steps_bit_for_bit(
 def test_packed_examples_have_the_same_loss(config: Config, tmp_path: Path) -> None:
     padded = train(config)
     packed = train(
-        changed(changed(config, "actor", use_packing=True), "trainer", run_dir=str(tmp_path / "packed"))
+        changed(changed(config, "actor", share_prefixes=True), "trainer", run_dir=str(tmp_path / "packed"))
     )
 
     assert losses(packed) == pytest.approx(losses(padded), abs=1e-4)
@@ -168,14 +168,6 @@ def test_adapters_are_trained_alone(config: Config) -> None:
 
 def test_epochs_set_the_number_of_steps(config: Config) -> None:
     assert train(changed(config, "sft", epochs=1.5)).step == 5
-
-
-def test_the_console_tells_what_is_trained(config: Config, tmp_path: Path) -> None:
-    output = io.StringIO()
-    train(changed(changed(config, "sft", max_tokens=30), "trainer", total_steps=1), output=output)
-
-    assert "train: 12 examples with " in output.getvalue()
-    assert " trained tokens" in output.getvalue()
 
 
 def test_changed_conversations_are_refused_at_a_resume(config: Config, tmp_path: Path) -> None:

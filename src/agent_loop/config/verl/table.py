@@ -15,7 +15,7 @@ KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "k1+": "k2", "k3+": "k3", "kl
 
 NOT_NEEDED: Mapping[str, Mapping[str, str]] = {
     "it describes verl's processes": {"": "actor_rollout_ref"},
-    "actor.use_packing puts short rows together": {MODEL: "use_remove_padding"},
+    "actor.share_prefixes computes rows without padding": {MODEL: "use_remove_padding"},
     "adapters are those of PEFT, with its defaults": {MODEL: "lora"},
     "it changes the speed in verl, and nothing else": {
         MODEL: "override_config.attn_implementation use_shm use_liger use_fused_kernels fused_kernel_options "

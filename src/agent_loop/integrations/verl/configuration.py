@@ -73,7 +73,7 @@ def _model(model: ModelConfig, *, settings: Config) -> dict[str, Any]:
         "use_shm": False,
         "enable_gradient_checkpointing": bool(settings.actor.gradient_checkpointing),
         "enable_activation_offload": False,
-        "use_remove_padding": settings.actor.use_packing,
+        "use_remove_padding": settings.actor.share_prefixes,
         "use_fused_kernels": False,
         "use_liger": False,
         "exclude_modules": None,

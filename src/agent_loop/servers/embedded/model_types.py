@@ -84,19 +84,6 @@ _NOT_PADDED = _types(
 )
 """Known types that padding changes."""
 
-_PACKED = (
-    SHARED_CACHE
-    - _types("afmoe bert bert-generation biogpt doge electra ernie idefics3 opt roc_bert")
-    - _types("qwen2_5_vl qwen2_vl smolvlm")
-) | _types(
-    """
-    axk2 codegen deepseek_v32 diffllama dots3_note dots3_note_text flint gemma2 git glm_moe_dsa gpt_neo
-    gpt_neox_japanese gptj granite_swa granitemoe_swa hrm_text hy_v4 mimo_v2_flash nemotron stablelm vaultgemma
-    whisper
-    """
-)
-"""Types whose attention separates rows of one line by their positions."""
-
 _PREFIX_TREE = SHARED_CACHE - _types("doge phimoe qwen2_moe idefics3 qwen2_5_vl qwen2_vl smolvlm")
 """Types whose layers can be computed over a tree of prefixes."""
 
@@ -160,11 +147,6 @@ def can_pad(model: Any) -> bool:
     """Return whether padding to a common width changes no row of a training batch."""
     kind = model_type_of(model)
     return kind in _KNOWN - _NOT_PADDED and not _rotates_by_length(model.config)
-
-
-def can_pack(model: Any) -> bool:
-    """Return whether rows of one line do not change each other."""
-    return model_type_of(model) in _PACKED and not _rotates_by_length(model.config)
 
 
 def can_share_prefixes(model: Any) -> bool:

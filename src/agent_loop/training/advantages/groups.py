@@ -64,10 +64,7 @@ def rloo_advantages(rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor |
     with one row each. For a branch, r is its own reward; no branch of its rollout is in the mean that it is
     compared with.
 
-    Args:
-        rewards_B: Reward of each row. A row with NaN counts in no mean and gets 0.
-        groups_B: Number of the group of each row.
-        rollouts_B: Number, within the group, of the rollout of each row. None: each row is a rollout.
+    The arguments are those of `grpo_advantages`.
 
     A group with fewer than two rollouts, or without two different rewards, gets exactly 0.
     """
@@ -100,10 +97,8 @@ def turn_advantages(
     Args:
         turn_rewards_BR: Reward of each turn, at its last token.
         is_rewarded_BR: Bool: tokens at which a turn has a reward, even if it is 0.
-        groups_B: Number of the group of each row.
-        rollouts_B: Number, within the group, of the rollout of each row. None: each row is a rollout.
-        norm_by_std: Divide by the standard deviation.
-        eps: Keeps the division finite.
+
+    The other arguments are those of `grpo_advantages`.
 
     A group without two different rewards gets exactly 0.
     """
@@ -160,10 +155,8 @@ def step_advantages(
         returns_BT: Return of each turn.
         anchors_BT: Number that comparable turns share.
         is_turn_BT: Bool: turns that count. The others get 0.
-        groups_B: Number of the group of each row.
-        rollouts_B: Number, within the group, of the rollout of each row. None: each row is a rollout.
-        norm_by_std: Divide by the standard deviation.
-        eps: Keeps the division finite.
+
+    The other arguments are those of `grpo_advantages`.
 
     A turn that is compared with no other turn, or with equal returns only, gets exactly 0.
     """

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from enum import StrEnum
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,38 +23,27 @@ from agent_loop.training.reference import load_vocabulary, refuse_other_vocabula
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import IntArray, Message
 
-MAX_PROMPTS = 4096
-"""Number of prompts that are kept, because the trajectories of a group share theirs."""
-
 
 class TeacherPrompts:
     """Prompts of one teacher. Without a hint, they are the policy's own tokens."""
 
     def __init__(self, config: TeacherConfig, *, template: object) -> None:
         self._hint, self._key = config.hint, config.hint_key
-        self._template: ChatTemplate | None = None
-        self._prompts: dict[tuple[bytes, str], IntArray] = {}
-        if self._hint is None and self._key is None:
-            return
-        if not isinstance(template, ChatTemplate):
+        self._template = template if isinstance(template, ChatTemplate) else None
+        if self.has_hint and self._template is None:
             raise ConfigError(
                 "a teacher has a hint, which needs a manager with a chat template; unset the hint"
             )
-        self._template = template
+
+    @property
+    def has_hint(self) -> bool:
+        return self._hint is not None or self._key is not None
 
     def prompt(self, trajectory: Trajectory) -> IntArray:
         """Return the teacher's prompt for a trajectory; the response follows it."""
-        prompt_ids = trajectory.output.prompt_ids
-        template = self._template
-        if template is None:
-            return prompt_ids
-        hint = self._hint_of(trajectory)
-        key = (prompt_ids.tobytes(), hint)
-        if key not in self._prompts:
-            if len(self._prompts) >= MAX_PROMPTS:
-                self._prompts.clear()
-            self._prompts[key] = _with_hint(trajectory, hint=hint, template=template)
-        return self._prompts[key]
+        if self._template is None or not self.has_hint:
+            return trajectory.output.prompt_ids
+        return _with_hint(trajectory, hint=self._hint_of(trajectory), template=self._template)
 
     def _hint_of(self, trajectory: Trajectory) -> str:
         texts = [] if self._hint is None else [self._hint]
@@ -99,13 +88,6 @@ def _hinted(messages: Sequence[Message], hint: str) -> list[Message]:
 CLOSE_TIMEOUT_S = 30.0
 HINT_TOKENS = 1024
 """Tokens that the context of a teacher with a hint is longer by."""
-
-
-class PolicyTemplate(Protocol):
-    """The part of the policy's chat template that every manager has."""
-
-    @property
-    def tokenizer(self) -> Any: ...
 
 
 class NotTaught(StrEnum):
@@ -177,7 +159,7 @@ class Teachers:
 
 
 @asynccontextmanager
-async def open_teachers(config: Config, *, template: PolicyTemplate) -> AsyncGenerator[Teachers | None]:
+async def open_teachers(config: Config, *, template: Any) -> AsyncGenerator[Teachers | None]:
     """Start the servers of all teachers, and close them at the end. None without teachers."""
     settings = config.distillation
     if not settings.teachers:
@@ -187,9 +169,9 @@ async def open_teachers(config: Config, *, template: PolicyTemplate) -> AsyncGen
         teachers: dict[str, Teacher] = {}
         for name, each in settings.teachers.items():
             prompts = TeacherPrompts(each, template=template)
-            has_hint = each.hint is not None or each.hint_key is not None
-            length = config.rollout.prompt_length + config.rollout.response_length + has_hint * HINT_TOKENS
-            length = each.context_length or length
+            length = each.context_length or (
+                config.rollout.prompt_length + config.rollout.response_length + prompts.has_hint * HINT_TOKENS
+            )
             server = _create_server(name, config=config, context_length=length)
             stack.push_async_callback(run_shielded, server.close, timeout_s=CLOSE_TIMEOUT_S)
             await server.start()
@@ -253,7 +235,7 @@ def _without_other_ids(scores: TokenScores, *, vocab_size: int) -> TokenScores:
     )
 
 
-def _vocab_size(template: PolicyTemplate) -> int:
+def _vocab_size(template: Any) -> int:
     """Return the number of token ids of the policy."""
     return template.vocab_size if isinstance(template, ChatTemplate) else len(template.tokenizer)
 

@@ -32,49 +32,22 @@ class TokenLoss:
 
 
 @policy_loss("ppo")
-def ppo(
-    logprobs_BT: Tensor,
-    *,
-    old_logprobs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    config: ActorConfig,
-) -> TokenLoss:
+def ppo(logprobs_BT: Tensor, *, config: ActorConfig, **inputs: Tensor) -> TokenLoss:
     """Return PPO's clipped loss with one ratio per token (arXiv 1707.06347)."""
-    return clipped_loss(
-        logprobs_BT,
-        old_logprobs_BT=old_logprobs_BT,
-        advantages_BT=advantages_BT,
-        mask_BT=mask_BT,
-        clip_ratio_low=config.clip_ratio_low,
-        clip_ratio_high=config.clip_ratio_high,
-        clip_ratio_c=config.clip_ratio_c,
-    )
+    return clipped_loss(logprobs_BT, **inputs, **_bounds(config))
 
 
 @policy_loss("gspo")
-def gspo(
-    logprobs_BT: Tensor,
-    *,
-    old_logprobs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    config: ActorConfig,
-) -> TokenLoss:
+def gspo(logprobs_BT: Tensor, *, config: ActorConfig, **inputs: Tensor) -> TokenLoss:
     """Return the clipped loss with one ratio per row and an advantage per token (GSPO-token, arXiv 2507.18071).
 
     If the advantages of a row are equal, this is GSPO.
     """
-    return clipped_loss(
-        logprobs_BT,
-        old_logprobs_BT=old_logprobs_BT,
-        advantages_BT=advantages_BT,
-        mask_BT=mask_BT,
-        clip_ratio_low=config.clip_ratio_low,
-        clip_ratio_high=config.clip_ratio_high,
-        clip_ratio_c=config.clip_ratio_c,
-        level="sequence",
-    )
+    return clipped_loss(logprobs_BT, **inputs, **_bounds(config), level="sequence")
+
+
+def _bounds(config: ActorConfig) -> Any:
+    return {name: getattr(config, name) for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
 
 
 def clipped_loss(

@@ -117,7 +117,7 @@ def _supervised_config(
             "lr": PEAK_LR[size],
             "warmup_steps": WARMUP_STEPS,
             "decay_steps": num_steps,
-            "use_packing": True,
+            "share_prefixes": True,
         },
         "trainer": {"total_steps": num_steps, "run_dir": str(folder / "run"), "seed": seed},
     }

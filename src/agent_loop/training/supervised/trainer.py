@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -97,50 +98,38 @@ class SupervisedTrainer:
             sampler = ExampleSampler(
                 splits["train"], config=config.sft, seed=config.data.seed, pad_token_id=template.pad_token_id
             )
-            epochs = config.sft.epochs
-            clock = StepClock()
+            epochs, clock = config.sft.epochs, StepClock()
+            total_steps = config.trainer.total_steps if epochs is None else sampler.num_steps(epochs)
             loop = _Loop(
-                config,
-                total_steps=config.trainer.total_steps if epochs is None else sampler.num_steps(epochs),
+                config=config,
+                total_steps=total_steps,
                 learner=learner,
                 splits=splits,
                 sampler=sampler,
                 template=template,
                 writer=stack.enter_context(MetricsWriter(run_dir / METRICS_FILE, loggers=loggers)),
                 clock=clock,
-                console=self._console,
+                progress=Progress(total_steps=total_steps, clock=clock, console=self._console),
             )
             stack.enter_context(interrupt.listening())
             return await loop.run(checkpoint, interrupt=interrupt, notes=notes or ())
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class _Loop:
-    """Loop over the steps of a supervised run."""
+    """Loop over the steps of a supervised run. Single use."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        total_steps: int,
-        learner: Learner,
-        splits: dict[str, Examples],
-        sampler: ExampleSampler,
-        template: ChatTemplate,
-        writer: MetricsWriter,
-        clock: StepClock,
-        console: Console | None,
-    ) -> None:
-        self._config = config
-        self._run_dir = Path(config.trainer.run_dir)
-        self._total_steps = total_steps
-        self._learner = learner
-        self._splits = splits
-        self._sampler = sampler
-        self._template = template
-        self._writer = writer
-        self._clock = clock
-        self._progress = Progress(total_steps=total_steps, clock=clock, console=console)
-        self._saved: tuple[int, Path] | None = None
+    config: Config
+    total_steps: int
+    learner: Learner
+    splits: dict[str, Examples]
+    sampler: ExampleSampler
+    template: ChatTemplate
+    writer: MetricsWriter
+    clock: StepClock
+    progress: Progress
+    _saved: Path | None = None
+    _saved_step: int | None = None
 
     async def run(
         self, checkpoint: Checkpoint | None, *, interrupt: Interrupt, notes: Sequence[str]
@@ -148,98 +137,97 @@ class _Loop:
         """Train from a checkpoint that the learner has loaded, or from the start."""
         completed = 0
         metrics: dict[str, float] = {}
-        with self._progress as progress:
-            self._describe(self._splits)
+        with self.progress as progress:
+            self._describe(self.splits)
             if checkpoint is not None:
-                completed, self._saved = checkpoint.step, (checkpoint.step, checkpoint.path)
+                completed = self._saved_step = checkpoint.step
+                self._saved = checkpoint.path
                 progress.say(f"resuming after step {completed} from {checkpoint.path}")
                 for note in notes:
                     progress.say(note)
-            elif self._config.trainer.val_before_train:
-                self._writer.write(0, await self._validate())
+            elif self.config.trainer.val_before_train:
+                self.writer.write(0, await self._validate())
             progress.start(completed_steps=completed)
-            while completed < self._total_steps and not interrupt.is_requested:
+            while completed < self.total_steps and not interrupt.is_requested:
                 metrics = await self._step(completed + 1)
                 completed += 1
-            if completed < self._total_steps:
+            if completed < self.total_steps:
                 await self._save(completed)
-                progress.say(
-                    f"stopped after step {completed}; resume to continue from {self._saved and self._saved[1]}"
-                )
+                progress.say(f"stopped after step {completed}; resume to continue from {self._saved}")
         return TrainResult(
             step=completed,
-            is_interrupted=completed < self._total_steps,
-            run_dir=self._run_dir,
-            checkpoint=None if self._saved is None else self._saved[1],
+            is_interrupted=completed < self.total_steps,
+            run_dir=Path(self.config.trainer.run_dir),
+            checkpoint=self._saved,
             metrics=metrics,
             evaluation=None,
         )
 
     async def _step(self, step: int) -> dict[str, float]:
-        self._clock.start_step()
-        with self._clock.phase("update"):
-            batch = self._sampler.batch(step)
-            metrics = await run_in_thread(self._learner.supervise, batch)
-        if self._is_due(step, self._config.trainer.val_every):
+        self.clock.start_step()
+        with self.clock.phase("update"):
+            batch = self.sampler.batch(step)
+            metrics = await run_in_thread(self.learner.supervise, batch)
+        if self._is_due(step, self.config.trainer.val_every):
             metrics |= await self._validate()
-        seconds = self._clock.seconds()
+        seconds = self.clock.seconds()
         num_tokens = float(batch["attention_mask"].sum())
         metrics[names.TOKENS_PER_SECOND] = num_tokens / max(seconds["update"], 1e-9)
         metrics |= {f"{names.SECONDS}{phase}": value for phase, value in seconds.items()}
-        self._writer.write(step, metrics)
-        self._progress.end_step(step, metrics)
-        if self._is_due(step, self._config.trainer.save_every):
+        self.writer.write(step, metrics)
+        self.progress.end_step(step, metrics)
+        if self._is_due(step, self.config.trainer.save_every):
             await self._save(step)
         return metrics
 
     async def _validate(self) -> dict[str, float]:
         """Return the loss on the validation examples; empty without any."""
-        if "val" not in self._splits:
+        if "val" not in self.splits:
             return {}
-        with self._clock.phase("validate"):
+        with self.clock.phase("validate"):
             return {names.SFT_VALIDATION_LOSS: await run_in_thread(self._validation_loss)}
 
     def _validation_loss(self) -> float:
         total, num_tokens = 0.0, 0
         for batch in batches(
-            self._splits["val"].trajectories,
-            batch_size=self._config.sft.batch_size,
-            pad_token_id=self._template.pad_token_id,
+            self.splits["val"].trajectories,
+            batch_size=self.config.sft.batch_size,
+            pad_token_id=self.template.pad_token_id,
         ):
             mask_BR = batch["response_mask"].bool()
-            total -= float(self._learner.logprobs(batch)[mask_BR].double().sum())
+            total -= float(self.learner.logprobs(batch)[mask_BR].double().sum())
             num_tokens += int(mask_BR.sum())
         return total / max(num_tokens, 1)
 
     async def _save(self, step: int) -> None:
         """Save a checkpoint of the last completed step, unless it is already saved."""
-        if self._saved is not None and self._saved[0] == step:
+        if self._saved_step == step:
             return
-        with self._clock.phase("save"):
-            path = await run_in_thread(
+        with self.clock.phase("save"):
+            self._saved = await run_in_thread(
                 save_checkpoint,
-                self._run_dir,
+                Path(self.config.trainer.run_dir),
                 step=step,
                 weight_version=step,
-                learner=self._learner,
-                tokenizer=self._template.tokenizer,
-                config=config_values(self._config),
-                rows=_manifests(self._splits),
-                keep=self._config.trainer.keep_checkpoints,
+                learner=self.learner,
+                tokenizer=self.template.tokenizer,
+                config=config_values(self.config),
+                rows=_manifests(self.splits),
+                keep=self.config.trainer.keep_checkpoints,
             )
-        self._saved = (step, path)
+        self._saved_step = step
 
     def _is_due(self, step: int, every: int | None) -> bool:
-        return every is not None and (step == self._total_steps or step % every == 0)
+        return every is not None and (step == self.total_steps or step % every == 0)
 
     def _describe(self, splits: dict[str, Examples]) -> None:
         for split, examples in splits.items():
             left_out = (
-                f"; {examples.num_overlong} longer than sft.max_tokens={self._config.sft.max_tokens} are left out"
+                f"; {examples.num_overlong} longer than sft.max_tokens={self.config.sft.max_tokens} are left out"
                 if examples.num_overlong
                 else ""
             )
-            self._progress.say(
+            self.progress.say(
                 f"{split}: {len(examples.trajectories)} examples with {examples.num_trained_tokens} trained "
                 f"tokens{left_out}"
             )
