@@ -86,11 +86,7 @@ def exit_error(result: CommandResult) -> str:
 
 
 def task_of(row: Row, *, where: str = "the row") -> str:
-    """Return the text of the row's messages, as the task of an agent.
-
-    Raises:
-        DataError: The messages hold something other than texts of the system and the user.
-    """
+    """Return the text of the row's messages, as the task of an agent."""
     messages: Sequence[Message] = row.get("raw_prompt") or ()
     texts = [text_of(message) for message in messages]
     for index, message in enumerate(messages):

@@ -94,11 +94,7 @@ class _Rollout:
 
 
 def _read_task(row: Row, *, where: str) -> Mapping[str, Any]:
-    """Return the row's column `task`.
-
-    Raises:
-        DataError: The column is missing or incomplete.
-    """
+    """Return the row's column `task`."""
     task: Any = row.get("task")
     missing = {"env", "settings", "python", "index", "key"} - set(
         cast(Mapping[str, Any], task) if isinstance(task, Mapping) else ()

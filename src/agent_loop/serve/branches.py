@@ -70,11 +70,7 @@ class Branches:
     def start(
         self, messages: Sequence[Message], *, template: ChatTemplate, tools: Sequence[Mapping[str, Any]]
     ) -> Branch:
-        """Return a new branch that starts with these messages.
-
-        Raises:
-            LimitReached: The session has `max_branches` branches already.
-        """
+        """Return a new branch that starts with these messages."""
         self._refuse_if_full()
         new_log = self._context.new_log
         episode = Episode(
@@ -88,11 +84,7 @@ class Branches:
         return self._added(episode)
 
     def fork(self, branch: Branch, *, at: EpisodeMark) -> Branch:
-        """Return a new branch that continues an existing branch from a mark.
-
-        Raises:
-            LimitReached: The session has `max_branches` branches already.
-        """
+        """Return a new branch that continues an existing branch from a mark."""
         self._refuse_if_full()
         return self._added(branch.episode.branch(at=at))
 
@@ -103,11 +95,7 @@ class Branches:
             self._branches.remove(branch)
 
     async def open(self, branch: Branch) -> None:
-        """Render the prompt of a branch. Do nothing if the branch is open already.
-
-        Raises:
-            ChatTemplateError: The chat template rejects the messages. The branch is removed.
-        """
+        """Render the prompt of a branch. Do nothing if the branch is open already."""
         if branch.is_open:
             return
         try:

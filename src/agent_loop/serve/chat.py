@@ -160,13 +160,7 @@ class ChatPrompt:
 
     @classmethod
     async def rendered(cls, request: ChatCompletionRequest, *, template: ChatTemplate) -> ChatPrompt:
-        """Render the prompt of a request.
-
-        Raises:
-            RequestError: The request uses a feature that is not supported.
-            ChatTemplateError: The chat template rejects the messages.
-            DataError: An image cannot be read.
-        """
+        """Render the prompt of a request."""
         check_calls(request, template)
         template = template_of(request, template)
         written = settle_system_messages(conversation_of(request.messages), template)
@@ -250,11 +244,7 @@ _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_con
 
 
 def conversation_of(messages: Sequence[ChatMessage]) -> list[Message]:
-    """Return the messages in the form that a `ChatTemplate` takes. See `normalise_messages`.
-
-    Raises:
-        RequestError: A content part has an unknown type, an image is not a data URL, or a call is not valid.
-    """
+    """Return the messages in the form that a `ChatTemplate` takes. See `normalise_messages`."""
     given = [_as_mapping(message, where=f"messages[{index}]") for index, message in enumerate(messages)]
     try:
         return normalise_messages(given, where="messages")
@@ -266,9 +256,6 @@ def split_prefill(request: ChatCompletionRequest, messages: Sequence[Message]) -
     """Return the messages before the completion, and the text that the completion continues.
 
     The text is empty unless the request sets `continue_final_message`.
-
-    Raises:
-        RequestError: The last message is not an assistant text that can be continued.
     """
     continues = bool(request.continue_final_message)
     if request.add_generation_prompt is not None and request.add_generation_prompt == continues:
@@ -348,9 +335,6 @@ def begin_turn(
         template: Chat template of the conversation.
         context: Tokens before the turn, with the generation prompt.
         prefill: Text that the completion continues. Control tokens in it become plain text.
-
-    Raises:
-        RequestError: The prefix cannot be written exactly in the model's format.
     """
     parser, reasoning = template.tool_parser, template.opened_reasoning(context)
     if prefill:
@@ -377,11 +361,7 @@ def begin_turn(
 
 
 def check_calls(request: ChatCompletionRequest, template: ChatTemplate) -> None:
-    """Refuse a request whose wishes about calls the model's format cannot express.
-
-    Raises:
-        UnsupportedParameter: The format has no text that opens a call, or none that ends one.
-    """
+    """Refuse a request whose wishes about calls the model's format cannot express."""
     if request.forces_call and not can_force_call(request, template):
         raise unsupported_call_error()
     if request.has_one_call and not can_stop_after_call(template):
@@ -426,9 +406,6 @@ def template_of(request: ChatCompletionRequest, template: ChatTemplate) -> ChatT
     """Return the chat template with the variables that a request sets.
 
     `reasoning_effort` is a variable if the template mentions it, and is ignored otherwise.
-
-    Raises:
-        ChatTemplateError: The template refuses the variables.
     """
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None and template.mentions("reasoning_effort"):

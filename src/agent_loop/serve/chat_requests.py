@@ -550,11 +550,7 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def is_scored(self) -> bool:
-        """Whether the prompt is scored instead of completed.
-
-        Raises:
-            RequestError: The request asks for both, or for neither.
-        """
+        """Whether the prompt is scored instead of completed."""
         if self.prompt_logprobs is None:
             if self.max_tokens == 0:
                 raise RequestError(
@@ -586,9 +582,6 @@ def read_part(model: type[RequestModelT], value: Any, *, where: str = "") -> Req
         model: Model of the value.
         value: JSON value.
         where: Path of the value in the request, for errors.
-
-    Raises:
-        RequestError: The value is not valid.
     """
     try:
         return model.model_validate(value)

@@ -86,11 +86,7 @@ class Gateway:
                 self._closed.popitem(last=False)
 
     def session_of(self, request: Request) -> Session:
-        """Return the session of a request.
-
-        Raises:
-            HTTPException: 404 if the id is unknown, 410 if the session is closed, 401 if the key is wrong.
-        """
+        """Return the session of a request."""
         session_id = request.path_params["session_id"]
         session = self._open.get(session_id)
         if session is None and session_id in self._closed:
@@ -251,11 +247,7 @@ _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _GatewayServer] = WeakKey
 
 
 def http_client(app: Starlette) -> Any:
-    """Return an `httpx2.AsyncClient` that calls the application directly. All chunks of a stream arrive at its end.
-
-    Raises:
-        ConfigError: httpx2, a dependency of the OpenAI and Anthropic clients, is not installed.
-    """
+    """Return an `httpx2.AsyncClient` that calls the application directly. All chunks of a stream arrive at its end."""
     httpx2 = _import_package("httpx2", package="openai")
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx2.AsyncClient(transport=transport, timeout=REQUEST_TIMEOUT_S)
@@ -272,11 +264,7 @@ def openai_client(endpoint: Endpoint, **options: Any) -> openai.AsyncOpenAI:
 
 
 def anthropic_client(endpoint: Endpoint, **options: Any) -> anthropic.AsyncAnthropic:
-    """Return the official Anthropic client for a session, as `openai_client`.
-
-    Raises:
-        ConfigError: The package `anthropic` is not installed.
-    """
+    """Return the official Anthropic client for a session, as `openai_client`."""
     make = _import_package("anthropic", package="anthropic").AsyncAnthropic
     return _client_of(endpoint, make, base_url=endpoint.anthropic_base_url, options=options)
 

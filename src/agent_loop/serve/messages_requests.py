@@ -371,9 +371,6 @@ def read_block(block: Mapping[str, Any], *, where: str, kinds: Sequence[str]) ->
         block: The block.
         where: Path of the block in the request, for errors.
         kinds: Types of blocks that are allowed there.
-
-    Raises:
-        RequestError: The type is not allowed there, or a field is unknown, missing or not supported.
     """
     kind = block.get("type")
     if not isinstance(kind, str) or kind not in kinds:
@@ -431,9 +428,6 @@ def translate_messages(request: PromptRequest, *, template: ChatTemplate) -> Cha
     Args:
         request: The request.
         template: Chat template of the model, whose thinking the request may switch.
-
-    Raises:
-        RequestError: A block or a field is not supported.
     """
     messages: list[dict[str, Any]] = []
     system = _system(request.system)
@@ -516,11 +510,7 @@ def _user(blocks: Sequence[Mapping[str, Any]], *, where: str) -> Iterator[dict[s
 
 
 def _is_prefilled(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the model continues the last message.
-
-    Raises:
-        RequestError: The last message is an assistant's, and has calls or thinking.
-    """
+    """Return whether the model continues the last message."""
     last = messages[-1]
     if last["role"] != "assistant":
         return False

@@ -134,11 +134,7 @@ class _ProgramResult:
 
     @classmethod
     def from_value(cls, returned: Any) -> _ProgramResult:
-        """Build the result from the program's return value: None, a number, or a mapping that may hold a reward.
-
-        Raises:
-            RewardError: The value has another type.
-        """
+        """Build the result from the program's return value: None, a number, or a mapping that may hold a reward."""
         if returned is None:
             return cls()
         if isinstance(returned, Mapping) and not any(name in returned for name in REWARD_NAMES):
@@ -261,11 +257,7 @@ class AgentProgramLoop(ProgramLoop):
             yield _Call(call, row, workspace, settings.check)
 
     def _call_for(self, row: Row) -> Callable[[Row, Endpoint, Workspace | None], Any]:
-        """Return the function that runs the program of a row.
-
-        Raises:
-            ConfigError: There is no program, there are two, or the command is not a list of strings.
-        """
+        """Return the function that runs the program of a row."""
         program, command = self._program, self._command
         if program is None and command is None:
             program, command = row.get("program"), row.get("command")
@@ -339,12 +331,6 @@ async def call_command(
 
     Returns:
         The number or dict in the last line; None if the line is not a number or dict in JSON.
-
-    Raises:
-        CommandFailed: The exit status is not 0.
-        ConfigError: The command cannot be started.
-        DataError: The row cannot be written as JSON.
-        WorkspaceError: The workspace has ended, or the command cannot be started in it.
     """
     stdin = json.dumps(row, default=_as_json).encode()
     if workspace is None:
@@ -365,11 +351,7 @@ async def call_command(
 
 
 def checked_command(command: Any) -> list[str]:
-    """Return the command as a list of strings.
-
-    Raises:
-        ConfigError: The command is not a list of strings.
-    """
+    """Return the command as a list of strings."""
     words: list[Any] = list(cast(Iterable[Any], command)) if isinstance(command, Iterable) else []
     if isinstance(command, str) or not words or not all(isinstance(word, str) for word in words):
         raise ConfigError(
@@ -379,11 +361,7 @@ def checked_command(command: Any) -> list[str]:
 
 
 def checked_env(env: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables as a dict.
-
-    Raises:
-        ConfigError: A value is not a string.
-    """
+    """Return the environment variables as a dict."""
     for name, value in env.items():
         if not isinstance(value, str):
             raise ConfigError(
@@ -413,11 +391,7 @@ def _client_variables(endpoint: Endpoint) -> dict[str, str]:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert an array or scalar of numpy or torch to plain Python values.
-
-    Raises:
-        DataError: The value is of another type.
-    """
+    """Convert an array or scalar of numpy or torch to plain Python values."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise DataError(

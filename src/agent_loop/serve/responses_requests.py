@@ -439,9 +439,6 @@ def translate_response(
         request: The request.
         calls: Calls that the model made.
         wishes: Hosted tools that the request may do without, by names such as `tools.web_search`.
-
-    Raises:
-        RequestError: The request uses a feature that is not supported.
     """
     given = request.input or ()
     if isinstance(given, str):

@@ -85,9 +85,6 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None, *, wishes: Collection[
     Args:
         tools: Tools of the request.
         wishes: Hosted tools that are dropped, by names such as `tools.web_search`.
-
-    Raises:
-        RequestError: A tool is hosted or not valid, or two tools have the same name.
     """
     functions: list[dict[str, Any]] = []
     origins: dict[str, ToolOrigin] = {}
@@ -111,11 +108,7 @@ def chat_name(name: str, namespace: str | None) -> str:
 
 
 def read_tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
-    """Return the `tool_choice` of the chat request.
-
-    Raises:
-        RequestError: The choice names hosted tools.
-    """
+    """Return the `tool_choice` of the chat request."""
     if choice is None or isinstance(choice, str):
         return choice
     if choice.get("type") != "allowed_tools":

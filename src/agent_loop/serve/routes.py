@@ -70,11 +70,7 @@ class Completer(Protocol):
         ...
 
     def read(self, model: type[RequestT], body: Any) -> RequestT:
-        """Return the request of a body.
-
-        Raises:
-            RequestError: The body is not valid.
-        """
+        """Return the request of a body."""
         ...
 
     def note_dropped(self, detail: str) -> None:
@@ -203,12 +199,7 @@ class ModelApis:
 
 
 async def read_json(request: Request) -> Any:
-    """Return the body of a request.
-
-    Raises:
-        HTTPException: The body is not JSON as in RFC 8259: it has NaN, lone surrogates or unbounded nesting. Or another
-            type of content is declared, as by a web page of another site, which cannot declare this one.
-    """
+    """Return the body of a request."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise HTTPException(400, f"the content-type is {kind[:80]!r}; send application/json")

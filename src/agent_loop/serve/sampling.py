@@ -109,10 +109,6 @@ async def sample_decoded(
         sampler: Samples the tokens.
         template: Chat template of the model, which decodes the tokens.
         is_streamed: Whether the server returns tokens while it samples. Returning all tokens at the end is cheaper.
-
-    Raises:
-        RequestError: The completion needs log-probs and the server returns none.
-        ServerError: The server refused the request or failed, or the completion was aborted.
     """
     decoder = ChunkDecoder(
         template,

@@ -172,13 +172,7 @@ class Session:
         return shared
 
     async def count_tokens(self, request: ChatCompletionRequest, *, trusts_call_ids: bool = False) -> int:
-        """Return the number of tokens of the prompt that a request would have. See `submit`.
-
-        Raises:
-            RequestError: The request uses a feature that is not supported.
-            ChatTemplateError: The chat template refuses the messages.
-            DataError: An image cannot be read.
-        """
+        """Return the number of tokens of the prompt that a request would have. See `submit`."""
         granted = self._granted(request).request
         written = WrittenConversation.of(granted, self.template)
         plan = plan_turn(
@@ -225,9 +219,6 @@ class Session:
         """Return a turn for each choice, whose branch is at the request's position and reserved for the choice.
 
         This function does not await, so that concurrent requests cannot claim the same branch.
-
-        Raises:
-            LimitReached: The session has too many branches.
         """
         turns: list[TurnNode] = []
         try:

@@ -69,11 +69,7 @@ class SharedCompletion:
             self._wake_followers()
 
     async def follow(self) -> AsyncGenerator[ParsedChunk]:
-        """Yield all chunks, oldest first, and wait for new ones until the completion is finished.
-
-        Raises:
-            AgentLoopError: The completion failed.
-        """
+        """Yield all chunks, oldest first, and wait for new ones until the completion is finished."""
         self._num_followers += 1
         try:
             position = 0
@@ -152,11 +148,7 @@ def fingerprint_of(request: ChatCompletionRequest, keys: Sequence[MessageKey]) -
 
 
 async def build_completion(request: ChatCompletionRequest, shared: SharedChoices) -> ChatCompletion:
-    """Wait for the whole completions and return them.
-
-    Raises:
-        AgentLoopError: A completion failed.
-    """
+    """Wait for the whole completions and return them."""
     followed = await run_together(_whole(choice) for choice in shared.choices)
     builders = [_builder(request, choice) for choice in shared.choices]
     first = builders[0]
@@ -170,11 +162,7 @@ async def build_completion(request: ChatCompletionRequest, shared: SharedChoices
 async def stream_chunks(
     request: ChatCompletionRequest, shared: SharedChoices
 ) -> AsyncGenerator[ChatCompletionChunk]:
-    """Yield the completions in chunks while they are sampled.
-
-    Raises:
-        AgentLoopError: A completion failed.
-    """
+    """Yield the completions in chunks while they are sampled."""
     chunks: list[ParsedChunk] = []
     started: set[int] = set()
     envelope: ResponseBuilder | None = None

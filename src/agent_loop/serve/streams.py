@@ -100,12 +100,7 @@ async def stream_response(
     connection: ClientConnection,
     writer: ReplyWriter,
 ) -> Response:
-    """Wait for the first chunk and return the response that streams all chunks.
-
-    Raises:
-        AgentLoopError: The stream failed before its first chunk, so that the error gets its own HTTP status.
-        ClientDisconnected: The client disconnected before the first chunk.
-    """
+    """Wait for the first chunk and return the response that streams all chunks."""
 
     async def first_or_none() -> ResponseModel | None:
         return await anext(chunks, None)

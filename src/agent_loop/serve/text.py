@@ -183,11 +183,7 @@ class _PreparedRequest:
 
 
 def prompts_of(request: CompletionRequest, *, template: ChatTemplate) -> list[IntArray]:
-    """Return the token ids of each prompt of a request.
-
-    Raises:
-        RequestError: A prompt is empty.
-    """
+    """Return the token ids of each prompt of a request."""
     given: Any = request.prompt
     several: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     prompts = [
@@ -239,10 +235,6 @@ async def score_prompts(
         template: Chat template of the model. Only its tokenizer is used.
         scorer: Scores the prompts.
         max_model_len: Maximum number of tokens of a prompt; None leaves the check to the servers.
-
-    Raises:
-        RequestError: A prompt is empty.
-        ServerError: The server refused a prompt or failed.
     """
     num_top = request.prompt_logprobs or 0
     prompts = [

@@ -60,12 +60,7 @@ class WrittenConversation:
 
     @classmethod
     def of(cls, request: ChatCompletionRequest, template: ChatTemplate) -> WrittenConversation:
-        """Return the conversation of a request.
-
-        Raises:
-            RequestError: A message is not valid.
-            ChatTemplateError: The template refuses the variables of the request.
-        """
+        """Return the conversation of a request."""
         template = template_of(request, template)
         written = conversation_of(request.messages)
         messages = settle_system_messages(written, template)
@@ -110,9 +105,6 @@ def plan_turn(
         tree: Conversation tree of the session.
         json_schema: See `TurnPlan`.
         trusts_call_ids: See `ConversationTree.locate`.
-
-    Raises:
-        RequestError: The last message cannot be continued exactly.
     """
     messages, keys = tree.with_model_ids(written.messages), written.keys
     locate = partial(
@@ -186,10 +178,6 @@ class TurnGenerator:
             turn: The turn, with its branch.
             shared: Receives the completion.
             choice: Index of the completion in the response.
-
-        Raises:
-            EpisodeStopped: A limit allows no further turn, or the completion exceeded its time limit.
-            AgentLoopError: The request cannot be rendered, or the server failed.
         """
         await self._add_new_messages(turn, plan)
         sent = await self._sample(turn, plan, shared, choice=choice)
@@ -280,11 +268,7 @@ class TurnGenerator:
 
 
 def _beginning(plan: TurnPlan, episode: Episode) -> tuple[IntArray, TurnPrefix]:
-    """Return the tokens before the turn, and the tokens with which the turn begins.
-
-    Raises:
-        RequestError: The turn cannot begin as the request demands.
-    """
+    """Return the tokens before the turn, and the tokens with which the turn begins."""
     context = episode.context
     if plan.continued is None:
         return context, begin_turn(
@@ -375,11 +359,7 @@ class CompletionPublisher:
         self._chunks: list[ParsedChunk] = []
 
     def on_chunk(self, chunk: TokenChunk) -> bool:
-        """Publish a chunk of tokens. Return whether the server should continue sampling.
-
-        Raises:
-            RequestError: The request asks for log-probs and the server returns none.
-        """
+        """Publish a chunk of tokens. Return whether the server should continue sampling."""
         if chunk.stop_reason == "aborted":
             return True
         if self._needs_logprobs and chunk.logprobs is None:
@@ -403,9 +383,6 @@ class CompletionPublisher:
             completion: The completion.
             begun: Message that the completion continues, as the client has it.
             reasoning: Reasoning of that message, which the client may have left out.
-
-        Raises:
-            RequestError: The request asks for log-probs and the server returns none.
         """
         if not self._chunks:
             for chunk in completion.sampled.chunks:
@@ -432,13 +409,7 @@ def _call_id(turn_name: str, position: int) -> str:
 
 
 async def count_prompt_tokens(plan: TurnPlan) -> int:
-    """Return the number of tokens before the first one that would be sampled. Nothing is added to a conversation.
-
-    Raises:
-        ChatTemplateError: The template refuses the messages.
-        DataError: An image cannot be read.
-        RequestError: The turn cannot begin as the request demands.
-    """
+    """Return the number of tokens before the first one that would be sampled. Nothing is added to a conversation."""
     if plan.continued is not None and plan.continued.after is not None:
         return plan.continued.after.num_tokens
     context = await _context(plan)

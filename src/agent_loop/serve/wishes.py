@@ -58,9 +58,6 @@ class Wishes:
 
         Returns:
             The request, and an incident for each dropped parameter.
-
-        Raises:
-            RequestError: A parameter that is no wish is unknown, not supported, missing or out of range.
         """
         incidents: list[Incident] = []
         while True:
@@ -81,9 +78,6 @@ class Wishes:
         """Return the request without the wishes that the model's format or the servers do not support.
 
         A `response_format` that is not supported is dropped too, since the completion is compared with it.
-
-        Raises:
-            RequestError: A parameter that is no wish is not supported.
         """
         incidents: list[Incident] = []
         while True:
@@ -128,11 +122,7 @@ NO_WISHES = Wishes()
 
 
 def wishes_of(names: Sequence[str]) -> Wishes:
-    """Return the wishes with these names.
-
-    Raises:
-        ConfigError: `names` is not a list of names.
-    """
+    """Return the wishes with these names."""
     given: Any = names
     if not isinstance(given, list | tuple) or not all(
         isinstance(name, str) for name in cast(list[Any], given)
@@ -142,11 +132,7 @@ def wishes_of(names: Sequence[str]) -> Wishes:
 
 
 def _check_abilities(request: ChatCompletionRequest, pool: ServerPool) -> None:
-    """Refuse parameters that not all servers support.
-
-    Raises:
-        UnsupportedParameter: A server lacks the ability for a parameter.
-    """
+    """Refuse parameters that not all servers support."""
     params = structs.replace(request.sampling_params(max_tokens=None, choice=0), seed=None)
     abilities = [ability for ability in Ability if pool.all_have(ability)]
     for name in unsupported_params(params, abilities):
