@@ -14,7 +14,7 @@ from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.serve.chat_requests import ChatCompletionRequest
 from agent_loop.serve.session import Session
-from agent_loop.serve.shared_completion import RetryInfo, build_completion
+from agent_loop.serve.shared_completion import RetryInfo
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason
@@ -130,7 +130,7 @@ def test_the_memory_of_a_session_grows_linearly_with_its_turns() -> None:
                     json.dumps({"model": MODEL, "messages": messages})
                 )  # as each request brings it
                 request = ChatCompletionRequest.read(body)
-                completion = await build_completion(request, session.submit(request, retry=RetryInfo()))
+                completion = await session.submit(request, retry=RetryInfo()).whole(request)
                 messages.append({"role": "assistant", "content": completion.choices[0].message.content})
             harness.server.requests.clear()
             num_bytes, _ = tracemalloc.get_traced_memory()

@@ -149,7 +149,7 @@ class _PoolApp:
                     max_model_len=self.served.max_model_len,
                 )
             )
-            self.metrics.prompt_tokens.inc(scored.usage.prompt_tokens)
+            self.metrics.prompt_tokens.inc(scored["usage"].prompt_tokens)
             return json_response(scored)
         if body.stream:
             chunks = completer.stream_text(body)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, cast
+from uuid import uuid4
 
 import numpy as np
 
@@ -14,25 +15,19 @@ from agent_loop.chat.messages import MessageError, normalise_messages, settle_sy
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import RequestError, UnsupportedParameter
-from agent_loop.runtime.concurrency import merged, run_together
 from agent_loop.runtime.describe import one_line
 from agent_loop.serve.chat_replies import (
-    ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ParsedChunk,
     ResponseBuilder,
-    UsageCounter,
+    streamed_reply,
+    whole_reply,
 )
 from agent_loop.serve.chat_requests import ChatCompletionRequest, ChatMessage
-from agent_loop.serve.sampling import (
-    Sampler,
-    SampleSpec,
-    completion_session,
-    sample_decoded,
-)
+from agent_loop.serve.sampling import ChunkDecoder, Sampler, completion_session, token_chunks
 from agent_loop.serve.stream_parser import ContinuedParser, FirstCallEnd, ParsedDelta, StreamParser
-from agent_loop.types import IntArray, Message, TokenIds, as_token_ids
+from agent_loop.types import IntArray, Message, TokenChunk, TokenIds, ToolCall, as_token_ids
 
 PROMPT_END_TOKENS = 16
 """Number of tokens at the end of the prompt that are searched for an opened reasoning block."""
@@ -60,37 +55,77 @@ class TurnPrefix:
 NO_PREFIX = TurnPrefix()
 
 
-def create_stream_parser(
-    request: ChatCompletionRequest,
-    *,
-    template: ChatTemplate,
-    context: IntArray,
-    prefix: TurnPrefix = NO_PREFIX,
-) -> tuple[StreamParser | ContinuedParser, ParsedDelta]:
-    """Return a parser for a completion of this request, and what the prefix adds to the response.
+def _random_call_id(_: int) -> str:
+    return f"call_{uuid4().hex[:24]}"
+
+
+class TurnReader:
+    """Reads the tokens of one completion as content, reasoning and calls.
 
     Args:
-        request: The request.
+        request: The request that the completion answers.
         template: Chat template of the conversation.
         context: Tokens before the turn.
         prefix: Beginning of the turn.
+        index: Index of the completion in the response.
+        new_call_id: Returns the id of the n-th call, if the model's format has no ids.
     """
-    prompt_end = template.decode(context[-PROMPT_END_TOKENS:])
-    parser = StreamParser(template.tool_parser, tools=request.tools_in_use, prompt_end=prompt_end)
-    if prefix.given is None:
-        return parser, parser.feed(prefix.text)
-    return ContinuedParser(parser, begun=prefix.text, given=prefix.given), ParsedDelta()
 
+    def __init__(
+        self,
+        request: ChatCompletionRequest,
+        *,
+        template: ChatTemplate,
+        context: IntArray,
+        prefix: TurnPrefix = NO_PREFIX,
+        index: int = 0,
+        new_call_id: Callable[[int], str] = _random_call_id,
+    ) -> None:
+        self._index = index
+        self._new_call_id = new_call_id
+        ends_after: FirstCallEnd | None = None
+        if request.has_one_call:
+            reasoning = template.opened_reasoning(context)
+            before = "" if reasoning is None else reasoning.opening
+            ends_after = FirstCallEnd(template, tools=request.tools_in_use, prefix=before + prefix.text)
+        self._decoder = ChunkDecoder(
+            template,
+            stops=request.stops,
+            keeps_end_tokens=template.tool_parser.reads_end_tokens,
+            prefix=prefix.token_ids,
+            ends_after=ends_after,
+            needs_logprobs=bool(request.logprobs),
+        )
+        self.is_token_by_token = self._decoder.is_token_by_token
+        """Whether the completion may end at any token, so that the server has to stream it."""
+        prompt_end = template.decode(context[-PROMPT_END_TOKENS:])
+        parser = StreamParser(template.tool_parser, tools=request.tools_in_use, prompt_end=prompt_end)
+        self._parser: StreamParser | ContinuedParser = parser
+        self._before = ParsedDelta()
+        """What the prefix adds to the response."""
+        if prefix.given is None:
+            self._before = parser.feed(prefix.text)
+        else:
+            self._parser = ContinuedParser(parser, begun=prefix.text, given=prefix.given)
 
-def first_call_end(
-    request: ChatCompletionRequest, *, template: ChatTemplate, context: IntArray, prefix: TurnPrefix
-) -> FirstCallEnd | None:
-    """Return what ends the completion after its first call; None if the request allows several calls."""
-    if not request.has_one_call:
-        return None
-    reasoning = template.opened_reasoning(context)
-    before = "" if reasoning is None else reasoning.opening
-    return FirstCallEnd(template, tools=request.tools_in_use, prefix=before + prefix.text)
+    def read(self, chunk: TokenChunk) -> Iterator[ParsedChunk]:
+        """Read a chunk, and yield the result. A result with a finish reason is the last one.
+
+        Raises `RequestError` if the request asks for log-probs and the server returns none.
+        """
+        for decoded in self._decoder.feed(chunk):
+            delta = self._before + self._parser.feed(decoded.text)
+            self._before = ParsedDelta()
+            if decoded.finish_reason is not None:
+                delta += self._parser.finish()
+            yield ParsedChunk(self._index, decoded, delta, self._with_ids(delta.tool_calls))
+
+    def _with_ids(self, calls: Sequence[ToolCall]) -> dict[str, ToolCall]:
+        """Return each call by a unique id, which is the model's own id if there is one."""
+        named: dict[str, ToolCall] = {}
+        for position, call in enumerate(calls):
+            named[call.id if call.id and call.id not in named else self._new_call_id(position)] = call
+        return named
 
 
 async def chat_completion(
@@ -112,10 +147,7 @@ async def chat_completion(
         ServerError: The server refused the request or failed.
     """
     chat = await _Chat.prepared(request, template=template, sampler=sampler)
-    usage = chat.builder.usage_counter()
-    num_choices = chat.request.num_choices
-    choices = await run_together(chat.choice(index, usage=usage) for index in range(num_choices))
-    return chat.builder.completion(choices, usage=usage)
+    return await whole_reply(chat.choices(is_streamed=False), make_builder=lambda: chat.builder)
 
 
 async def stream_chat_completion(
@@ -127,20 +159,10 @@ async def stream_chat_completion(
     chunks add up to the result of `chat_completion`, which has the same arguments and errors.
     """
     chat = await _Chat.prepared(request, template=template, sampler=sampler)
-    builder = chat.builder
-    usage = builder.usage_counter()
-    started: set[int] = set()
-    chunks = merged(chat.chunks(index, is_streamed=True) for index in range(chat.request.num_choices))
+    chunks = streamed_reply(chat.choices(is_streamed=True), make_builder=lambda: chat.builder)
     async with aclosing(chunks):
         async for chunk in chunks:
-            usage.add(chunk.decoded)
-            choice = builder.chunk_choice(chunk, is_first=chunk.index not in started)
-            if choice is None:
-                continue
-            yield builder.chunk([choice], prompt_token_ids=None if started else builder.shown_prompt_ids)
-            started.add(chunk.index)
-    if (last := builder.usage_chunk(usage)) is not None:
-        yield last
+            yield chunk
 
 
 async def count_prompt_tokens(request: ChatCompletionRequest, *, template: ChatTemplate) -> int:
@@ -180,12 +202,8 @@ class ChatPrompt:
 class _Chat:
     """Chat request with its rendered prompt."""
 
-    request: ChatCompletionRequest
-    template: ChatTemplate
+    prompt: ChatPrompt
     sampler: Sampler
-    prompt: Encoded
-    """Tokens before the turn."""
-    prefix: TurnPrefix
     builder: ResponseBuilder
 
     @classmethod
@@ -198,46 +216,37 @@ class _Chat:
     ) -> _Chat:
         request = ChatCompletionRequest.read(request)
         prompt = await ChatPrompt.rendered(request, template=template)
-        builder = ResponseBuilder(request, prompt.template, prompt.token_ids)
-        return cls(request, prompt.template, sampler, prompt.encoded, prompt.prefix, builder)
+        return cls(prompt, sampler, ResponseBuilder(request, prompt.template, prompt.token_ids))
 
-    async def chunks(self, index: int, *, is_streamed: bool) -> AsyncGenerator[ParsedChunk]:
+    def choices(self, *, is_streamed: bool) -> list[AsyncGenerator[ParsedChunk]]:
+        num_choices = self.builder.request.num_choices
+        return [self._chunks(index, is_streamed=is_streamed) for index in range(num_choices)]
+
+    async def _chunks(self, index: int, *, is_streamed: bool) -> AsyncGenerator[ParsedChunk]:
         """Sample and parse one of the completions."""
-        request = self.request
-        context, prefix = self.prompt.token_ids, self.prefix
-        parser, before = create_stream_parser(request, template=self.template, context=context, prefix=prefix)
-        params = request.sampling_params(max_tokens=request.max_new_tokens, choice=index)
-        with completion_session(self.sampler, None if index else request.session_id) as request_id:
-            spec = SampleSpec(
-                prompt_ids=self.builder.prompt_ids,
-                sampling_params=params,
-                request_id=request_id,
-                attachments=self.prompt.attachments,
-                stops=request.stops,
-                needs_logprobs=bool(request.logprobs),
-                keeps_end_tokens=self.template.tool_parser.reads_end_tokens,
-                prefix=prefix.token_ids,
-                ends_after=first_call_end(request, template=self.template, context=context, prefix=prefix),
+        request, prompt = self.builder.request, self.prompt
+        reader = TurnReader(
+            request,
+            template=prompt.template,
+            context=prompt.encoded.token_ids,
+            prefix=prompt.prefix,
+            index=index,
+        )
+        with completion_session(self.sampler, None if index else request.session_id) as session:
+            chunks = token_chunks(
+                self.sampler,
+                self.builder.prompt_ids,
+                request.sampling_params(max_tokens=request.max_new_tokens, choice=index),
+                session,
+                attachments=prompt.encoded.attachments,
+                is_streamed=is_streamed or reader.is_token_by_token,
             )
-            decoded_chunks = sample_decoded(
-                spec, sampler=self.sampler, template=self.template, is_streamed=is_streamed
-            )
-            async with aclosing(decoded_chunks):
-                async for decoded in decoded_chunks:
-                    delta = before + parser.feed(decoded.text)
-                    before = ParsedDelta()
-                    if decoded.finish_reason is not None:
-                        delta += parser.finish()
-                    yield ParsedChunk(index, decoded, delta)
-
-    async def choice(self, index: int, *, usage: UsageCounter) -> ChatChoice:
-        """Sample one of the completions and return it whole."""
-        chunks: list[ParsedChunk] = []
-        async with aclosing(self.chunks(index, is_streamed=False)) as sampled:
-            async for chunk in sampled:
-                usage.add(chunk.decoded)
-                chunks.append(chunk)
-        return self.builder.choice(index, chunks)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    for parsed in reader.read(chunk):
+                        yield parsed
+                        if parsed.decoded.finish_reason is not None:
+                            return
 
 
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")

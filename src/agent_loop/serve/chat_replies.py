@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 from uuid import uuid4
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model
 
 from agent_loop.chat.byte_level import bytes_of_name
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.runtime.concurrency import merged, run_together
 from agent_loop.serve.chat_requests import ChatCompletionRequest
 from agent_loop.serve.sampling import DecodedChunk
 from agent_loop.serve.stream_parser import ParsedDelta
@@ -235,37 +237,16 @@ class ModelList(ResponseModel):
     data: list[ModelCard]
 
 
-def usage_of(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> Usage:
-    """Return the token counts of a request."""
-    details = None if cached_tokens is None else PromptTokensDetails(cached_tokens=cached_tokens)
+def usage_of(chunks: Sequence[DecodedChunk], *, prompt_tokens: int) -> Usage:
+    """Return the token counts of a request, from the chunks of all of its completions."""
+    completion_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+    cached = [chunk.num_cached_tokens for chunk in chunks if chunk.num_cached_tokens is not None]
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=details,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=max(cached)) if cached else None,
     )
-
-
-class UsageCounter:
-    """Counts the tokens of a request over all of its completions."""
-
-    def __init__(self, *, prompt_tokens: int) -> None:
-        self._prompt_tokens = prompt_tokens
-        self._completion_tokens = 0
-        self._cached_tokens: int | None = None
-
-    def add(self, chunk: DecodedChunk) -> None:
-        self._completion_tokens += len(chunk.token_ids)
-        if chunk.num_cached_tokens is not None:
-            self._cached_tokens = max(self._cached_tokens or 0, chunk.num_cached_tokens)
-
-    @property
-    def usage(self) -> Usage:
-        return usage_of(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            cached_tokens=self._cached_tokens,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +257,8 @@ class ParsedChunk:
     """Index of the completion."""
     decoded: DecodedChunk
     delta: ParsedDelta
-
-
-def random_call_id(_: int) -> str:
-    """Return a random call id."""
-    return f"call_{uuid4().hex[:24]}"
+    calls: Mapping[str, ToolCall]
+    """The delta's calls by their ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +268,6 @@ class ResponseBuilder:
     request: ChatCompletionRequest
     template: ChatTemplate
     prompt_ids: IntArray
-    new_call_id: Callable[[int], str] = random_call_id
-    """Returns the id of the n-th call of a completion. Used if the model's format has no call ids."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -300,27 +276,25 @@ class ResponseBuilder:
         """Prompt token ids; None unless the request asks for token ids."""
         return self.prompt_ids.tolist() if self.request.return_token_ids else None
 
-    def usage_counter(self) -> UsageCounter:
-        """Return a new counter of the request's tokens."""
-        return UsageCounter(prompt_tokens=len(self.prompt_ids))
-
-    def completion(self, choices: list[ChatChoice], *, usage: UsageCounter) -> ChatCompletion:
-        """Build the whole response from its choices."""
+    def completion(self, choices: Sequence[Sequence[ParsedChunk]]) -> ChatCompletion:
+        """Build the whole response from the chunks of its completions."""
         return ChatCompletion(
             id=self.id,
             created=self.created,
             model=self.request.model,
-            choices=choices,
-            usage=usage.usage,
+            choices=[self._choice(index, chunks) for index, chunks in enumerate(choices)],
+            usage=self._usage([chunk for chunks in choices for chunk in chunks]),
             prompt_token_ids=self.shown_prompt_ids,
         )
 
-    def choice(self, index: int, chunks: Sequence[ParsedChunk]) -> ChatChoice:
-        """Build a whole choice from the chunks of its completion."""
+    def _choice(self, index: int, chunks: Sequence[ParsedChunk]) -> ChatChoice:
         parsed = ParsedDelta.joined([chunk.delta for chunk in chunks])
-        token_ids = [token for chunk in chunks for token in chunk.decoded.token_ids]
+        calls = [
+            ResponseToolCall(id=call_id, function=_function(call))
+            for chunk in chunks
+            for call_id, call in chunk.calls.items()
+        ]
         logprobs = [p for chunk in chunks for p in self._logprobs(chunk.decoded)]
-        calls = [ResponseToolCall(id=i, function=f) for i, f in self._with_ids(parsed.tool_calls)]
         last = chunks[-1].decoded
         return ChatChoice(
             index=index,
@@ -331,7 +305,9 @@ class ResponseBuilder:
             ),
             finish_reason=_finish_reason(last, has_calls=bool(calls)) or "stop",
             logprobs=ChoiceLogProbs(content=logprobs) if self.request.logprobs else None,
-            token_ids=token_ids if self.request.return_token_ids else None,
+            token_ids=[token for chunk in chunks for token in chunk.decoded.token_ids]
+            if self.request.return_token_ids
+            else None,
             stop_reason=last.stop_text,
         )
 
@@ -339,8 +315,8 @@ class ResponseBuilder:
         """Build the choice of a streamed chunk; None if the chunk adds nothing that the client sees."""
         decoded, parsed = chunk.decoded, chunk.delta
         calls = [
-            ToolCallDelta(index=position, id=call_id, function=function)
-            for position, (call_id, function) in enumerate(self._with_ids(parsed.tool_calls))
+            ToolCallDelta(index=position, id=call_id, function=_function(call))
+            for position, (call_id, call) in enumerate(chunk.calls.items())
         ]
         finish_reason = _finish_reason(decoded, has_calls=bool(calls))
         shows_tokens = bool(self.request.return_token_ids or self.request.logprobs)
@@ -373,12 +349,15 @@ class ResponseBuilder:
             prompt_token_ids=prompt_token_ids,
         )
 
-    def usage_chunk(self, usage: UsageCounter) -> ChatCompletionChunk | None:
+    def usage_chunk(self, chunks: Sequence[ParsedChunk]) -> ChatCompletionChunk | None:
         """Build the last chunk, which holds the usage; None if the request does not ask for it."""
         options = self.request.stream_options
         if options is None or not options.include_usage:
             return None
-        return self.chunk([]).model_copy(update={"usage": usage.usage})
+        return self.chunk([]).model_copy(update={"usage": self._usage(chunks)})
+
+    def _usage(self, chunks: Sequence[ParsedChunk]) -> Usage:
+        return usage_of([chunk.decoded for chunk in chunks], prompt_tokens=len(self.prompt_ids))
 
     def _logprobs(self, decoded: DecodedChunk) -> list[TokenLogProb]:
         """Return the log-probs of the chunk's tokens; none unless the request asks for them."""
@@ -400,14 +379,9 @@ class ResponseBuilder:
             encoded = bytes_of_name(self.template.tokenizer.convert_ids_to_tokens(token_id))
         return TopLogProb(token=token, logprob=logprob, bytes=list(encoded))
 
-    def _with_ids(self, calls: Sequence[ToolCall]) -> list[tuple[str, ToolCallFunction]]:
-        """Return each call with a unique id, which is the model's own id if there is one."""
-        written: dict[str, ToolCallFunction] = {}
-        for position, call in enumerate(calls):
-            call_id = call.id if call.id and call.id not in written else self.new_call_id(position)
-            arguments = json.dumps(call.arguments, ensure_ascii=False)
-            written[call_id] = ToolCallFunction(name=call.name, arguments=arguments)
-        return list(written.items())
+
+def _function(call: ToolCall) -> ToolCallFunction:
+    return ToolCallFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False))
 
 
 def _finish_reason(chunk: DecodedChunk, *, has_calls: bool) -> FinishReason | None:
@@ -416,3 +390,40 @@ def _finish_reason(chunk: DecodedChunk, *, has_calls: bool) -> FinishReason | No
     if chunk.finish_reason == "length":
         return "length"
     return "tool_calls" if has_calls else "stop"
+
+
+async def whole_reply(
+    choices: Sequence[AsyncGenerator[ParsedChunk]], *, make_builder: Callable[[], ResponseBuilder]
+) -> ChatCompletion:
+    """Wait for all completions of a request and return the response.
+
+    Args:
+        choices: The chunks of each completion.
+        make_builder: Returns the builder of the response. Called when the first chunk has arrived, or at the end.
+    """
+
+    async def all_of(chunks: AsyncGenerator[ParsedChunk]) -> list[ParsedChunk]:
+        async with aclosing(chunks):
+            return [chunk async for chunk in chunks]
+
+    followed = await run_together(all_of(chunks) for chunks in choices)
+    return make_builder().completion(followed)
+
+
+async def streamed_reply(
+    choices: Sequence[AsyncGenerator[ParsedChunk]], *, make_builder: Callable[[], ResponseBuilder]
+) -> AsyncGenerator[ChatCompletionChunk]:
+    """Yield the response in chunks while it is sampled. The arguments are those of `whole_reply`."""
+    chunks: list[ParsedChunk] = []
+    started: set[int] = set()
+    builder: ResponseBuilder | None = None
+    async with aclosing(merged(choices)) as followed:
+        async for chunk in followed:
+            builder = builder or make_builder()
+            chunks.append(chunk)
+            choice = builder.chunk_choice(chunk, is_first=chunk.index not in started)
+            if choice is not None:
+                yield builder.chunk([choice], prompt_token_ids=None if started else builder.shown_prompt_ids)
+                started.add(chunk.index)
+    if (last := (builder or make_builder()).usage_chunk(chunks)) is not None:
+        yield last

@@ -30,7 +30,7 @@ from agent_loop.serve.process import listening
 from agent_loop.serve.responses_requests import CallRecord
 from agent_loop.serve.routes import ModelApis, offered, openapi_route
 from agent_loop.serve.session import Session
-from agent_loop.serve.shared_completion import RetryInfo, SharedChoices, build_completion, stream_chunks
+from agent_loop.serve.shared_completion import RetryInfo, SharedChoices
 from agent_loop.trajectory import Incident, IncidentKind
 
 if TYPE_CHECKING:
@@ -171,10 +171,10 @@ class _SessionCompleter:
         self._incidents.append(Incident(IncidentKind.DROPPED_PARAMETER, detail))
 
     async def complete(self, chat: ChatCompletionRequest) -> ChatCompletion:
-        return await build_completion(chat, self._submit(chat))
+        return await self._submit(chat).whole(chat)
 
     def stream(self, chat: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
-        return stream_chunks(chat, self._submit(chat))
+        return self._submit(chat).stream(chat)
 
     async def count_tokens(self, chat: ChatCompletionRequest) -> int:
         return await self._session.count_tokens(chat, trusts_call_ids=self._trusts_call_ids)

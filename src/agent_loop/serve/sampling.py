@@ -48,25 +48,6 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SampleSpec:
-    """Request for one completion."""
-
-    prompt_ids: IntArray
-    sampling_params: SamplingParams
-    request_id: str
-    attachments: Sequence[Attachment] = ()
-    stops: Sequence[str] = ()
-    """Texts before which the completion ends."""
-    needs_logprobs: bool = False
-    keeps_end_tokens: bool = False
-    """Whether the text includes the tokens that end the turn."""
-    prefix: TokenIds = ()
-    """Last tokens of the prompt that belong to the assistant's turn."""
-    ends_after: Callable[[Sequence[int]], bool] | None = None
-    """Called with the next tokens; returns whether the completion ends with them."""
-
-
-@dataclass(frozen=True, slots=True)
 class DecodedChunk:
     """Sampled tokens with their text."""
 
@@ -99,37 +80,35 @@ def completion_session(sampler: Sampler, session: str | None) -> Generator[str]:
         sampler.end_session(session)
 
 
-async def sample_decoded(
-    spec: SampleSpec, *, sampler: Sampler, template: ChatTemplate, is_streamed: bool
-) -> AsyncGenerator[DecodedChunk]:
-    """Sample one completion and yield it in chunks. Closing the iterator aborts the completion.
+async def token_chunks(
+    sampler: Sampler,
+    prompt_ids: IntArray,
+    sampling_params: SamplingParams,
+    request_id: str,
+    *,
+    attachments: Sequence[Attachment] = (),
+    is_streamed: bool,
+) -> AsyncGenerator[TokenChunk]:
+    """Sample one completion and yield its tokens. Closing the iterator aborts the completion.
 
-    Args:
-        spec: The completion to sample.
-        sampler: Samples the tokens.
-        template: Chat template of the model, which decodes the tokens.
-        is_streamed: Whether the server returns tokens while it samples. Returning all tokens at the end is cheaper.
+    Without `is_streamed`, the server returns all tokens at the end, which is cheaper.
     """
-    decoder = ChunkDecoder(
-        template,
-        stops=spec.stops,
-        keeps_end_tokens=spec.keeps_end_tokens,
-        prefix=spec.prefix,
-        ends_after=spec.ends_after,
-    )
-    async with aclosing(_token_chunks(spec, sampler=sampler, is_streamed=is_streamed)) as chunks:
+    # Servers without support for attachments may lack the argument.
+    more: dict[str, Any] = {"attachments": attachments} if attachments else {}
+    if not is_streamed:
+        output = await sampler.generate(prompt_ids, sampling_params, request_id, **more)
+        for chunk in output.chunks:
+            yield _unless_aborted(chunk, request_id)
+        return
+    async with aclosing(sampler.stream(prompt_ids, sampling_params, request_id, **more)) as chunks:
         async for chunk in chunks:
-            if spec.needs_logprobs and chunk.logprobs is None:
-                raise missing_logprobs_error()
-            for decoded in decoder.feed(chunk):
-                yield decoded
-                if decoded.finish_reason is not None:
-                    return
+            yield _unless_aborted(chunk, request_id)
 
 
-def missing_logprobs_error() -> RequestError:
-    """Return the error for a request for log-probs if the server returns none."""
-    return RequestError("logprobs: the server returns no log-probs; leave it out", param="logprobs")
+def _unless_aborted(chunk: TokenChunk, request_id: str) -> TokenChunk:
+    if chunk.stop_reason == "aborted":
+        raise ServerError("the completion was aborted on the server; send it again", request_id=request_id)
+    return chunk
 
 
 class ChunkDecoder:
@@ -141,6 +120,7 @@ class ChunkDecoder:
         keeps_end_tokens: Whether the text includes the tokens that end the turn.
         prefix: Tokens of the turn before the completion. Some decoders treat the first word differently.
         ends_after: Called with the next tokens; returns whether the completion ends with them.
+        needs_logprobs: Whether tokens without log-probs are refused.
     """
 
     def __init__(
@@ -151,16 +131,21 @@ class ChunkDecoder:
         keeps_end_tokens: bool = False,
         prefix: TokenIds = (),
         ends_after: Callable[[Sequence[int]], bool] | None = None,
+        needs_logprobs: bool = False,
     ) -> None:
+        self._needs_logprobs = needs_logprobs
         self._text = _VisibleText(template, keeps_end_tokens=keeps_end_tokens, prefix=prefix)
         self._stops = StopTextMatcher(stops)
         self._ends_after = ends_after
-        self._is_token_by_token = bool(stops) or ends_after is not None
+        self.is_token_by_token = bool(stops) or ends_after is not None
+        """Whether the completion may end at any token, so that the server has to stream it."""
 
     def feed(self, chunk: TokenChunk) -> Iterator[DecodedChunk]:
         """Decode a chunk, and yield the result. A result with a finish reason is the last one."""
+        if self._needs_logprobs and chunk.logprobs is None:
+            raise RequestError("logprobs: the server returns no log-probs; leave it out", param="logprobs")
         # A stop text ends the completion at the token that completes it, so tokens are decoded one by one.
-        for piece in chunk.single_tokens() if self._is_token_by_token else (chunk,):
+        for piece in chunk.single_tokens() if self.is_token_by_token else (chunk,):
             is_last = self._ends_after is not None and self._ends_after(piece.token_ids)
             text = self._text.feed(piece.token_ids)
             if piece.stop_reason is not None or is_last:
@@ -180,27 +165,6 @@ class ChunkDecoder:
             )
             if reason is not None:
                 return
-
-
-async def _token_chunks(
-    spec: SampleSpec, *, sampler: Sampler, is_streamed: bool
-) -> AsyncGenerator[TokenChunk]:
-    # Servers without support for attachments may lack the argument.
-    more: dict[str, Any] = {"attachments": spec.attachments} if spec.attachments else {}
-    asked = (spec.prompt_ids, spec.sampling_params, spec.request_id)
-    if not is_streamed and not spec.stops and spec.ends_after is None:
-        for chunk in (await sampler.generate(*asked, **more)).chunks:
-            yield _unless_aborted(chunk, spec.request_id)
-        return
-    async with aclosing(sampler.stream(*asked, **more)) as chunks:
-        async for chunk in chunks:
-            yield _unless_aborted(chunk, spec.request_id)
-
-
-def _unless_aborted(chunk: TokenChunk, request_id: str) -> TokenChunk:
-    if chunk.stop_reason == "aborted":
-        raise ServerError("the completion was aborted on the server; send it again", request_id=request_id)
-    return chunk
 
 
 def _top_logprobs(chunk: TokenChunk) -> list[list[tuple[int, float]]] | None:

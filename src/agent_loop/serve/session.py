@@ -167,7 +167,7 @@ class Session:
         for turn in turns:
             turn.branch.note_once(lost)
         choices = [self._start(plan, turn, choice=number) for number, turn in enumerate(turns)]
-        shared = SharedChoices(choices)
+        shared = SharedChoices(choices, template=plan.template)
         self._completions.add(fingerprint, retry, shared)
         return shared
 

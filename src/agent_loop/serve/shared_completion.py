@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
+from uuid import uuid4
 
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import AgentLoopError, ServerError
-from agent_loop.runtime.concurrency import merged, run_together
 from agent_loop.serve.chat_replies import (
     ChatCompletion,
     ChatCompletionChunk,
     ParsedChunk,
     ResponseBuilder,
-    UsageCounter,
+    streamed_reply,
+    whole_reply,
 )
 from agent_loop.serve.chat_requests import ChatCompletionRequest
 from agent_loop.serve.conversation_tree import MessageKey, digest
+from agent_loop.types import IntArray
 
 
 class SharedChoices:
     """The completions of one request, as many as its `n`."""
 
-    def __init__(self, choices: Sequence[SharedCompletion]) -> None:
-        self.choices = choices
+    def __init__(self, choices: Sequence[SharedCompletion], *, template: ChatTemplate) -> None:
+        self._choices = choices
+        self._template = template
+        self._id = f"chatcmpl-{uuid4().hex}"
+        self._created = int(time.time())
 
     @property
     def is_reusable(self) -> bool:
         """Whether a retry may follow these completions: none of them failed."""
-        return all(choice.is_reusable for choice in self.choices)
+        return all(choice.is_reusable for choice in self._choices)
+
+    async def whole(self, request: ChatCompletionRequest) -> ChatCompletion:
+        """Wait for the whole completions and return them, for one of the requests that follow them."""
+        choices = [choice.follow() for choice in self._choices]
+        return await whole_reply(choices, make_builder=partial(self._builder, request))
+
+    def stream(self, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
+        """Yield the completions in chunks while they are sampled, for one of the requests that follow them."""
+        choices = [choice.follow() for choice in self._choices]
+        return streamed_reply(choices, make_builder=partial(self._builder, request))
+
+    def _builder(self, request: ChatCompletionRequest) -> ResponseBuilder:
+        for choice in self._choices:
+            if choice.prompt_ids is not None:
+                return ResponseBuilder(request, self._template, choice.prompt_ids, self._id, self._created)
+        raise ServerError("the completion ended before sampling started; send the request again")
 
 
 class SharedCompletion:
@@ -44,11 +67,11 @@ class SharedCompletion:
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
         """Task that samples the completion."""
-        self.builder: ResponseBuilder | None = None
-        """Set just before sampling starts."""
+        self.prompt_ids: IntArray | None = None
+        """Tokens before the first sampled one. Set just before sampling starts."""
+        self.chunks: list[ParsedChunk] = []
         self.error: AgentLoopError | None = None
         self.is_finished = False
-        self._chunks: list[ParsedChunk] = []
         self._num_followers = 0
         self._updated = asyncio.Event()
 
@@ -59,7 +82,7 @@ class SharedCompletion:
 
     def add(self, chunk: ParsedChunk) -> None:
         """Append a chunk and wake all followers."""
-        self._chunks.append(chunk)
+        self.chunks.append(chunk)
         self._wake_followers()
 
     def finish(self, error: AgentLoopError | None = None) -> None:
@@ -74,8 +97,8 @@ class SharedCompletion:
         try:
             position = 0
             while True:
-                while position < len(self._chunks):
-                    yield self._chunks[position]
+                while position < len(self.chunks):
+                    yield self.chunks[position]
                     position += 1
                 if self.is_finished:
                     break
@@ -145,57 +168,3 @@ def fingerprint_of(request: ChatCompletionRequest, keys: Sequence[MessageKey]) -
     """Return a digest that is equal for equal requests, streamed or not."""
     rest = request.model_dump(exclude={"messages", "stream", "stream_options"}, exclude_none=True)
     return digest([key.exact_key for key in keys], rest)
-
-
-async def build_completion(request: ChatCompletionRequest, shared: SharedChoices) -> ChatCompletion:
-    """Wait for the whole completions and return them."""
-    followed = await run_together(_whole(choice) for choice in shared.choices)
-    builders = [_builder(request, choice) for choice in shared.choices]
-    first = builders[0]
-    choices = [
-        builder.choice(index, chunks)
-        for index, (builder, chunks) in enumerate(zip(builders, followed, strict=True))
-    ]
-    return first.completion(choices, usage=_usage(first, [chunk for chunks in followed for chunk in chunks]))
-
-
-async def stream_chunks(
-    request: ChatCompletionRequest, shared: SharedChoices
-) -> AsyncGenerator[ChatCompletionChunk]:
-    """Yield the completions in chunks while they are sampled."""
-    chunks: list[ParsedChunk] = []
-    started: set[int] = set()
-    envelope: ResponseBuilder | None = None
-    async with aclosing(merged(choice.follow() for choice in shared.choices)) as followed:
-        async for chunk in followed:
-            builder = _builder(request, shared.choices[chunk.index])
-            envelope = envelope or builder
-            chunks.append(chunk)
-            choice = builder.chunk_choice(chunk, is_first=chunk.index not in started)
-            if choice is not None:
-                yield envelope.chunk(
-                    [choice], prompt_token_ids=None if started else envelope.shown_prompt_ids
-                )
-                started.add(chunk.index)
-    envelope = envelope or _builder(request, shared.choices[0])
-    if (last := envelope.usage_chunk(_usage(envelope, chunks))) is not None:
-        yield last
-
-
-async def _whole(choice: SharedCompletion) -> list[ParsedChunk]:
-    async with aclosing(choice.follow()) as followed:
-        return [chunk async for chunk in followed]
-
-
-def _usage(builder: ResponseBuilder, chunks: Sequence[ParsedChunk]) -> UsageCounter:
-    usage = builder.usage_counter()
-    for chunk in chunks:
-        usage.add(chunk.decoded)
-    return usage
-
-
-def _builder(request: ChatCompletionRequest, shared: SharedCompletion) -> ResponseBuilder:
-    """Return the builder for one of the requests that follow the completion."""
-    if shared.builder is None:
-        raise ServerError("the completion ended before sampling started; send the request again")
-    return replace(shared.builder, request=request)

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, cast
 from uuid import uuid4
-
-from pydantic import Field
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import RequestError
 from agent_loop.runtime.concurrency import merged, run_together
 from agent_loop.serve.chat_replies import (
-    ResponseModel,
     TextCompletion,
     TextCompletionChoice,
     TextCompletionLogProbs,
-    Usage,
-    UsageCounter,
+    usage_of,
 )
 from agent_loop.serve.chat_requests import CompletionRequest
-from agent_loop.serve.sampling import (
-    DecodedChunk,
-    Sampler,
-    SampleSpec,
-    completion_session,
-    sample_decoded,
-)
+from agent_loop.serve.sampling import ChunkDecoder, DecodedChunk, Sampler, completion_session, token_chunks
 from agent_loop.servers.prompt_logprobs import MINUS_INFINITY
 from agent_loop.servers.scores import TokenScores, checked_text
 from agent_loop.servers.text_scorer import TextScorer
@@ -48,9 +38,9 @@ async def completion(
     Sessions are those of `chat_completion`. Only the template's tokenizer is used.
     """
     prepared = _PreparedRequest.create(request, template=template, sampler=sampler)
-    usage = prepared.usage_counter()
-    choices = await run_together(prepared.choice(index, usage=usage) for index in range(prepared.num_choices))
-    return prepared.response(choices).model_copy(update={"usage": usage.usage})
+    sampled = await run_together(prepared.sampled(index) for index in range(prepared.num_choices))
+    choices = [prepared.choice(index, chunks) for index, chunks in enumerate(sampled)]
+    return prepared.response(choices, sampled=[chunk for chunks in sampled for chunk in chunks])
 
 
 async def stream_completion(
@@ -61,13 +51,13 @@ async def stream_completion(
     Arguments and errors are those of `completion`.
     """
     prepared = _PreparedRequest.create(request, template=template, sampler=sampler)
-    usage = prepared.usage_counter()
+    sampled: list[DecodedChunk] = []
     offsets = [0] * prepared.num_choices
     started: set[int] = set()
     chunks = merged(prepared.chunks(index, is_streamed=True) for index in range(prepared.num_choices))
     async with aclosing(chunks):
         async for index, chunk in chunks:
-            usage.add(chunk)
+            sampled.append(chunk)
             shows_tokens = request.return_token_ids or request.wants_logprobs
             if not chunk.text and chunk.finish_reason is None and not (shows_tokens and chunk.token_ids):
                 continue
@@ -77,7 +67,7 @@ async def stream_completion(
             started.add(index)
             offsets[index] += len(chunk.text)
     if request.stream_options is not None and request.stream_options.include_usage:
-        yield prepared.response([]).model_copy(update={"usage": usage.usage})
+        yield prepared.response([], sampled=sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,36 +98,34 @@ class _PreparedRequest:
     def num_choices(self) -> int:
         return len(self.prompts) * self.request.num_choices
 
-    def usage_counter(self) -> UsageCounter:
-        return UsageCounter(prompt_tokens=sum(map(len, self.prompts)))
-
     async def chunks(self, index: int, *, is_streamed: bool) -> AsyncGenerator[tuple[int, DecodedChunk]]:
         """Sample one of the completions, and yield its index with each chunk."""
         request = self.request
         prompt, number = divmod(index, request.num_choices)
         params = request.sampling_params(max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS, choice=number)
         with completion_session(self.sampler, None if index else request.session_id) as request_id:
-            spec = SampleSpec(
-                prompt_ids=self.prompts[prompt],
-                sampling_params=params,
-                request_id=request_id,
-                stops=request.stops,
-                needs_logprobs=request.wants_logprobs,
-            )
-            chunks = sample_decoded(
-                spec, sampler=self.sampler, template=self.template, is_streamed=is_streamed
+            decoder = ChunkDecoder(self.template, stops=request.stops, needs_logprobs=request.wants_logprobs)
+            chunks = token_chunks(
+                self.sampler,
+                self.prompts[prompt],
+                params,
+                request_id,
+                is_streamed=is_streamed or decoder.is_token_by_token,
             )
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    yield index, chunk
+                    for decoded in decoder.feed(chunk):
+                        yield index, decoded
+                        if decoded.finish_reason is not None:
+                            return
 
-    async def choice(self, index: int, *, usage: UsageCounter) -> TextCompletionChoice:
-        """Sample one of the completions and return it whole."""
-        chunks: list[DecodedChunk] = []
-        async with aclosing(self.chunks(index, is_streamed=False)) as sampled:
-            async for _, chunk in sampled:
-                usage.add(chunk)
-                chunks.append(chunk)
+    async def sampled(self, index: int) -> list[DecodedChunk]:
+        """Sample one of the completions."""
+        async with aclosing(self.chunks(index, is_streamed=False)) as chunks:
+            return [chunk async for _, chunk in chunks]
+
+    def choice(self, index: int, chunks: Sequence[DecodedChunk]) -> TextCompletionChoice:
+        """Return a whole completion."""
         whole = DecodedChunk(
             text="".join(chunk.text for chunk in chunks),
             token_ids=[token for chunk in chunks for token in chunk.token_ids],
@@ -161,8 +149,18 @@ class _PreparedRequest:
             prompt_token_ids=prompt.tolist() if shows_ids and is_first else None,
         )
 
-    def response(self, choices: list[TextCompletionChoice]) -> TextCompletion:
-        return TextCompletion(id=self.id, created=self.created, model=self.request.model, choices=choices)
+    def response(
+        self, choices: list[TextCompletionChoice], *, sampled: Sequence[DecodedChunk] | None = None
+    ) -> TextCompletion:
+        """Return a response, with the token counts of `sampled` if it is given."""
+        num_prompt_tokens = sum(map(len, self.prompts))
+        return TextCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.request.model,
+            choices=choices,
+            usage=None if sampled is None else usage_of(sampled, prompt_tokens=num_prompt_tokens),
+        )
 
     def _logprobs(self, chunk: DecodedChunk, *, offset: int) -> TextCompletionLogProbs:
         tokens = [self.template.decode([token]) for token in chunk.token_ids]
@@ -195,40 +193,17 @@ def prompts_of(request: CompletionRequest, *, template: ChatTemplate) -> list[In
     return prompts
 
 
-PlaceLogProbs: TypeAlias = dict[int, dict[str, float]]
-
-
-class ScoredPrompt(ResponseModel):
-    """Log-probs of one prompt."""
-
-    index: int
-    text: str = ""
-    finish_reason: Literal["length"] = "length"
-    token_ids: list[int] = Field(default_factory=list[int])
-    prompt_logprobs: list[PlaceLogProbs | None]
-    """Log-probs by token id at each place: those of the prompt's own token and of the likeliest tokens. None for the
-    first token, which nothing predicts. -9999 stands for minus infinity."""
-
-
-class ScoredPrompts(ResponseModel):
-    """Response of `/v1/completions` to a request with `prompt_logprobs`."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[ScoredPrompt]
-    usage: Usage
-
-
 async def score_prompts(
     request: CompletionRequest,
     *,
     template: ChatTemplate,
     scorer: TextScorer,
     max_model_len: int | None,
-) -> ScoredPrompts:
-    """Return the log-probs of the tokens of each prompt.
+) -> Mapping[str, Any]:
+    """Return the response to a request with `prompt_logprobs`: the log-probs of the tokens of each prompt.
+
+    The log-probs are by token id at each place: those of the prompt's own token and of the likeliest tokens. The first
+    token, which nothing predicts, has none. -9999 stands for minus infinity.
 
     Args:
         request: A request whose `is_scored` is true.
@@ -242,20 +217,19 @@ async def score_prompts(
         for prompt in prompts_of(request, template=template)
     ]
     scores = await run_together(scorer.score(prompt, top_logprobs=num_top) for prompt in prompts)
-    num_tokens = sum(map(len, prompts))
-    return ScoredPrompts(
-        id=f"cmpl-{uuid4().hex}",
-        created=int(time.time()),
-        model=request.model,
-        choices=[
-            ScoredPrompt(index=index, prompt_logprobs=_places(prompt, each))
-            for index, (prompt, each) in enumerate(zip(prompts, scores, strict=True))
-        ],
-        usage=Usage(prompt_tokens=num_tokens, completion_tokens=0, total_tokens=num_tokens),
-    )
+    places = [_places(prompt, each) for prompt, each in zip(prompts, scores, strict=True)]
+    choice: dict[str, Any] = {"text": "", "finish_reason": "length", "token_ids": []}
+    return {
+        "id": f"cmpl-{uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": request.model,
+        "choices": [{"index": i, **choice, "prompt_logprobs": each} for i, each in enumerate(places)],
+        "usage": usage_of((), prompt_tokens=sum(map(len, prompts))),
+    }
 
 
-def _places(prompt: IntArray, scores: TokenScores) -> list[PlaceLogProbs | None]:
+def _places(prompt: IntArray, scores: TokenScores) -> list[dict[int, dict[str, float]] | None]:
     own = zip(prompt[1:].tolist(), scores.logprobs.clip(MINUS_INFINITY).tolist(), strict=True)
     places = [{token: {"logprob": logprob}} for token, logprob in own]
     if scores.top_ids is not None and scores.top_logprobs is not None:

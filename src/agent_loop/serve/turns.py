@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,14 +23,13 @@ from agent_loop.runtime.describe import one_line
 from agent_loop.serve.branches import Branches
 from agent_loop.serve.chat import (
     TurnPrefix,
+    TurnReader,
     begin_turn,
     conversation_of,
-    create_stream_parser,
-    first_call_end,
     split_prefill,
     template_of,
 )
-from agent_loop.serve.chat_replies import ParsedChunk, ResponseBuilder
+from agent_loop.serve.chat_replies import ParsedChunk
 from agent_loop.serve.chat_requests import ChatCompletionRequest
 from agent_loop.serve.conversation_tree import (
     ConversationTree,
@@ -39,12 +38,11 @@ from agent_loop.serve.conversation_tree import (
     TurnNode,
     message_keys,
 )
-from agent_loop.serve.sampling import ChunkDecoder, missing_logprobs_error
 from agent_loop.serve.shared_completion import SharedCompletion
 from agent_loop.serve.stream_parser import ParsedDelta
 from agent_loop.tools.json_schema import BoundedValidator, InvalidSchema, TooManySteps, check_applicable
 from agent_loop.trajectory import IncidentKind
-from agent_loop.types import IntArray, Message, SamplingParams, StopReason, TokenChunk, ToolCall, as_token_ids
+from agent_loop.types import IntArray, Message, SamplingParams, StopReason, TokenChunk, as_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +178,13 @@ class TurnGenerator:
             choice: Index of the completion in the response.
         """
         await self._add_new_messages(turn, plan)
-        sent = await self._sample(turn, plan, shared, choice=choice)
-        episode = turn.branch.episode
-        turn.after, turn.calls, turn.is_open = episode.mark(), sent.calls, episode.ends_in_open_turn
-        [key] = message_keys([sent.message])
+        await self._sample(turn, plan, shared, choice=choice)
+        episode, message = turn.branch.episode, _sent_message(plan, shared.chunks)
+        for detail in unmet_demands(plan, message):
+            episode.note(IncidentKind.UNMET_REQUEST, detail)
+        turn.after, turn.is_open = episode.mark(), episode.ends_in_open_turn
+        turn.calls = {call_id: call for chunk in shared.chunks for call_id, call in chunk.calls.items()}
+        [key] = message_keys([message])
         self._tree.complete(turn, key)
 
     async def _add_new_messages(self, turn: TurnNode, plan: TurnPlan) -> None:
@@ -202,25 +203,39 @@ class TurnGenerator:
                 await self._branches.open(branch)
         turn.before = turn.branch.episode.mark()
 
-    async def _sample(
-        self, turn: TurnNode, plan: TurnPlan, shared: SharedCompletion, *, choice: int
-    ) -> SentMessage:
+    async def _sample(self, turn: TurnNode, plan: TurnPlan, shared: SharedCompletion, *, choice: int) -> None:
         request, branch, episode = plan.request, turn.branch, turn.branch.episode
         context, prefix = _beginning(plan, episode)
         num_tokens_before = len(episode.context)
-        publisher = CompletionPublisher(
+        # Ids of calls stay the same when the turn is replayed. Some chat templates accept only ids of nine letters and
+        # digits, which these are with fewer than 100 branches, 1,000 turns and 10 calls.
+        turn_name = f"L{branch.number:02}T{episode.assistant_turns:03}"
+        reader = TurnReader(
             request,
-            shared,
             template=plan.template,
             context=context,
             prefix=prefix,
-            turn_name=f"L{branch.number:02}T{episode.assistant_turns:03}",
             index=choice,
+            new_call_id=lambda position: f"{turn_name}C{position}",
         )
+        shared.prompt_ids = context  # a view: copies would grow with the square of the conversation
+        if prefix.token_ids:
+            shared.prompt_ids = np.concatenate([context, as_token_ids(prefix.token_ids)])
+
+        def publish(chunk: TokenChunk) -> bool:
+            """Publish a chunk of tokens. Return whether the server should continue sampling."""
+            if chunk.stop_reason == "aborted":
+                return True
+            for parsed in reader.read(chunk):
+                shared.add(parsed)
+                if parsed.decoded.finish_reason is not None:
+                    return chunk.stop_reason is not None
+            return True
+
         generate = partial(
             episode.generate,
             self._params(request, choice=choice),
-            on_token=publisher.on_chunk if publisher.is_needed_per_token else None,
+            on_token=publish if request.stream or reader.is_token_by_token else None,
             prefix=() if plan.continued else prefix.token_ids,
             continues_turn=plan.continued is not None,
         )
@@ -230,14 +245,11 @@ class TurnGenerator:
             branch.has_sampled_tokens = branch.has_sampled_tokens or len(episode.context) > num_tokens_before
         if completion.sampled.stop_reason == "aborted":
             raise ServerError("the completion was aborted on the server; send the request again")
-        reply = None if plan.continued is None else plan.continued.reply
-        reasoning = "" if reply is None else reply.reasoning
-        sent = publisher.finish(completion, begun=plan.begun, reasoning=reasoning)
+        if not shared.chunks:
+            for chunk in completion.sampled.chunks:
+                publish(chunk)
         for call in completion.parsed.malformed_calls if request.tools_in_use else ():
             episode.note(IncidentKind.MALFORMED_CALL, f"{call.error} in {call.text[:200]!r}")
-        for detail in unmet_demands(plan, sent.message):
-            episode.note(IncidentKind.UNMET_REQUEST, detail)
-        return sent
 
     async def _completion(
         self, episode: Episode, generate: Callable[[], Awaitable[Completion]]
@@ -296,116 +308,18 @@ def with_model_call_ids(position: TreePosition) -> list[Message]:
     return written
 
 
-@dataclass(frozen=True, slots=True)
-class SentMessage:
-    """Assistant message in the form that the client receives."""
-
-    message: Message
-    calls: Mapping[str, ToolCall]
-    """Tool calls of the message, by the ids that the client receives."""
-
-
-class CompletionPublisher:
-    """Parses one completion and adds the parsed chunks to a `SharedCompletion`.
-
-    Args:
-        request: Request that the completion answers.
-        shared: Receives the parsed chunks.
-        template: Chat template of the model.
-        context: Tokens before the turn.
-        prefix: Beginning of the turn.
-        turn_name: Name of the turn, unique in the session. Prefix of call ids if the model's format has no ids.
-        index: Index of the completion in the response.
-    """
-
-    def __init__(
-        self,
-        request: ChatCompletionRequest,
-        shared: SharedCompletion,
-        *,
-        template: ChatTemplate,
-        context: IntArray,
-        prefix: TurnPrefix,
-        turn_name: str,
-        index: int,
-    ) -> None:
-        self._needs_logprobs = bool(request.logprobs)
-        self._index = index
-        prompt_ids = (
-            np.concatenate([context, as_token_ids(prefix.token_ids)]) if prefix.token_ids else context
-        )
-        ends_after = first_call_end(request, template=template, context=context, prefix=prefix)
-        self.is_needed_per_token = bool(request.stream or request.stops or ends_after)
-        """Whether `on_chunk` has to be called while the completion is sampled."""
-        self._shared = shared
-        self._builder = ResponseBuilder(
-            request, template, prompt_ids, new_call_id=partial(_call_id, turn_name)
-        )
-        # The session keeps this builder for retries, which bring their own request. The messages of all requests
-        # together would grow with the square of the conversation.
-        shared.builder = replace(
-            self._builder, request=request.model_copy(update={"messages": [], "tools": None})
-        )
-        self._decoder = ChunkDecoder(
-            template,
-            stops=request.stops,
-            keeps_end_tokens=template.tool_parser.reads_end_tokens,
-            prefix=prefix.token_ids,
-            ends_after=ends_after,
-        )
-        self._parser, self._before = create_stream_parser(
-            request, template=template, context=context, prefix=prefix
-        )
-        self._chunks: list[ParsedChunk] = []
-
-    def on_chunk(self, chunk: TokenChunk) -> bool:
-        """Publish a chunk of tokens. Return whether the server should continue sampling."""
-        if chunk.stop_reason == "aborted":
-            return True
-        if self._needs_logprobs and chunk.logprobs is None:
-            raise missing_logprobs_error()
-        for decoded in self._decoder.feed(chunk):
-            delta = self._before + self._parser.feed(decoded.text)
-            self._before = ParsedDelta()
-            if decoded.finish_reason is not None:
-                delta += self._parser.finish()
-            parsed = ParsedChunk(self._index, decoded, delta)
-            self._chunks.append(parsed)
-            self._shared.add(parsed)
-            if decoded.finish_reason is not None:
-                return chunk.stop_reason is not None
-        return True
-
-    def finish(self, completion: Completion, *, begun: Message | None, reasoning: str) -> SentMessage:
-        """Publish the completion if it was not streamed, and return the message of the turn.
-
-        Args:
-            completion: The completion.
-            begun: Message that the completion continues, as the client has it.
-            reasoning: Reasoning of that message, which the client may have left out.
-        """
-        if not self._chunks:
-            for chunk in completion.sampled.chunks:
-                self.on_chunk(chunk)
-        sent = self._builder.choice(self._index, self._chunks).message
-        parsed = [call for chunk in self._chunks for call in chunk.delta.tool_calls]
-        calls = {sent_call.id: call for sent_call, call in zip(sent.tool_calls or [], parsed, strict=True)}
-        message: Message = {
-            "role": "assistant",
-            "content": ("" if begun is None else str(begun["content"])) + (sent.content or ""),
-            "reasoning_content": reasoning + (sent.reasoning_content or ""),
-            "tool_calls": [{**call.as_message(), "id": call_id} for call_id, call in calls.items()],
-        }
-        return SentMessage(message, calls)
-
-
-def _call_id(turn_name: str, position: int) -> str:
-    """Return an id that stays the same when the turn is replayed.
-
-    Some chat templates accept only ids of nine letters and digits. The id has that form as long as there are fewer
-    than 100 branches, 1,000 turns and 10 calls.
-    """
-    return f"{turn_name}C{position}"
+def _sent_message(plan: TurnPlan, chunks: Sequence[ParsedChunk]) -> Message:
+    """Return the assistant message of a turn as the client has it, with what the turn continues."""
+    delta = ParsedDelta.joined([chunk.delta for chunk in chunks])
+    begun = "" if plan.begun is None else str(plan.begun["content"])
+    reply = None if plan.continued is None else plan.continued.reply
+    calls = [(call_id, call) for chunk in chunks for call_id, call in chunk.calls.items()]
+    return {
+        "role": "assistant",
+        "content": begun + delta.content,
+        "reasoning_content": ("" if reply is None else reply.reasoning) + delta.reasoning,
+        "tool_calls": [{**call.as_message(), "id": call_id} for call_id, call in calls],
+    }
 
 
 async def count_prompt_tokens(plan: TurnPlan) -> int:
