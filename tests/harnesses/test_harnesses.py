@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import ConfigError, DataError
-from agent_loop.harnesses.agent_run import AgentRun, task_of
+from agent_loop.harnesses.base import AgentRun, StableLog, task_of
 from agent_loop.harnesses.claude_code import ClaudeCodeLoop
 from agent_loop.harnesses.codex import CodexLoop
 from agent_loop.harnesses.opencode import OpenCodeLoop
 from agent_loop.harnesses.qwen_code import QwenCodeLoop
-from agent_loop.harnesses.stable_log import StableLog
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.row_checks import RowChecks
 from agent_loop.runtime.child_process import CommandResult

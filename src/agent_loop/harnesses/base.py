@@ -3,34 +3,152 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 import tempfile
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from msgspec import structs
 
-from agent_loop.errors import ConfigError, WorkspaceError
-from agent_loop.harnesses.agent_run import AgentCommand, AgentEnd, AgentFailed, AgentRun, exit_error, task_of
-from agent_loop.harnesses.stable_log import StableLog
+from agent_loop.chat.multimodal import Encoded
+from agent_loop.episode.turn_log import TurnLog
+from agent_loop.errors import ConfigError, DataError, WorkspaceError
+from agent_loop.interactions.swapped_roles import text_of
 from agent_loop.loops.base import LoopContext
 from agent_loop.rewards.function import Score
 from agent_loop.runtime.child_process import CommandResult
+from agent_loop.runtime.describe import describe_value, one_line
 from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.serve.gateway import Endpoint
-from agent_loop.serve.program import Program, ProgramLoop, checked_env
+from agent_loop.serve.program import Program, ProgramFailed, ProgramLoop, checked_env
 from agent_loop.serve.session import MAX_BRANCHES
 from agent_loop.tools.registry import expand_variables
-from agent_loop.types import Row
+from agent_loop.types import Message, Row
 from agent_loop.workspaces.base import Workspace
 from agent_loop.workspaces.check import check_reward
 from agent_loop.workspaces.factory import open_workspace
 from agent_loop.workspaces.settings import CheckSettings, read_workspace
+
+MAX_ERROR = 300
+"""Characters of an agent's error that are kept in a failure's first line."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRun:
+    """One run of an agent. All paths and URLs are as the agent sees them."""
+
+    task: str
+    """Text of the row's messages."""
+    folder: str
+    """Working folder."""
+    home: str
+    """Home folder of this run alone, outside of the working folder. Removed at the end."""
+    base_url: str
+    """Base URL of the OpenAI API."""
+    api_key: str
+    model: str
+    """Name of the model. The model in training answers to any name."""
+    context_length: int
+    """Number of tokens that a conversation may have."""
+    max_turn_tokens: int
+    """Number of tokens that a completion may have."""
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """Base URL of the Anthropic Messages API, without `/v1`, which Anthropic clients add."""
+        return self.base_url.removesuffix("/v1")
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCommand:
+    """Command that runs an agent."""
+
+    arguments: Sequence[str]
+    """Arguments after the name of the program."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Environment variables, in addition to the workspace's and `HOME`."""
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Texts of files by their path in the home folder, such as settings."""
+    stdin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEnd:
+    """How an agent ended."""
+
+    answer: str = ""
+    """Final message of the agent, if it reports one."""
+    gave_up: str = ""
+    """Why the agent gave up by itself, for example at its own limit of turns. Its trajectory is scored."""
+    error: str = ""
+    """Why the program failed for another reason, such as a failed request. Its trajectory fails and is not scored."""
+
+
+class AgentFailed(ProgramFailed):
+    """The program of an agent failed, apart from what the model did."""
+
+    def __init__(self, name: str, error: str, result: CommandResult) -> None:
+        text = f"{name} failed: {one_line(error, max_length=MAX_ERROR)}"
+        super().__init__(text, traceback="\n".join([error, result.stdout, result.stderr]).strip())
+
+
+def exit_error(result: CommandResult) -> str:
+    """Return the error of a program by its exit status and the end of its output; empty if the status is 0."""
+    code = result.exit_code
+    if code == 0:
+        return ""
+    how = f"ended by signal {-code}" if code < 0 else f"exit status {code}"
+    output = result.stderr.strip() or result.stdout.strip()
+    return ": ".join([how, *output.splitlines()[-1:]])
+
+
+def task_of(row: Row, *, where: str = "the row") -> str:
+    """Return the text of the row's messages, as the task of an agent."""
+    messages: Sequence[Message] = row.get("raw_prompt") or ()
+    texts = [text_of(message) for message in messages]
+    for index, message in enumerate(messages):
+        if message["role"] not in ("system", "user"):
+            raise DataError(
+                f"{where}: raw_prompt[{index}] has the role {message['role']!r}; an agent's task consists of "
+                "messages of the system and the user"
+            )
+        if not isinstance(message.get("content"), str) and not texts[index]:
+            raise DataError(
+                f"{where}: raw_prompt[{index}].content is {describe_value(message.get('content'))}; an agent's task is "
+                "text"
+            )
+    task = "\n\n".join(text for text in texts if text)
+    if not task:
+        raise DataError(f"{where}: raw_prompt has no text; give the task of the agent as a user message")
+    return task
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """Return the lines that are JSON objects, in their order. Other lines, such as warnings, are left out."""
+    objects: list[dict[str, Any]] = []
+    for line in text.split("\n"):
+        if line.startswith("{"):
+            try:
+                value: Any = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                objects.append(cast(dict[str, Any], value))
+    return objects
+
+
+def last_json_object(text: str) -> dict[str, Any] | None:
+    """Return the last line that is a JSON object; None if there is no such line."""
+    objects = json_lines(text)
+    return objects[-1] if objects else None
+
 
 NOT_FOUND = (126, 127)
 """Exit statuses of container runtimes and shells for a program that does not exist or cannot be executed."""
@@ -207,3 +325,48 @@ def _key_of(row: Row) -> str:
     return hashlib.sha256(
         f"{trajectory_id} {row.get('raw_prompt')} {row.get('workspace')}".encode()
     ).hexdigest()[:16]
+
+
+PLACEHOLDER = "*"
+
+
+class StableLog:
+    """Log that compares messages without the texts that differ whenever a program runs.
+
+    A resumed program runs its own tools again, and tells the model today's date. Its messages then match the recorded
+    ones, and the tokens are those on record, with the texts that the model saw before.
+
+    Args:
+        log: The log that records.
+        volatile: Matches the texts that are left out of the comparison.
+    """
+
+    def __init__(self, log: TurnLog, volatile: re.Pattern[str]) -> None:
+        self._log = log
+        self._volatile = volatile
+
+    @classmethod
+    def wrap(cls, log: TurnLog, volatile: re.Pattern[str]) -> TurnLog:
+        """Return the log as a `TurnLog`. What this class does not define is done by the wrapped log."""
+        return cast(TurnLog, cls(log, volatile))
+
+    def tokens(
+        self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
+    ) -> Awaitable[Encoded]:
+        return self._log.tokens(self._stable(messages), encode=encode)
+
+    def branch(self, *, at: Any) -> TurnLog:
+        return self.wrap(self._log.branch(at=at), self._volatile)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)
+
+    def _stable(self, value: Any) -> Any:
+        """Return a JSON value whose strings have placeholders for volatile texts."""
+        if isinstance(value, str):
+            return self._volatile.sub(PLACEHOLDER, value)
+        if isinstance(value, Mapping):
+            return {name: self._stable(each) for name, each in cast(Mapping[str, Any], value).items()}
+        if isinstance(value, list | tuple):
+            return [self._stable(each) for each in cast(Sequence[Any], value)]
+        return value

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from agent_loop.harnesses.agent_run import AgentCommand, AgentEnd, AgentRun, exit_error
-from agent_loop.harnesses.base import HarnessLoop
-from agent_loop.harnesses.outputs import last_json_object
+from agent_loop.harnesses.base import (
+    AgentCommand,
+    AgentEnd,
+    AgentRun,
+    HarnessLoop,
+    exit_error,
+    last_json_object,
+)
 from agent_loop.loops.registry import register
 from agent_loop.runtime.child_process import CommandResult
 

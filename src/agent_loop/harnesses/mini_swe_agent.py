@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from agent_loop.harnesses.agent_run import AgentCommand, AgentRun
-from agent_loop.harnesses.base import HarnessLoop
+from agent_loop.harnesses.base import AgentCommand, AgentRun, HarnessLoop
 from agent_loop.loops.registry import register
 
 MAX_ATTEMPTS = 2

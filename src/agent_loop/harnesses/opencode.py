@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-from agent_loop.harnesses.agent_run import AgentCommand, AgentEnd, AgentRun, exit_error
-from agent_loop.harnesses.base import HarnessLoop
-from agent_loop.harnesses.outputs import json_lines
+from agent_loop.harnesses.base import AgentCommand, AgentEnd, AgentRun, HarnessLoop, exit_error, json_lines
 from agent_loop.loops.registry import register
 from agent_loop.runtime.child_process import CommandResult
 
