@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,10 +37,11 @@ IDS = {"model": MODEL, "prompt": [[1, 2], [3]], "max_tokens": 4}
 
 
 @pytest.fixture
-def client() -> TestClient:
+def client() -> Iterator[TestClient]:
     pool = AsyncLLMServerManager([ScriptedServer(lambda _: text_reply("Yes."))])
     app = create_app(ServedModel(pool=pool, template=hermes_template(), model=MODEL, max_model_len=4096))
-    return TestClient(app, raise_server_exceptions=False)
+    with TestClient(app, raise_server_exceptions=False) as opened:  # one event loop for all requests
+        yield opened
 
 
 def refused(status: int, reply: bytes) -> bool:
