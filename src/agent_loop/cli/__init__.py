@@ -29,7 +29,7 @@ from agent_loop.cli.show import show_command
 from agent_loop.cli.tasks import tasks_app
 from agent_loop.cli.traces import traces_command
 from agent_loop.cli.train import sft_command, train_command
-from agent_loop.cli.verbosity import VERBOSITY, add_verbosity
+from agent_loop.cli.verbosity import VERBOSITY, add_verbosity, print_line
 from agent_loop.cli.verify_template import verify_template_command
 from agent_loop.cli.view import view_command
 from agent_loop.errors import AgentLoopError
@@ -95,7 +95,7 @@ def _show(error: Exception, message: str) -> None:
         traceback.print_exception(error)
     console = Console(stderr=True)
     console.print(f"[bold red]{type(error).__name__}[/]", end=": ")
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
+    print_line(console, message)
 
 
 def _show_version(value: bool) -> None:

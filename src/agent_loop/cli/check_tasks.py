@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_loop.cli.arguments import EXIT_FAILED, JsonOption
+from agent_loop.cli.verbosity import print_line
 from agent_loop.config import load_config
 from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import merge_mappings, parse_override
@@ -118,8 +119,8 @@ def _print_reports(reports: Sequence[TaskReport], console: Console) -> None:
     console.print(table)
     for report in reports:
         for problem in report.problems:
-            console.print(f"{report.name}: {problem}", style="red", markup=False, soft_wrap=True)
+            print_line(console, f"{report.name}: {problem}", style="red")
         for ignored in report.ignored:
-            console.print(f"{report.name}: no effect: {ignored}", markup=False, soft_wrap=True)
+            print_line(console, f"{report.name}: no effect: {ignored}")
     num_failed = sum(not report.is_passed for report in reports)
     console.print(f"{len(reports) - num_failed} of {len(reports)} tasks passed")

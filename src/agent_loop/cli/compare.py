@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_loop.cli.eval_tables import colour_of, in_one
+from agent_loop.cli.verbosity import print_line
 from agent_loop.errors import DataError
 from agent_loop.training.evaluation.estimates import MeanEstimate
 from agent_loop.training.evaluation.runs import (
@@ -135,15 +136,15 @@ def _print(
     console.width = max(console.width, MIN_WIDTH, WIDTH_OF_STEP + WIDTH_OF_GROUP * len(groups))
     lines = [_description(group, name=name) for name, group in zip(names, groups, strict=True)]
     for line in (*lines, *_notes(groups, names=names)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, line)
     for comparison in comparisons:
         console.print()
-        console.print(_title(comparison), markup=False, highlight=False, soft_wrap=True, style="bold")
+        print_line(console, _title(comparison), style="bold")
         console.print(_mean_table(comparison, groups=groups, names=names))
         console.print()
         console.print(_curve_table(comparison, names=names, num_points=num_points))
         for line in _separation_lines(comparison, groups=groups, names=names):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_line(console, line)
 
 
 def _description(group: RunGroup, *, name: str) -> str:

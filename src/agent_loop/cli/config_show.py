@@ -10,6 +10,7 @@ import yaml
 from rich.console import Console
 
 from agent_loop.cli.arguments import ConfigArgument, OverridesArgument, read_config
+from agent_loop.cli.verbosity import print_line
 from agent_loop.config import Config
 
 MAX_WIDTH = 60
@@ -60,7 +61,7 @@ def config_show_command(
     width = min(max(map(len, lines), default=0), MAX_WIDTH)
     console = Console(soft_wrap=True)
     for line, source in lines.items():
-        console.print(f"{line.ljust(width)}  # {source}", markup=False, highlight=False)
+        print_line(console, f"{line.ljust(width)}  # {source}")
 
 
 def _source(key: str, stages: Mapping[str, Mapping[str, Any]]) -> str:

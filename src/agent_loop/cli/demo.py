@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from agent_loop.cli.verbosity import print_line
 from agent_loop.errors import ConfigError, did_you_mean
 
 DEFAULT = "two_hop_lookup"
@@ -87,11 +88,9 @@ def demo_command(
     status = run.main([example, *options, *(settings or [])])
     if status:
         raise typer.Exit(status)
-    console.print(
+    print_line(
+        console,
         f"\nThe code is in {folder / EXAMPLES / example}. A task of your own: agent-loop init my_task",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
 
 
@@ -119,17 +118,12 @@ def copy_examples(source: Path, target: Path, *, console: Console) -> None:
 
     shutil.copytree(source, target, ignore=UNWANTED, dirs_exist_ok=True, copy_function=copy)
     if edited:
-        console.print(
-            f"uses {', '.join(edited)} as found; another --out gives the package's own",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_line(console, f"uses {', '.join(edited)} as found; another --out gives the package's own")
 
 
 def _print_list(recipes: Any, *, console: Console) -> None:
     width = max(map(len, recipes)) + 2
     for name, recipe in recipes.items():
-        console.print(f"{name:{width}}{recipe.about}", markup=False, highlight=False)
+        print_line(console, f"{name:{width}}{recipe.about}")
         if recipe.needs:
-            console.print(" " * width + f"needs: {recipe.needs}", markup=False, highlight=False)
+            print_line(console, " " * width + f"needs: {recipe.needs}")

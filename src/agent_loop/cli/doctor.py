@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import orjson
 import typer
-from packaging.requirements import Requirement
 from rich.console import Console
 from rich.markup import escape
 
 from agent_loop import __version__
 
-PACKAGE = "agent-loop"
 QUERY_TIMEOUT_S = 10.0
 ENGINES = {"vllm": "vllm", "sglang": "sglang"}
 """Engines with a package of their own: the value of `rollout.engine`, and the package."""
 CORE = ("torch", "transformers", "tokenizers", "numpy", "pyarrow")
 OPTIONAL = (
-    ("ray", "trainer.runtime: ray"),
-    ("peft", "model.lora_rank"),
-    ("starlette", "agent-loop serve, agents on the OpenAI API"),
-    ("starlette", "agent-loop view"),
-    ("llguidance", "JSON schemas and forced calls on the embedded engine"),
-    ("mcp", "tools of MCP servers"),
-    ("pillow", "images"),
+    ("ray", "ray", "trainer.runtime: ray"),
+    ("peft", "lora", "model.lora_rank"),
+    ("fastapi", "serve", "agent-loop serve, agents on the OpenAI API"),
+    ("starlette", "view", "agent-loop view"),
+    ("llguidance", "grammar", "JSON schemas and forced calls on the embedded engine"),
+    ("mcp", "mcp", "tools of MCP servers"),
+    ("pillow", "vision", "images"),
 )
-"""Packages that are optional, and what needs them."""
+"""Packages that are optional, their extras, and what needs them."""
+PROGRAMS = {
+    "podman": "workspaces in containers",
+    "docker": "workspaces in containers",
+    "git": "git workspaces",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +86,13 @@ def _system() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    extras = _extras()
     for name in CORE:
         yield _package("packages", name, needed_by="agent-loop", hint=f"pip install {name}")
     for name, package in ENGINES.items():
         hint = f'pip install "{package}"; see docs/engines.md for the versions'
         yield _package("engines", package, needed_by=f"rollout.engine: {name}", hint=hint)
-    for name, use in OPTIONAL:
-        hint = f'pip install "{PACKAGE}[{extras[name]}]"' if name in extras else f"pip install {name}"
-        yield _package("optional", name, needed_by=use, hint=hint)
-
-
-def _extras() -> dict[str, str]:
-    """Return for each package the first extra of this package that installs it."""
-    found: dict[str, str] = {}
-    for text in requires(PACKAGE) or ():
-        requirement = Requirement(text)
-        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
-        if extra is not None and extra[1] != "dev":
-            found.setdefault(requirement.name.lower(), extra[1])
-    return found
+    for name, extra, use in OPTIONAL:
+        yield _package("optional", name, needed_by=use, hint=f'pip install "agent-loop[{extra}]"')
 
 
 def _package(area: str, name: str, *, needed_by: str, hint: str) -> Finding:
@@ -129,32 +117,17 @@ def _devices() -> Iterator[Finding]:
 
 
 def _programs() -> Iterator[Finding]:
-    for name, use in (
-        ("podman", "workspaces in containers"),
-        ("docker", "workspaces in containers"),
-        ("git", "git workspaces"),
-    ):
+    for name, use in PROGRAMS.items():
         lines = _output([name, "--version"])
-        if lines:
-            yield Finding("programs", name, lines[0])
-        else:
-            yield Finding("programs", name, f"not found ({use})", is_missing=True)
+        yield Finding("programs", name, lines[0] if lines else f"not found ({use})", is_missing=not lines)
 
 
 def _output(command: Sequence[str]) -> list[str]:
     """Return the lines that a program prints; none if it does not exist or fails."""
-    program = shutil.which(command[0])
-    if program is None:
-        return []
     try:
-        done = subprocess.run(
-            [program, *command[1:]],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=QUERY_TIMEOUT_S,
-            check=False,
+        printed = subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, errors="replace", timeout=QUERY_TIMEOUT_S
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.SubprocessError):
         return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return printed.splitlines()

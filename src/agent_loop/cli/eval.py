@@ -25,7 +25,7 @@ from agent_loop.cli.arguments import (
 from agent_loop.cli.eval_folder import SPLIT, EvalFolder
 from agent_loop.cli.eval_tables import print_summary
 from agent_loop.cli.running import EXIT_INTERRUPTED, DryRunOption, check_rollout, key_of, run_rows
-from agent_loop.cli.verbosity import print_hint
+from agent_loop.cli.verbosity import print_hint, print_line
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, DataError, RolloutError
 from agent_loop.runtime.event_loop import run_to_end
@@ -122,7 +122,7 @@ def eval_command(
         finished = folder.finished(key) if resume else None
         if not resume:
             folder.begin(overwrite=overwrite)
-        console.print(f"rows of {rows_of}: {', '.join(sources)}", markup=False)
+        print_line(console, f"rows of {rows_of}: {', '.join(sources)}")
         trajectories: Sequence[Trajectory] = ()
         if finished is None:
             trajectories = _run(
@@ -150,7 +150,7 @@ def eval_command(
         typer.echo(summary.model_dump_json(indent=2))
     else:
         print_summary(summary, console=console, num_rows=table_rows)
-    console.print(f"results in {out}", markup=False, soft_wrap=True)
+    print_line(console, f"results in {out}")
     print_hint(
         console,
         f"look at the trajectories with: agent-loop view {out}; compare another evaluation with: "
@@ -242,11 +242,11 @@ def _run(
             )
             return run_to_end(running)
     except (KeyboardInterrupt, RolloutError) as error:
-        console.print(
-            f"stopped; the {len(finished)} finished trajectories are in {folder.trajectories}", markup=False
+        print_line(
+            console, f"stopped; the {len(finished)} finished trajectories are in {folder.trajectories}"
         )
         if folder.journal.exists():
-            console.print("resume with the same command and --resume", markup=False)
+            print_line(console, "resume with the same command and --resume")
         if isinstance(error, KeyboardInterrupt):
             raise typer.Exit(EXIT_INTERRUPTED) from error
         raise

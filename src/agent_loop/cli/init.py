@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from agent_loop.cli.verbosity import print_line
 from agent_loop.errors import OutputError
 from agent_loop.files.file_kinds import refuse_existing
 
@@ -92,11 +93,9 @@ def init_command(
         if status:
             raise typer.Exit(status)
     files = ", ".join(sorted(path.name for path in folder.iterdir()))
-    console.print(f"{folder}: {files}", markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"\nNext:\n\n    cd {folder}\n    agent-loop train config.yaml\n    agent-loop view run\n",
-        markup=False,
-        highlight=False,
+    print_line(console, f"{folder}: {files}")
+    print_line(
+        console, f"\nNext:\n\n    cd {folder}\n    agent-loop train config.yaml\n    agent-loop view run\n"
     )
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_loop.cli.arguments import ConfigArgument, OverridesArgument, above_0, read_config
+from agent_loop.cli.verbosity import print_line
 from agent_loop.config import Config
 from agent_loop.planning.fit import (
     GB,
@@ -92,9 +93,9 @@ def _print(
     change: tuple[str, ...] | None,
 ) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.print(
+    print_line(
+        console,
         f"{shape.model.config.model_type}, {shape.parameters / GB:.2f} billion parameters, {config.model.dtype}",
-        markup=False,
     )
     parts = Table("part", "device")
     for name, where in _places(plan, config).items():
@@ -109,16 +110,16 @@ def _print(
         table.add_row(f"{load.total / GB:.2f}", f"of {load.capacity / GB:.2f}")
         console.print(table)
     for line in _notes(plan, config, machine, speeds):
-        console.print(line, markup=False)
+        print_line(console, line)
     for fault in plan.faults:
-        console.print(f"does not fit: {fault}", markup=False, style="bold red")
+        print_line(console, f"does not fit: {fault}", style="bold red")
     if plan.faults:
         remedy = (
             "set " + " ".join(change)
             if change
             else "no change of up to three settings makes it fit; use more devices"
         )
-        console.print(f"smallest change: {remedy}", markup=False)
+        print_line(console, f"smallest change: {remedy}")
     else:
         console.print("it fits", style="bold")
 

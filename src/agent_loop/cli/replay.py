@@ -20,7 +20,7 @@ from agent_loop.cli.arguments import (
     read_config,
 )
 from agent_loop.cli.show import find_row
-from agent_loop.cli.verbosity import print_hint
+from agent_loop.cli.verbosity import print_hint, print_line
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.trajectory import Trajectory
@@ -108,7 +108,7 @@ def replay_command(
         where: dict[str, Any] = {"step": found["step"], "split": found["split"]}
         write = write_lines if out.suffix in JSON_LINES else write_trajectories
         write(out, [new], **where)
-        console.print(f"new trajectory written to {out}", markup=False, soft_wrap=True)
+        print_line(console, f"new trajectory written to {out}")
         print_hint(
             console, f"look at it with: agent-loop view {out}, or in the terminal: agent-loop show {out}"
         )
@@ -124,28 +124,29 @@ def _compare(old: Trajectory, new: Trajectory, console: Console, *, pieces: Sequ
     def show(token_ids: Sequence[int]) -> str:
         return f"{list(token_ids)}" + ("" if pieces is None else f"  {text_of(token_ids, pieces)!r}")
 
-    def print_line(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
     difference = first_difference(old.output, new.output)
     num_tokens = sum(map(len, old.output.segments))
     if difference is not None:
         print_line(
-            f"{old.trajectory_id} differs from token {difference.index} of {num_tokens} on ({difference.where})"
+            console,
+            f"{old.trajectory_id} differs from token {difference.index} of {num_tokens} on ({difference.where})",
         )
-        print_line(f"  recorded: {show(difference.old)}")
-        print_line(f"  now:      {show(difference.new)}")
+        print_line(console, f"  recorded: {show(difference.old)}")
+        print_line(console, f"  now:      {show(difference.new)}")
     is_same = difference is None and (
         old.output.stop_reason is new.output.stop_reason or old.output.stop_reason in ENDED_FROM_OUTSIDE
     )
     if old.output.stop_reason is not new.output.stop_reason:
         print_line(
-            f"{old.trajectory_id} ended with {old.output.stop_reason}, and now ends with {new.output.stop_reason}"
+            console,
+            f"{old.trajectory_id} ended with {old.output.stop_reason}, and now ends with {new.output.stop_reason}",
         )
-        print_line(f"  {new.output.failure.error}" if new.output.failure is not None else "")
+        print_line(console, f"  {new.output.failure.error}" if new.output.failure is not None else "")
     if is_same:
         num_turns = old.output.num_assistant_turns
-        print_line(f"{old.trajectory_id} is identical: {num_tokens} tokens, {num_turns} turns of the model")
+        print_line(
+            console, f"{old.trajectory_id} is identical: {num_tokens} tokens, {num_turns} turns of the model"
+        )
     return is_same
 
 
@@ -162,9 +163,9 @@ def _print_both(old: Trajectory, new: Trajectory, console: Console, *, from_turn
             num_turns += message["role"] == "assistant"
             if num_turns >= from_turn:
                 line = f"{message['role']}: {message.get('content') or ''}{message.get('tool_calls') or ''}"
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                print_line(console, line)
     if new.output.failure is not None:
-        console.print(new.output.failure.error, markup=False, style="red", soft_wrap=True)
+        print_line(console, new.output.failure.error, style="red")
 
 
 def _facts(trajectory: Trajectory) -> dict[str, str]:

@@ -23,7 +23,7 @@ from agent_loop.cli.arguments import (
     finite,
     nothing_stored,
 )
-from agent_loop.cli.verbosity import print_hint
+from agent_loop.cli.verbosity import print_hint, print_line
 from agent_loop.errors import ConfigError, OutputError, RewardError
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.event_loop import run_to_end
@@ -127,7 +127,7 @@ def rescore_command(
                 raise OutputError(
                     f"--out is {str(out)!r}, which cannot be written ({describe_error(error)})"
                 ) from error
-            console.print(f"{len(rescored)} trajectories in {out}", markup=False, soft_wrap=True)
+            print_line(console, f"{len(rescored)} trajectories in {out}")
             print_hint(
                 console,
                 f"look at them with: agent-loop view {out}, or in the terminal: agent-loop show {out}",
@@ -222,6 +222,6 @@ def _print_changes(rescored: Sequence[Rescored], console: Console, *, limit: int
         row, answer = each.stored, " ".join(each.answer.split())[:60]
         old, new = ("none" if value is None else f"{value:g}" for value in (row["reward"], each.reward))
         line = f"  {row['split']} step {row['step']} {row['trajectory_id']}  {old} -> {new}  "
-        console.print(line + (each.error or repr(answer)), markup=False, highlight=False, soft_wrap=True)
+        print_line(console, line + (each.error or repr(answer)))
     if len(changed) > limit:
         console.print(f"  ... and {len(changed) - limit} more (--limit)", highlight=False)

@@ -25,7 +25,7 @@ from agent_loop.cli.arguments import (
     read_rows,
 )
 from agent_loop.cli.running import DryRunOption, by_id, check_rollout, run_rows
-from agent_loop.cli.verbosity import print_hint
+from agent_loop.cli.verbosity import print_hint, print_line
 from agent_loop.errors import AgentLoopError, ConfigError, JournalError, OutputError
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.event_loop import run_to_end
@@ -107,16 +107,14 @@ def rollout_command(
             if finished:
                 in_order = sorted(finished, key=by_id)
                 _write(out, in_order, journal=journal, as_jsonl=as_jsonl, threshold=threshold)
-                console.print(
-                    f"stopped; the {len(finished)} finished trajectories are in {out}", markup=False
-                )
+                print_line(console, f"stopped; the {len(finished)} finished trajectories are in {out}")
             if journal.is_file():
-                console.print("resume with --resume", markup=False)
+                print_line(console, "resume with --resume")
             raise
         _write(out, trajectories, journal=journal, as_jsonl=as_jsonl, threshold=threshold)
         journal.unlink(missing_ok=True)
     console.print(_summary(trajectories))
-    console.print(f"{len(trajectories)} trajectories in {out}", markup=False, soft_wrap=True)
+    print_line(console, f"{len(trajectories)} trajectories in {out}")
     print_hint(
         console, f"look at them with: agent-loop view {out}, or in the terminal: agent-loop show {out}"
     )
@@ -130,10 +128,10 @@ def _keep_earlier_journal(journal: Path, *, out: Path, console: Console) -> None
     while kept.exists():
         kept, number = journal.with_name(f"{journal.name}.before-{number}"), number + 1
     journal.rename(kept)
-    console.print(
+    print_line(
+        console,
         f"an earlier rollout into {out} is incomplete; its journal is now {kept}. To resume that rollout, rename its "
         f"journal to {journal.name} and run with --resume",
-        markup=False,
     )
 
 

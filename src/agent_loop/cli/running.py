@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from agent_loop.cli.verbosity import VERBOSITY
+from agent_loop.cli.verbosity import VERBOSITY, print_line
 from agent_loop.config import Config
 from agent_loop.runtime.garbage_collection import frozen_objects
 from agent_loop.trajectory import Trajectory
@@ -59,13 +59,13 @@ def run_checks(checks: Checks, *, is_dry_run: bool) -> None:
         num_faults += error is not None
         mark, style = ("ok", "green") if error is None else ("ERROR", "bold red")
         console.print(f"{mark:5}", style=style, end=" ")
-        console.print(f"{name}: {found}", markup=False)
+        print_line(console, f"{name}: {found}")
     if num_faults:
         noun = "error" if num_faults == 1 else "errors"
-        console.print(f"{num_faults} {noun}; nothing was started", markup=False)
+        print_line(console, f"{num_faults} {noun}; nothing was started")
         raise typer.Exit(EXIT_FAULTS)
     if is_dry_run:
-        console.print("everything is there; run the command without --dry-run to start", markup=False)
+        print_line(console, "everything is there; run the command without --dry-run to start")
 
 
 async def run_rows(
@@ -116,7 +116,7 @@ async def run_rows(
                 )
                 async with opening as journal:
                     for note in journal.notes:
-                        console.print(note, markup=False)
+                        print_line(console, note)
                     return await manager.run(
                         rows, n=n, validate=validate, on_trajectory=count_trajectory, journal=journal
                     )

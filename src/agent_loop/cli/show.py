@@ -19,6 +19,7 @@ from agent_loop.cli.arguments import (
     find_run,
     nothing_stored,
 )
+from agent_loop.cli.verbosity import print_line
 from agent_loop.errors import DataError
 from agent_loop.trajectory import mean_over_rollouts
 
@@ -104,7 +105,7 @@ def show_command(
     if not found.num_rows and not stored.scalars(split=split, step=step, columns=("step",)).num_rows:
         raise nothing_stored(stored, step=step, split=split)
     console.print(_table(found.slice(0, limit), stored, console))
-    console.print(_summary(found, num_shown=min(limit, found.num_rows)), markup=False, highlight=False)
+    print_line(console, _summary(found, num_shown=min(limit, found.num_rows)))
 
 
 def find_row(run: StoredRun, row: str, *, split: str | None, step: int | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from agent_loop.cli.arguments import WIDTH_WITHOUT_TERMINAL
+from agent_loop.cli.verbosity import print_line
 from agent_loop.errors import ConfigError
 from agent_loop.runtime.event_loop import run_to_end
 
@@ -60,8 +61,8 @@ def list_suites_command(context: typer.Context) -> None:
         console.width = WIDTH_WITHOUT_TERMINAL
     console.print(table)
     for line in missing:
-        console.print(line, markup=False, soft_wrap=True)
-    console.print("show the tasks of a suite with: agent-loop tasks show SUITE", markup=False, soft_wrap=True)
+        print_line(console, line)
+    print_line(console, "show the tasks of a suite with: agent-loop tasks show SUITE")
 
 
 @tasks_app.command("show")
@@ -88,41 +89,41 @@ def show_tasks_command(
     for number, row in enumerate(rows, start=1):
         console.print(f"row {number}", style="bold")
         for message in row["raw_prompt"]:
-            _print(console, f"{message['role']}: {_shortened(_text(message['content']))}")
+            print_line(console, f"{message['role']}: {_shortened(_text(message['content']))}")
         others = {key: value for key, value in row.items() if key != "raw_prompt"}
-        _print(console, _shortened(json.dumps(others, ensure_ascii=False, default=str)))
+        print_line(console, _shortened(json.dumps(others, ensure_ascii=False, default=str)))
     _show_tools(suite, rows, console)
     _show_reward(suite, console)
 
 
 def _show_suite(suite: TaskSuite, console: Console) -> None:
     for task in suite.tasks():
-        _print(console, f"{suite.name}:{task}")
+        print_line(console, f"{suite.name}:{task}")
     if not suite.lists_tasks:
-        _print(console, suite.summary)
+        print_line(console, suite.summary)
     options = ["split (train or val)", *suite.options.model_fields]
-    _print(console, f"options: {', '.join(options)}")
+    print_line(console, f"options: {', '.join(options)}")
     _show_reward(suite, console)
 
 
 def _show_reward(suite: TaskSuite, console: Console) -> None:
     console.print("reward", style="bold")
     for part, meaning in suite.reward_parts.items():
-        _print(console, f"{part}: {meaning}")
+        print_line(console, f"{part}: {meaning}")
 
 
 def _show_tools(suite: TaskSuite, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     console.print("tools", style="bold")
     if suite.agent_name != "environment_agent":
-        _print(console, f"those of the loop {suite.agent_name!r}")
+        print_line(console, f"those of the loop {suite.agent_name!r}")
         return
     schemas: Sequence[Mapping[str, Any]] = run_to_end(_tool_schemas(suite, rows[0])) if rows else []
     for schema in schemas:
         function = schema["function"]
         arguments = ", ".join(function.get("parameters", {}).get("properties", {}))
-        _print(console, f"{function['name']}({arguments}): {_shortened(function.get('description', ''))}")
+        print_line(console, f"{function['name']}({arguments}): {_shortened(function.get('description', ''))}")
     if not schemas:
-        _print(console, "none")
+        print_line(console, "none")
 
 
 async def _tool_schemas(suite: TaskSuite, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -145,7 +146,3 @@ def _text(content: Any) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -78,10 +78,15 @@ def set_verbosity(*, verbose: int, quiet: bool) -> None:
         logger.addHandler(VERBOSITY.handler)
 
 
+def print_line(console: Console, text: str, *, style: str | None = None) -> None:
+    """Print a text as it is: without markup, and on one line of any length."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+
+
 def print_hint(console: Console, text: str) -> None:
-    """Print what to do next, on one line of any length, unless the command is quiet."""
+    """Print what to do next, unless the command is quiet."""
     if not VERBOSITY.quiet:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, text)
 
 
 def _with_options(command: Callable[..., Any]) -> Callable[..., Any]:

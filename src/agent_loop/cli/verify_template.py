@@ -13,17 +13,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from agent_loop.cli.arguments import refuse_no_model
+from agent_loop.cli.verbosity import print_line
 from agent_loop.errors import ChatTemplateError
 
 if TYPE_CHECKING:
-    from agent_loop.chat.report import (
-        Cause,
-        CauseKind,
-        ProbeResult,
-        RenderDifference,
-        TemplateReport,
-        TemplateVerdict,
-    )
+    from agent_loop.chat.report import CauseKind, RenderDifference, TemplateReport
     from agent_loop.chat.template import ChatTemplate
 
 EXIT_UNSUPPORTED = 1
@@ -110,14 +104,17 @@ def _print(report: TemplateReport, console: Console) -> None:
     counts = [Column(name, justify="right") for name in ("adds", "keeps")]
     table = Table(Column("probe", no_wrap=True), "verdict", "causes", *counts, box=box.SIMPLE_HEAD)
     for result in report.results:
-        table.add_row(*_cells(result))
+        numbers = ("", "") if result.error else (str(result.num_bridge_tokens), str(result.num_kept_tokens))
+        table.add_row(result.name, _coloured(result.verdict), ", ".join(result.causes), *numbers)
     console.print(table)
     console.print(
         "adds: tokens between turns of the model; keeps: sampled tokens that a full render would lose."
     )
-    console.print(_summary("without tools", report.without_tools, report, tools=False))
-    if report.with_tools is not None:
-        console.print(_summary("with tools", report.with_tools, report, tools=True))
+    verdicts = {"without tools": report.without_tools, "with tools": report.with_tools}
+    for name, verdict in verdicts.items():
+        if verdict is not None:
+            kinds = ", ".join(report.kinds(tools=name == "with tools"))
+            console.print(Text(f"{name}: ") + _coloured(verdict) + Text(f" ({kinds})" if kinds else ""))
     for kind in report.kinds()[len(left_out) :]:
         _print_kind(report, kind, console)
     if report.has_date:
@@ -125,29 +122,18 @@ def _print(report: TemplateReport, console: Console) -> None:
     if not report.has_reasoning:
         console.print("The template writes no reasoning; the verdict holds for models without reasoning.")
     for error in dict.fromkeys(result.error for result in report.results if result.error):
-        console.print(error, markup=False, highlight=False)
+        print_line(console, error)
 
 
 def _print_kind(report: TemplateReport, kind: CauseKind, console: Console) -> None:
-    """Print the causes of a kind, each with an example."""
+    """Print the causes of a kind, each with its first example."""
     console.print(Text(f"{kind}: {kind.meaning}", style=COLOURS[str(kind)]))
     for cause in report.causes:
         if cause.kind is kind:
-            console.print(f"  {cause}: {cause.meaning}", markup=False, highlight=False)
-            console.print(f"    {_example(report, cause)}", markup=False, highlight=False)
-
-
-def _summary(name: str, verdict: TemplateVerdict, report: TemplateReport, *, tools: bool) -> Text:
-    kinds = ", ".join(report.kinds(tools=tools))
-    return Text(f"{name}: ") + _coloured(verdict) + Text(f" ({kinds})" if kinds else "")
-
-
-def _example(report: TemplateReport, cause: Cause) -> str:
-    """Return the first probe with this cause, and its difference."""
-    examples = report.examples(cause)
-    result, difference = examples[0]
-    others = f" (and {len(examples) - 1} more)" if len(examples) > 1 else ""
-    return f"{result.name}{others}: {_shown(difference)}"
+            (result, difference), *others = report.examples(cause)
+            more = f" (and {len(others)} more)" if others else ""
+            print_line(console, f"  {cause}: {cause.meaning}")
+            print_line(console, f"    {result.name}{more}: {_shown(difference)}")
 
 
 def _shown(difference: RenderDifference) -> str:
@@ -155,16 +141,6 @@ def _shown(difference: RenderDifference) -> str:
     if difference.is_in_no_render:
         return f"{kept} is in no render"
     return f"kept {kept}, full render {rendered}"
-
-
-def _cells(result: ProbeResult) -> list[str | Text]:
-    return [
-        result.name,
-        _coloured(result.verdict),
-        ", ".join(result.causes),
-        "" if result.error else str(result.num_bridge_tokens),
-        "" if result.error else str(result.num_kept_tokens),
-    ]
 
 
 def _coloured(verdict: str) -> Text:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from agent_loop.cli.arguments import find_run
+from agent_loop.cli.verbosity import print_line
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.files.file_kinds import explain, find_runs
 
@@ -95,9 +96,7 @@ def view_command(
     if export is not None:
         from agent_loop.viewer.export import write_export  # late: keeps `--help` quick
 
-        console.print(
-            write_export(run, target=export, max_trajectories=max_trajectories), markup=False, soft_wrap=True
-        )
+        print_line(console, write_export(run, target=export, max_trajectories=max_trajectories))
         return
 
     from agent_loop.viewer.command import view  # late: the extra is optional, and `--help` is to be quick
