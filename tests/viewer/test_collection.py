@@ -14,8 +14,8 @@ from agent_loop.files.file_kinds import find_runs
 from agent_loop.storage.metrics_file import read_metrics
 from agent_loop.training.evaluation.runs import RunGroup, compare_metric, read_run
 from agent_loop.training.evaluation.summary import read_summary
+from agent_loop.viewer.app import create_collection_app
 from agent_loop.viewer.collection import RunCollection, changed_settings, differing_settings, seed_groups
-from agent_loop.viewer.collection_app import create_collection_app
 from agent_loop.viewer.evaluations import Evaluations
 from agent_loop.viewer.run_record import TAIL_BYTES, RunRecord
 from tests.viewer.collections import NUM_ROWS, RATES, prompt_of, write_collection, write_training

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
-from agent_loop.checks.model_files import check_model, check_template
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.environments.factory import load_environments
-from agent_loop.errors import AgentLoopError, ConfigError, DataError, did_you_mean
+from agent_loop.errors import AgentLoopError, ChatTemplateError, ConfigError, DataError, did_you_mean
+from agent_loop.files.file_kinds import MODEL, kind_of, model_in
+from agent_loop.files.plain_values import parse_json
 from agent_loop.interactions.registry import load_interactions
 from agent_loop.loading import load_object
 from agent_loop.loops.registry import LoopEntry
 from agent_loop.planning.fit import GB, make_plan, this_machine
-from agent_loop.planning.sizes import read_shape
-from agent_loop.registries import FunctionRegistry
+from agent_loop.planning.sizes import CONFIG_FILE, hub_folder, read_shape
 from agent_loop.rollout.components import load_loops, load_reward_function
 from agent_loop.rollout.row_files import find_shards
 from agent_loop.rollout.rows import load_rows
@@ -62,7 +65,7 @@ class PlannedRun:
     overwrites: bool = False
     is_thorough: bool = False
     """Whether to run functions that return rows, read large files, create all tools, interactions and environments,
-    connect to servers, and compute the memory too."""
+    load functions of the algorithm, connect to servers, and compute the memory too."""
     rows: list[Row] = field(default_factory=list[Row])
     """Rows that were read."""
 
@@ -92,11 +95,13 @@ def checks_of(run: PlannedRun) -> Checks:
         checks["environments"] = lambda: ", ".join(load_environments(multi_turn.environments))
     checks["agent loop"] = partial(_check_loops, run)
     if run.trains:
-        checks["algorithm"] = partial(_check_algorithm, config)  # after the code that may register names
+        checks["algorithm"] = partial(
+            _check_algorithm, config, is_thorough=run.is_thorough
+        )  # after the code that may register names
     checks["model"] = partial(
-        check_model, config, loads_weights=run.trains or _starts_engines(config.rollout)
+        _check_model, config, loads_weights=run.trains or _starts_engines(config.rollout)
     )
-    checks["chat template"] = partial(check_template, config)
+    checks["chat template"] = partial(_check_template, config)
     if run.trains:
         checks["run folder"] = partial(_check_run_dir, config, resumes=run.resumes, overwrites=run.overwrites)
         if run.is_thorough:
@@ -121,8 +126,8 @@ def supervised_checks(config: Config, *, resumes: bool, overwrites: bool, is_tho
         "sft.files": check_files,
         "sft.val_files": partial(_check_conversations, config, sft.val_files, is_thorough=is_thorough),
         "sft.where": check_conditions,
-        "model": partial(check_model, config),
-        "chat template": partial(check_template, config),
+        "model": partial(_check_model, config),
+        "chat template": partial(_check_template, config),
         "run folder": partial(_check_run_dir, config, resumes=resumes, overwrites=overwrites),
     }
 
@@ -145,52 +150,29 @@ def _starts_engines(rollout: RolloutConfig) -> bool:
     return rollout.engine in {*ENGINES} - {"scripted"} and not rollout.server_urls and not is_custom
 
 
-def _check_algorithm(config: Config) -> str:
+def _check_algorithm(config: Config, *, is_thorough: bool) -> str:
     refuse_truncated_sampling(config)
     estimator, loss = config.algorithm.adv_estimator, config.actor.policy_loss
-    _check_name(estimator, BUILT_IN_ESTIMATORS, registry=ESTIMATORS)
-    _check_name(loss, BUILT_IN_LOSSES, registry=POLICY_LOSSES)
-    _check_name(config.data.sampler.name, BUILT_IN_SAMPLERS, registry=SAMPLERS)
+    names = [
+        (estimator, BUILT_IN_ESTIMATORS, ESTIMATORS),
+        (loss, BUILT_IN_LOSSES, POLICY_LOSSES),
+        (config.data.sampler.name, BUILT_IN_SAMPLERS, SAMPLERS),
+    ]
+    for name, built_in, registry in names:
+        if ":" in name:
+            if is_thorough:
+                load_object(name, key=registry.key)
+        elif "." not in name and name not in built_in and not registry.has(name):
+            raise ConfigError(
+                f"{registry.key} is {name!r}: no such {registry.kind}{did_you_mean(name, built_in)}; there are "
+                f"{', '.join(sorted(built_in))}"
+            )
     if config.rollout.n < 2 and estimator in COMPARING_ESTIMATORS:
         raise ConfigError(
             f"rollout.n is {config.rollout.n}, but algorithm.adv_estimator={estimator} compares the trajectories of "
             "one prompt; give at least 2"
         )
     return f"{estimator}, {config.rollout.n} trajectories per prompt"
-
-
-def _check_name(name: str, built_in: frozenset[str], *, registry: FunctionRegistry) -> None:
-    """Check a registered name, or that the file of `file.py:name` defines the name. Other modules are not imported."""
-    key = registry.key
-    source, colon, wanted = name.rpartition(":")
-    if not colon and "." not in name and name not in built_in and not registry.has(name):
-        raise ConfigError(
-            f"{key} is {name!r}: no such {registry.kind}{did_you_mean(name, built_in)}; there are "
-            f"{', '.join(sorted(built_in))}"
-        )
-    if source.endswith(".py"):
-        defined = _names_defined_in(Path(source), key=key)
-        if wanted not in defined:
-            raise ConfigError(f"{key} is {name!r}: {source} has no {wanted!r}{did_you_mean(wanted, defined)}")
-
-
-def _names_defined_in(path: Path, *, key: str) -> list[str]:
-    """Return the names at the top level of a Python file, without running it."""
-    if not path.is_file():
-        raise ConfigError(f"{key}: file {str(path)!r} does not exist")
-    try:
-        tree = ast.parse(path.read_bytes(), str(path))
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{key}: {str(path)!r} is not valid Python: {error}") from error
-    names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    names += [
-        alias.asname or alias.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    ]
-    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
-    return names + [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def _check_engine(config: Config, *, connects: bool) -> str:
@@ -311,3 +293,113 @@ def _check_memory(config: Config) -> str:
         raise ConfigError(f"{'; '.join(plan.faults)}; `agent-loop plan` shows what would make it fit")
     largest = max(plan.loads, key=lambda load: load.total)
     return f"{largest.total / GB:.2f} of {largest.capacity / GB:.2f} GB at most"
+
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""Tags of transformers, which jinja2 does not know."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+"""Files of which a tokenizer has at least one."""
+NOT_HERE = "not on this machine; it will be loaded from the hub"
+
+
+def _check_model(config: Config, *, loads_weights: bool = True) -> str:
+    """Return where the model is.
+
+    Args:
+        config: The configuration.
+        loads_weights: Whether the run loads the model, and not only its tokenizer.
+
+    Raises:
+        ConfigError: There is no such folder, and the name is not that of a model of the hub; or files are missing.
+    """
+    model = config.model
+    folder = _folder(model.path, key="model.path")
+    if folder is None:
+        return f"{model.path}, {NOT_HERE}"
+    if loads_weights and not (folder / CONFIG_FILE).is_file():
+        inner = model_in(folder)
+        such_as = f", such as {str(inner)!r}" if inner is not None else ""
+        raise ConfigError(
+            f"model.path is {model.path!r}, which has no {CONFIG_FILE}; give the folder of a model{such_as}"
+        )
+    key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
+    tokenizer = _folder(model.tokenizer_path or model.path, key=key)
+    if tokenizer is not None and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"{key} is {model.tokenizer_path or model.path!r}, where there is no tokenizer ({TOKENIZER_FILES[0]}); set "
+            "model.tokenizer_path to a folder or a hub name with one"
+        )
+    return str(folder)
+
+
+def _check_template(config: Config) -> str:
+    """Return where the chat template is."""
+    path = config.model.chat_template_path
+    if path is not None:
+        if not Path(path).is_file():
+            raise ConfigError(f"model.chat_template_path is {path!r}: no such file")
+        return _compiled(Path(path).read_text(encoding="utf-8"), where=path)
+    name = config.model.tokenizer_path or config.model.path
+    key = "model.tokenizer_path" if config.model.tokenizer_path else "model.path"
+    folder = _folder(name, key=key)
+    if folder is None:
+        return NOT_HERE
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return _compiled(file.read_text(encoding="utf-8"), where=str(file))
+    texts = [_template_in(folder / name) for name in ("tokenizer_config.json", "chat_template.json")]
+    text = next(filter(None, texts), None)
+    if text is None:
+        raise ChatTemplateError(
+            f"the tokenizer in {str(folder)!r} has no chat template; set model.chat_template_path to a Jinja file"
+        )
+    return _compiled(text, where=str(folder))
+
+
+def _folder(name: str, *, key: str) -> Path | None:
+    """Return the folder of a model; None if its name is one of the hub that is not on this machine."""
+    if not name:
+        raise ConfigError(f"{key} is not set; give a folder or a hub name with a model and its tokenizer")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"{key} is {name!r}, which is a file; give the folder of a model")
+    cached = hub_folder(name)
+    if cached is not None:
+        return cached
+    if HUB_NAME.fullmatch(name) and not name.startswith("."):
+        return None
+    beside = path.parent if path.parent.is_dir() else Path()
+    models = [str(each) for each in beside.iterdir() if kind_of(each) is MODEL]
+    raise ConfigError(
+        f"{key} is {name!r}, which is neither a folder nor a hub name such as Qwen/Qwen3-0.6B; give the folder of a "
+        f"model{did_you_mean(name, models)}"
+    )
+
+
+def _template_in(file: Path) -> str | None:
+    """Return the chat template in a JSON file of a tokenizer: a text, or one of several by name."""
+    try:
+        values: Any = parse_json(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    template: Any = cast(dict[str, Any], values).get("chat_template") if isinstance(values, dict) else None
+    if isinstance(template, list):
+        named = {each["name"]: each["template"] for each in cast(list[dict[str, str]], template)}
+        template = named.get("default") or next(iter(named.values()), None)
+    return template if isinstance(template, str) else None
+
+
+def _compiled(text: str, *, where: str) -> str:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]
+    )
+    try:
+        environment.parse(GENERATION.sub("", text))
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatTemplateError(
+            f"the chat template of {where} is not valid Jinja: {error.message} at line {error.lineno}"
+        ) from error
+    return where

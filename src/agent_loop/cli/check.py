@@ -22,7 +22,7 @@ from agent_loop.cli.arguments import (
     finite,
     read_config,
 )
-from agent_loop.cli.check_tasks import check_tasks_command
+from agent_loop.cli.tasks import check_tasks_command
 from agent_loop.config import Config, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.files.plain_values import parse_json, parse_override, read_yaml, shown

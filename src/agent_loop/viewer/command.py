@@ -14,9 +14,8 @@ from rich.console import Console
 from agent_loop.errors import ConfigError
 from agent_loop.serve.middleware import answered_hosts
 from agent_loop.serve.process import base_url, listening_socket, run_app
-from agent_loop.viewer.app import create_viewer_app
+from agent_loop.viewer.app import create_collection_app, create_viewer_app
 from agent_loop.viewer.collection import RunCollection
-from agent_loop.viewer.collection_app import create_collection_app
 from agent_loop.viewer.forks import Forks
 from agent_loop.viewer.source import RunSource
 

@@ -31,7 +31,7 @@ from agent_loop.training.evaluation.summary import (
     read_summary,
 )
 from agent_loop.types import Row
-from agent_loop.viewer.run_record import stamp_of
+from agent_loop.viewer.run_files import stamp_of
 
 WHOLE = "all"
 """Part of an evaluation's key that names the whole folder."""
@@ -221,8 +221,8 @@ def scores_values(scores: Scores) -> dict[str, Any]:
         "num_samples": scores.num_samples,
         "num_scored": scores.num_scored,
         "num_correct": scores.num_correct,
-        "mean_reward": _values(scores.mean_reward),
-        "pass_at_k": {str(k): _values(estimate) for k, estimate in scores.pass_at_k.items()},
+        "mean_reward": estimate_values(scores.mean_reward),
+        "pass_at_k": {str(k): estimate_values(estimate) for k, estimate in scores.pass_at_k.items()},
     }
 
 
@@ -266,10 +266,11 @@ def _flip(row: RowResult, other: RowResult) -> str:
 def _difference_values(difference: Any) -> dict[str, Any]:
     return {
         "num_rows": difference.num_rows,
-        "pass_at_1": _values(difference.pass_at_1),
-        "mean_reward": _values(difference.mean_reward),
+        "pass_at_1": estimate_values(difference.pass_at_1),
+        "mean_reward": estimate_values(difference.mean_reward),
     }
 
 
-def _values(estimate: MeanEstimate | None) -> list[float | None] | None:
+def estimate_values(estimate: MeanEstimate | None) -> list[float | None] | None:
+    """Return the mean and its interval for the page."""
     return None if estimate is None else [estimate.value, estimate.low, estimate.high]

@@ -18,7 +18,7 @@ from agent_loop.training.evaluation.runs import TrainingRun
 from agent_loop.training.evaluation.summary import SUMMARY_FILE, EvaluationSummary, read_summary
 from agent_loop.training.loggers import flat
 from agent_loop.training.metrics import REWARD_MEAN, STEP, VALIDATION
-from agent_loop.viewer.run_files import read_new_lines
+from agent_loop.viewer.run_files import read_new_lines, stamp_of
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 JOURNAL_FILE = "rollout.journal"
@@ -99,15 +99,6 @@ class RunRecord:
         names = (METRICS_FILE, SUMMARY_FILE, JOURNAL_FILE, CONFIG_FILE)
         stamps = [stamp for name in names if (stamp := stamp_of(self.folder / name))]
         return max((stamp[0] / 1e9 for stamp in stamps), default=0.0)
-
-
-def stamp_of(path: Path) -> tuple[int, int, int] | None:
-    """Return a key that changes when a file changes, which begins with the time in nanoseconds; None if it is gone."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

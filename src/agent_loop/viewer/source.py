@@ -19,8 +19,7 @@ from agent_loop.storage.metrics_file import METRICS_FILE
 from agent_loop.storage.schema import VOCABULARY_FILE
 from agent_loop.storage.vocabulary import Piece
 from agent_loop.viewer.packets import packet
-from agent_loop.viewer.run_files import RunFiles, read_new_lines
-from agent_loop.viewer.search import TextSearch
+from agent_loop.viewer.run_files import RunFiles, TextSearch, read_new_lines
 from agent_loop.viewer.trajectory import timeline, trajectory_packet
 
 CONFIG_FILE = "config.yaml"
