@@ -16,8 +16,7 @@ from agent_loop.distributed.messages import PackedCompletion, pack_trajectories,
 from agent_loop.episode.ledger import TokenLedger
 from agent_loop.recording.serialization import deserialize_completion, serialize_completion
 from agent_loop.recording.values import pack, unpack
-from agent_loop.rollout.batch import assemble
-from agent_loop.rollout.jagged import assemble_jagged
+from agent_loop.rollout.batch import assemble, assemble_jagged
 from agent_loop.rollout.jobs import Job
 from agent_loop.storage import StoredRun, to_trajectory, write_trajectories
 from agent_loop.storage.json_lines import read_lines, write_lines

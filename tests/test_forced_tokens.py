@@ -19,8 +19,7 @@ from agent_loop.episode.ledger import TokenLedger
 from agent_loop.errors import ServerDied, TrainingError
 from agent_loop.recording.serialization import deserialize_completion, serialize_completion
 from agent_loop.recording.values import pack, unpack
-from agent_loop.rollout.batch import assemble
-from agent_loop.rollout.jagged import assemble_jagged
+from agent_loop.rollout.batch import assemble, assemble_jagged
 from agent_loop.rollout.jobs import Job
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.manager import AsyncLLMServerManager

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from agent_loop.rollout.batch import assemble
-from agent_loop.rollout.jagged import assemble_jagged
+from agent_loop.rollout.batch import assemble, assemble_jagged
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Origin
 from tests.harness import examples

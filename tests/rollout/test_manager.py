@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
-import threading
 from collections import Counter
 from contextlib import aclosing
 from typing import Any
@@ -16,10 +14,7 @@ from agent_loop.errors import DataError, EnvironmentUnavailable, RolloutError
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
-from agent_loop.rollout.batch import RolloutBatch, assemble
-from agent_loop.rollout.batching import LARGE_BATCH
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.runtime.garbage_collection import OBJECTS_PER_COLLECTION
 from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
@@ -86,23 +81,6 @@ def test_a_batch_is_padded_to_the_configured_limits() -> None:
     batch = run_virtual(manager.generate_sequences(rows(1)))
     assert batch["prompts"].shape == (1, 40)
     assert batch["responses"].shape == (1, 30)
-
-
-@pytest.mark.parametrize(("response_length", "in_thread"), [(30, False), (LARGE_BATCH, True)])
-def test_only_large_batches_are_assembled_in_a_thread_with_rare_garbage_collections(
-    response_length: int, in_thread: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[bool, bool]] = []
-
-    def noted(trajectories: list[Trajectory], **options: Any) -> RolloutBatch:
-        is_elsewhere = threading.current_thread() is not threading.main_thread()
-        seen.append((is_elsewhere, gc.get_threshold()[0] >= OBJECTS_PER_COLLECTION))
-        return assemble(trajectories, **options)
-
-    monkeypatch.setattr("agent_loop.rollout.batch.assemble", noted)
-    batch = run_virtual(make_manager(hello, response_length=response_length).generate_sequences(rows(2)))
-    assert batch["reward"].tolist() == [0.0, 1.0]
-    assert seen == [(in_thread, True)]
 
 
 def test_servers_sleep_between_rollouts_even_after_a_failed_one() -> None:

@@ -1,20 +1,22 @@
-"""Batches of padded tensors. Each column is one flat concatenation, copied row by row.
+"""Batches of tensors: padded, or nested without padding.
 
-Shapes: B rows, P prompt width, R response width, W = P + R.
+Shapes: B rows, P prompt width, R response width, W = P + R. N tokens in all, M of them in responses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
+from agent_loop.config import RolloutConfig
 from agent_loop.errors import DataError
-from agent_loop.rollout.columns import as_tensor, extra_column, row_columns, set_objects
-from agent_loop.rollout.flat_tokens import FlatTokens, IndexArray, runs
+from agent_loop.rollout.flat_tokens import FlatTokens, IndexArray
 from agent_loop.trajectory import AgentLoopMetrics, Trajectory, branch_weights
 from agent_loop.trajectory.attachments import position_ids
 
@@ -41,6 +43,26 @@ TENSOR_COLUMNS = (
     "num_turns",
     "__num_turns__",
 )
+JAGGED_COLUMNS = (*TENSOR_COLUMNS, "prompt_length", "response_length")
+
+
+def make_batch(
+    trajectories: Sequence[Trajectory], *, config: RolloutConfig, pad_token_id: int
+) -> RolloutBatch:
+    """Return the batch, padded as `rollout.pad_to` says, with the timing metrics in `batch["timing"]`."""
+    fixed = config.pad_to == "limits"
+    batch = (
+        assemble_jagged(trajectories)
+        if config.pad_to == "none"
+        else assemble(
+            trajectories,
+            pad_token_id=pad_token_id,
+            prompt_width=config.prompt_length if fixed else None,
+            response_width=config.response_length if fixed else None,
+        )
+    )
+    batch.set_non_tensor("timing", timing_metrics(trajectories))
+    return batch
 
 
 def assemble(
@@ -91,21 +113,78 @@ def assemble(
         what="response",
         key="response_length",
     )
-    columns = _token_columns(
-        flat, pad_token_id=pad_token_id, prompt_width=prompt_width, response_width=response_width
+    whole_B, first_B = flat.lengths_B, prompt_width - flat.prompt_lengths_B
+    whole, response = (len(first_B), prompt_width + response_width), (len(first_B), response_width)
+    input_ids = _padded(
+        flat.token_ids_N, whole_B, first_B=first_B, shape=whole, dtype=np.int64, fill=pad_token_id
     )
-    columns |= _turn_columns(trajectories, width=response_width)
-    columns |= row_columns(trajectories)
-    for name in flat.extra_names:
-        columns[extra_column(name, taken=TENSOR_COLUMNS)] = _padded_extra(flat, name, width=response_width)
+    position_ids_BW = np.arange(whole[1]) - first_B[:, None]
+    is_token_BW = (position_ids_BW >= 0) & (position_ids_BW < whole_B[:, None])
+    columns: dict[str, NDArray[Any]] = {
+        "prompts": input_ids[:, :prompt_width],
+        "responses": input_ids[:, prompt_width:],
+        "input_ids": input_ids,
+        "attention_mask": is_token_BW.astype(np.int64),
+        "position_ids": position_ids_BW * is_token_BW,
+    }
+    for name, values_M, fill in _response_values(flat, taken=TENSOR_COLUMNS):
+        columns[name] = _padded(
+            values_M,
+            flat.response_lengths_B,
+            first_B=np.zeros_like(first_B),
+            shape=(*response, *values_M.shape[1:]),
+            dtype=values_M.dtype,
+            fill=fill,
+        )
+    columns |= _turn_columns(trajectories, width=response_width) | _row_columns(trajectories)
     if any(a.positions is not None for t in trajectories for a in t.output.attachments):
         columns["multi_modal_position_ids"] = _positions_in_3d(
-            trajectories, first_B=prompt_width - flat.prompt_lengths_B, width=prompt_width + response_width
+            trajectories, first_B=first_B, width=prompt_width + response_width
         )
     batch = TensorDict(
         {name: as_tensor(array) for name, array in columns.items()}, batch_size=[len(trajectories)]
     )
-    set_objects(batch, trajectories, taken={*TENSOR_COLUMNS, *columns})
+    _set_objects(batch, trajectories, taken={*TENSOR_COLUMNS, *columns})
+    return batch
+
+
+def assemble_jagged(trajectories: Sequence[Trajectory]) -> RolloutBatch:
+    """Return a batch of nested tensors. Each row is a trajectory's prompt and response, in the given order.
+
+    Args:
+        trajectories: At least one trajectory.
+
+    Returns:
+        Nested tensors [B, lengths], which share their offsets: `batch["input_ids"].values()` is [N] and
+        `.offsets()` [B + 1], the `cu_seqlens` of attention without padding. int64: `input_ids`, `position_ids` (each
+        row from 0), `response_mask` (1 = sampled by the model; 0 for tokens that a grammar forced). int32:
+        `weight_versions`, -1 where no model sampled the token. float32: `rollout_log_probs`, 0 where no model sampled
+        the token; absent unless every sampled token has one. The extras of segments as in
+        `assemble`, with values [N, ...]. Also int64 `prompt_length` and `response_length`
+        [B], and the columns [B] of `assemble`.
+    """
+    flat = FlatTokens(trajectories)
+    offsets = torch.zeros(len(trajectories) + 1, dtype=torch.int64)
+    offsets[1:] = as_tensor(np.cumsum(flat.lengths_B))
+
+    def nested(values_N: NDArray[Any]) -> torch.Tensor:
+        return torch.nested.nested_tensor_from_jagged(as_tensor(values_N), offsets)
+
+    counted_N = _counted(flat.lengths_B)
+    is_response_N = counted_N >= np.repeat(flat.prompt_lengths_B, flat.lengths_B)
+    columns: dict[str, Any] = {
+        "input_ids": nested(flat.token_ids_N.astype(np.int64)),
+        "position_ids": nested(counted_N),
+        "prompt_length": as_tensor(flat.prompt_lengths_B),
+        "response_length": as_tensor(flat.response_lengths_B),
+    }
+    for name, values_M, fill in _response_values(flat, taken=JAGGED_COLUMNS):
+        values_N = np.full((len(is_response_N), *values_M.shape[1:]), fill, values_M.dtype)
+        values_N[is_response_N] = values_M
+        columns[name] = nested(values_N)
+    columns |= {name: as_tensor(values_B) for name, values_B in _row_columns(trajectories).items()}
+    batch = TensorDict(columns, batch_size=[len(trajectories)])
+    _set_objects(batch, trajectories, taken={*JAGGED_COLUMNS, *columns})
     return batch
 
 
@@ -147,61 +226,43 @@ def _lag_metrics(each: Sequence[AgentLoopMetrics]) -> dict[str, float]:
     }
 
 
-def _token_columns(
-    flat: FlatTokens, *, pad_token_id: int, prompt_width: int, response_width: int
-) -> dict[str, NDArray[Any]]:
-    rows, width = len(flat.prompt_lengths_B), prompt_width + response_width
-    first_B, lengths_B = prompt_width - flat.prompt_lengths_B, flat.lengths_B
-    whole, response = (rows, width), (rows, response_width)
-    longest = int(lengths_B.max(initial=0))
-    ones, counted = np.ones(longest, np.int64), np.arange(longest)
+def as_tensor(array: NDArray[Any]) -> torch.Tensor:
+    """Return a tensor that shares the memory of a writable array."""
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 
-    def of_responses(values_M: NDArray[Any], dtype: Any, fill: int = 0) -> NDArray[Any]:
-        values = runs(values_M, flat.response_lengths_B)
-        return _padded(values, first_B=np.zeros_like(first_B), shape=response, dtype=dtype, fill=fill)
 
-    token_runs = runs(flat.token_ids_N, lengths_B)
-    input_ids = _padded(token_runs, first_B=first_B, shape=whole, dtype=np.int64, fill=pad_token_id)
-
-    def of_tokens(values: NDArray[Any]) -> NDArray[Any]:
-        """Return a column with the first values in the positions of each row's tokens."""
-        of_rows = (values[:length] for length in lengths_B.tolist())
-        return _padded(of_rows, first_B=first_B, shape=whole, dtype=np.int64)
-
-    columns: dict[str, NDArray[Any]] = {
-        "prompts": input_ids[:, :prompt_width],
-        "responses": input_ids[:, prompt_width:],
-        "response_mask": of_responses(flat.is_model_M, np.int64),
-        "input_ids": input_ids,
-        "attention_mask": of_tokens(ones),
-        "position_ids": of_tokens(counted),
-        "weight_versions": of_responses(flat.weight_versions_M, np.int32, -1),
-    }
+def _response_values(flat: FlatTokens, *, taken: Collection[str]) -> Iterator[tuple[str, NDArray[Any], int]]:
+    """Yield each column with a value per token of the responses: name, values [M, ...], and the value elsewhere."""
+    yield "response_mask", flat.is_model_M.astype(np.int64), 0
+    yield "weight_versions", flat.weight_versions_M, -1
     logprobs_M = flat.logprobs_M
     if logprobs_M is not None:
-        columns["rollout_log_probs"] = of_responses(logprobs_M, np.float32)
-    return columns
+        yield "rollout_log_probs", logprobs_M, 0
+    for name in flat.extra_names:
+        yield f"extras.{name}" if name in taken else name, flat.extra_M(name), 0
 
 
-def _padded_extra(flat: FlatTokens, name: str, *, width: int) -> NDArray[Any]:
-    """Return one of the extras, shape [B, R, ...]."""
-    values_M = flat.extra_M(name)
-    lengths_B = flat.response_lengths_B
-    return _padded(
-        runs(values_M, lengths_B),
-        first_B=np.zeros_like(lengths_B),
-        shape=(len(lengths_B), width, *values_M.shape[1:]),
-        dtype=values_M.dtype,
-    )
+def _counted(lengths_B: IndexArray) -> IndexArray:
+    """Return the position of each token in its row, shape [N]."""
+    starts_B = np.cumsum(lengths_B) - lengths_B
+    return np.arange(int(lengths_B.sum())) - np.repeat(starts_B, lengths_B)
 
 
 def _padded(
-    values: Iterable[NDArray[Any]], *, first_B: IndexArray, shape: tuple[int, ...], dtype: Any, fill: int = 0
+    values: NDArray[Any],
+    lengths_B: IndexArray,
+    *,
+    first_B: IndexArray,
+    shape: tuple[int, ...],
+    dtype: Any,
+    fill: int = 0,
 ) -> NDArray[Any]:
-    """Return a column of `fill` with one run of values in each row. `first_B` is the position of each run."""
+    """Return a column of `fill` with a run of the values in each row. `first_B` is the position of each run."""
     padded = np.full(shape, fill, dtype) if fill else np.zeros(shape, dtype)
-    for row, first, run in zip(padded, first_B.tolist(), values, strict=True):
-        row[first : first + len(run)] = run
+    end = 0
+    for row, first, length in zip(padded, first_B.tolist(), lengths_B.tolist(), strict=True):
+        start, end = end, end + length
+        row[first : first + length] = values[start:end]
     return padded
 
 
@@ -242,3 +303,46 @@ def _width(
             f"{width}; raise rollout.{key}, or set rollout.pad_to=longest"
         )
     return width
+
+
+def _row_columns(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
+    """Return the numeric columns, shape [B]."""
+    num_turns = np.array([t.output.num_turns for t in trajectories], np.int64)
+    return {
+        "reward": np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32),
+        "is_scored": np.array([t.reward is not None for t in trajectories], np.bool_),
+        "group": np.array([t.group for t in trajectories], np.int64),
+        "rollout": np.array([t.rollout for t in trajectories], np.int64),
+        "branch": np.array([-1 if t.branch is None else t.branch for t in trajectories], np.int64),
+        "num_turns": num_turns,
+        "__num_turns__": num_turns,
+    }
+
+
+def _set_objects(batch: TensorDict, trajectories: Sequence[Trajectory], *, taken: Collection[str]) -> None:
+    """Add the columns of objects to a batch. A name that is taken gets a prefix."""
+    for name, values in _object_columns(trajectories, taken=taken).items():
+        batch.set(name, NonTensorStack(*values))
+
+
+def _object_columns(trajectories: Sequence[Trajectory], *, taken: Collection[str]) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = {
+        "stop_reason": [t.output.stop_reason.value for t in trajectories],
+        "trajectory_id": [t.trajectory_id for t in trajectories],
+    }
+    if any(t.output.attachments for t in trajectories):
+        columns["attachments"] = [t.output.attachments for t in trajectories]
+    if any(t.output.feedback for t in trajectories):
+        columns["feedback"] = [t.output.feedback for t in trajectories]
+    if any("data_source" in t.row for t in trajectories):
+        columns["data_source"] = [t.row.get("data_source") for t in trajectories]
+    sources: dict[str, list[Mapping[str, Any]]] = {
+        "reward_extra": [t.reward_extra for t in trajectories],
+        "extra_fields": [t.output.extra_fields for t in trajectories],
+    }
+    for source, mappings in sources.items():
+        used = {*taken, *columns}
+        for name in dict.fromkeys(chain.from_iterable(mappings)):
+            column = f"{source}.{name}" if name in used else name
+            columns[column] = [mapping.get(name) for mapping in mappings]
+    return columns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -110,14 +110,6 @@ def _is_trained(trajectories: Sequence[Trajectory], responses: Sequence[Sequence
         if trajectory.branch is not None and trajectory.reward is not None:
             trained.update(map(id, segments))
     return is_trained
-
-
-def runs(flat: NDArray[Any], lengths_B: IndexArray) -> Iterator[NDArray[Any]]:
-    """Yield a view of each row's part of a flat array."""
-    end = 0
-    for length in lengths_B.tolist():
-        start, end = end, end + length
-        yield flat[start:end]
 
 
 def _lengths(segments: Sequence[Segment]) -> IndexArray:

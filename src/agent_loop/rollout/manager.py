@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from agent_loop.chat.template import ChatTemplate
@@ -15,7 +16,6 @@ from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.planning.devices import assign, visible_devices
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction
-from agent_loop.rollout.batching import make_batch
 from agent_loop.rollout.components import (
     load_context,
     load_loops,
@@ -140,16 +140,21 @@ class AgentLoopManager:
 
         Returns:
             A `tensordict.TensorDict` with one row per trajectory, ordered by row, then sample; `batch["timing"]` holds
-            the timing metrics. See `agent_loop.rollout.batch` for the fields, and `agent_loop.rollout.jagged` for those
-            of `rollout.pad_to=none`.
+            the timing metrics. See `agent_loop.rollout.batch.assemble` for the fields, and `assemble_jagged` beside it
+            for those of `rollout.pad_to=none`.
 
         Raises:
             RolloutError: More trajectories failed than `rollout.max_failed_share` allows.
         """
+        from agent_loop.rollout.batch import make_batch  # late: needs torch; running loops does not
+
         # The next garbage collection finds the batch alone, without the trajectories.
         with infrequent_collections():
             trajectories = await self.run(rows, n=n, validate=validate)
-            return await make_batch(trajectories, config=self.config, pad_token_id=self.template.pad_token_id)
+            make = partial(
+                make_batch, trajectories, config=self.config, pad_token_id=self.template.pad_token_id
+            )
+            return await run_in_thread(make)
 
     async def run(
         self,

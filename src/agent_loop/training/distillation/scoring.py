@@ -13,8 +13,7 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from agent_loop.errors import ChatTemplateError, DataError, RolloutError, ServerError
-from agent_loop.rollout.batch import RolloutBatch
-from agent_loop.rollout.columns import as_tensor
+from agent_loop.rollout.batch import RolloutBatch, as_tensor
 from agent_loop.runtime.describe import describe_error
 from agent_loop.servers.scores import TokenScores
 from agent_loop.training import metrics as names

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from agent_loop.integrations.verl.manager.settings import load_verl
-from agent_loop.rollout.columns import as_tensor
+from agent_loop.rollout.batch import as_tensor
 
 FIXED_FIELDS = ("turn_scores", "tool_rewards", "min_global_steps", "max_global_steps", "extras")
 """Columns that a batch always has, so that batches of different loops can be concatenated."""
