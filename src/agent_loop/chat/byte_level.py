@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 import tiktoken
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Pattern by which `tokenizers` splits text if a byte-level pre-tokenizer has no pattern."""
@@ -134,18 +134,18 @@ def read_byte_level(tokenizer: Tokenizer) -> ByteLevelBpe:
     Raises:
         OtherTokenizer: The tokenizer does or may do something that `tiktoken` does not.
     """
-    described = cast(dict[str, Any], json.loads(tokenizer.to_str()))
+    kind = type(tokenizer.model)
+    _require(kind is models.BPE, f"its model is {kind.__name__}, not BPE")
+    _require(isinstance(tokenizer.decoder, decoders.ByteLevel), "its decoder is not byte-level")
+    described = cast(dict[str, Any], json.loads(tokenizer.to_str()))  # seconds for a large vocabulary
     is_composed = _is_composed(described["normalizer"] or {"type": "Sequence", "normalizers": []})
     control_ids = _control_ids(tokenizer.get_added_tokens_decoder(), is_composed=is_composed)
     model = cast(dict[str, Any], described["model"])
-    _require(model["type"] == "BPE", f"its model is {model['type']}, not BPE")
     for field in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         _require(not model.get(field), f"its model has a {field}")
     vocab = cast(dict[str, int], model["vocab"])
     _require(CHARS.issubset(vocab), "its vocabulary lacks some of the 256 bytes")
     token_bytes = _token_bytes({**vocab, **control_ids})
-    decoder = cast(dict[str, Any], described["decoder"] or {})
-    _require(decoder.get("type") == "ByteLevel", "its decoder is not byte-level")
     return ByteLevelBpe(
         ranks={token_bytes[token_id]: token_id for token_id in _made_ids(model, set(control_ids.values()))},
         pattern=_pattern(described["pre_tokenizer"] or {}),

@@ -283,7 +283,7 @@ def load_media_processor(
     Returns:
         The processor, or the reason why there is none, in words that fit after `the model cannot read them: `.
     """
-    from transformers import AutoConfig, AutoProcessor  # late: importing transformers takes seconds
+    from transformers import AutoConfig  # late: importing transformers takes seconds
 
     try:
         config = cast(Any, AutoConfig).from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -292,6 +292,8 @@ def load_media_processor(
     vision_config = getattr(config, "vision_config", None)
     if vision_config is None:
         return f"the model {path!r} has no vision tower"
+    from transformers import AutoProcessor
+
     tokens_per_second = getattr(vision_config, "tokens_per_second", None)
     try:
         try:

@@ -143,7 +143,8 @@ class ConversationTree:
         if calls := message.get("tool_calls"):
             return message | {
                 "tool_calls": [
-                    call | {"id": self._model_ids.get(call.get("id"), call.get("id"))} for call in calls
+                    call | {"id": self._model_ids[call["id"]]} if call.get("id") in self._model_ids else call
+                    for call in calls
                 ]
             }
         return message
