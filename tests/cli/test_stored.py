@@ -9,7 +9,7 @@ import pytest
 
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.storage import StoredRun, write_vocabulary
-from agent_loop.storage.arrow import parquet
+from agent_loop.storage.schema import parquet
 from tests.cli.stored_project import make_stored_project, run
 from tests.helpers import HERMES_TEMPLATE, small_tokenizer
 

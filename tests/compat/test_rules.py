@@ -11,7 +11,7 @@ import pytest
 from agent_loop.errors import ConfigError, RewardError
 from agent_loop.integrations.verl.rules import default_compute_score, gsm8k_flexible
 from agent_loop.rewards.function import load_batch_reward, load_reward
-from agent_loop.rewards.math_answers import boxed, is_equal
+from agent_loop.rewards.rules import boxed, is_equal
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput
 

@@ -19,7 +19,7 @@ from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.run_folder import METRICS_FILE
 from agent_loop.workspaces.container.container import OWNER_LABEL
 from agent_loop.workspaces.container.pool import close_pools
-from agent_loop.workspaces.root import root_folder
+from agent_loop.workspaces.folder import root_folder
 from examples.common.demonstrations import Task
 from examples.common.warm_start import make_warm_model
 from examples.run import RECIPES, tool_schemas

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import ConfigError, DataError, InteractionUnavailable
-from agent_loop.interactions.simulated_user import SimulatedUser
-from agent_loop.interactions.swapped_roles import SILENCE, num_replies, with_roles_swapped
+from agent_loop.interactions.simulated_user import SILENCE, SimulatedUser, num_replies, with_roles_swapped
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 from tests.helpers import text_reply

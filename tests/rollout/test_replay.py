@@ -12,8 +12,7 @@ from msgspec import structs
 
 from agent_loop.config import Config, load_config
 from agent_loop.errors import DataError
-from agent_loop.recording.recorded_responses import extract_responses
-from agent_loop.recording.token_difference import first_difference
+from agent_loop.recording.recorded_responses import extract_responses, first_difference
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.replay import replay_trajectory
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer

@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from agent_loop.storage.keeper import TrajectoryKeeper
+from agent_loop.storage.writer import TrajectoryKeeper
 from tests.storage.samples import solved
 
 

@@ -1,4 +1,4 @@
-"""Trajectories as JSON lines: the columns of the Parquet files, and the lines of earlier versions."""
+"""Trajectories as JSON lines: the columns of the Parquet files."""
 
 from __future__ import annotations
 
@@ -10,34 +10,10 @@ import numpy as np
 import pytest
 
 from agent_loop.errors import DataError
-from agent_loop.storage import StoredRun, to_trajectory, write_trajectories
+from agent_loop.storage import StoredRun, write_trajectories
 from agent_loop.storage.json_lines import read_lines, stored_copy, write_lines
 from agent_loop.storage.schema import SCHEMA
 from tests.storage.samples import failed, solved, without_logprobs
-
-EARLIER: dict[str, Any] = {
-    "trajectory_id": "group=2/rollout=1",
-    "group": 2,
-    "rollout": 1,
-    "branch": None,
-    "row": {"raw_prompt": [{"role": "user", "content": "?"}], "level": 3},
-    "stop_reason": "answered",
-    "reward": 0.5,
-    "reward_extra": {"length": 2},
-    "tool_rewards": [],
-    "turn_scores": [],
-    "feedback": [],
-    "num_turns": 2,
-    "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}],
-    "incidents": [{"kind": "truncated_reply", "detail": "cut", "assistant_turn": 0}],
-    "failure": None,
-    "metrics": {"generate_sequences": 1.5},
-    "segments": [
-        {"origin": "prompt", "token_ids": [1, 2]},
-        {"origin": "model", "token_ids": [7, 8], "weight_version": 4, "logprobs": [-0.5, -0.25]},
-    ],
-    "extra_fields": {},
-}
 
 
 def same(mine: Any, its: Any) -> bool:
@@ -57,19 +33,6 @@ def test_a_file_of_lines_and_a_parquet_file_hold_the_same(tmp_path: Path) -> Non
         assert [name for name in its if not same(mine[name], its[name])] == []
 
 
-def test_lines_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "old.jsonl"
-    path.write_text(json.dumps(EARLIER) + "\n", encoding="utf-8")
-    [row] = StoredRun(stored_copy(path, folder=tmp_path)).rows()
-    read = to_trajectory(row)
-    assert (read.trajectory_id, read.reward, read.row["level"]) == ("group=2/rollout=1", 0.5, 3)
-    assert [segment.token_ids.tolist() for segment in read.output.segments] == [[1, 2], [7, 8]]
-    assert read.output.segments[1].weight_version == 4
-    assert read.output.response_logprobs is not None
-    assert read.output.response_logprobs.tolist() == [-0.5, -0.25]
-    assert read.output.answer == "yes"
-
-
 def test_a_line_without_a_trajectory_is_named_and_one_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     write_lines(path, [solved(rollout=0), solved(rollout=1)], split="rollout")
@@ -80,5 +43,5 @@ def test_a_line_without_a_trajectory_is_named_and_one_that_was_cut_off_is_left_o
     with pytest.raises(DataError, match=r"lines.jsonl' line 2 holds no trajectory: "):
         list(read_lines(path))
     path.write_text('{"trajectory_id": "a", "segments": []}\n', encoding="utf-8")
-    with pytest.raises(DataError, match="line 1 holds no trajectory: it has no 'failure'"):
+    with pytest.raises(DataError, match="line 1 holds no trajectory: it has no 'prompt_ids'"):
         list(read_lines(path))

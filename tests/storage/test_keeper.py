@@ -14,9 +14,8 @@ from typing import ClassVar
 import pytest
 
 from agent_loop.storage import StoredRun
-from agent_loop.storage import keeper as keeper_module
-from agent_loop.storage.keeper import TrajectoryKeeper
-from agent_loop.storage.writer import write_trajectories
+from agent_loop.storage import writer as writer_module
+from agent_loop.storage.writer import TrajectoryKeeper, write_trajectories
 from tests.helpers import small_tokenizer
 from tests.storage.samples import solved
 
@@ -80,7 +79,7 @@ def test_a_removed_folder_is_created_again(tmp_path: Path) -> None:
 def test_trajectories_beyond_the_queue_limit_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "MAX_WAITING_TOKENS", 9)
+    monkeypatch.setattr(writer_module, "MAX_WAITING_TOKENS", 9)
     reports: list[str] = []
     with TrajectoryKeeper(tmp_path, report=reports.append) as keeper:
         is_released = threading.Event()

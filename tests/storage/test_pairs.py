@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from agent_loop.cli import app
 from agent_loop.errors import DataError
 from agent_loop.storage import StoredRun, write_trajectories
-from agent_loop.storage.pairs import PreferencePair, preference_pairs
-from agent_loop.storage.query import Condition
+from agent_loop.storage.query import Condition, PreferencePair, preference_pairs
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import Message
 from tests.storage.samples import failed, solved

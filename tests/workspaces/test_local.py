@@ -19,7 +19,7 @@ from agent_loop.rollout.failures import failure_of
 from agent_loop.runtime.owner import this_process
 from agent_loop.workspaces.check import check_reward
 from agent_loop.workspaces.factory import open_workspace
-from agent_loop.workspaces.root import root_folder
+from agent_loop.workspaces.folder import root_folder
 from agent_loop.workspaces.settings import CheckSettings, read_workspace
 
 DAEMON = """

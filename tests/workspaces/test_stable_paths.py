@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent_loop.workspaces.factory import open_workspace
-from agent_loop.workspaces.root import make_folder, new_name, remove_orphaned_folders, root_folder
+from agent_loop.workspaces.folder import make_folder, new_name, remove_orphaned_folders, root_folder
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_folders_with_the_same_key_have_the_same_path_one_after_the_other_and_ne
 def test_a_killed_process_leaves_its_path_to_the_next_one() -> None:
     code = """
 import os
-from agent_loop.workspaces.root import make_folder, new_name
+from agent_loop.workspaces.folder import make_folder, new_name
 print(make_folder(new_name("ab12")), flush=True)
 os.kill(os.getpid(), 9)
 """

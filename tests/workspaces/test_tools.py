@@ -19,9 +19,8 @@ from agent_loop.tools.base import BaseTool
 from agent_loop.tools.registry import load_tools
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import StopReason
-from agent_loop.workspaces.root import root_folder
-from agent_loop.workspaces.shared import num_shared
-from agent_loop.workspaces.tools import workspace_tools
+from agent_loop.workspaces.folder import root_folder
+from agent_loop.workspaces.tools import num_shared, workspace_tools
 from tests.helpers import text_reply, tool_call_reply, user
 from tests.rollout.harness import WorkerHarness
 from tests.rollout.journaled import key_of

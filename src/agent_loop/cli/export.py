@@ -70,10 +70,9 @@ def export_command(
 
 def _export_pairs(source: Path, out: Path, *, where: list[str] | None) -> None:
     from agent_loop.storage import StoredRun
-    from agent_loop.storage.json_text import to_json
-    from agent_loop.storage.pairs import preference_pairs
-    from agent_loop.storage.query import Condition
-    from agent_loop.storage.whole_file import whole_file
+    from agent_loop.storage.columns import to_json
+    from agent_loop.storage.exclusive import whole_file
+    from agent_loop.storage.query import Condition, preference_pairs
 
     conditions = [Condition.parse(each) for each in where or ()]
     count = 0

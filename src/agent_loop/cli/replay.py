@@ -73,8 +73,8 @@ def replay_command(
     # late: keeps `--help` quick
     from agent_loop.recording.recorded_responses import extract_responses
     from agent_loop.rollout.replay import replay_trajectory
+    from agent_loop.storage.columns import to_trajectory
     from agent_loop.storage.json_lines import write_lines
-    from agent_loop.storage.reading import to_trajectory
     from agent_loop.storage.run import StoredRun
     from agent_loop.storage.writer import write_trajectories
 
@@ -118,7 +118,7 @@ def replay_command(
 
 def _compare(old: Trajectory, new: Trajectory, console: Console, *, pieces: Sequence[Piece] | None) -> bool:
     """Print where two trajectories differ, and return whether they are the same."""
-    from agent_loop.recording.token_difference import first_difference
+    from agent_loop.recording.recorded_responses import first_difference
     from agent_loop.storage.vocabulary import text_of
 
     def show(token_ids: Sequence[int]) -> str:

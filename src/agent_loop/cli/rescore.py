@@ -141,7 +141,7 @@ async def _score_all(
 ) -> list[Rescored]:
     from agent_loop.rewards.function import RewardFunction
     from agent_loop.runtime.concurrency import run_together
-    from agent_loop.storage.reading import to_trajectory
+    from agent_loop.storage.columns import to_trajectory
 
     calls = asyncio.Semaphore(MAX_AT_ONCE)
     trajectories = [to_trajectory(row) for row in rows]

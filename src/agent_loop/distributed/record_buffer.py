@@ -66,7 +66,7 @@ class RecordBuffer:
 
 @dataclass(frozen=True, slots=True)
 class RowRecordSink:
-    """Sink of one row's log. Implements `agent_loop.recording.sink.Sink`."""
+    """Sink of one row's log. Implements `agent_loop.recording.record.Sink`."""
 
     buffer: RecordBuffer
     trajectory_id: str

@@ -13,8 +13,8 @@ from agent_loop.distributed.job_batch import JobBatch, JobChunk
 from agent_loop.distributed.ray_module import ActorLost
 from agent_loop.distributed.remote_worker import RemoteWorker
 from agent_loop.errors import AgentLoopError, RolloutError
+from agent_loop.recording.record import Discard
 from agent_loop.recording.row_log import RowLog
-from agent_loop.recording.sink import Discard
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.jobs import Job
 from agent_loop.runtime.concurrency import run_together

@@ -17,7 +17,7 @@ from agent_loop.config import Section
 from agent_loop.environments.base import Environment, EnvironmentTool, RewardValue
 from agent_loop.environments.suite import SolutionTurn, TaskSuite
 from agent_loop.errors import ConfigError, ToolError, did_you_mean
-from agent_loop.interactions.swapped_roles import text_of
+from agent_loop.interactions.simulated_user import text_of
 from agent_loop.loading import import_extra
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.base import ArgumentChecking

@@ -19,8 +19,8 @@ from agent_loop.environments.base import Environment, Reply
 from agent_loop.environments.suite import SizedOptions, SolutionTurn, TaskSuite, option_value
 from agent_loop.errors import ConfigError, DataError, InteractionBug
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.interactions.settings import read_settings
-from agent_loop.interactions.swapped_roles import text_of
+from agent_loop.interactions.registry import read_settings
+from agent_loop.interactions.simulated_user import text_of
 from agent_loop.loading import import_extra, load_object
 from agent_loop.runtime.describe import describe_error, describe_value, one_line
 from agent_loop.runtime.instances import OnReplay

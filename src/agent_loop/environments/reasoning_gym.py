@@ -16,7 +16,7 @@ from agent_loop.config import Section
 from agent_loop.environments.base import Environment
 from agent_loop.environments.suite import SizedOptions, SolutionTurn, TaskSuite, option_value
 from agent_loop.errors import ConfigError, DataError, did_you_mean
-from agent_loop.interactions.swapped_roles import text_of
+from agent_loop.interactions.simulated_user import text_of
 from agent_loop.loading import import_extra
 from agent_loop.runtime.describe import describe_error
 from agent_loop.types import Message

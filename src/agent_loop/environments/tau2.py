@@ -21,8 +21,7 @@ from agent_loop.errors import (
     InteractionUnavailable,
     ToolError,
 )
-from agent_loop.interactions.simulated_user import SimulatedUser
-from agent_loop.interactions.swapped_roles import num_replies, text_of
+from agent_loop.interactions.simulated_user import SimulatedUser, num_replies, text_of
 from agent_loop.loading import import_extra
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.instances import OnReplay

@@ -19,7 +19,7 @@ from msgspec import structs
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.episode.turn_log import TurnLog
 from agent_loop.errors import ConfigError, DataError, WorkspaceError
-from agent_loop.interactions.swapped_roles import text_of
+from agent_loop.interactions.simulated_user import text_of
 from agent_loop.loops.base import LoopContext
 from agent_loop.rewards.function import Score
 from agent_loop.runtime.child_process import CommandResult

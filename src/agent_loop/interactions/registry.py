@@ -1,14 +1,15 @@
-"""Loader for the interactions of a configuration."""
+"""Loader for the interactions of a configuration, their selection by rows, and the parser of their settings."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
-from agent_loop.config import Section
-from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.config import Section, parse_section
+from agent_loop.errors import ConfigError, DataError, did_you_mean
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.registries import construct, load_class, read_entries
 
@@ -68,3 +69,47 @@ def _load_class(reference: str, *, key: str) -> type[BaseInteraction]:
             "use a built-in one, file.py:Class or module:Class"
         )
     return load_class(BUILT_IN.get(reference, reference), base=BaseInteraction, key=key)
+
+
+def read_interaction_name(
+    interaction_kwargs: Mapping[str, Any] | None, *, known: Collection[str], where: str
+) -> str | None:
+    """Return the name of the interaction in a row's `interaction_kwargs`, or None if the row has no interaction.
+
+    Arguments without a name are ignored if no interaction is configured: some data sets have them in rows that only
+    call tools. Fields that are None are ignored: a table has them in rows without an interaction.
+
+    Raises:
+        DataError: The name is missing although interactions are configured, or it is unknown.
+    """
+    given = {key: value for key, value in (interaction_kwargs or {}).items() if value is not None}
+    if not given or ("name" not in given and not known):
+        return None
+    if "name" not in given:
+        names = ", ".join(map(repr, known))
+        raise DataError(
+            f"{where} has no name, and the configured interactions are {names}; name one of them, or omit "
+            f"{where.rpartition(' ')[2]} in rows without an interaction"
+        )
+    name = str(given["name"])
+    if name in known:
+        return name
+    if known:
+        raise DataError(f"{where}.name is {name!r}, which is not configured{did_you_mean(name, known)}")
+    raise DataError(
+        f"{where}.name is {name!r}, but no interaction is configured; set "
+        "rollout.multi_turn.interaction_config_path, or remove the name"
+    )
+
+
+SettingsT = TypeVar("SettingsT", bound=Section)
+
+
+def read_settings(section: type[SettingsT], config: Mapping[str, Any]) -> SettingsT:
+    """Return an interaction's `config`, without `name`, as an instance of `section`.
+
+    Raises:
+        ConfigError: A key is unknown or missing, or a value is out of range.
+    """
+    values = {key: value for key, value in config.items() if key != "name"}
+    return parse_section(section, values, where=f"config of interaction {config.get('name', '?')!r}")

@@ -19,7 +19,7 @@ from agent_loop.episode import Episode
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.episode.turn_log import TurnLog
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.interactions.selection import read_interaction_name
+from agent_loop.interactions.registry import read_interaction_name
 from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
 from agent_loop.servers.completion_memory import CompletionMemory, RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager

@@ -15,9 +15,8 @@ from agent_loop.errors import EpisodeError
 from agent_loop.loops.registry import register
 from agent_loop.loops.tool_agent import ToolAgentLoop
 from agent_loop.recording.combined_log import CombinedLog
-from agent_loop.recording.record import RowRecord
+from agent_loop.recording.record import Memory, RowRecord
 from agent_loop.recording.row_log import RowLog
-from agent_loop.recording.sink import Memory
 from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind
 from agent_loop.types import Row, StopReason
 

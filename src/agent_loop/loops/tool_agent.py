@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from agent_loop.episode import Completion, Episode, EpisodeStopped
 from agent_loop.errors import EpisodeError, ToolBug
-from agent_loop.interactions.selection import read_interaction_name
+from agent_loop.interactions.registry import read_interaction_name
 from agent_loop.loops.agent_data import AgentData, current_agent_data
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register

@@ -1,11 +1,11 @@
-"""Records of one rollout of one row."""
+"""Records of one rollout of one row, and their receivers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.episode.ledger import TokenLedger
@@ -126,7 +126,7 @@ class RowRecord:
     def has_succeeded(self) -> bool:
         """Whether the row ended without a failure. Such a row is not run again."""
         return self.end is not None and all(
-            each["stop"] != StopReason.FAILED for each in self.end["trajectories"]
+            each["stop_reason"] != StopReason.FAILED for each in self.end["trajectories"]
         )
 
     def trajectories(self, row: Row, *, group: int, rollout: int) -> list[Trajectory]:
@@ -158,3 +158,50 @@ _ORIGINS = {
     RecordKind.OBSERVATION: Origin.TOOL,
     RecordKind.INTERACTION: Origin.INTERACTION,
 }
+
+
+class Sink(Protocol):
+    """Receiver of records, in order."""
+
+    def append(self, payload: bytes) -> None:
+        """Append a record.
+
+        Raises:
+            JournalError: An earlier record could not be written.
+        """
+        ...
+
+    async def flushed(self, *, to_disk: bool = False) -> None:
+        """Wait until the operating system has every record, so that a crash of the process loses no record.
+
+        Args:
+            to_disk: Wait until the records are on the disk too, so that a power failure loses no record.
+
+        Raises:
+            JournalError: A record could not be written.
+        """
+        ...
+
+
+class Memory:
+    """List of records in this process. Implements `Sink`."""
+
+    def __init__(self, payloads: Iterable[bytes] = ()) -> None:
+        self.payloads = list(payloads)
+        """All records in packed form, oldest first."""
+
+    def append(self, payload: bytes) -> None:
+        self.payloads.append(payload)
+
+    async def flushed(self, *, to_disk: bool = False) -> None:
+        pass
+
+
+class Discard:
+    """Sink that drops all records. Implements `Sink`."""
+
+    def append(self, payload: bytes) -> None:
+        pass
+
+    async def flushed(self, *, to_disk: bool = False) -> None:
+        pass

@@ -8,10 +8,9 @@ from typing import Any
 
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.episode.turn_log import ReplayMismatch
-from agent_loop.recording.record import RecordEntry, RecordKind, RecordPosition
+from agent_loop.recording.record import Memory, RecordEntry, RecordKind, RecordPosition
 from agent_loop.recording.recorded_responses import RecordedResponses
 from agent_loop.recording.row_log import BEGINNINGS, EpisodeLog, RowLog
-from agent_loop.recording.sink import Memory
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.types import Message
 

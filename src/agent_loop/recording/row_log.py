@@ -13,9 +13,8 @@ from agent_loop.chat.multimodal import Encoded
 from agent_loop.episode.turn_log import ReplayMismatch, TurnLog
 from agent_loop.interactions.session import InteractionReply
 from agent_loop.recording import serialization
-from agent_loop.recording.record import RecordEntry, RecordKind, RecordPosition, RowRecord
+from agent_loop.recording.record import RecordEntry, RecordKind, RecordPosition, RowRecord, Sink
 from agent_loop.recording.serialization import deserialize_completion, serialize_completion
-from agent_loop.recording.sink import Sink
 from agent_loop.recording.values import Unstorable, digest, pack
 from agent_loop.runtime.concurrency import CallAborted
 from agent_loop.runtime.describe import describe_error

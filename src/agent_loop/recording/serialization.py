@@ -8,17 +8,16 @@ from typing import Any, Protocol
 import numpy as np
 from msgspec import structs
 
-from agent_loop.trajectory import (
-    AgentLoopMetrics,
-    AgentLoopOutput,
-    Failure,
-    Feedback,
-    Incident,
-    Segment,
-    Trajectory,
+from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, Segment, Trajectory
+from agent_loop.trajectory.codec import (
+    decode_completion,
+    encode_completion,
+    from_dict,
+    from_plain,
+    to_dict,
+    to_plain,
 )
-from agent_loop.trajectory.codec import decode_completion, encode_completion, from_plain, to_plain
-from agent_loop.types import IntArray, Message, Row, StopReason, TokenOutput, as_token_ids
+from agent_loop.types import IntArray, Message, Row, TokenOutput, as_token_ids
 
 
 class FindEpisode(Protocol):
@@ -141,38 +140,18 @@ def with_recorded_rewards(trajectory: Trajectory, form: Mapping[str, Any]) -> Tr
 
 
 def _output_form(output: AgentLoopOutput, *, prompt: Sequence[Message]) -> dict[str, Any]:
+    """Return an output without its tokens, and without the messages that are those of the row."""
     messages = output.messages
     begins_with_row = len(messages) >= len(prompt) and all(
         message is row_message for message, row_message in zip(messages, prompt, strict=False)
     )
-    return {
-        "stop": str(output.stop_reason),
-        "reward_score": output.reward_score,
-        "tool_schemas": output.tool_schemas,
-        "row_messages": len(prompt) if begins_with_row else 0,
-        "messages": messages[len(prompt) :] if begins_with_row else messages,
-        "metrics": to_plain(output.metrics),
-        "feedback": to_plain(output.feedback),
-        "incidents": to_plain(output.incidents),
-        "failure": to_plain(output.failure),
-        "extra_fields": dict(output.extra_fields),
-        "num_turns": output.num_turns,
-    }
+    num_row_messages = len(prompt) if begins_with_row else 0
+    own = {"messages": messages[num_row_messages:], "row_messages": num_row_messages}
+    return to_dict(output, with_segments=False) | own
 
 
 def _read_output(
     form: Mapping[str, Any], *, segments: Sequence[Segment], prompt: Sequence[Message]
 ) -> AgentLoopOutput:
-    return AgentLoopOutput(
-        segments=segments,
-        stop_reason=StopReason(form["stop"]),
-        reward_score=form["reward_score"],
-        tool_schemas=form["tool_schemas"],
-        messages=[*prompt[: form["row_messages"]], *form["messages"]],
-        metrics=from_plain(form["metrics"], AgentLoopMetrics),
-        feedback=from_plain(form["feedback"], list[Feedback]),
-        incidents=from_plain(form["incidents"], list[Incident]),
-        failure=from_plain(form["failure"], Failure) if form["failure"] else None,
-        extra_fields=form["extra_fields"],
-        num_turns=form["num_turns"],
-    )
+    messages = [*prompt[: form["row_messages"]], *form["messages"]]
+    return from_dict({**form, "messages": messages}, segments=segments)

@@ -13,9 +13,10 @@ from agent_loop.config import Section, parse_section
 from agent_loop.config.reward import PartName
 from agent_loop.errors import ConfigError, RewardError, RewardUnavailable
 from agent_loop.files.plain_values import read_yaml
-from agent_loop.rewards.judge import Judge, JudgeSettings
-from agent_loop.rewards.judge_cache import JudgeCache
-from agent_loop.rewards.judge_questions import (
+from agent_loop.rewards.judge import (
+    Judge,
+    JudgeCache,
+    JudgeSettings,
     Question,
     Scale,
     Verdict,

@@ -7,7 +7,7 @@ from typing import Any
 
 from agent_loop.environments.factory import find_environment
 from agent_loop.errors import DataError, did_you_mean
-from agent_loop.interactions.selection import read_interaction_name
+from agent_loop.interactions.registry import read_interaction_name
 from agent_loop.loops import ToolAgentLoop
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.environment_agent import EnvironmentAgentLoop

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from agent_loop.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from agent_loop.storage.columns import Learned
-    from agent_loop.storage.reading import to_trajectory
+    from agent_loop.storage.columns import Learned, to_trajectory
     from agent_loop.storage.run import StoredFile, StoredRun
     from agent_loop.storage.schema import SCHEMA, SCHEMA_VERSION
     from agent_loop.storage.vocabulary import pieces_of, read_vocabulary, text_of, write_vocabulary
@@ -37,7 +36,7 @@ _MODULE_OF = {
     "pieces_of": "vocabulary",
     "read_vocabulary": "vocabulary",
     "text_of": "vocabulary",
-    "to_trajectory": "reading",
+    "to_trajectory": "columns",
     "write_trajectories": "writer",
     "write_vocabulary": "vocabulary",
 }

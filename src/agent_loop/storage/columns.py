@@ -1,19 +1,90 @@
-"""Conversion of a trajectory to a stored row."""
+"""Conversion of a trajectory to a stored row, and back."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 
+from agent_loop.chat.sources import describe_source, without_pixels
+from agent_loop.errors import DataError
 from agent_loop.files.plain_values import without_halves
-from agent_loop.storage.json_text import described, described_row, to_json
+from agent_loop.runtime.user_values import plain_value
 from agent_loop.storage.times import times_of
-from agent_loop.trajectory import AgentLoopOutput, Trajectory
-from agent_loop.types import FloatArray, Origin
+from agent_loop.trajectory import (
+    AgentLoopOutput,
+    FailureKind,
+    Segment,
+    Span,
+    Trace,
+    Trajectory,
+)
+from agent_loop.trajectory.codec import from_dict, to_dict
+from agent_loop.types import FloatArray, Message, Origin, Row, as_token_ids
+
+MAX_ARRAY = 4096
+"""Arrays with more numbers are replaced by a description."""
+MAX_TEXT = 2000
+"""Maximum characters of the `str` of an object of an unknown type."""
+
+
+def to_json(value: Any) -> str:
+    """Return any value as JSON.
+
+    Arrays become lists, other types become a description, and numbers that are not finite become null.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
+    except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are foreign code)
+        text = json.dumps(_plain(plain_value(value)), ensure_ascii=False, separators=(",", ":"))
+    return without_halves(text)
+
+
+def described(messages: Iterable[Message]) -> list[Message]:
+    """Return the messages with descriptions in place of their images. Parts without an image stay the same."""
+    return [_described_message(message) for message in messages]
+
+
+def described_row(row: Row) -> dict[str, Any]:
+    """Return the columns of a row with descriptions in place of the images of its prompt."""
+    columns = dict(row)
+    if isinstance(columns.get("raw_prompt"), list):
+        columns["raw_prompt"] = described(columns["raw_prompt"])
+    return columns
+
+
+def _described_message(message: Message) -> Message:
+    try:
+        return without_pixels(message)
+    except DataError:
+        return message
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in cast(Sequence[Any], value)]
+    if isinstance(value, np.ndarray) and cast(Any, value).size <= MAX_ARRAY:
+        return _plain(cast(Any, value).tolist())
+    if isinstance(value, np.generic):
+        return _plain(cast(Any, value).item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, (np.ndarray, bytes)) or hasattr(value, "size"):
+        return describe_source(value)
+    return str(value)[:MAX_TEXT]
+
+
+OUTPUT_COLUMNS = ("messages", "tool_schemas", "metrics", "feedback", "incidents", "extra_fields")
+"""Columns whose JSON is a field of the output, as `to_dict` returns it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,14 +235,89 @@ def _logprobs(output: AgentLoopOutput) -> FloatArray | list[float | None] | None
 def _texts(trajectory: Trajectory) -> dict[str, Any]:
     output, trace = trajectory.output, trajectory.trace
     spans = trace and [[s.kind, s.name, s.start, s.end, s.details] for s in trace.spans]
+    values = to_dict(output, with_segments=False)
     return {
+        **{name: to_json(values[name]) for name in OUTPUT_COLUMNS},
         "messages": to_json(described(output.messages)),
-        "tool_schemas": to_json(output.tool_schemas),
         "answer": without_halves(output.answer),
-        "feedback": to_json([structs.asdict(feedback) for feedback in output.feedback]),
-        "incidents": to_json([structs.asdict(incident) for incident in output.incidents]),
         "spans": None if spans is None else to_json(spans),
-        "metrics": to_json(structs.asdict(output.metrics)),
         "reward_extra": to_json(trajectory.reward_extra),
-        "extra_fields": to_json(output.extra_fields),
     }
+
+
+def to_trajectory(row: Mapping[str, Any]) -> Trajectory:
+    """Return the trajectory of a row of `StoredRun.trajectory`.
+
+    Images are not stored: messages describe them, and segments have no attachments.
+
+    Raises:
+        ValueError: The values of the row contradict each other.
+    """
+    return Trajectory(
+        output=_output(row),
+        row=json.loads(row["row"]),
+        group=row["group"],
+        rollout=row["rollout"],
+        reward=row["reward"],
+        reward_extra=json.loads(row["reward_extra"]),
+        branch=row["branch"],
+        trace=_trace(row),
+    )
+
+
+def _output(row: Mapping[str, Any]) -> AgentLoopOutput:
+    failure = None
+    if row["failure"] is not None:
+        kind = row.get("failure_kind") or FailureKind.CODE
+        failure = {"error": row["failure"], "traceback": row["failure_traceback"] or "", "kind": kind}
+    values = {name: json.loads(row[name]) for name in OUTPUT_COLUMNS}
+    return from_dict({**row, **values, "failure": failure}, segments=_segments(row))
+
+
+def _segments(row: Mapping[str, Any]) -> list[Segment]:
+    """Split the concatenated tokens into segments."""
+    token_ids = np.concatenate([as_token_ids(row["prompt_ids"]), as_token_ids(row["response_ids"])])
+    num_prompt = len(row["prompt_ids"])
+    extras = _arrays_of_segments(row.get("extras"))
+    segments: list[Segment] = []
+    start = 0
+    for number, run in enumerate(row["segments"]):
+        end, origin = start + run["num_tokens"], Origin(run["origin"])
+        logprobs = None
+        if origin is Origin.MODEL:
+            logprobs = _segment_logprobs(row["response_logprobs"], start - num_prompt, end - num_prompt)
+        segments.append(
+            Segment(
+                token_ids[start:end], origin, logprobs, run["weight_version"], extras=extras.get(number, {})
+            )
+        )
+        start = end
+    if start != len(token_ids):
+        raise ValueError(f"segments of {start} tokens in all, where there are {len(token_ids)}")
+    return segments
+
+
+def _arrays_of_segments(stored: Sequence[Mapping[str, Any]] | None) -> dict[int, dict[str, NDArray[Any]]]:
+    """Return the arrays of each segment, by its index and their names. Files of earlier versions have none."""
+    extras: dict[int, dict[str, NDArray[Any]]] = {}
+    for each in stored or ():
+        array = np.frombuffer(each["data"], np.dtype(each["dtype"])).reshape(each["shape"])
+        extras.setdefault(each["segment"], {})[each["name"]] = array
+    return extras
+
+
+def _segment_logprobs(stored: Sequence[Any] | FloatArray | None, start: int, end: int) -> FloatArray | None:
+    """Return the log-probs of a segment; None if it has none. NaN stands for null."""
+    if stored is None:
+        return None
+    part = np.asarray(stored[start:end], np.float32)
+    return None if len(part) and np.isnan(part).all() else part
+
+
+def _trace(row: Mapping[str, Any]) -> Trace | None:
+    if row["spans"] is None:
+        return None
+    spans = tuple(
+        Span(kind, name, start, end, details) for kind, name, start, end, details in json.loads(row["spans"])
+    )
+    return Trace(row["began_at"], row["seconds"], spans)

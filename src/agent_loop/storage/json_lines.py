@@ -1,8 +1,7 @@
 """Trajectories as JSON lines, with the columns of `storage.schema`.
 
 A line is an object with one value per column. The columns that hold JSON as text in a Parquet file hold the value
-itself here, and the bytes of `extras` are in base 64. The lines of earlier versions, with the tokens in `segments`,
-are read too.
+itself here, and the bytes of `extras` are in base 64.
 """
 
 from __future__ import annotations
@@ -18,22 +17,13 @@ import numpy as np
 
 from agent_loop.errors import DataError
 from agent_loop.files.plain_values import parse_json, without_halves
-from agent_loop.storage.columns import StepFacts, columns_of
-from agent_loop.storage.json_text import to_json
+from agent_loop.storage.columns import StepFacts, columns_of, to_json
+from agent_loop.storage.exclusive import whole_file
 from agent_loop.storage.schema import JSON_COLUMNS, SCHEMA
-from agent_loop.storage.whole_file import whole_file
 from agent_loop.storage.writer import write_rows
 from agent_loop.trajectory import (
-    AgentLoopMetrics,
-    AgentLoopOutput,
-    Failure,
-    Feedback,
-    Incident,
-    Segment,
     Trajectory,
 )
-from agent_loop.trajectory.codec import from_plain
-from agent_loop.types import Origin, StopReason, as_token_ids
 
 
 def write_lines(path: Path, trajectories: Iterable[Trajectory], *, split: str, step: int = 0) -> None:
@@ -113,47 +103,10 @@ def _json(name: str, value: Any) -> str:
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:
     if "prompt_ids" not in record:
-        facts = StepFacts(0, "rollout", weight_version=None, success_threshold=1.0)
-        return columns_of(_earlier_trajectory(record), facts=facts)
+        raise KeyError("prompt_ids")
     row = {name: record[name] for name in SCHEMA.names if name in record}
     for name in JSON_COLUMNS & {*row}:
         row[name] = None if name == "spans" and row[name] is None else to_json(row[name])
     if row.get("extras") is not None:
         row["extras"] = [{**extra, "data": base64.b64decode(extra["data"])} for extra in row["extras"]]
     return row
-
-
-def _earlier_trajectory(record: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory of a line that an earlier version wrote."""
-    failure = record["failure"]
-    output = AgentLoopOutput(
-        segments=[_segment(segment) for segment in record["segments"]],
-        stop_reason=StopReason(record["stop_reason"]),
-        messages=record["messages"],
-        metrics=from_plain(record["metrics"], AgentLoopMetrics),
-        feedback=from_plain(record.get("feedback", []), list[Feedback]),
-        incidents=from_plain(record["incidents"], list[Incident]),
-        failure=None if failure is None else from_plain(failure, Failure),
-        extra_fields=record["extra_fields"],
-        num_turns=record["num_turns"],
-    )
-    return Trajectory(
-        output=output,
-        row=record["row"],
-        group=record["group"],
-        rollout=record["rollout"],
-        reward=record["reward"],
-        reward_extra=record["reward_extra"],
-        branch=record["branch"],
-    )
-
-
-def _segment(segment: Mapping[str, Any]) -> Segment:
-    logprobs = segment.get("logprobs")
-    return Segment(
-        as_token_ids(segment["token_ids"]),
-        Origin(segment["origin"]),
-        None if logprobs is None else np.asarray(logprobs, np.float32),
-        segment.get("weight_version"),
-        extras={name: np.asarray(values) for name, values in segment.get("extras", {}).items()},
-    )

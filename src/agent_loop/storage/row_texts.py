@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from agent_loop.storage.arrow import compute, pa
+from agent_loop.storage.schema import compute, pa
 
 SOURCES = ("row", "answer", "reward_extra")
 """Stored columns that the texts are read from."""

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 from agent_loop.chat.byte_level import BYTE_NAME, CHARS, bytes_of
 from agent_loop.errors import DataError
+from agent_loop.storage.exclusive import whole_file
 from agent_loop.storage.schema import VOCABULARY_VERSION
-from agent_loop.storage.whole_file import whole_file
 
 Piece: TypeAlias = str | list[int]
 """Text of a token, or its bytes if these are not valid text."""

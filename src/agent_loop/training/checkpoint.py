@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from agent_loop.errors import CheckpointError
 from agent_loop.runtime.describe import describe_error
+from agent_loop.storage.exclusive import sync_to_disk
 from agent_loop.storage.metrics_file import CHECKPOINTS_FOLDER
-from agent_loop.storage.whole_file import sync_to_disk
 from agent_loop.training.manifest import DataManifest, find_damage, manifest_of
 
 STATE_FILE = "state.json"

@@ -14,7 +14,7 @@ from agent_loop.rollout.batch import assemble, timing_metrics
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.columns import Learned
-from agent_loop.storage.keeper import TrajectoryKeeper
+from agent_loop.storage.writer import TrajectoryKeeper
 from agent_loop.training import metrics as names
 from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
 from agent_loop.training.distillation.scoring import open_scoring

@@ -11,8 +11,8 @@ from types import TracebackType
 
 from agent_loop.errors import OutputError
 from agent_loop.runtime.describe import describe_error
+from agent_loop.storage.exclusive import whole_file
 from agent_loop.storage.metrics_file import read_metrics
-from agent_loop.storage.whole_file import whole_file
 from agent_loop.tracing.background_writer import BackgroundWriter
 from agent_loop.training.loggers import LOGGER_TIMEOUT_S, Scalars
 

@@ -17,7 +17,7 @@ from agent_loop.rollout.rows import load_row_files
 from agent_loop.runtime.garbage_collection import frozen_objects, infrequent_collections
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_folder
-from agent_loop.storage.keeper import TrajectoryKeeper
+from agent_loop.storage.writer import TrajectoryKeeper
 from agent_loop.training.advantages.estimate import estimator_needs, load_estimator
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
 from agent_loop.training.distillation.teachers import open_teachers, refuse_other_teachers

@@ -12,8 +12,8 @@ import yaml
 
 from agent_loop.config import Config
 from agent_loop.errors import CheckpointError, ConfigError
-from agent_loop.storage.files import drop_steps_after
 from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE, written_parts
+from agent_loop.storage.run import drop_steps_after
 from agent_loop.training.checkpoint import (
     Checkpoint,
     checkpoints_folder,

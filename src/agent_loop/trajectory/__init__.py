@@ -7,10 +7,17 @@ from agent_loop.trajectory.branches import (
     mean_reward,
     without_lost,
 )
-from agent_loop.trajectory.incidents import Failure, FailureKind, Feedback, Incident, IncidentKind
+from agent_loop.trajectory.incidents import (
+    Failure,
+    FailureKind,
+    Feedback,
+    Incident,
+    IncidentKind,
+    Span,
+    Trace,
+)
 from agent_loop.trajectory.output import AgentLoopMetrics, AgentLoopOutput, Trajectory, rewards_of
 from agent_loop.trajectory.segments import UNKNOWN_VERSION, Segment, count_turns, placed_attachments
-from agent_loop.trajectory.trace import Span, Trace
 
 __all__ = [
     "UNKNOWN_VERSION",

@@ -1,4 +1,4 @@
-"""Codec of records such as completions, segments and incidents, for journals, messages and files.
+"""The codec of trajectories and of their records, for journals, messages, files and traces.
 
 A record is a msgspec struct or a data class. The codec reads the fields from the class, so a new field needs no code
 here.
@@ -6,7 +6,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -14,7 +14,10 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from agent_loop.types import TokenChunk, TokenOutput, as_token_ids
+from agent_loop.trajectory.incidents import Failure, Feedback, Incident
+from agent_loop.trajectory.output import AgentLoopMetrics, AgentLoopOutput
+from agent_loop.trajectory.segments import Segment
+from agent_loop.types import StopReason, TokenChunk, TokenOutput, as_token_ids
 
 RecordT = TypeVar("RecordT")
 LogprobType: TypeAlias = type[np.float32] | type[np.float64]
@@ -43,6 +46,43 @@ def from_plain(plain: Any, kind: type[RecordT]) -> RecordT:
         ValueError: The values are not those of a `kind`.
     """
     return msgspec.convert(plain, kind, dec_hook=_as_declared)
+
+
+def to_dict(output: AgentLoopOutput, *, with_segments: bool = True) -> dict[str, Any]:
+    """Return an output as mappings and lists by the names of the fields. Arrays and values of users stay as they are.
+
+    Args:
+        output: Output of a trajectory.
+        with_segments: Whether to include the segments. Formats that store tokens in a form of their own do not.
+    """
+    names = [field.name for field in fields(AgentLoopOutput) if with_segments or field.name != "segments"]
+    return {name: to_plain(getattr(output, name)) for name in names}
+
+
+def from_dict(values: Mapping[str, Any], *, segments: Sequence[Segment] | None = None) -> AgentLoopOutput:
+    """Return the output that `to_dict` was given.
+
+    Args:
+        values: Result of `to_dict`, also after it was JSON.
+        segments: Segments of an output that was converted without them.
+
+    Raises:
+        KeyError, ValueError: The values are not those of an output.
+    """
+    failure = values["failure"]
+    return AgentLoopOutput(
+        segments=from_plain(values["segments"], list[Segment]) if segments is None else segments,
+        stop_reason=StopReason(values["stop_reason"]),
+        reward_score=values["reward_score"],
+        tool_schemas=values["tool_schemas"],
+        messages=values["messages"],
+        metrics=from_plain(values["metrics"], AgentLoopMetrics),
+        feedback=from_plain(values["feedback"], list[Feedback]),
+        incidents=from_plain(values["incidents"], list[Incident]),
+        failure=None if failure is None else from_plain(failure, Failure),
+        extra_fields=values["extra_fields"],
+        num_turns=values["num_turns"],
+    )
 
 
 def encode_completion(output: TokenOutput, *, logprob_type: LogprobType = np.float64) -> bytes:

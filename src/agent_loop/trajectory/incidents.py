@@ -1,4 +1,4 @@
-"""Incidents, feedback and failures of a trajectory."""
+"""What happened to a trajectory: incidents, feedback, its failure, and the time that it spent by activity."""
 
 from __future__ import annotations
 
@@ -109,3 +109,32 @@ class Failure(Struct, frozen=True):
         """Whether another attempt may succeed. Requests to LLM servers were already sent again, to other servers, and
         rows whose workers died ran again, in other workers."""
         return self.kind not in (FailureKind.CODE, FailureKind.SERVER, FailureKind.WORKER)
+
+
+class Span(Struct, frozen=True):
+    """Period in which a trajectory waited for something or its loop ran."""
+
+    kind: str
+    """A `WaitKind`."""
+    name: str
+    """Name of the server or tool, if there are several."""
+    start: float
+    """Seconds since the trajectory was requested."""
+    end: float
+    details: Mapping[str, Any] = {}
+    """Further values; `docs/tracing.md` lists the keys of each kind."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Trace(Struct, frozen=True):
+    """Spans of one trajectory. All branches of a rollout share one trace."""
+
+    began_at: float
+    """Time of the request for the trajectory, in seconds since 1970."""
+    seconds: float
+    """Seconds from `began_at` until the trajectory was scored."""
+    spans: tuple[Span, ...]
+    """Ordered by their ends. Spans can contain each other or overlap."""

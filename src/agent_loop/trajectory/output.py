@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from agent_loop.errors import EpisodeError
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.trajectory.copying import copied
-from agent_loop.trajectory.incidents import Failure, Feedback, Incident
+from agent_loop.trajectory.incidents import Failure, Feedback, Incident, Trace
 from agent_loop.trajectory.segments import (
     UNKNOWN_VERSION,
     Segment,
@@ -25,7 +25,6 @@ from agent_loop.trajectory.segments import (
     segments_of_mask,
     without_forced,
 )
-from agent_loop.trajectory.trace import Trace
 from agent_loop.types import FloatArray, IntArray, Message, Origin, Row, StopReason, TokenIds
 
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from agent_loop.errors import DataError
 from agent_loop.files.file_kinds import find_runs
-from agent_loop.storage.arrow import compute, pa, parquet
-from agent_loop.storage.files import parquet_files
+from agent_loop.storage.run import parquet_files
+from agent_loop.storage.schema import compute, pa, parquet
 from agent_loop.training.evaluation.runs import RunGroup, TrainingRun, compare_metric
 from agent_loop.training.evaluation.scores import prompt_digest, prompt_text
 from agent_loop.training.metrics import REWARD_MEAN, STEP

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.errors import DataError
-from agent_loop.storage.files import parquet_files, step_files
-from agent_loop.storage.run import StoredRun
+from agent_loop.storage.run import StoredRun, parquet_files, step_files
 from agent_loop.training.evaluation.estimates import MeanEstimate
 from agent_loop.training.evaluation.scores import (
     Evaluation,

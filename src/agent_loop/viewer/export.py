@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.errors import ConfigError, DataError
-from agent_loop.storage.whole_file import whole_file
+from agent_loop.storage.exclusive import whole_file
 from agent_loop.viewer.packets import encode_json
 from agent_loop.viewer.pages import static_files, style_names
 from agent_loop.viewer.source import RunSource

@@ -21,7 +21,7 @@ from agent_loop.rollout.components import load_template
 from agent_loop.rollout.replay import replay_trajectory
 from agent_loop.runtime.describe import one_line
 from agent_loop.runtime.event_loop import run_to_end
-from agent_loop.storage.reading import to_trajectory
+from agent_loop.storage.columns import to_trajectory
 from agent_loop.storage.run import StoredRun
 from agent_loop.storage.writer import write_trajectories
 from agent_loop.training.checkpoint import list_checkpoints

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_loop.storage.arrow import compute, pa
+from agent_loop.storage.schema import compute, pa
 
 ALIGNMENT = 8
 KINDS = {"float32": "f4", "float64": "f8", "int32": "i4", "uint8": "u1"}

@@ -13,11 +13,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_loop.storage.arrow import compute, mask_of_rows, pa, parquet
-from agent_loop.storage.files import parquet_files
 from agent_loop.storage.metrics_file import metrics_of
 from agent_loop.storage.row_texts import SOURCES, text_columns
-from agent_loop.storage.schema import SCALARS
+from agent_loop.storage.run import parquet_files
+from agent_loop.storage.schema import SCALARS, compute, mask_of_rows, pa, parquet
 from agent_loop.viewer.packets import is_sendable
 
 

@@ -13,10 +13,9 @@ import yaml
 
 from agent_loop.errors import DataError
 from agent_loop.storage import StoredRun
-from agent_loop.storage.arrow import pa
-from agent_loop.storage.files import FOLDER
 from agent_loop.storage.metrics_file import METRICS_FILE
-from agent_loop.storage.schema import VOCABULARY_FILE
+from agent_loop.storage.run import FOLDER
+from agent_loop.storage.schema import VOCABULARY_FILE, pa
 from agent_loop.storage.vocabulary import Piece
 from agent_loop.viewer.packets import packet
 from agent_loop.viewer.run_files import RunFiles, TextSearch, read_new_lines

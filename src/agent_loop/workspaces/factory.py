@@ -17,10 +17,8 @@ from agent_loop.runtime.describe import describe_error, describe_value
 from agent_loop.runtime.owner import kill_orphans
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.workspaces.base import Workspace, WorkspaceProvider
-from agent_loop.workspaces.container.provider import ContainerProvider
-from agent_loop.workspaces.folder import FolderProvider
-from agent_loop.workspaces.git import GitProvider
-from agent_loop.workspaces.root import new_name, remove_orphaned_folders
+from agent_loop.workspaces.container.pool import ContainerProvider
+from agent_loop.workspaces.folder import FolderProvider, GitProvider, new_name, remove_orphaned_folders
 from agent_loop.workspaces.settings import WorkspaceSettings, read_workspace
 
 STOP_TIMEOUT_S = 120.0

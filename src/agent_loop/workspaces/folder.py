@@ -1,18 +1,120 @@
-"""A workspace that is a folder of this machine. Its commands run beside this process, without isolation."""
+"""Workspaces that are folders of this machine: empty, a copy of a folder, or a git repository at a commit.
+
+Their commands run beside this process, without isolation.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import hashlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import stat
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 from agent_loop.errors import ConfigError, WorkspaceError, WorkspaceFileMissing
 from agent_loop.runtime.child_process import CommandResult, inherited_environment, run_command
-from agent_loop.runtime.owner import OWNER_VARIABLE, kill_processes
+from agent_loop.runtime.owner import OWNER_VARIABLE, Owner, kill_processes, parse_owner, this_process
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.workspaces.base import NO_VARIABLES, Workspace, WorkspaceProvider
-from agent_loop.workspaces.root import make_folder, remove_folder
+from agent_loop.workspaces.settings import GitSettings
+
+OWNER_FILE = "owner"
+"""File in a folder with a stable path. It holds the unique name, which begins with the owner's token."""
+_KEY = ".key-"
+
+
+def new_name(key: str = "") -> str:
+    """Return a unique name that begins with the token of this process.
+
+    Args:
+        key: Letters and digits that identify the trajectory, also in a later process. `make_folder` uses them.
+    """
+    name = f"{this_process().token}.{uuid4().hex[:12]}"
+    return f"{name}{_KEY}{key}" if key else name
+
+
+def make_folder(name: str) -> Path:
+    """Make the folder with a name, and return it.
+
+    If the name has a key, the path of the folder depends on the key alone, as long as no other folder with the key is
+    in use. Programs that tell the model their path then send the same requests when a trajectory is resumed.
+    """
+    folder = root_folder() / name
+    folder.mkdir(mode=0o700)
+    key = name.partition(_KEY)[2]
+    if not key:
+        return folder
+    (folder / OWNER_FILE).write_text(name)
+    stable = root_folder() / f"trajectory-{key}"
+    try:
+        return folder.rename(stable)
+    except OSError:  # another process uses it, or another trajectory with the same row and id
+        return folder
+
+
+def root_folder() -> Path:
+    """Return the folder of all workspaces of this user, which only this user may open.
+
+    Raises:
+        WorkspaceError: The folder belongs to somebody else.
+    """
+    root = Path(tempfile.gettempdir()) / f"agent-loop-workspaces-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise WorkspaceError(f"{root} is not a folder of this user; set TMPDIR to another folder")
+    return root
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, also if programs have taken away the rights to write into it."""
+    shutil.rmtree(folder, onerror=_make_writable)
+
+
+@cache
+def remove_at_exit(folder: Path) -> None:
+    """Remove a folder when this process ends."""
+    pid = os.getpid()
+    atexit.register(lambda: remove_folder(folder) if os.getpid() == pid and folder.exists() else None)
+
+
+def remove_orphaned_folders() -> int:
+    """Remove the folders of workspaces whose owner is dead, and return their number."""
+    num_removed = 0
+    for folder in root_folder().iterdir():
+        owner = parse_owner(folder.name) or _recorded_owner(folder)
+        if owner is not None and owner.is_dead:
+            remove_folder(folder)
+            num_removed += 1
+    return num_removed
+
+
+def _recorded_owner(folder: Path) -> Owner | None:
+    try:
+        return parse_owner((folder / OWNER_FILE).read_text())
+    except OSError:
+        return None
+
+
+def _make_writable(function: Callable[..., Any], path: str, _: Any) -> None:
+    """Give the owner all rights to a path and its folder, and try again. Give up silently if that fails too."""
+    try:
+        os.chmod(os.path.dirname(path), stat.S_IRWXU)
+        if function in (os.open, os.scandir, os.listdir):
+            os.chmod(path, stat.S_IRWXU)
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            function(path)
+    except OSError:
+        pass
 
 
 class FolderWorkspace(Workspace):
@@ -138,3 +240,89 @@ def _copy_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -
     if not Path(source).is_file():
         raise OSError(f"{os.fspath(source)} is not a regular file")
     return str(shutil.copy2(source, target))
+
+
+GIT_TIMEOUT_S = 600.0
+
+
+class GitProvider(WorkspaceProvider):
+    """Clones a repository once per process, and starts each workspace with a local clone of it.
+
+    The workspace's clone has no remotes, so that programs can neither change nor find the shared one.
+
+    Args:
+        settings: The repository and its commit.
+        env: Environment variables of commands.
+    """
+
+    def __init__(self, settings: GitSettings, *, env: Mapping[str, str] = NO_VARIABLES) -> None:
+        self._settings = settings
+        self._env = env
+        self._url = _absolute(settings.url)
+        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+
+    async def start(self, name: str) -> Workspace:
+        clones = root_folder() / f"{this_process().token}.clones"
+        clone = clones / hashlib.sha256(self._url.encode()).hexdigest()[:16]
+        async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            if not clone.exists():
+                await self._clone(clone)
+            commit = await self._find_commit(clone)
+        workspace = FolderWorkspace(name, env=self._env)
+        try:
+            folder = workspace.folder
+            await _git("clone", "--quiet", "--local", "--no-checkout", str(clone), folder)
+            await _git("-C", folder, "checkout", "--quiet", "--detach", commit)
+            await _git("-C", folder, "remote", "remove", "origin")
+        except BaseException:
+            await workspace.stop()
+            raise
+        return workspace
+
+    async def _clone(self, clone: Path) -> None:
+        """Clone the repository next to the target and rename it, so that an interrupted clone is never used."""
+        clone.parent.mkdir(exist_ok=True)
+        remove_at_exit(clone.parent)
+        unfinished = clone.with_suffix(".unfinished")
+        if unfinished.exists():
+            await run_in_thread(remove_folder, unfinished)
+        await _git("clone", "--quiet", "--mirror", self._url, str(unfinished))
+        unfinished.rename(clone)
+
+    async def _find_commit(self, clone: Path) -> str:
+        """Return the hash of the commit. Fetch it if the clone does not have it."""
+        commit = self._settings.commit
+        find = ["-C", str(clone), "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"]
+        found = await _run_git(*find)
+        if found.exit_code:
+            fetched = await _run_git("-C", str(clone), "fetch", "--quiet", "origin", commit)
+            if fetched.exit_code:
+                raise WorkspaceError(
+                    f"workspace.git.commit is {commit!r}, which {self._url} does not have: {fetched.stderr.strip()}"
+                )
+            found = await _run_git("-C", str(clone), "rev-parse", "--verify", "FETCH_HEAD^{commit}")
+        return found.stdout.strip()
+
+
+def _absolute(url: str) -> str:
+    """Return a path as an absolute path, and a URL as it is."""
+    path = Path(url).expanduser()
+    return str(path.resolve()) if path.exists() else url
+
+
+async def _git(*arguments: str) -> None:
+    result = await _run_git(*arguments)
+    if result.exit_code:
+        raise WorkspaceError(f"git {' '.join(arguments)} failed: {result.stderr.strip()}")
+
+
+async def _run_git(*arguments: str) -> CommandResult:
+    git = shutil.which("git")
+    if git is None:
+        raise ConfigError("a git workspace needs git, which is not installed; install it")
+    env = {**inherited_environment(), "GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_COUNT": "1"}
+    env |= {"GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+    result = await run_command([git, *arguments], env=env, timeout_s=GIT_TIMEOUT_S)
+    if result.timed_out:
+        raise WorkspaceError(f"git {' '.join(arguments)} took longer than {GIT_TIMEOUT_S:g} s")
+    return result

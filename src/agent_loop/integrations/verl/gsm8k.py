@@ -15,8 +15,8 @@ from typing import Any
 from agent_loop.config import Positive, Section
 from agent_loop.errors import DataError
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.interactions.settings import read_settings
-from agent_loop.interactions.swapped_roles import text_of
+from agent_loop.interactions.registry import read_settings
+from agent_loop.interactions.simulated_user import text_of
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.types import Message

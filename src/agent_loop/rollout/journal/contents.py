@@ -13,7 +13,7 @@ from agent_loop.recording.record import RecordKind, RowRecord
 from agent_loop.recording.values import digest, pack, unpack
 from agent_loop.rollout.journal.file import read_records
 from agent_loop.runtime.describe import describe_error
-from agent_loop.storage.whole_file import sync_to_disk
+from agent_loop.storage.exclusive import sync_to_disk
 from agent_loop.types import Row
 
 Rewards: TypeAlias = dict[str, dict[int | None, Mapping[str, Any]]]

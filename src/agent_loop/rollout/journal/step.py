@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.config import Config
-from agent_loop.recording.record import RecordKind, RowRecord
+from agent_loop.recording.record import RecordKind, RowRecord, Sink
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.serialization import serialize_rewards, with_recorded_rewards
-from agent_loop.recording.sink import Sink
 from agent_loop.recording.values import Unstorable, pack
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.journal.contents import Contents, StepKey, read_contents

@@ -12,9 +12,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent_loop.errors import DataError
-from agent_loop.storage.arrow import pa, parquet
-from agent_loop.storage.schema import METADATA
-from agent_loop.storage.whole_file import whole_file
+from agent_loop.storage.exclusive import whole_file
+from agent_loop.storage.schema import METADATA, pa, parquet
 from agent_loop.training.evaluation.scores import (
     Evaluation,
     EvaluationDifference,

@@ -13,10 +13,9 @@ import numpy as np
 from agent_loop.config import AlgorithmConfig, Config, PlacementConfig
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.files.file_kinds import EVALUATION, RUN, STORED_TRAJECTORIES, kind_of
-from agent_loop.storage.files import FOLDER
+from agent_loop.storage.columns import to_trajectory
 from agent_loop.storage.query import Condition, find
-from agent_loop.storage.reading import to_trajectory
-from agent_loop.storage.run import KEY, StoredRun
+from agent_loop.storage.run import FOLDER, KEY, StoredRun
 from agent_loop.storage.vocabulary import pieces_of
 from agent_loop.trajectory import Segment, Trajectory
 from agent_loop.types import Origin

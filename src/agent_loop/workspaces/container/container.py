@@ -1,4 +1,4 @@
-"""One container: started, inspected and removed through the runtime's command line."""
+"""Containers: started, inspected and removed through the runtime's command line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 from agent_loop.errors import WorkspaceError
 from agent_loop.runtime.child_process import CommandResult
 from agent_loop.runtime.concurrency import run_shielded
-from agent_loop.runtime.owner import this_process
-from agent_loop.workspaces.container.command_line import COMMAND_TIMEOUT_S, CommandLine, last_lines
-from agent_loop.workspaces.container.images import Image
+from agent_loop.runtime.owner import num_spared_orphans, parse_owner, this_process
+from agent_loop.runtime.threads import run_in_thread
+from agent_loop.workspaces.container.command_line import COMMAND_TIMEOUT_S, CommandLine, Image, last_lines
 from agent_loop.workspaces.settings import ContainerSettings
 
 logger = logging.getLogger(__name__)
@@ -154,3 +154,60 @@ def _is_gone(result: CommandResult) -> bool:
     return all(
         re.search(r"no such container|no container with|already in progress", line, re.I) for line in lines
     )
+
+
+KILL_SCRIPT = """
+for round in 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19; do
+    found=
+    for file in $(grep -ls -e "$1" /proc/[0-9]*/environ); do
+        number=${file#/proc/}
+        found="$found ${number%/environ}"
+    done
+    [ -z "$found" ] && exit 0
+    kill -9 $found 2>/dev/null
+done
+exit 1
+"""
+"""Kills all processes whose environment has a mark, until none is found. Processes may fork while they are killed."""
+
+
+async def kill_marked(container: Container, mark: str) -> bool:
+    """Kill the processes of a container whose environment has a mark. Return whether all have ended."""
+    arguments = ["exec", "--user", "0", "--privileged", container.name, "sh", "-c", KILL_SCRIPT, "sh", mark]
+    result = await container.command_line.run(*arguments, timeout_s=30.0)
+    return result.exit_code == 0
+
+
+WAIT_S = 0.1
+WAIT_ROUNDS = 300
+"""How often starting containers are waited for, at most."""
+
+_removed: set[CommandLine] = set()
+"""Runtimes whose orphans this process has removed."""
+_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+
+
+async def remove_orphans_once(command_line: CommandLine) -> None:
+    """Remove the orphans of a runtime, unless this process has removed them before."""
+    async with _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        if command_line not in _removed:
+            await remove_orphaned_containers(command_line)
+            _removed.add(command_line)
+
+
+async def remove_orphaned_containers(command_line: CommandLine) -> list[str]:
+    """Remove the containers whose owner is dead, and return their names.
+
+    Containers that are being started are waited for. Containers of processes on other machines and in other
+    containers are kept, since their owners may live.
+    """
+    for _ in range(WAIT_ROUNDS):
+        if not await run_in_thread(num_spared_orphans):
+            break
+        await asyncio.sleep(WAIT_S)
+    everything = ["--external"] if command_line.runtime == "podman" else []
+    listed = await command_line.output("ps", "--all", *everything, "--format", "{{.Names}}")
+    names = [name for name in listed.split() if (owner := parse_owner(name)) is not None and owner.is_dead]
+    if names:
+        await remove_containers(command_line, names)
+    return names

@@ -18,8 +18,8 @@ from agent_loop.integrations.verl.manager.rows import RECORD, VerlRecord
 from agent_loop.integrations.verl.manager.settings import run_dir_of
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.threads import run_in_thread
-from agent_loop.storage.files import drop_all_but_newest, drop_steps_after, step_path
 from agent_loop.storage.metrics_file import CONFIG_FILE
+from agent_loop.storage.run import drop_all_but_newest, drop_steps_after, step_path
 from agent_loop.storage.schema import VOCABULARY_FILE
 from agent_loop.storage.vocabulary import write_vocabulary
 from agent_loop.storage.writer import write_trajectories
