@@ -71,9 +71,12 @@ def render(reports: Mapping[str, TemplateReport]) -> str:
     lines += ["", "## Causes", "", "| cause | kind | |", "|---|---|---|"]
     lines += [f"| `{cause}` | {cause.kind} | {cause.meaning} |" for cause in Cause]
     lines += ["", "## Templates", ""]
-    lines += ["| template | knows reasoning | without tools | with tools | causes | refuses |"]
+    lines += ["| templates | knows reasoning | without tools | with tools | causes | refuses |"]
     lines += ["|---|---|---|---|---|---|"]
-    lines += [_row(name, report) for name, report in reports.items()]
+    names: dict[str, list[str]] = {}
+    for name, report in reports.items():
+        names.setdefault(_row(report), []).append(name)
+    lines += [f"| {', '.join(same)} | {row} |" for row, same in names.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -84,13 +87,13 @@ def shipped_templates() -> Iterator[tuple[str, str]]:
             yield path.stem, path.read_text(encoding="utf-8")
 
 
-def _row(name: str, report: TemplateReport) -> str:
+def _row(report: TemplateReport) -> str:
     reasoning = "yes" if report.has_reasoning else "no"
     causes = ", ".join(f"`{cause}`" for cause in report.causes)
     is_usable = report.with_tools is not TemplateVerdict.UNSUPPORTED
     refuses = ", ".join(limit.name for limit in report.limits if is_usable or not limit.has_tools)
     verdicts = " | ".join(_verdict(report, tools=tools) for tools in (False, True))
-    return f"| {name} | {reasoning} | {verdicts} | {causes} | {refuses} |"
+    return f"{reasoning} | {verdicts} | {causes} | {refuses}"
 
 
 def _most_severe(report: TemplateReport, *, tools: bool) -> str:
