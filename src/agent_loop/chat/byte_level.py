@@ -134,8 +134,8 @@ def read_byte_level(tokenizer: Tokenizer) -> ByteLevelBpe:
     Raises:
         OtherTokenizer: The tokenizer does or may do something that `tiktoken` does not.
     """
-    kind: type[Any] = type(cast(Any, tokenizer).model)
-    _require(kind is models.BPE, f"its model is {kind.__name__}, not BPE")
+    model_type: str = tokenizer.model.__class__.__name__
+    _require(model_type == "BPE", f"its model is {model_type}, not BPE")
     _require(isinstance(tokenizer.decoder, decoders.ByteLevel), "its decoder is not byte-level")
     described = cast(dict[str, Any], json.loads(tokenizer.to_str()))  # seconds for a large vocabulary
     is_composed = _is_composed(described["normalizer"] or {"type": "Sequence", "normalizers": []})
