@@ -269,11 +269,7 @@ class BridgeBuilder:
         return errors[0]
 
     def _joint_of(self, placeholder: PlaceholderTurns, replies: list[Message]) -> Joint:
-        """Return the joint, from a render with replies and a render without.
-
-        Raises:
-            ChatTemplateError: The template refuses the messages or leaves one out.
-        """
+        """Return the joint, from a render with replies and a render without."""
         turns = placeholder.messages(_ANSWERED[: len(replies)])
         continued = self._continued(turns, placeholder, replies)
         if placeholder.has_calls and self._demands_names(turns, placeholder, replies):
@@ -301,11 +297,7 @@ class BridgeBuilder:
         )
 
     def _continued(self, turns: list[Message], placeholder: PlaceholderTurns, replies: list[Message]) -> str:
-        """Return what the template writes after the sentinel with replies.
-
-        Raises:
-            ChatTemplateError: The template refuses the replies or leaves their text out.
-        """
+        """Return what the template writes after the sentinel with replies."""
         continued = self._tail(turns, placeholder, replies=replies, add_generation_prompt=True)
         texts = [re.escape(str(reply["content"])) for reply in replies]
         if not re.search(".*".join(texts), continued, re.DOTALL):
@@ -348,11 +340,7 @@ class BridgeBuilder:
         replies: Sequence[Message] = (),
         add_generation_prompt: bool,
     ) -> str:
-        """Return what the template writes after the sentinel.
-
-        Raises:
-            ChatTemplateError: The template refuses the messages or leaves the assistant's turn out.
-        """
+        """Return what the template writes after the sentinel."""
         rendered = self._renderer.text(
             replies, after=turns, tools=placeholder.tools, add_generation_prompt=add_generation_prompt
         )

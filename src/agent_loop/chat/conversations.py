@@ -66,12 +66,7 @@ def encode_conversation(
 
 
 def _next_id(template: ChatTemplate, turn: Sequence[Message]) -> int:
-    """Return the first token that the reply to a turn adds after its text.
-
-    Args:
-        template: The chat template.
-        turn: The message of the turn, and the message after it if there is one.
-    """
+    """Return the first token that the reply to a turn adds after its text."""
     has_calls = bool(turn[0].get("tool_calls"))
     reply = turn[1] if len(turn) > 1 else {"role": "tool" if has_calls else "user", "content": "-"}
     return int(template.bridge([reply], calls=_calls(turn[0])[:1])[0])

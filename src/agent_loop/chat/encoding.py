@@ -236,12 +236,7 @@ class _PlainTextEncoder:
         self._control_ids = {token_id for token_id, token in added.items() if is_control(token)}
 
     def encode(self, text: str, *, at_start: bool) -> list[int]:
-        """Return the token ids of a text.
-
-        Args:
-            text: The text.
-            at_start: Whether the prompt begins with the text.
-        """
+        """Return the token ids of a text."""
         tokenizer = self._text_tokenizer if at_start else self._inner_text_tokenizer
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if not self._control_ids.isdisjoint(ids):

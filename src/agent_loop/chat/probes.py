@@ -219,14 +219,7 @@ def _probe(
     is_essential: bool = False,
     **texts: Sequence[str],
 ) -> Probe:
-    """Return the probe of a plan.
-
-    Args:
-        name: Name of the probe.
-        plan: The content of each message in words, such as `user thinking+call reply`.
-        has_tools, is_essential: See `Probe`.
-        texts: Texts of a word, in the order of use, that replace the default texts.
-    """
+    """Return the probe of a plan."""
     used = {word: iter(choice) for word, choice in {**_TEXTS, **texts}.items()}
     ids = (f"probe{number:04d}" for number in count(1))
     calls: list[ToolCall] = []

@@ -168,10 +168,6 @@ def _searching_masked_text(chat_template: str, *, mask: Callable[[str], str]) ->
     Templates extract reasoning from an assistant's content: `'</think>' in content`, `content.split('</think>')`. The
     rewritten template first replaces the string in the searched text by its masked form, and then searches for the
     masked form. So a text that the template copies contains no control token.
-
-    Args:
-        chat_template: The source of a Jinja template.
-        mask: Applied to the strings.
     """
 
     def rewritten(tag: re.Match[str]) -> str:

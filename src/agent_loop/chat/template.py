@@ -202,12 +202,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         read: Sequence[ReadMedium] | None = None,
     ) -> Encoded:
-        """Return the first prompt with the images that are attached to its tokens. See `open`.
-
-        Args:
-            messages: The conversation so far.
-            tools: OpenAI function schemas.
-            read: The images in the messages, as returned by `read`.
+        """Return the first prompt with the images that are attached to its tokens. See `open` and `read`.
 
         Raises:
             ChatTemplateError: The template refuses the messages, or the model has no processor for their images.
@@ -247,13 +242,7 @@ class ChatTemplate:
         calls: Sequence[ToolCall] = (),
         read: Sequence[ReadMedium] | None = None,
     ) -> Encoded:
-        """Return a bridge with the images that are attached to its tokens. See `bridge`.
-
-        Args:
-            messages: As in `bridge`.
-            last_token_id: As in `bridge`.
-            calls: As in `bridge`.
-            read: The images in the messages, as returned by `read`.
+        """Return a bridge with the images that are attached to its tokens. See `bridge` and `read`.
 
         Raises:
             ChatTemplateError: The template refuses the messages after an assistant turn, or the model has no processor

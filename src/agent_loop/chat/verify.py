@@ -195,11 +195,7 @@ class _ProbeTurnTrial:
     turn: ProbeTurn
 
     def outcome(self) -> _Outcome:
-        """Compare the tokens of a trajectory after the turn with a full render.
-
-        Raises:
-            ChatTemplateError: The template refuses the messages.
-        """
+        """Compare the tokens of a trajectory after the turn with a full render."""
         turn, template = self.turn, self.renders.template
         opening = [template.bridges.adapted(message) for message in turn.opening]
         said = template.bridges.adapted(turn.said)
@@ -292,11 +288,6 @@ def _find_differences(
 
     Each text of the messages is searched on both sides. A text that is missing or in another order shows a cause, and
     so does the text between two texts that are adjacent on both sides.
-
-    Args:
-        comparison: Comparison whose tokens are not equal.
-        history: Text of the prompt up to its generation prompt.
-        encoder: Encoder of the tokenizer.
     """
     kept = _Side.of(encoder.decode(comparison.kept), comparison.landmarks)
     rendered = _Side.of(encoder.decode(comparison.rendered), comparison.landmarks)
@@ -374,13 +365,7 @@ class _Boundaries:
     def cause(
         self, position: int, before: TextLandmark | None, after: TextLandmark | None, *, is_reasoning: bool
     ) -> Cause:
-        """Return the cause of a difference.
-
-        Args:
-            position: First position of the trajectory's text that differs.
-            before, after: The landmarks around the position. None is the beginning or the end.
-            is_reasoning: Whether only one side has a block of reasoning there.
-        """
+        """Return the cause of a difference."""
         parts = {mark.part for mark in (before, after) if mark is not None}
         ends_turn = False
         if before is not None and after is not None and before.part in _SAID:

@@ -177,11 +177,7 @@ def _attacks(suite: Any, user_task: Any, options: AgentDojoOptions) -> Iterator[
 
 @lru_cache(maxsize=MAX_ENVIRONMENTS)
 def _attack(suite: Any, name: str, model: str) -> Any:
-    """Return the attack of a name, on a model.
-
-    Raises:
-        ConfigError: There is no such attack or model, or the attack asks a person.
-    """
+    """Return the attack of a name, on a model."""
     try:
         return _attack_class(name)(suite, SimpleNamespace(name=model))
     except ValueError as error:

@@ -158,11 +158,7 @@ def _world(task: Mapping[str, Any]) -> World:
 
 
 def _start(task: Mapping[str, Any]) -> str:
-    """Return the first observation of a row.
-
-    Raises:
-        ConfigError: There is no such environment, or it refuses its arguments.
-    """
+    """Return the first observation of a row."""
     world = _world(task)
     try:
         return world.reset(seed=task["seed"])
@@ -441,11 +437,7 @@ def _member(value: Any, space: Any) -> Any:
 
 
 def _array(value: Any, space: Any) -> Any:
-    """Convert numbers to an array of the space's dtype.
-
-    Raises:
-        InvalidAction: The value is not numeric, or would be rounded.
-    """
+    """Convert numbers to an array of the space's dtype."""
     try:
         exact = np.asarray(value)
         array = np.asarray(value, dtype=space.dtype)

@@ -180,11 +180,7 @@ class OpenEnvEnvironment(Environment):
         return self._schema.get("required", ())
 
     async def _start(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Start a session on one of the servers, and return the result of its reset.
-
-        Raises:
-            EnvironmentUnavailable: No server accepted a session in time.
-        """
+        """Start a session on one of the servers, and return the result of its reset."""
         loop = asyncio.get_running_loop()
         deadline, delay_s = loop.time() + task["wait_s"], FIRST_DELAY_S
         while True:
@@ -213,12 +209,7 @@ class OpenEnvEnvironment(Environment):
         return await session.request("reset", arguments)
 
     async def _step(self, action: Mapping[str, Any]) -> Any:
-        """Execute an action and return its observation.
-
-        Raises:
-            EnvironmentUnavailable: The session ended.
-            InvalidAction: The server refused the action.
-        """
+        """Execute an action and return its observation."""
         result = await self._running.request("step", action)
         self._num_steps += 1
         self._is_done = bool(result.get("done"))
@@ -227,11 +218,7 @@ class OpenEnvEnvironment(Environment):
         return result.get("observation") or {}
 
     def _action(self, text: str) -> dict[str, Any]:
-        """Return the action of a text: its JSON object, or the value of the only required field.
-
-        Raises:
-            InvalidAction: The text is neither.
-        """
+        """Return the action of a text: its JSON object, or the value of the only required field."""
         text = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```").strip()
         required = self._required
         field: Mapping[str, Any] = self._schema.get("properties", {}).get(required[0], {}) if required else {}

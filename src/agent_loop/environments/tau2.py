@@ -83,7 +83,7 @@ class Tau2Suite(TaskSuite):
     reward_parts: ClassVar[Mapping[str, str]] = REWARD_PARTS
 
     def tasks(self) -> Sequence[str]:
-        check_installed()
+        _module("inspect_evals")
         return DOMAINS
 
     def rows(self, task: str, options: Any) -> Iterator[dict[str, Any]]:
@@ -107,11 +107,7 @@ class Tau2Suite(TaskSuite):
 
 
 def _served_user(options: Tau2Options) -> dict[str, Any] | None:
-    """Return the settings of the user's model as plain values, or None for a scripted user.
-
-    Raises:
-        ConfigError: The URL or the model is missing, or given for a scripted user.
-    """
+    """Return the settings of the user's model as plain values, or None for a scripted user."""
     if options.user == "scripted":
         if options.user_url is not None or options.user_model is not None:
             raise ConfigError("tau2: user_url or user_model is set for a scripted user; add user=model")
@@ -120,16 +116,8 @@ def _served_user(options: Tau2Options) -> dict[str, Any] | None:
         raise ConfigError(
             "tau2: user=model needs user_url and user_model, the server and the name of the user's model"
         )
-    served = ServedUser(
-        url=options.user_url,
-        model=options.user_model,
-        key_env=options.user_key_env,
-        temperature=options.user_temperature,
-        max_tokens=options.user_max_tokens,
-        timeout_s=options.user_timeout_s,
-        max_retries=options.user_max_retries,
-    )
-    return served.model_dump()
+    served = options.model_dump(exclude={"user"})
+    return {name.removeprefix("user_"): value for name, value in served.items()}
 
 
 class Tau2Environment(Environment):
@@ -201,19 +189,7 @@ class Tau2Environment(Environment):
             self.on_replay = OnReplay.RESTART
             rules = self._domain.sample(self._task_id).input[0].text
             begin = tau2("common.dataset").USER_MESSAGE.text
-            self._user = ModelUser(ServedUser(**served), rules=rules, begin=begin)
-
-
-class ServedUser(Section):
-    """Server of the model that plays the user."""
-
-    url: str
-    model: str
-    key_env: str | None = None
-    temperature: float = 0.0
-    max_tokens: int = 512
-    timeout_s: float = 60.0
-    max_retries: int = 3
+            self._user = ModelUser(served, rules=rules, begin=begin)
 
 
 class User(Protocol):
@@ -261,24 +237,22 @@ class ModelUser:
     """User that a language model plays, by the benchmark's rules.
 
     Args:
+        served: The server of the user's model: the options of the domains, without `user_` before their names.
         rules: System prompt.
         begin: Message that the user's model sees first.
     """
 
-    def __init__(self, served: ServedUser, *, rules: str, begin: str) -> None:
+    def __init__(self, served: Mapping[str, Any], *, rules: str, begin: str) -> None:
         settings: Mapping[str, Any] = {
             "name": "user of tau2",
-            "model": served.model,
-            "base_url": served.url,
-            "api_key_env": served.key_env,
+            "model": served["model"],
+            "base_url": served["url"],
+            "api_key_env": served["key_env"],
             "persona": "{rules}",
             "opens": True,
             "greeting": begin,
             "stop_phrases": list(STOP_PHRASES),
-            "temperature": served.temperature,
-            "max_tokens": served.max_tokens,
-            "timeout_s": served.timeout_s,
-            "max_retries": served.max_retries,
+            **{name: served[name] for name in ("temperature", "max_tokens", "timeout_s", "max_retries")},
         }
         self._user = SimulatedUser(settings)
         self._rules = rules
@@ -418,15 +392,6 @@ def load_domain(name: str) -> Domain:
             samples={str(sample.id): sample for sample in dataset},
             stored_db=pickle.dumps(db),
         )
-
-
-def check_installed() -> None:
-    """Check that the benchmark is installed.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    _module("inspect_evals")
 
 
 def tau2(module: str) -> Any:

@@ -2,20 +2,18 @@
 
 from agent_loop.chat.parsers.completion_walker import THINK, ReasoningMarks
 from agent_loop.chat.parsers.deepseek_v3 import DeepSeekV3ToolParser
-from agent_loop.chat.parsers.detect import detect_parser
 from agent_loop.chat.parsers.gemma import GemmaToolParser
 from agent_loop.chat.parsers.glm import GlmToolParser
 from agent_loop.chat.parsers.gpt_oss import GptOssToolParser
-from agent_loop.chat.parsers.granite import GraniteToolParser
 from agent_loop.chat.parsers.hermes import HermesToolParser
 from agent_loop.chat.parsers.invoke import DeepSeekV4ToolParser, MiniMaxM2ToolParser
 from agent_loop.chat.parsers.kimi_k2 import KimiK2ToolParser
 from agent_loop.chat.parsers.kimi_k3 import KimiK3ToolParser
 from agent_loop.chat.parsers.llama3_json import Llama3JsonToolParser
-from agent_loop.chat.parsers.mistral import MistralToolParser
+from agent_loop.chat.parsers.mistral import GraniteToolParser, MistralToolParser
 from agent_loop.chat.parsers.pythonic import PythonicToolParser
 from agent_loop.chat.parsers.qwen3_coder import Qwen3CoderToolParser, SeedOssToolParser
-from agent_loop.chat.parsers.response_template import ResponseTemplateParser
+from agent_loop.chat.parsers.response_template import ResponseTemplateParser, detect_parser
 from agent_loop.chat.parsers.tool_parser import ToolParser
 
 __all__ = [

@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from agent_loop.chat.parsers.completion_walker import THINK
-from agent_loop.chat.parsers.sections import SectionMarks, section_walker
+from agent_loop.chat.parsers.completion_walker import THINK, SectionMarks, section_walker
 from agent_loop.chat.parsers.tagged_arguments import TagMarks, read_invoked_call
 from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import ParsedCompletion

@@ -7,9 +7,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent_loop.chat.parsers.completion_walker import THINK, CallBlock, find_first, malformed
+from agent_loop.chat.parsers.completion_walker import (
+    THINK,
+    CallBlock,
+    SectionMarks,
+    find_first,
+    malformed,
+    section_walker,
+)
 from agent_loop.chat.parsers.json_calls import as_call, read_arguments, read_body
-from agent_loop.chat.parsers.sections import SectionMarks, section_walker
 from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import ParsedCompletion, ToolCall
 

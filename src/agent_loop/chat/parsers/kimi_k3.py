@@ -15,9 +15,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from agent_loop.chat.parsers.completion_walker import CallBlock, ReasoningMarks, malformed
+from agent_loop.chat.parsers.completion_walker import (
+    CallBlock,
+    ReasoningMarks,
+    SectionMarks,
+    malformed,
+    section_walker,
+)
 from agent_loop.chat.parsers.json_calls import read_arguments, read_body
-from agent_loop.chat.parsers.sections import SectionMarks, section_walker
 from agent_loop.chat.parsers.tagged_arguments import TagMarks, Tools, read_invoked_call
 from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import ParsedCompletion

@@ -1,5 +1,9 @@
 """The Mistral formats: `[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}]`, and since 2025
-`[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`, the id and `[ARGS]` optional."""
+`[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`, the id and `[ARGS]` optional.
+
+Granite 3 writes a list of the same form: `<|tool_call|>[{"name": ..., "arguments": {...}}]`. Granite 4 writes the
+Hermes format.
+"""
 
 from __future__ import annotations
 
@@ -92,3 +96,27 @@ _HEADER = re.compile(
     r"(?P<name>[^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+(?P<id>[^\s\[\]{}]++)\s*+)?(?:\[ARGS\]|(?=\{))"
 )
 _WALKER = CompletionWalker({OPEN: _read_calls}, reasoning_marks=REASONING_MARKS)
+
+
+@ToolParser.register("granite")
+class GraniteToolParser(ToolParser):
+    """Parser of the Granite 3 format. Some models write `<tool_call>`. A call ends with its JSON."""
+
+    call_start = "<|tool_call|>"
+    stream_stops = (call_start, "<tool_call>")
+    reasoning_marks = (THINK,)
+
+    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        return _GRANITE_WALKER.read(text)
+
+    def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
+        return f"{self.call_start}[" + ("" if name is None else f'{{"name": {as_json(name)}, "arguments":')
+
+    @classmethod
+    def recognises(cls, chat_template: str) -> bool:
+        return cls.call_start in chat_template and "<|start_of_role|>" in chat_template
+
+
+_GRANITE_WALKER = CompletionWalker(
+    dict.fromkeys(GraniteToolParser.stream_stops, read_listed_calls), ends=("<|end_of_text|>",)
+)

@@ -132,11 +132,7 @@ class _Walk:
         self._deadline = time.monotonic() + MAX_SECONDS
 
     def regions(self) -> Iterator[_Region]:
-        """Yield all regions.
-
-        Raises:
-            TimeoutError: The searches exceed the time limit.
-        """
+        """Yield all regions."""
         while self.position < len(self.text):
             start, field, opening = self._next_opening()
             if start > self.position:
@@ -156,19 +152,11 @@ class _Walk:
                 yield from self._outside(start, start + 1)
 
     def search(self, pattern: Any, start: int) -> Any:
-        """Return a match at or after a position, or None.
-
-        Raises:
-            TimeoutError: The searches exceed the time limit.
-        """
+        """Return a match at or after a position, or None."""
         return pattern.search(self.text, start, timeout=self._seconds_left())
 
     def leftover(self, pattern: str, body: str) -> str:
-        """Return the text of a body that no match of a pattern covers.
-
-        Raises:
-            TimeoutError: The searches exceed the time limit.
-        """
+        """Return the text of a body that no match of a pattern covers."""
         import regex  # late: comes with transformers
 
         compiled: Any = cast(Any, regex).compile(pattern, cast(Any, regex).DOTALL)
@@ -249,3 +237,28 @@ def _call_in(
 
 
 _CLOSING_TAG = re.compile(r"</[^<>]*>")
+
+
+def detect_parser(chat_template: str, *, response_template: Any = None, prompt: str = "") -> ToolParser:
+    """Return the parser of the format that a chat template shows. User-defined parsers take part with `recognises`.
+
+    Args:
+        chat_template: Source of the template.
+        response_template: The tokenizer's response template, for templates of no known format.
+        prompt: Any rendered prompt.
+
+    Raises:
+        ConfigError: The template shows no known format, or several formats.
+    """
+    parsers = ToolParser.registered()
+    names = sorted(name for name, parser in parsers.items() if parser.recognises(chat_template))
+    if len(names) == 1:
+        return ToolParser.get(names[0])
+    if not names and response_template is not None:
+        return ResponseTemplateParser(response_template, prompt=prompt)
+    unknown = "shows no known format of tool calls, and the tokenizer has no response_template"
+    found = f"fits {', '.join(names)}" if names else unknown
+    raise ConfigError(
+        f"rollout.multi_turn.format is 'auto', but the chat template {found}; "
+        f"name one of: {', '.join(names or sorted(parsers))}"
+    )

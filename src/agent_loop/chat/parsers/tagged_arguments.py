@@ -107,11 +107,7 @@ def read_invoked_call(
 def _value_end(
     text: str, start: int, *, key: str, marks: TagMarks, schemas: Mapping[str, Any]
 ) -> tuple[int, int]:
-    """Return the end of the value that begins at `start`, and the position after its closing.
-
-    Raises:
-        TagFault: The value is not closed.
-    """
+    """Return the end of the value that begins at `start`, and the position after its closing."""
     end, tag = find_first(text, start, (marks.closing, *marks.forbidden))
     first_closing = (end, end + len(tag)) if tag == marks.closing else None
     if first_closing and _continues(text, first_closing[1], marks):

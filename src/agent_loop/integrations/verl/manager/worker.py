@@ -364,11 +364,7 @@ def _make_template(parts: VerlParts, config: DictConfig, *, tool_format: str) ->
 
 
 def _plain_template(parts: VerlParts, *, vocab_size: int | None, error: AgentLoopError) -> ChatTemplate:
-    """Return a template without verl's settings, for the manager.
-
-    Raises:
-        AgentLoopError: The tokenizer has no template that this package can use.
-    """
+    """Return a template without verl's settings, for the manager."""
     try:
         return ChatTemplate(parts.tokenizer, vocab_size=vocab_size)
     except (ChatTemplateError, ConfigError):
