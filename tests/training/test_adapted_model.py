@@ -88,16 +88,6 @@ def tiny_named(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name.replace(".base_layer.", "."), value) for name, value in model.named_parameters()]
 
 
-def test_the_base_has_the_dtype_of_the_servers_and_factors_are_float32(tmp_path: Path) -> None:
-    actor = actor_of(tmp_path, dtype=torch.bfloat16)
-    train(actor)
-    weights = adapted(actor)
-    assert {tensor.dtype for tensor in weights.base.values()} == {torch.bfloat16}
-    assert {factors.left_OR.dtype for factors in weights.factors.values()} == {torch.float32}
-    assert {tensor.dtype for _, tensor in weights} == {torch.bfloat16}
-    assert not torch.equal(weights.merged(NAME), weights.base[NAME])
-
-
 def test_a_changed_base_weight_has_another_base_id(tmp_path: Path) -> None:
     actor = actor_of(tmp_path)
     first = adapted(actor).base_id
@@ -117,14 +107,6 @@ def test_embeddings_transposed_layers_and_several_adapters_are_sent_as_factors(n
     assert (left_OR.shape, right_RI.shape) == ((32, 3 * len(names)), (3 * len(names), 96))
     assert "transformer.wte.weight" in weights.factors
     assert_merged(weights, model)
-
-
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["ln_f"]}])
-def test_adapters_that_are_more_than_a_product_are_sent_merged(options: dict[str, Any]) -> None:
-    model = with_adapters(gpt2(), ["one"], **options)
-    weights = Actor(model, config=ActorConfig()).weights()
-    assert not isinstance(weights, AdaptedWeights)
-    assert dict(weights)
 
 
 def test_a_convolution_is_sent_merged() -> None:

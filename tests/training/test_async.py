@@ -189,17 +189,3 @@ def test_groups_without_variance_are_replaced_by_other_rows(config: Config, tmp_
         batch, others = prompts[:4], prompts[4:]
         assert others
         assert len(set(others) - set(batch)) == len(others)
-
-
-def test_a_step_without_enough_other_rows_has_fewer_groups(config: Config, tmp_path: Path) -> None:
-    class AllEqualRewards(SomeEqualRewards):
-        async def run(self, rows: Sequence[Row], **options: Any) -> list[Trajectory]:
-            return [structs.replace(t, reward=1.0) for t in await super().run(rows, **options)]
-
-    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"max_refills": 9})})
-    rollouts = AllEqualRewards()
-
-    result = train(with_settings(config, run_dir=tmp_path / "run", total_steps=1), rollouts)
-
-    assert len(rollouts.by_step[1]) == 10  # All rows of the data set.
-    assert lines_of(result)[0][names.SKIPPED_UPDATE] == 1.0

@@ -51,10 +51,3 @@ def test_a_model_that_padding_may_change_is_trained_one_row_at_a_time(
     assert message.startswith("actor: each row is computed in a forward of its own, which is slower")
     batch = ragged_batch(limits=family.limits)
     check_logprobs(actor.logprobs(batch), model, batch)
-
-
-@pytest.mark.parametrize("settings", [{}, SHARED])
-def test_attention_windows_are_exact_in_every_kind_of_batch(settings: dict[str, bool]) -> None:
-    model: Any = FAMILIES["gemma3_text-window"].build()
-    batch = ragged_batch(limits=FAMILIES["gemma3_text-window"].limits)
-    check_logprobs(Actor(model, config=ActorConfig(**settings)).logprobs(batch), model, batch)

@@ -26,10 +26,9 @@ from agent_loop.training.advantages.groups import (
     rollouts_of_rows,
 )
 from agent_loop.training.advantages.rewards import collect_rewards
-from agent_loop.training.advantages.turns import whiten
 from agent_loop.training.losses.terms import Aggregation
 from agent_loop.training.optimizer import Optimizer
-from agent_loop.training.rollouts import _earned, with_variance
+from agent_loop.training.rollouts import with_variance
 from agent_loop.training.step_metrics import feedback_metrics, rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, Failure, Feedback, Segment, Trajectory
 from agent_loop.types import Origin, StopReason, as_token_ids
@@ -435,14 +434,6 @@ def test_a_tools_metrics_count_a_rollout_once() -> None:
     assert metrics["tools/tool/reward/mean"] == pytest.approx(0.5)
 
 
-def test_weighted_whitening_equals_whitening_of_rollouts() -> None:
-    values_BR, mask_BR = torch.tensor([[1.0], [0.0], [0.0], [0.0]]), torch.ones(4, 1)
-
-    found = whiten(values_BR, mask_BR=mask_BR, weights_B=torch.tensor([1, 1 / 3, 1 / 3, 1 / 3]))
-
-    assert found[:, 0].tolist() == pytest.approx([0.5**0.5, *[-(0.5**0.5)] * 3], abs=1e-5)
-
-
 # -- selection of rows ------------------------------------------------------------------------------------------------
 
 
@@ -471,13 +462,6 @@ def test_a_group_is_kept_if_its_rollouts_have_different_rewards(
 
     assert kept == (trajectories if is_kept else [])
     assert signal_B.any() == is_kept
-
-
-def test_the_reward_of_a_greedy_rollout_is_the_mean_of_its_scored_branches() -> None:
-    branches = [Branch(1.0, ((1, 2.0),)), Branch(0.0, ((1, None),)), Branch(None, ((1, 4.0),))]
-
-    assert _earned(trajectories_of([[branches]]), turn_weight=0.5) == 1.0
-    assert math.isnan(_earned(scores([None, None]), turn_weight=0.5))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -14,9 +14,13 @@ from agent_loop.config import AlgorithmConfig, Config
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import assemble
 from agent_loop.training import metrics as names
-from agent_loop.training.advantages.estimate import BatchAdvantages, estimate_batch, load_estimators
-from agent_loop.training.advantages.rewards import compared_groups
-from agent_loop.training.learner import LEARNED_COLUMNS, load_learner
+from agent_loop.training.advantages.estimate import (
+    BatchAdvantages,
+    check_groups,
+    estimate_batch,
+    load_estimators,
+)
+from agent_loop.training.learner import load_learner
 from tests.harness import examples
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 from tests.training.samples import Branch, Rollout, Sample, Turn, batch_of, groups, samples_of
@@ -147,14 +151,4 @@ def test_groups_of_one_are_refused_before_the_model_is_loaded() -> None:
         }
     )
     with pytest.raises(ConfigError, match=r"rollout\.n is 1, but .*by_data_source\.a\.adv_estimator=rloo"):
-        load_learner(config)
-
-
-def test_the_columns_for_other_ranks_tell_sources_and_seats_apart() -> None:
-    games = [
-        Rollout((Branch(reward, seat=0), Branch(-reward, seat=1)), source="math") for reward in (1.0, -1.0)
-    ]
-    batch = batch_of(samples_of([games]))
-    needed = batch.select(*LEARNED_COLUMNS, strict=False)
-    assert list(needed["data_source"]) == ["math"] * 4
-    assert torch.equal(compared_groups(needed), compared_groups(batch))
+        check_groups(config)

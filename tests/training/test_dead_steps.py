@@ -133,12 +133,6 @@ def test_groups_of_equal_rewards_are_a_dead_step_for_an_estimator_that_compares_
     assert "step 2 has nothing to learn from: in each of the 4 groups, all rewards are equal or" in shown
 
 
-def test_a_task_that_is_solved_is_named_as_such(config: Config) -> None:
-    shown = run(config, {2: 1.0})
-
-    assert "all 16 rewards are 1, so no trajectory is better than another; the rows may be solved" in shown
-
-
 @pytest.mark.parametrize(
     ("changed_metrics", "reason"),
     [

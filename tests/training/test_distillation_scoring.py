@@ -12,7 +12,6 @@ import pytest
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import DistillationConfig
-from agent_loop.errors import RolloutError
 from agent_loop.servers.scores import TokenScores
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.training import metrics as names
@@ -205,15 +204,6 @@ def test_a_reply_that_is_no_log_prob_leaves_out_its_trajectory_alone() -> None:
     assert "is not a log-prob" in bench.lines[0]
 
 
-def test_the_run_ends_with_the_commonest_reason_if_no_trajectory_is_scored() -> None:
-    bench = Bench(ScriptedServer(()))
-
-    with pytest.raises(
-        RolloutError, match=r"none of 2 trajectories \(2 by big \(server\)\), .*cannot be a teacher"
-    ):
-        bench.lessons([trajectory(), trajectory("hello")])
-
-
 class WaitingServer(ScriptedServer):
     """Server whose scores wait until the test releases them.
 
@@ -257,32 +247,6 @@ def test_scores_are_asked_for_as_trajectories_end_and_those_of_dropped_ones_are_
         assert len(server.scored) == 1
 
     asyncio.run(roll_out())
-
-
-def test_at_most_max_concurrent_requests_run_at_a_time() -> None:
-    async def roll_out() -> None:
-        server = WaitingServer(num_expected=2)
-        trajectories = [trajectory("hello " * length) for length in range(1, 6)]
-        async with Bench(server, max_concurrent=2).scoring() as scoring:
-            for each in trajectories:
-                scoring.begin(each)
-            await server.is_busy.wait()
-            server.released.set()
-            await scoring.finish(trajectories, label="step 1")
-        assert server.most_running == 2
-        assert len(server.scored) == 5
-
-    asyncio.run(roll_out())
-
-
-def test_a_request_that_takes_too_long_leaves_out_its_trajectory_alone() -> None:
-    async def roll_out() -> Lessons:
-        bench = Bench(WaitingServer(), timeout_s=0.01)
-        async with bench.scoring() as scoring:
-            return await scoring.finish([trajectory()], label="step 1")
-
-    with pytest.raises(RolloutError, match=r"none of 1 trajectories \(1 by big \(server\)\), .*TimeoutError"):
-        asyncio.run(roll_out())
 
 
 def test_a_rollout_that_is_cancelled_cancels_its_requests() -> None:

@@ -110,15 +110,6 @@ def test_a_summary_counts_successes_reasons_and_incidents() -> None:
     assert metrics["val/rollout/incidents/tool_error"] == 0.5
 
 
-def test_nothing_scored_has_no_mean_reward_and_no_success() -> None:
-    evaluation = summarise([trajectory(0, 0, None)], success_threshold=0.0)
-
-    assert evaluation.scores.mean_reward is None
-    assert evaluation.success_share == 0
-    assert "val/reward/mean" not in evaluation.metrics()
-    assert summarise([], success_threshold=1.0).metrics() == {}
-
-
 def test_the_branches_of_a_rollout_are_one_sample_with_the_best_reward() -> None:
     evaluation = summarise(
         [
@@ -133,13 +124,6 @@ def test_the_branches_of_a_rollout_are_one_sample_with_the_best_reward() -> None
     (row,) = evaluation.rows
     assert (evaluation.num_trajectories, row.num_samples, row.num_correct, row.mean_reward) == (4, 2, 1, 0.5)
     assert list(evaluation.scores.pass_at_k) == [1, 2]
-
-
-def test_rows_with_fewer_samples_count_only_for_smaller_k() -> None:
-    scores = evaluation_of([[1.0, 0.0], [0.0]]).scores
-
-    assert scores.pass_at_k[1].value == 0.25
-    assert scores.pass_at_k[2].value == 1.0
 
 
 # -- intervals ---------------------------------------------------------------------------------------------------------
@@ -302,17 +286,6 @@ def test_a_file_that_is_not_a_summary_is_refused_with_its_path(
         DataError, match=rf"summary.json' is not the summary of an evaluation: .*({complaint})"
     ):
         read_summary(tmp_path)
-
-
-def test_evaluations_of_other_rows_are_not_compared(tmp_path: Path) -> None:
-    other = EvaluationSummary.of(
-        Evaluation(1, score(()), (result(0, num_correct=1, prompt="another"),), {}, {}, {}),
-        model="m",
-        settings={},
-        columns={},
-    )
-    with pytest.raises(DataError, match="has none of the rows that were evaluated"):
-        summary_of([[1.0]], other=(tmp_path, other))
 
 
 def test_stored_trajectories_are_evaluated_like_those_in_memory(tmp_path: Path) -> None:

@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.config import AlgorithmConfig
-from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.rollout.forks import FORKED_TURN
 from agent_loop.training.advantages.estimate import BatchAdvantages, estimate_batch, load_estimators
@@ -212,33 +210,6 @@ def test_shared_tokens_are_trained_once_and_those_of_a_continuation_in_its_own_r
     assert found.keep_B.all()
 
 
-def test_trajectories_of_one_turn_get_the_advantage_of_rloo() -> None:
-    group = [Forked(Path(reward, ((2, None),))) for reward in (1.0, 0.0, 0.5, None)]
-    _, batch, found = estimated([group])
-    rloo = estimate_batch(
-        batch,
-        estimators=load_estimators(
-            AlgorithmConfig(adv_estimator="rloo", kl_reward_coef=1.0, turn_reward_weight=WEIGHT)
-        ),
-        response_length=99,
-        kl_BR=KL * batch["response_mask"],
-    )
-    assert torch.equal(found.has_signal_B, rloo.has_signal_B)
-    assert torch.equal(found.keep_B, rloo.keep_B)
-    mask_BR = batch["response_mask"]
-    assert torch.allclose(mask_BR * found.advantages_BR, mask_BR * rloo.advantages_BR, atol=1e-6)
-
-
-def test_equal_rewards_have_no_signal_although_their_means_are_rounded() -> None:
-    short = Path(0.1, ((1, None), (1, None)))
-    rollout = Forked(short, tuple((1, Path(0.1, ((1, None),))) for _ in range(3)))
-    batch = assemble(trajectories_of([[rollout] * 3]), pad_token_id=PAD)
-    config = AlgorithmConfig(adv_estimator="fork")
-    found = estimate_batch(batch, estimators=load_estimators(config), response_length=9)
-    assert not found.has_signal_B.any()
-    assert not found.keep_B.any()
-
-
 def test_a_group_of_equal_rewards_learns_from_continuations_with_other_rewards() -> None:
     rollout = Forked(Path(0.0, ((1, None), (1, None))), ((1, Path(1.0, ((1, None),))),))
     batch = assemble(trajectories_of([[rollout, Forked(Path(0.0, ((1, None),)))]]), pad_token_id=PAD)
@@ -247,9 +218,3 @@ def test_a_group_of_equal_rewards_learns_from_continuations_with_other_rewards()
     assert found.advantages_BR[:, 0].tolist() == [1.0, 0.0, 0.0]
     assert found.advantages_BR[0, 3] == -1.0
     assert found.advantages_BR[2, 3] == 1.0
-
-
-def test_a_source_cannot_fork_in_a_run_that_does_not() -> None:
-    config = AlgorithmConfig(by_data_source={"math": {"adv_estimator": "fork"}})
-    with pytest.raises(ConfigError, match="both fork"):
-        load_estimators(config)

@@ -9,10 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from msgspec import structs
 
 from agent_loop.config import AlgorithmConfig, Config
 from agent_loop.errors import ConfigError, DataError
@@ -137,13 +135,6 @@ def test_dynamic_sampling_keeps_groups_in_which_a_part_with_a_weight_differs(
     assert with_variance(trajectories, algorithm=AlgorithmConfig()) == []
 
 
-def test_equal_parts_and_a_group_of_one_have_no_signal() -> None:
-    for trajectories in (with_parts({"a": 0.1}, {"a": 0.1}, {"a": 0.1}), with_parts({"a": 1})):
-        found = estimated(trajectories, {"a": 1.0})
-        assert not found.keep_B.any()
-        assert not found.advantages_BR.any()
-
-
 def test_a_part_that_a_row_lacks_does_not_count_there() -> None:
     found = estimated(with_parts({"a": 1}, {"a": 0}, {"a": None}, {}), {"a": 1.0})
     assert found.advantages_BR[2:].tolist() == [[0.0], [0.0]]
@@ -163,18 +154,6 @@ def test_a_value_that_is_no_number_is_logged_and_left_out(
 def test_a_part_that_no_row_has_is_an_error_that_names_it() -> None:
     with pytest.raises(DataError, match=r"algorithm\.reward_parts names corect, and no trajectory has"):
         estimated(with_parts({"correct": 1}, {"correct": 0}), {"corect": 1.0})
-
-
-@pytest.mark.parametrize("name", ["correct", "style.clear", "num_turns"])
-def test_a_part_may_have_the_name_of_a_column_or_come_from_the_loop(name: str) -> None:
-    returned = with_parts({name: 1}, {name: 0})
-    of_loop = [
-        structs.replace(t, output=t.output.with_extra_fields(dict(t.reward_extra)), reward_extra={})
-        for t in returned
-    ]
-    first, second = (estimated(each, {name: 1.0}).advantages_BR for each in (returned, of_loop))
-    assert first[0, 0] > 0 > first[1, 0]
-    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(

@@ -45,19 +45,6 @@ def test_each_step_is_kept_with_advantages_and_the_trainers_logprobs(config: Con
     assert run.vocabulary()[7] == "7"
 
 
-def test_with_several_mini_batches_the_first_one_has_the_trainers_logprobs(config: Config) -> None:
-    rows = list(StoredRun(train(changed(config, "trainer", total_steps=1)).run_dir).rows())
-    trained = [row for row in rows if row["advantages"] is not None]
-    known = [row for row in trained if row["train_logprobs"] is not None]
-    assert 0 < len(known) < len(trained)
-
-
-def test_recomputed_logprobs_are_kept_of_all_rows(config: Config) -> None:
-    config = changed(changed(config, "trainer", total_steps=1), "actor", old_log_probs="recompute")
-    rows = list(StoredRun(train(config).run_dir).rows())
-    assert [row["train_logprobs"] is None for row in rows] == [row["advantages"] is None for row in rows]
-
-
 def test_a_resumed_run_rewrites_the_files_after_the_checkpoint(config: Config) -> None:
     config = changed(config, "trainer", total_steps=3, save_every=2)
     result = train(changed(config, "trainer", save_every=2))
@@ -94,16 +81,6 @@ def test_the_configured_number_of_steps_is_kept(config: Config, keep: int | None
     folder = result.run_dir / "trajectories"
     kept = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     assert kept == [f"train-{step:06d}.parquet" for step in steps]
-
-
-def test_time_shares_are_metrics_of_each_step_and_sum_to_one(config: Config) -> None:
-    result = train(changed(config, "trainer", total_steps=2, val_every=1))
-    for line in StoredRun(result.run_dir).metrics():
-        shares = [
-            line[name] for name in line if name.startswith(names.TIME) and name != names.SLOWEST_SECONDS
-        ]
-        assert sum(shares) == pytest.approx(1)
-        assert len(shares) == 10
 
 
 def test_a_stored_trajectory_equals_the_trained_trajectory(config: Config) -> None:

@@ -184,23 +184,3 @@ def test_a_checkpoint_contains_all_trained_state(
     assert second_metrics[names.CRITIC_LOSS] == pytest.approx(first_metrics[names.CRITIC_LOSS], rel=1e-6)
     for name, value in first.weights():
         torch.testing.assert_close(value, weights(second)[name], atol=1e-6, rtol=0)
-
-
-def test_sums_are_divided_by_the_longest_response_allowed(folder: Path, batch: RolloutBatch) -> None:
-    actor = {"loss_agg_mode": "seq-mean-token-sum-norm"}
-
-    norms = [
-        load_learner(settings(folder, actor=actor, rollout={"response_length": length})).learn(batch)[
-            names.GRAD_NORM
-        ]
-        for length in (100, 400)
-    ]
-
-    assert norms[0] == pytest.approx(4 * norms[1], rel=1e-4)
-
-
-def test_gae_without_a_critic_is_refused() -> None:
-    config = Config.model_validate({"algorithm": {"adv_estimator": "gae"}})
-
-    with pytest.raises(ValueError, match="needs a critic"):
-        Learner(config, actor=Actor(tiny_policy(), config=config.actor))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent_loop.config import Config, RolloutConfig, TraceConfig, TrainerConfig, load_config
+from agent_loop.config import Config, RolloutConfig, TraceConfig, TrainerConfig
 from agent_loop.errors import ConfigError
 from agent_loop.tracing.background_writer import BackgroundWriter, OneAtATimeWriter
 from agent_loop.training.loggers import Scalars, flat, make_loggers
@@ -97,23 +97,6 @@ def test_a_missing_package_is_named_with_its_install_command(monkeypatch: pytest
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(ConfigError, match=r'needs wandb: pip install "agent-loop\[wandb\]"'):
         make_loggers(Config(trainer=TrainerConfig(logger=["wandb"])))
-
-
-def test_verls_names_of_loggers_are_accepted() -> None:
-    config = load_config(
-        overrides=[
-            "trainer.logger=[console,wandb]",
-            "trainer.project_name=tea",
-            "trainer.experiment_name=green",
-            "actor_rollout_ref.rollout.trace.backend=mlflow",
-            "actor_rollout_ref.rollout.trace.token2text=true",
-            "actor_rollout_ref.rollout.trace.max_samples_per_step_per_worker=5",
-        ]
-    )
-    assert config.trainer.logger == ["console", "wandb"]
-    assert config.rollout.trace.backends == ["mlflow"]
-    assert config.rollout.trace.max_samples_per_step_per_worker == 5
-    assert make_loggers(load_config(overrides=["trainer.logger=console"])) == []
 
 
 def test_settings_are_flat_and_dotted() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from agent_loop.config import ActorConfig, Config, CriticConfig, ModelConfig
 from agent_loop.errors import ConfigError
@@ -17,7 +17,7 @@ from agent_loop.training.actor import Actor
 from agent_loop.training.advantages.groups import grpo_advantages
 from agent_loop.training.checkpoint import Checkpoint
 from agent_loop.training.learner import load_learner
-from agent_loop.training.policy import compute_dtype, load_policy
+from agent_loop.training.policy import compute_dtype
 from tests.training.fakes import PAD, REWARDED, sample_trajectories, tiny_policy
 
 BATCH = assemble(sample_trajectories(tiny_policy(), num_groups=4, n=12), pad_token_id=PAD)
@@ -119,16 +119,6 @@ def test_buffers_keep_their_precision() -> None:
     expected = dict(tiny_policy().named_buffers())
     assert expected
     assert all(torch.equal(value, expected[name]) for name, value in actor.model.named_buffers())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_auto_is_the_dtype_of_the_files(tmp_path: Path, dtype: torch.dtype) -> None:
-    policy: Qwen3ForCausalLM = tiny_policy()
-    policy.to(dtype).save_pretrained(tmp_path)  # pyright: ignore[reportUnknownMemberType]
-    config = ModelConfig(path=str(tmp_path), dtype="auto", device="cpu")
-
-    assert compute_dtype(config) == dtype
-    assert load_policy(config).dtype == torch.float32
 
 
 def test_an_unsupported_training_dtype_is_refused(tmp_path: Path) -> None:

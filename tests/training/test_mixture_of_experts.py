@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agent_loop.config import ActorConfig, ModelConfig
-from agent_loop.errors import WeightsError
 from agent_loop.rollout.batch import assemble
-from agent_loop.servers.base import AsyncServerBase, ServerSpec
+from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
-from agent_loop.servers.embedded_process import EmbeddedProcess
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages.groups import grpo_advantages
 from agent_loop.training.policy import load_policy
 from agent_loop.types import SamplingParams
 from agent_loop.weights import AdaptedWeights
 from tests.training.fakes import PAD, VOCABULARY, sample_trajectories, tiny_policy
-
-EXPERT = "model.layers.1.mlp.experts.11.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -90,44 +84,6 @@ def test_the_embedded_engine_computes_with_published_experts(folder: Path, chang
     async def main() -> None:
         server = EmbeddedServer.from_pretrained(folder, config=EmbeddedConfig(max_model_len=64))
         assert await largest_error(server, trained(folder, **changes)) < 1e-5
-        await server.close()
-
-    asyncio.run(main())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, ADAPTERS], ids=["all weights", "adapters"])
-def test_an_engine_in_its_own_process_computes_with_published_experts(
-    folder: Path, changes: dict[str, Any]
-) -> None:
-    async def main() -> None:
-        spec = ServerSpec(name="engine", model=ModelConfig(path=str(folder)), max_model_len=64)
-        server = EmbeddedProcess(spec)
-        await server.start()
-        try:
-            assert await largest_error(server, trained(folder, **changes)) < 1e-5
-        finally:
-            await server.close()
-
-    asyncio.run(main())
-
-
-def test_the_embedded_engine_refuses_experts_that_do_not_fit_and_keeps_its_weights(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-
-    def without(name: str) -> Iterable[tuple[str, Tensor]]:
-        return [(other, weight) for other, weight in weights.items() if other != name]
-
-    async def main() -> None:
-        server = EmbeddedServer.from_pretrained(folder, config=EmbeddedConfig(max_model_len=64))
-        with pytest.raises(WeightsError, match=f"1 of the model's 92 weights are missing, '{EXPERT}' first"):
-            await server.update_weights(without(EXPERT), weight_version=1)
-        with pytest.raises(WeightsError, match=f"{EXPERT}' has shape"):
-            await server.update_weights([*without(EXPERT), (EXPERT, torch.ones(2, 2))], weight_version=1)
-        other = EXPERT.replace("11", "12")
-        with pytest.raises(WeightsError, match=f"the model has no weight '{other}'; did you"):
-            await server.update_weights([*weights.items(), (other, weights[EXPERT])], weight_version=1)
-        assert (await server.health()).weight_version == 0
         await server.close()
 
     asyncio.run(main())

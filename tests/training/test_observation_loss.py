@@ -13,7 +13,6 @@ from agent_loop.config import ActorConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
-from agent_loop.training.monitor import why_dead
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import FORCED, Origin
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
@@ -112,10 +111,3 @@ def test_forced_tokens_are_no_observations() -> None:
     metrics, _ = gradients(batch)
 
     assert metrics[names.OBSERVATION_LOSS] == pytest.approx(reference_loss(batch), abs=1e-5)
-
-
-def test_a_step_that_learns_its_observations_is_not_dead() -> None:
-    trajectories = sample_trajectories(tiny_policy())
-    metrics = {names.SIGNAL_SHARE: 0.0, names.OBSERVATION_LOSS: 1.0}
-
-    assert why_dead(trajectories, metrics) is None

@@ -119,43 +119,6 @@ def test_every_loss_has_the_gradient_of_the_policy_gradient_at_a_ratio_of_one(na
     np.testing.assert_allclose(gradient, np.where(data.mask, -data.advantages, 0.0), atol=1e-12)
 
 
-def metric(name: str, new: list[float], old: list[float], **settings: Any) -> list[float]:
-    """Return `clip_fraction` of tokens with the given probabilities and an advantage of 1, then of -1."""
-    probabilities = torch.tensor([new, new], dtype=torch.float64)
-    old_probabilities = torch.tensor([old, old], dtype=torch.float64)
-    result = token_loss(
-        load_policy_loss(name),
-        probabilities.log().requires_grad_(),
-        old_logprobs_BT=old_probabilities.log(),
-        advantages_BT=torch.tensor([[1.0], [-1.0]], dtype=torch.float64).expand(2, len(new)),
-        mask_BT=torch.ones(2, len(new)),
-        config=ActorConfig(policy_loss=name, **settings),
-    )
-    return result.metrics["clip_fraction"].flatten().tolist()
-
-
-def test_dppo_keeps_rare_tokens_and_tokens_that_move_back() -> None:
-    new, old = [0.02, 0.9, 0.4], [0.001, 0.5, 0.8]
-
-    assert metric("dppo", new, old) == [0, 1, 0, 0, 0, 1]
-    assert metric("ppo", new, old) == [1, 1, 0, 0, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("settings", "kept", "dropped"),
-    [
-        ({"dppo_divergence": "tv"}, 0.649, 0.651),
-        ({"dppo_divergence": "kl"}, 0.653, 0.655),
-        ({"dppo_divergence": "tv", "dppo_threshold": 0.3}, 0.799, 0.801),
-        ({"dppo_divergence": "kl", "dppo_threshold": 0.02}, 0.597, 0.600),
-    ],
-)
-def test_dppo_drops_tokens_beyond_its_threshold(
-    settings: dict[str, Any], kept: float, dropped: float
-) -> None:
-    assert metric("dppo", [kept, dropped], [0.5, 0.5], **settings) == [0, 1, 0, 0]
-
-
 def test_the_binary_kl_is_exact_near_a_probability_of_one() -> None:
     old, new = -1e-3, -1e-9
     expected = math.exp(old) * (old - new) + -math.expm1(old) * math.log(math.expm1(old) / math.expm1(new))

@@ -207,15 +207,6 @@ def test_resuming_from_an_earlier_checkpoint_needs_a_separate_folder(config: Con
     assert_same_policy(first, branch)
 
 
-def test_a_resume_reports_changed_settings(config: Config) -> None:
-    train(changed(config, "trainer", total_steps=2))
-    output = io.StringIO()
-
-    train(changed(config, "actor", lr=1e-4), resume=True, console=Console(file=output, width=400))
-
-    assert "changed since that checkpoint: actor.lr, trainer.total_steps" in output.getvalue()
-
-
 def test_a_resume_with_other_training_rows_is_refused_unless_it_is_allowed(
     config: Config, tmp_path: Path
 ) -> None:
@@ -239,11 +230,6 @@ def test_a_resume_with_other_training_rows_is_refused_unless_it_is_allowed(
     assert "the rows of data.train_files changed since that checkpoint (added: " in output.getvalue()
     rows = latest_checkpoint(resumed.run_dir).rows["train"]
     assert [(Path(file.name).name, file.num_rows) for file in rows.files] == [("0.jsonl", 6), ("1.jsonl", 1)]
-
-
-def test_without_a_checkpoint_there_is_nothing_to_resume(config: Config) -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        train(config, resume=True)
 
 
 def test_a_step_without_signal_changes_no_weight_but_counts(config: Config) -> None:

@@ -93,12 +93,6 @@ def test_the_attention_of_trees_computes_padded_rows_as_before() -> None:
     assert torch.equal(before.sampled_BR, after.sampled_BR)
 
 
-def test_a_model_without_the_attention_of_trees_computes_none() -> None:
-    [part] = cut(forked_batch(), shares=True)
-    with pytest.raises(ValueError, match="call use_tree_attention first"):
-        response_logprobs(tiny_policy(), part, temperature=1.0)
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -150,21 +150,6 @@ def test_a_setting_that_does_not_fit_is_refused_by_name(setting: str, message: s
         load_config(overrides=[f"data.sampler.{setting}"])
 
 
-def test_an_unknown_sampler_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"data\.sampler\.name is 'curiculum'.*did you mean 'curriculum'"):
-        load_sampler("curiculum")
-
-
-def test_a_function_with_other_parameters_is_refused() -> None:
-    def mine(step: int) -> list[int]:
-        return [step]
-
-    row_sampler("mine")(mine)
-
-    with pytest.raises(ConfigError, match=r"define it as .*\(step, \*, count, context\)"):
-        load_sampler("mine")
-
-
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

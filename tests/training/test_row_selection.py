@@ -145,18 +145,6 @@ def test_a_run_that_is_killed_anywhere_selects_the_rows_of_a_run_that_is_not(
     assert sorted(whole.selections) == list(range(1, NUM_STEPS + 1))
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_a_selection_depends_on_the_results_up_to_a_fixed_step(max_staleness: int) -> None:
-    early, late = (selector_of(max_staleness=max_staleness, name="curriculum", floor=0.0) for _ in range(2))
-    step = 9
-    for each in range(1, step):
-        early.observe(each, [result_of(each, row) for row in range(NUM_ROWS)])
-        if each <= step - 1 - max_staleness:
-            late.observe(each, [result_of(each, row) for row in range(NUM_ROWS)])
-
-    assert early.select(step) == late.select(step)
-
-
 def test_rows_that_were_solved_or_failed_are_replaced_by_others() -> None:
     selector = selector_of(skip_solved=1, skip_failed=1)
     selector.observe(1, [RowResult(row, 8, 8 if row % 2 else 0, 0.5) for row in range(7)])
@@ -209,17 +197,6 @@ def test_no_replayed_token_is_older_than_the_bound_and_no_group_is_replayed_twic
         ]
         selector.observe(step, [], informative=informative, rows=selection.rows)
     assert num_replayed > 40
-
-
-def test_a_group_that_cannot_be_stored_is_not_replayed(caplog: pytest.LogCaptureFixture) -> None:
-    selector = selector_of(replay_share=0.5)
-    [first, second] = group_of(1, 0, version=0)
-    first.output.extra_fields["handle"] = object()  # pyright: ignore[reportIndexIssue]
-
-    selector.observe(1, [], informative=[first, second], rows=[0])
-
-    assert selector.select(2).replayed == []
-    assert "group 0 of step 1 cannot be replayed" in caplog.text
 
 
 def test_a_sampler_of_a_user_keeps_its_state_in_checkpoints(

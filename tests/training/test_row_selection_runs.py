@@ -96,22 +96,6 @@ def test_a_resumed_run_has_the_rows_and_weights_of_a_run_that_never_stopped(
     assert lines[0] == lines[1]
 
 
-def test_rows_that_failed_are_run_again_only_when_their_time_is_over(config: Config, tmp_path: Path) -> None:
-    sampler = {"skip_failed": 1, "skip_solved": 1}
-    output = io.StringIO()
-
-    result, rollouts = train(
-        with_sampler(config, run_dir=tmp_path / "run", sampler=sampler, total_steps=6, max_dead_steps=None),
-        console=Console(file=output, width=200),
-    )
-
-    lines = list(read_metrics(result.run_dir / "metrics.jsonl"))
-    assert lines[-1][names.ROWS_SKIPPED_SHARE] == 6 / 10
-    assert lines[-1][names.ROWS_SEEN] == 10
-    assert set(rollouts.prompts["step=6"]) == {"6", "7", "8", "9"}
-    assert "data.sampler.skip_solved" not in output.getvalue()
-
-
 def test_replayed_groups_are_trained_and_counted_and_are_no_rollouts(config: Config, tmp_path: Path) -> None:
     sampler = {"replay_share": 0.5, "replay_max_age": 2}
 
@@ -152,19 +136,3 @@ def test_asynchronous_runs_select_the_same_rows_before_and_after_a_resume(
 
     assert resumed.step == 8
     assert first.prompts | rest.prompts == whole.prompts
-
-
-def test_a_run_without_replay_ignores_results_that_it_does_not_need(config: Config, tmp_path: Path) -> None:
-    output = io.StringIO()
-    half = with_sampler(config, run_dir=tmp_path / "run", sampler={}, total_steps=2)
-    checkpoint = train(half)[0].checkpoint
-    assert checkpoint is not None
-    assert (checkpoint / "rows" / "state.bin").is_file()
-
-    train(
-        with_sampler(config, run_dir=tmp_path / "run", sampler={}, total_steps=3),
-        resume=True,
-        console=Console(file=output, width=200),
-    )
-
-    assert "data.sampler" not in output.getvalue().replace("changed since that checkpoint", "")

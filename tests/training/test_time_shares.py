@@ -76,15 +76,6 @@ def test_nested_and_overlapping_spans_count_once() -> None:
     assert sum(time.shares.values()) == pytest.approx(1)
 
 
-def test_untraced_time_counts_as_other() -> None:
-    time = time_shares(
-        [trajectory(0, seconds=8.0, watched=False)], phases={"rollout": 3.0, "step": 4.0}, label="step=1"
-    )
-    assert time.shares[names.TIME_OTHER] == pytest.approx(0.75)
-    assert time.slowest_s is None
-    assert names.SLOWEST_SECONDS not in time.metrics()
-
-
 def test_steps_are_combined_in_proportion_to_their_seconds() -> None:
     first = time_shares([trajectory(0, seconds=1.0)], phases={"rollout": 1.0, "step": 1.0}, label="step=1")
     second = time_shares([], phases={"update": 3.0, "step": 3.0}, label="step=2")

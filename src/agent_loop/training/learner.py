@@ -68,12 +68,9 @@ class Learner:
         critic: Critic | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Take ownership of actor and critic."""
+        """Take ownership of the actor, and of the critic that some estimators need."""
         self._estimators = load_estimators(config.algorithm)
         self._estimator = self._estimators.of_run
-        if self._estimator.needs.critic and critic is None:
-            name = config.algorithm.adv_estimator
-            raise ValueError(f"algorithm.adv_estimator is {name}, which needs a critic; give one")
         self._config = config
         self._actor = actor
         self._critic = critic
@@ -260,8 +257,7 @@ class Learner:
         if not algorithm.kl_reward_coef:
             return None, None, {}
         past = self._actor.past_logprobs(batch, rows=trainable_rows(batch, is_trained_B))
-        if past.reference_BR is None:
-            raise ValueError("algorithm.kl_reward_coef needs a reference model; give the actor one")
+        assert past.reference_BR is not None
         is_scored_BR = batch["response_mask"] * batch["is_scored"][:, None]
         kl_BR = kl_penalty(
             past.old_BR,
@@ -296,7 +292,6 @@ def load_learner(
     config: Config, *, checkpoint: Checkpoint | None = None, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> Learner:
     """Load the learner of a new run, or the learner of a checkpoint."""
-    _check_sources(config)
     with process_group.on_all_ranks("load", checkpoint=checkpoint):
         if config.rollout.deterministic:
             use_deterministic_kernels(device_of(config.model))
@@ -304,16 +299,6 @@ def load_learner(
         if checkpoint is not None:
             learner.load(checkpoint)
     return learner
-
-
-def _check_sources(config: Config) -> None:
-    """Raise a ConfigError if the estimator of a data source does not exist, or cannot be used in this run."""
-    for source, estimator in load_estimators(config.algorithm).of_source.items():
-        if estimator.needs.groups and config.rollout.n < 2:
-            raise ConfigError(
-                f"rollout.n is {config.rollout.n}, but algorithm.by_data_source.{source}.adv_estimator="
-                f"{estimator.registered.name} compares the trajectories of one prompt; give at least 2"
-            )
 
 
 def _load_models(config: Config, checkpoint: Checkpoint | None, process_group: ProcessGroup) -> Learner:

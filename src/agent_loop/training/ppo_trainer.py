@@ -18,7 +18,7 @@ from agent_loop.runtime.garbage_collection import frozen_objects, infrequent_col
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.storage.writer import TrajectoryKeeper
-from agent_loop.training.advantages.estimate import estimator_needs, load_estimator
+from agent_loop.training.advantages.estimate import check_groups, estimator_needs
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
 from agent_loop.training.distillation.teachers import open_teachers, refuse_other_teachers
 from agent_loop.training.interrupt import Interrupt
@@ -145,7 +145,7 @@ class PPOTrainer:
             if checkpoint is None and not from_journals:
                 journals.drop_after(0)
             clock, interrupt = StepClock(), Interrupt()
-            progress = Progress(total_steps=config.trainer.total_steps, clock=clock, console=self._console)
+            progress = Progress(total_steps=config.trainer.total_steps, console=self._console)
             keeper = TrajectoryKeeper(
                 run_dir,
                 num_steps=config.trainer.keep_trajectories,
@@ -246,13 +246,7 @@ def _check_algorithm(config: Config) -> None:
     """Raise a ConfigError if the estimator, the loss or the sampling does not fit, or the groups are too small."""
     refuse_truncated_sampling(config)
     load_policy_loss(config.actor.policy_loss)
-    estimator = config.algorithm.adv_estimator
-    load_estimator(estimator)
-    if config.rollout.n < 2 and estimator_needs(estimator).groups:
-        raise ConfigError(
-            f"rollout.n is {config.rollout.n}, but algorithm.adv_estimator={estimator} compares the trajectories of "
-            "one prompt; give at least 2"
-        )
+    check_groups(config)
 
 
 def _keeps_journals(config: Config) -> bool:

@@ -18,7 +18,6 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from agent_loop.training import metrics as names
-from agent_loop.training.timing import StepClock
 
 STEPS_OF_ETA = 20
 """Number of past steps from which the remaining time is estimated."""
@@ -48,9 +47,8 @@ class _Rollout:
 class Progress:
     """Console view of a run. A context manager."""
 
-    def __init__(self, *, total_steps: int, clock: StepClock, console: Console | None = None) -> None:
+    def __init__(self, *, total_steps: int, console: Console | None = None) -> None:
         self._total_steps = total_steps
-        self._clock = clock
         self._console = console or Console()
         self._step = 0
         self._latest: Mapping[str, float] = {}
@@ -124,8 +122,6 @@ class Progress:
         for heading in cells:
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_row(*cells.values())
-        shares = "  ".join(f"{name} {share:.0%}" for name, share in self._clock.shares().items())
-        time_spent = self._time_spent or f"time: {shares or '-'}"
         rollouts = list(self._rollouts)  # a copy: the live view reads it from a thread of its own
         num_done = sum(rollout.num_done for rollout in rollouts)
         num_trajectories = sum(rollout.num_trajectories for rollout in rollouts)
@@ -134,7 +130,7 @@ class Progress:
         return Group(
             bar,
             table,
-            Text(f"trajectories {num_done}/{num_trajectories}   {time_spent}", style="dim"),
+            Text(f"trajectories {num_done}/{num_trajectories}   {self._time_spent}", style="dim"),
         )
 
 

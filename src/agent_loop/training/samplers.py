@@ -163,29 +163,31 @@ def curriculum_weights(history: RowHistory, *, floor: float) -> NDArray[np.float
     return floor + (1 - floor) * 4 * success_N * (1 - success_N)
 
 
+@dataclass(frozen=True, slots=True)
 class LoadedSampler:
     """Sampler of a run, and the state that it keeps, if it is an object with such methods."""
 
-    def __init__(self, registered: RegisteredFunction, *, key: str) -> None:
-        self.name = registered.name
-        self._registered = registered
-        self._key = key
+    registered: RegisteredFunction
+
+    @property
+    def name(self) -> str:
+        return self.registered.name
 
     def order(self, step: int, *, count: int, context: SamplerContext) -> list[int]:
         """Return the rows that the sampler selects, as indices in the data set."""
-        result = call(self._registered, step, key=self._key, count=count, context=context)
+        result = call(self.registered, step, key=SAMPLERS.key, count=count, context=context)
         num_rows = len(context.rows)
         indices: NDArray[Any] = np.asarray(result)
         if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
             raise AlgorithmError(
-                f"{self._key}={self.name} returned {describe_value(result)}; return indices of rows, from 0 on"
+                f"{SAMPLERS.key}={self.name} returned {describe_value(result)}; return indices of rows, from 0 on"
             )
         if indices.size < min(count, num_rows) or (
             indices.size and not 0 <= indices.min() <= indices.max() < num_rows
         ):
             raise AlgorithmError(
-                f"{self._key}={self.name} returned {indices.size} indices, where count is {count} and the data set has "
-                f"{num_rows} rows; return at least count indices from 0 to {num_rows - 1}"
+                f"{SAMPLERS.key}={self.name} returned {indices.size} indices, where count is {count} and the data set "
+                f"has {num_rows} rows; return at least count indices from 0 to {num_rows - 1}"
             )
         return [int(index) for index in indices[:count]]
 
@@ -202,13 +204,13 @@ class LoadedSampler:
         self._call("load_state_dict", state)
 
     def _call(self, method: str, *args: Any) -> Any:
-        function = getattr(self._registered.function, method, None)
+        function = getattr(self.registered.function, method, None)
         if function is None:
             return None
         registered = RegisteredFunction(f"{self.name}.{method}", function)
-        return call(registered, *args, key=self._key)
+        return call(registered, *args, key=SAMPLERS.key)
 
 
 def load_sampler(reference: str) -> LoadedSampler:
     """Return the sampler that `data.sampler.name` names."""
-    return LoadedSampler(SAMPLERS.load(reference, example="step, *, count, context"), key=SAMPLERS.key)
+    return LoadedSampler(SAMPLERS.load(reference, example="step, *, count, context"))

@@ -40,12 +40,11 @@ LEAST_SHOWN = 0.005
 
 
 class StepClock:
-    """Clock that adds up the seconds of each phase, for the current step and for all steps."""
+    """Clock that adds up the seconds of each phase of the current step."""
 
     def __init__(self) -> None:
         self._step_started = time.monotonic()
         self._step: defaultdict[str, float] = defaultdict(float)
-        self._total: defaultdict[str, float] = defaultdict(float)
 
     def start_step(self) -> None:
         """Reset the seconds of the current step."""
@@ -59,20 +58,11 @@ class StepClock:
         try:
             yield
         finally:
-            seconds = time.monotonic() - started
-            self._step[name] += seconds
-            self._total[name] += seconds
+            self._step[name] += time.monotonic() - started
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase of the current step, and those since its start as `step`."""
         return {**self._step, "step": time.monotonic() - self._step_started}
-
-    def shares(self) -> dict[str, float]:
-        """Return the share of each phase in the time of all phases, largest first."""
-        seconds = dict(self._total)  # a copy: a live view reads it from a thread of its own
-        total = sum(seconds.values())
-        largest_first = sorted(seconds, key=lambda name: -seconds[name])
-        return {name: seconds[name] / total for name in largest_first} if total else {}
 
 
 @dataclass(frozen=True, slots=True)

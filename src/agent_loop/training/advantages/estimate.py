@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from agent_loop.config import AlgorithmConfig
+from agent_loop.config import AlgorithmConfig, Config
 from agent_loop.errors import AlgorithmError, ConfigError
 from agent_loop.registries import RegisteredFunction
 from agent_loop.rollout.batch import RolloutBatch
@@ -222,6 +222,20 @@ def load_estimators(config: AlgorithmConfig) -> SourceEstimators:
                 "neither"
             )
     return SourceEstimators(config, of_run, of_source)
+
+
+def check_groups(config: Config) -> None:
+    """Raise an error if an estimator compares the trajectories of a prompt and `rollout.n` is 1, or does not exist."""
+    estimators = load_estimators(config.algorithm)
+    by_key = {"": estimators.of_run} | {
+        f"by_data_source.{s}.": each for s, each in estimators.of_source.items()
+    }
+    for key, estimator in by_key.items():
+        if estimator.needs.groups and config.rollout.n < 2:
+            raise ConfigError(
+                f"rollout.n is {config.rollout.n}, but algorithm.{key}adv_estimator={estimator.registered.name} "
+                "compares the trajectories of one prompt; give at least 2"
+            )
 
 
 def estimate_batch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
 from typing import Any
@@ -103,40 +104,35 @@ class NotTaught(StrEnum):
     """The server failed, did not reply in time, or refused the text."""
 
 
+@dataclass(slots=True, eq=False)
 class Teacher:
     """A teacher and its started server."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        config: TeacherConfig,
-        server: AsyncServerBase,
-        prompts: TeacherPrompts,
-        context_length: int,
-        num_candidates: int,
-        vocab_size: int,
-    ) -> None:
-        self.name = name
-        self.prompts = prompts
-        self.context_length = context_length
-        self._timeout_s = config.timeout_s
-        self._server = server
-        self._num_candidates = min(num_candidates, vocab_size)
-        self._vocab_size = vocab_size
-        self._slots = asyncio.Semaphore(config.max_concurrent)
+    name: str
+    config: TeacherConfig
+    server: AsyncServerBase
+    prompts: TeacherPrompts
+    context_length: int
+    num_candidates: int
+    vocab_size: int
+    """Number of token ids of the policy."""
+    _slots: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.config.max_concurrent)
 
     async def score(self, token_ids: IntArray, *, start: int) -> TokenScores:
         """Return the scores of the tokens of a text from `start` on, at most `timeout_s` after a slot is free."""
-        async with self._slots, asyncio.timeout(self._timeout_s):
-            scores = await self._server.score(token_ids, start=start, top_logprobs=self._num_candidates)
+        num_candidates = min(self.num_candidates, self.vocab_size)
+        async with self._slots, asyncio.timeout(self.config.timeout_s):
+            scores = await self.server.score(token_ids, start=start, top_logprobs=num_candidates)
         scores = checked_scores(
             scores,
             num_scores=len(token_ids) - start,
-            top_logprobs=self._num_candidates,
-            server=self._server.name,
+            top_logprobs=num_candidates,
+            server=self.server.name,
         )
-        return _without_other_ids(scores, vocab_size=self._vocab_size)
+        return _without_other_ids(scores, vocab_size=self.vocab_size)
 
 
 class Teachers:

@@ -109,7 +109,7 @@ class SupervisedTrainer:
                 template=template,
                 writer=stack.enter_context(MetricsWriter(run_dir / METRICS_FILE, loggers=loggers)),
                 clock=clock,
-                progress=Progress(total_steps=total_steps, clock=clock, console=self._console),
+                progress=Progress(total_steps=total_steps, console=self._console),
             )
             stack.enter_context(interrupt.listening())
             return await loop.run(checkpoint, interrupt=interrupt, notes=notes or ())
