@@ -174,16 +174,3 @@ def test_a_message_is_parsed_as_a_model() -> None:
 
     first, second = ProgramHarness([json_server(in_order(text_reply(SUM)))]).run_virtual(program)
     assert origins(first.output) == origins(second.output) == ["prompt", "model"]
-
-
-def test_tokens_are_counted_as_the_request_that_follows_uses_them() -> None:
-    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
-        client = anthropic_client(anthropic_base_url, api_key, http_client)
-        tool = {"name": "add", "input_schema": {"type": "object"}}
-        asked: Any = {"model": "claude", "messages": user("1 + 2?"), "system": "Add.", "tools": [tool]}
-        counted = await client.messages.count_tokens(**asked)
-        message = await client.messages.create(**asked, max_tokens=256)
-        assert counted.input_tokens == message.usage.input_tokens
-
-    [trajectory] = ProgramHarness(in_order(text_reply("3"))).run_virtual(program)
-    assert origins(trajectory.output) == ["prompt", "model"]

@@ -368,20 +368,3 @@ def test_candidates_and_penalties_are_passed_to_servers_that_have_them() -> None
     params = harness.server.requests[0].sampling_params
     assert (params.top_logprobs, params.min_p, params.repetition_penalty) == (2, 0.1, 1.1)
     assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"), [("/nothing", None), ("/messages/batches", "error"), ("/chat/completions", None)]
-)
-def test_an_unknown_path_is_answered_with_what_is_offered(path: str, kind: str | None) -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        reply = await http_client.delete(f"{base_url}{path}", headers={"authorization": f"Bearer {api_key}"})
-        assert reply.status_code == (405 if path == "/chat/completions" else 404)
-        body = reply.json()
-        assert body.get("type") == kind
-        assert f"there is no DELETE /v1{path}" in body["error"]["message"]
-        assert "POST /v1/chat/completions" in body["error"]["message"]
-        client = client_of(base_url, api_key, http_client)
-        await client.chat.completions.create(model=MODEL, messages=user("?"))
-
-    run(program, text_reply("x"))

@@ -79,35 +79,3 @@ def test_programs_receive_the_token_ids_that_are_trained_on() -> None:
         assert output.response_logprobs is not None
         assert len(output.response_logprobs) == len(output.response_ids)
     assert len({tuple(tokens(t.output)) for t in trajectories}) > NUM_ROWS // 2
-
-
-@pytest.mark.parametrize("stops", [True, False])
-def test_a_greedy_stream_equals_the_whole_completion(stops: bool) -> None:
-    async def both(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
-        asked: dict[str, Any] = {
-            "model": MODEL,
-            "messages": user("hello"),
-            "temperature": 0,
-            "max_tokens": 24,
-        }
-        asked |= {"stop": ["e"]} if stops else {}
-        whole = await client.chat.completions.create(**asked)
-        stream = await client.chat.completions.create(**asked, stream=True)
-        pieces = [chunk async for chunk in stream]
-        assert "".join(p.choices[0].delta.content or "" for p in pieces) == whole.choices[0].message.content
-        assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-
-    harness = ProgramHarness([embedded()], prompt_length=128, response_length=100)
-
-    async def scenario() -> list[Any]:
-        await harness.pool.start()
-        await harness.pool.wake_up()
-        try:
-            return await harness.run(both)
-        finally:
-            await harness.pool.close()
-
-    whole, streamed = asyncio.run(scenario())
-    assert whole.output.failure is None
-    assert whole.output.response_ids.tolist() == streamed.output.response_ids.tolist()

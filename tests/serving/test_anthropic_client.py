@@ -9,7 +9,7 @@ import anthropic
 import pydantic
 import pytest
 
-from tests.helpers import call_text, encoded, hermes_template, small_tokenizer, text_reply, user
+from tests.helpers import encoded, hermes_template, small_tokenizer, text_reply, user
 from tests.serving.harness import MODEL, ServedApp, SpellingServer, embedded, serve_app
 
 ADD = {
@@ -31,31 +31,6 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedApp]:
 def client_of(served: ServedApp, **options: Any) -> anthropic.Anthropic:
     base_url = served.url.removesuffix("/v1")
     return anthropic.Anthropic(**{"base_url": base_url, "api_key": "-", "max_retries": 0, **options})
-
-
-def test_a_stream_with_thinking_and_tools_is_the_message() -> None:
-    text = f"<think>\nHm.\n</think>\n\nNow:{call_text('add', a=1)}\n{call_text('add', a=2)}"
-    with serve_app([SpellingServer(text_reply(text))]) as served, client_of(served) as client:
-        asked: Any = {
-            "model": MODEL,
-            "max_tokens": 64,
-            "messages": user("1 + 2?"),
-            "tools": [ADD],
-            "thinking": {"type": "adaptive"},
-        }
-        whole = client.messages.create(**asked)
-        with client.messages.stream(**asked) as stream:
-            texts = list(stream.text_stream)
-            streamed = stream.get_final_message()
-    assert len(texts) > 1
-    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
-    assert [block.model_dump(exclude={"id"}) for block in streamed.content] == [
-        block.model_dump(exclude={"id"}) for block in whole.content
-    ]
-    assert streamed.usage.output_tokens == whole.usage.output_tokens == len(encoded(text + "<|im_end|>"))
-    assert whole.stop_reason == streamed.stop_reason == "tool_use"
-    assert whole._request_id is not None
-    assert whole._request_id.startswith("req_")
 
 
 def test_the_count_of_tokens_is_the_length_of_the_prompt() -> None:

@@ -127,12 +127,3 @@ def test_reasoning_effort_and_variables_that_the_template_does_not_know_change_n
             extra_body={"chat_template_kwargs": {"enable_thinking": False}},
         )
     assert len({tuple(request.prompt_ids.tolist()) for request in server.requests}) == 1
-
-
-def test_an_unknown_path_is_answered_with_what_is_offered() -> None:
-    with (
-        serve_app([scripted(text_reply("x"))]) as served,
-        client_of(served) as client,
-        pytest.raises(openai.NotFoundError, match=r"there is no POST /v1/embeddings; offered are .*POST"),
-    ):
-        client.embeddings.create(model=MODEL, input="x")

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from agent_loop.serve.app import ServedModel, create_app
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
-from tests.gateway.test_hostile_requests import CHAT, MESSAGES
+from tests.gateway.test_hostile_requests import CHAT
 from tests.harness import thinned
 from tests.helpers import hermes_template, text_reply
 from tests.hostile_json import RAW, mutated
@@ -32,7 +32,6 @@ TEXT = {
     "stream": False,
     "stream_options": {"include_usage": True},
 }
-COUNTED = {key: MESSAGES[key] for key in ("messages", "system", "tools", "tool_choice", "thinking")}
 IDS = {"model": MODEL, "prompt": [[1, 2], [3]], "max_tokens": 4}
 
 
@@ -53,11 +52,8 @@ def refused(status: int, reply: bytes) -> bool:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        pytest.param("chat/completions", {**CHAT, "model": MODEL}, marks=pytest.mark.slow),
         ("completions", TEXT),
         ("completions", IDS),
-        pytest.param("messages", {**MESSAGES, "model": MODEL}, marks=pytest.mark.slow),
-        pytest.param("messages/count_tokens", {**COUNTED, "model": MODEL}, marks=pytest.mark.slow),
     ],
 )
 def test_a_request_with_one_invalid_part_gets_a_completion_or_a_400(

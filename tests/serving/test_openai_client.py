@@ -102,17 +102,6 @@ def test_a_stream_with_tools_sends_text_immediately_and_calls_whole() -> None:
     assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["tool_calls"]
 
 
-def test_the_clients_stream_helper_assembles_the_completion() -> None:
-    with (
-        serve_app([SpellingServer(text_reply(f"Now: {call_text('add', a=1)}"))]) as served,
-        client_of(served) as client,
-        client.chat.completions.stream(model=MODEL, messages=user("?"), tools=[ADD]) as stream,
-    ):
-        final = stream.get_final_completion()
-    assert final.choices[0].message.content == "Now:"
-    assert final.choices[0].message.tool_calls[0].function.name == "add"
-
-
 def test_malformed_calls_and_calls_of_unknown_tools_stay_text() -> None:
     replies = [
         text_reply("<tool_call>\n{'name': 1}\n</tool_call>"),

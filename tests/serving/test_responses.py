@@ -6,56 +6,15 @@ from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
 
-from agent_loop.servers.base import Ability
-from agent_loop.servers.scripted import ScriptedServer
-from tests.helpers import call_text, text_reply, user
+from tests.helpers import text_reply
 from tests.serving.harness import MODEL, ServedApp, SpellingServer, serve_app
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
 
 
-class JsonServer(SpellingServer):
-    """Server that takes JSON schemas. Its replies are scripted all the same."""
-
-    abilities = SpellingServer.abilities | {Ability.JSON_SCHEMA}
-
-
 def client_of(served: ServedApp, **options: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=served.url, api_key="any", max_retries=0, **options)
-
-
-def prompt_of(server: ScriptedServer) -> list[int]:
-    return server.requests[-1].prompt_ids.tolist()
-
-
-def test_a_conversation_has_the_same_prompt_whole_and_streamed() -> None:
-    server = SpellingServer(text_reply(call_text("add", a=1)), *[text_reply("Three.")] * 3)
-    with serve_app([server]) as served, client_of(served) as client:
-        asked: dict[str, Any] = {"model": MODEL, "tools": [ADD], "instructions": "Be brief."}
-        first = client.responses.create(input="1 + 2?", **asked)
-        [call] = first.output
-        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
-        second = client.responses.create(input=[*user("1 + 2?"), call, result], **asked)
-        assert second.output_text == "Three."
-        prompt = prompt_of(server)
-        with client.responses.stream(input=[*user("1 + 2?"), call, result], **asked) as stream:
-            deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
-            assert "".join(deltas) == stream.get_final_response().output_text == "Three."
-        assert len(deltas) > 1
-        assert prompt_of(server) == prompt
-
-
-def test_parse_constrains_the_text_and_returns_a_model() -> None:
-    class Sum(BaseModel):
-        value: int
-
-    server = JsonServer(text_reply('{"value": 3}'))
-    with serve_app([server]) as served, client_of(served) as client:
-        response = client.responses.parse(model=MODEL, input="1 + 2?", text_format=Sum)
-        assert response.output_parsed == Sum(value=3)
-    assert '"value"' in server.requests[-1].sampling_params.json_schema
 
 
 def test_a_client_that_disconnects_ends_its_response() -> None:

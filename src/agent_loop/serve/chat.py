@@ -322,16 +322,6 @@ def _part(part: dict[str, Any], *, where: str) -> dict[str, Any]:
     )
 
 
-def can_force_call(request: ChatCompletionRequest, template: ChatTemplate) -> bool:
-    """Return whether the format has a text that opens the call which the request forces."""
-    return _opening_of_call(request, template) is not None
-
-
-def can_stop_after_call(template: ChatTemplate) -> bool:
-    """Return whether a completion can end after its first call, because the format marks the end of a call."""
-    return bool(template.tool_parser.first_call_ends)
-
-
 def begin_turn(
     request: ChatCompletionRequest, *, template: ChatTemplate, context: IntArray, prefill: str = ""
 ) -> TurnPrefix:
@@ -362,8 +352,6 @@ def begin_turn(
     opening = parser.content_opening
     if request.forces_call:
         opening = _opening_of_call(request, template)
-        if opening is None:
-            raise unsupported_call_error()
     if not (text := closing + opening):
         return NO_PREFIX
     return TurnPrefix.of_tokens(template.encoder.encode(text), template=template)
@@ -371,9 +359,9 @@ def begin_turn(
 
 def check_calls(request: ChatCompletionRequest, template: ChatTemplate) -> None:
     """Refuse a request whose wishes about calls the model's format cannot express."""
-    if request.forces_call and not can_force_call(request, template):
-        raise unsupported_call_error()
-    if request.has_one_call and not can_stop_after_call(template):
+    if request.forces_call:
+        _opening_of_call(request, template)
+    if request.has_one_call and not template.tool_parser.first_call_ends:
         raise UnsupportedParameter(
             "parallel_tool_calls: false is not supported, because the model's tool format does not mark the end of a "
             "call; leave it out",
@@ -394,21 +382,20 @@ def check_calls(request: ChatCompletionRequest, template: ChatTemplate) -> None:
         )
 
 
-def unsupported_call_error() -> UnsupportedParameter:
-    """Return the error for a forced call in a format without a fixed opening."""
-    return UnsupportedParameter(
-        "tool_choice: a forced call is not supported, because the model's tool format has no fixed opening for it; "
-        "give auto or none",
-        param="tool_choice",
-    )
-
-
-def _opening_of_call(request: ChatCompletionRequest, template: ChatTemplate) -> str | None:
+def _opening_of_call(request: ChatCompletionRequest, template: ChatTemplate) -> str:
+    """Return the text that opens the call which the request forces. Raises an error if the format has none."""
     name = request.forced_tool
-    return template.tool_parser.forced_call(
+    opening = template.tool_parser.forced_call(
         None if name is None else template.encoder.mask(name),
         chat_template=str(template.tokenizer.chat_template),
     )
+    if opening is None:
+        raise UnsupportedParameter(
+            "tool_choice: a forced call is not supported, because the model's tool format has no fixed opening for it; "
+            "give auto or none",
+            param="tool_choice",
+        )
+    return opening
 
 
 def template_of(request: ChatCompletionRequest, template: ChatTemplate) -> ChatTemplate:

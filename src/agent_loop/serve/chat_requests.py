@@ -18,7 +18,6 @@ from pydantic import (
     GetJsonSchemaHandler,
     JsonValue,
     Tag,
-    TypeAdapter,
     ValidationError,
     ValidationInfo,
     WithJsonSchema,
@@ -99,23 +98,17 @@ Ignored = Annotated[Any, WithJsonSchema({})]
 """Field that is accepted and has no effect."""
 
 
-class _Function(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Function(RequestModel):
     name: Annotated[str, Field(pattern=r"^\S+$", max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    """Has no effect: calls are not constrained."""
 
 
-class _Tool(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    type: Annotated[str, Field(pattern="^function$")]
+class _Tool(RequestModel):
+    type: Literal["function"]
     function: _Function
-
-
-_TOOL = TypeAdapter(_Tool)
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +118,7 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
             f"tools of type {one_line(kind, max_length=80)!r} are not supported; leave the tool out, or define a "
             "function that the client runs"
         )
-    parameters = _TOOL.validate_python(tool).function.parameters
+    parameters = _Tool.model_validate(tool).function.parameters
     if parameters is not None:
         try:
             _check_schema(json.dumps(parameters))
@@ -143,34 +136,8 @@ def _check_schema(schema: str) -> None:
     check_json_schema(json.loads(schema))
 
 
-ToolSchema = Annotated[
-    dict[str, Any],
-    AfterValidator(_check_tool),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "properties": {
-                        "name": {"type": "string", "pattern": r"^\S+$", "maxLength": 256},
-                        "description": {"type": ["string", "null"]},
-                        "parameters": {"type": ["object", "null"], "description": "A JSON schema."},
-                        "strict": {"type": ["boolean", "null"], "description": "Has no effect."},
-                    },
-                    "required": ["name"],
-                    "additionalProperties": False,
-                },
-            },
-            "required": ["type", "function"],
-            "additionalProperties": False,
-        }
-    ),
-]
+ToolSchema = Annotated[dict[str, Any], AfterValidator(_check_tool)]
 """Function schema. The order of its keys is kept, because chat templates render it."""
-
-
 ANY_OBJECT = '{"type": "object"}'
 """JSON schema of `response_format: {"type": "json_object"}`."""
 
@@ -220,6 +187,19 @@ ToolChoice: TypeAlias = Annotated[
 ]
 
 
+def _named_tools(choice: ToolChoice | None) -> list[str]:
+    if isinstance(choice, NamedTool):
+        return [choice.function.name]
+    named = choice.allowed_tools.tools if isinstance(choice, AllowedToolsChoice) else ()
+    return [tool.function.name for tool in named]
+
+
+def _forces_call(choice: ToolChoice | None) -> bool:
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, NamedTool)
+
+
 def _checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
     try:
         check_json_schema(schema)
@@ -265,40 +245,6 @@ class SchemaFormat(RequestModel):
 ResponseFormat: TypeAlias = Annotated[
     TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")
 ]
-
-
-def schema_text(response_format: TextFormat | JsonObjectFormat | SchemaFormat | None) -> str:
-    """Return the JSON text of the schema that an answer must match; "" for any text."""
-    if isinstance(response_format, SchemaFormat):
-        return json.dumps(response_format.json_schema.schema_, ensure_ascii=False)
-    return ANY_OBJECT if isinstance(response_format, JsonObjectFormat) else ""
-
-
-def allowed_tools(tools: Sequence[Mapping[str, Any]], choice: ToolChoice | None) -> list[dict[str, Any]]:
-    """Return the tools that the model sees: none for the choice `none`, and only those that the choice allows."""
-    if choice == "none":
-        return []
-    if not isinstance(choice, AllowedToolsChoice):
-        return [dict(tool) for tool in tools]
-    names = {tool.function.name for tool in choice.allowed_tools.tools}
-    return [dict(tool) for tool in tools if tool["function"]["name"] in names]
-
-
-def forces_call(choice: ToolChoice | None) -> bool:
-    """Return whether the model must call a tool."""
-    if isinstance(choice, AllowedToolsChoice):
-        return choice.allowed_tools.mode == "required"
-    return choice == "required" or isinstance(choice, NamedTool)
-
-
-def unknown_tools(tools: Sequence[Mapping[str, Any]], choice: ToolChoice | None) -> list[str]:
-    """Return the names in a choice that no tool of the request has."""
-    known = {tool["function"]["name"] for tool in tools}
-    if isinstance(choice, NamedTool):
-        named = [choice]
-    else:
-        named = choice.allowed_tools.tools if isinstance(choice, AllowedToolsChoice) else []
-    return [tool.function.name for tool in named if tool.function.name not in known]
 
 
 MAX_TOP_LOGPROBS = 20
@@ -372,7 +318,9 @@ class SamplingRequest(RequestModel):
     @property
     def json_schema(self) -> str:
         """JSON text of the schema that the completion must match; "" for any text."""
-        return schema_text(self.response_format)
+        if isinstance(self.response_format, SchemaFormat):
+            return json.dumps(self.response_format.json_schema.schema_, ensure_ascii=False)
+        return ANY_OBJECT if isinstance(self.response_format, JsonObjectFormat) else ""
 
     @property
     def num_top_logprobs(self) -> int:
@@ -486,25 +434,27 @@ class ChatCompletionRequest(SamplingRequest):
     @field_validator("tool_choice")
     @classmethod
     def _needs_tools(cls, choice: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
-        tools = info.data.get("tools") or ()
-        if forces_call(choice) and not tools:
+        names = [tool["function"]["name"] for tool in info.data.get("tools") or ()]
+        if _forces_call(choice) and not names:
             raise ValueError("it forces a call, but there are no tools; give tools, or leave it out")
-        if unknown := unknown_tools(tools, choice):
-            names = ", ".join(tool["function"]["name"] for tool in tools)
-            raise ValueError(
-                f"it names {unknown[0]!r}, which is not among the tools; they are {names or 'none'}"
-            )
+        for named in _named_tools(choice):
+            if named not in names:
+                known = ", ".join(names) or "none"
+                raise ValueError(f"it names {named!r}, which is not among the tools; they are {known}")
         return choice
 
     @property
     def tools_in_use(self) -> list[dict[str, Any]]:
         """Tools in the prompt; none if `tool_choice` is `none`."""
-        return allowed_tools(self.tools or (), self.tool_choice)
+        if self.tool_choice == "none":
+            return []
+        allowed = _named_tools(self.tool_choice) if isinstance(self.tool_choice, AllowedToolsChoice) else None
+        return [tool for tool in self.tools or () if allowed is None or tool["function"]["name"] in allowed]
 
     @property
     def forces_call(self) -> bool:
         """Whether the completion must be a tool call."""
-        return forces_call(self.tool_choice)
+        return _forces_call(self.tool_choice)
 
     @property
     def forced_tool(self) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal, TypeAlias, cast
@@ -213,16 +212,12 @@ class Block(RequestModel):
     cache_control: Ignored = None
 
 
-class ContentBlock(Block, ABC):
+class ContentBlock(Block):
     """Block that the model reads as content of a message."""
 
-    @abstractmethod
     def parts(self, *, where: str) -> list[Part]:
-        """Return the content parts of the block.
-
-        Args:
-            where: Path of the block in the request, for errors.
-        """
+        """Return the content parts of the block, whose path in the request is `where`."""
+        raise NotImplementedError
 
 
 class TextBlock(ContentBlock):
@@ -279,11 +274,7 @@ class DocumentBlock(ContentBlock):
         content = self.source.content
         if content is None:
             return [text_part(self.source.data or "")]
-        return (
-            [text_part(content)]
-            if isinstance(content, str)
-            else content_parts(content, where=where, kinds=SIMPLE)
-        )
+        return _parts_of(content, where=where, kinds=SIMPLE)
 
 
 class SearchResultBlock(ContentBlock):
@@ -325,13 +316,11 @@ class ToolResultBlock(Block):
 
     def message(self, *, where: str) -> dict[str, Any]:
         """Return the chat message of the tool. The text of a failed call begins with `Error: `."""
-        content = self.content or ""
-        is_text = isinstance(content, str)
-        parts = (
-            [text_part(content)] if is_text else content_parts(content, where=f"{where}.content", kinds=RICH)
-        )
-        if self.is_error:
-            parts = _as_error(parts)
+        parts = _parts_of(self.content or "", where=f"{where}.content", kinds=RICH)
+        if self.is_error and parts and parts[0]["type"] == "text":
+            parts[0] = text_part(f"Error: {parts[0]['text']}")
+        elif self.is_error:
+            parts.insert(0, text_part("Error:"))
         return {"role": "tool", "tool_call_id": self.tool_use_id, "content": parts}
 
 
@@ -365,13 +354,7 @@ ASSISTANT = ("text", "tool_use", "thinking", "redacted_thinking")
 
 
 def read_block(block: Mapping[str, Any], *, where: str, kinds: Sequence[str]) -> Block:
-    """Validate a block.
-
-    Args:
-        block: The block.
-        where: Path of the block in the request, for errors.
-        kinds: Types of blocks that are allowed there.
-    """
+    """Validate a block of one of these types, whose path in the request is `where`."""
     kind = block.get("type")
     if not isinstance(kind, str) or kind not in kinds:
         shown = one_line(json.dumps(kind), max_length=80)
@@ -384,14 +367,7 @@ def read_block(block: Mapping[str, Any], *, where: str, kinds: Sequence[str]) ->
 def content_parts(
     blocks: Sequence[Mapping[str, Any]], *, where: str, kinds: Sequence[str], start: int = 0
 ) -> list[Part]:
-    """Return the content parts of blocks. See `read_block`.
-
-    Args:
-        blocks: The blocks.
-        where: Path of the list.
-        kinds: Types of blocks that are allowed.
-        start: Index of the first block in the list.
-    """
+    """Return the content parts of blocks. The first one has the index `start` in the request."""
     parts: list[Part] = []
     for index, block in enumerate(blocks, start=start):
         path = f"{where}[{index}]"
@@ -401,16 +377,15 @@ def content_parts(
     return parts
 
 
+def _parts_of(content: str | list[dict[str, Any]], *, where: str, kinds: Sequence[str]) -> list[Part]:
+    if isinstance(content, str):
+        return [text_part(content)]
+    return content_parts(content, where=where, kinds=kinds)
+
+
 def text_part(text: str) -> Part:
     """Return a content part with a text."""
     return {"type": "text", "text": text}
-
-
-def _as_error(parts: Sequence[Part]) -> list[Part]:
-    """Return the parts of a tool result that tell the model that the call failed."""
-    if parts and parts[0]["type"] == "text":
-        return [text_part(f"Error: {parts[0]['text']}"), *parts[1:]]
-    return [text_part("Error:"), *parts]
 
 
 BILLING_HEADER = "x-anthropic-billing-header:"
