@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,15 +18,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.errors import RequestError, UnsupportedParameter
+from agent_loop.errors import RequestError
 from agent_loop.serve.chat import chat_completion, count_prompt_tokens, stream_chat_completion
 from agent_loop.serve.chat_replies import ChatCompletion, ChatCompletionChunk, ModelCard, TextCompletion
 from agent_loop.serve.chat_requests import (
     ChatCompletionRequest,
     CompletionRequest,
-    RequestModel,
     SamplingRequest,
-    read_part,
 )
 from agent_loop.serve.errors import UnknownModel, exception_handlers, json_response, make_error, write_error
 from agent_loop.serve.metrics import CONTENT_TYPE, MeteredSampler, Metrics, health_of
@@ -36,9 +34,10 @@ from agent_loop.serve.routes import ApiRoute, ModelApis, offered, openapi_route,
 from agent_loop.serve.sampling import Sampler
 from agent_loop.serve.streams import ClientConnection, OpenAIWriter, stream_response
 from agent_loop.serve.text import completion, score_prompts, stream_completion
+from agent_loop.serve.wishes import Wishes
 from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.trajectory import Incident
 
-RequestT = TypeVar("RequestT", bound=RequestModel)
 SamplingRequestT = TypeVar("SamplingRequestT", bound=SamplingRequest)
 MAX_SESSIONS = 4096
 """Maximum number of idle sessions that clients named."""
@@ -137,7 +136,7 @@ class _PoolApp:
     async def _complete_text(self, request: Request) -> Response:
         """Complete a text or token ids, or score them."""
         completer = self._open(request)
-        body = completer.read(CompletionRequest, await read_json(request))
+        body = CompletionRequest.read(await read_json(request))
         self.served.check_name(body.model)
         connection = ClientConnection(request.receive, self.stopping)
         if body.is_scored:
@@ -184,16 +183,10 @@ class _PoolCompleter:
         return self.app.calls
 
     @property
-    def wishes(self) -> tuple[str, ...]:
-        return ()
+    def wishes(self) -> Wishes:
+        return Wishes(are_offered=False)
 
-    def hinted(self, error: UnsupportedParameter) -> RequestError:
-        return error
-
-    def read(self, model: type[RequestT], body: Any) -> RequestT:
-        return read_part(model, body)
-
-    def note_dropped(self, detail: str) -> None:
+    def note(self, incident: Incident) -> None:
         pass
 
     async def complete(self, chat: ChatCompletionRequest) -> ChatCompletion:

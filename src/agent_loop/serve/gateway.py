@@ -7,10 +7,10 @@ import importlib
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from starlette.applications import Starlette
@@ -20,10 +20,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.errors import AgentLoopError, ConfigError, RequestError, UnsupportedParameter
+from agent_loop.errors import AgentLoopError, ConfigError
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.serve.chat_replies import ChatCompletion, ChatCompletionChunk, ModelCard
-from agent_loop.serve.chat_requests import ChatCompletionRequest, RequestModel
+from agent_loop.serve.chat_requests import ChatCompletionRequest
 from agent_loop.serve.errors import exception_handlers, make_error, write_error
 from agent_loop.serve.middleware import LOCAL_HOSTS, MISDIRECTED, BodyLimiter, HostGuard, RequestObserver
 from agent_loop.serve.process import listening
@@ -31,13 +31,13 @@ from agent_loop.serve.responses_requests import CallRecord
 from agent_loop.serve.routes import ModelApis, offered, openapi_route
 from agent_loop.serve.session import Session
 from agent_loop.serve.shared_completion import RetryInfo, SharedChoices
-from agent_loop.trajectory import Incident, IncidentKind
+from agent_loop.serve.wishes import Wishes
+from agent_loop.trajectory import Incident
 
 if TYPE_CHECKING:
     import anthropic
     import openai
 
-RequestT = TypeVar("RequestT", bound=RequestModel)
 CLOSE_TIMEOUT_S = 30.0
 MAX_CLOSED = 16384
 """Number of closed session ids that are remembered, so that requests for them get a 410 instead of a 404."""
@@ -156,19 +156,11 @@ class _SessionCompleter:
         return self._session.calls
 
     @property
-    def wishes(self) -> Collection[str]:
-        return self._session.wishes.names
+    def wishes(self) -> Wishes:
+        return self._session.wishes
 
-    def hinted(self, error: UnsupportedParameter) -> RequestError:
-        return self._session.wishes.hinted(error)
-
-    def read(self, model: type[RequestT], body: Any) -> RequestT:
-        read, incidents = self._session.wishes.read(model, body)
-        self._incidents += incidents
-        return read
-
-    def note_dropped(self, detail: str) -> None:
-        self._incidents.append(Incident(IncidentKind.DROPPED_PARAMETER, detail))
+    def note(self, incident: Incident) -> None:
+        self._incidents.append(incident)
 
     async def complete(self, chat: ChatCompletionRequest) -> ChatCompletion:
         return await self._submit(chat).whole(chat)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -42,6 +42,8 @@ from agent_loop.serve.responses_replies import ResponseWriter
 from agent_loop.serve.responses_requests import CallRecord, ResponsesRequest, renamed, translate_response
 from agent_loop.serve.sampling import Sampler
 from agent_loop.serve.streams import ClientConnection, OpenAIWriter, ReplyWriter, stream_response
+from agent_loop.serve.wishes import Wishes, dropped
+from agent_loop.trajectory import Incident, IncidentKind
 
 RequestT = TypeVar("RequestT", bound=RequestModel)
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
@@ -60,21 +62,13 @@ class Completer(Protocol):
         """Calls that the model made, for the Responses API."""
         ...
 
-    def hinted(self, error: UnsupportedParameter) -> RequestError:
-        """Return the error with the client's way to do without the parameter, if there is one."""
-        ...
-
     @property
-    def wishes(self) -> Collection[str]:
-        """Names of parameters that the client may send although they cannot be honoured."""
+    def wishes(self) -> Wishes:
+        """Parameters that the client may send although they cannot be honoured."""
         ...
 
-    def read(self, model: type[RequestT], body: Any) -> RequestT:
-        """Return the request of a body."""
-        ...
-
-    def note_dropped(self, detail: str) -> None:
-        """Record that a part of the request has no effect."""
+    def note(self, incident: Incident) -> None:
+        """Record what was lost in reading the request."""
         ...
 
     def complete(self, chat: ChatCompletionRequest) -> Coroutine[Any, Any, ChatCompletion]:
@@ -148,18 +142,18 @@ class ModelApis:
 
     async def _chat(self, request: Request) -> Response:
         completer = self._open(request)
-        body = completer.read(ChatCompletionRequest, await read_json(request))
+        body = await _read(ChatCompletionRequest, request, completer)
         return await self._reply(request, completer, body, writer=OpenAIWriter())
 
     async def _responses(self, request: Request) -> Response:
         completer = self._open(request)
-        body = completer.read(ResponsesRequest, await read_json(request))
+        body = await _read(ResponsesRequest, request, completer)
         try:
-            translated = translate_response(body, calls=completer.calls, wishes=completer.wishes)
+            translated = translate_response(body, calls=completer.calls, wishes=completer.wishes.names)
         except UnsupportedParameter as error:
-            raise completer.hinted(error) from None
+            raise completer.wishes.hinted(error) from None
         for name in translated.tools.dropped:
-            completer.note_dropped(f"{name} was ignored: hosted tools are not available")
+            completer.note(dropped(name, reason="hosted tools are not available"))
         writer = ResponseWriter(translated, calls=completer.calls)
         try:
             return await self._reply(request, completer, translated.chat, writer=writer)
@@ -168,15 +162,16 @@ class ModelApis:
 
     async def _messages(self, request: Request) -> Response:
         completer = self._open(request)
-        body = completer.read(MessagesRequest, await read_json(request))
+        body = await _read(MessagesRequest, request, completer)
         chat = translate_messages(body, template=completer.template)
         for edit in body.unapplied_edits:
-            completer.note_dropped(f"context_management: the edit {edit!r} is not applied")
+            detail = f"context_management: the edit {edit!r} is not applied"
+            completer.note(Incident(IncidentKind.DROPPED_PARAMETER, detail))
         return await self._reply(request, completer, chat, writer=MessageWriter(body))
 
     async def _count_tokens(self, request: Request) -> Response:
         completer = self._open(request)
-        body = completer.read(CountTokensRequest, await read_json(request))
+        body = await _read(CountTokensRequest, request, completer)
         chat = translate_messages(body, template=completer.template)
         return json_response(token_count(await completer.count_tokens(chat), request=body))
 
@@ -196,6 +191,13 @@ class ModelApis:
         if chat.stream:
             return await stream_response(completer.stream(chat), connection=connection, writer=writer)
         return json_response(writer.whole(await connection.run(completer.complete(chat))))
+
+
+async def _read(model: type[RequestT], request: Request, completer: Completer) -> RequestT:
+    body, incidents = completer.wishes.read(model, await read_json(request))
+    for incident in incidents:
+        completer.note(incident)
+    return body
 
 
 async def read_json(request: Request) -> Any:

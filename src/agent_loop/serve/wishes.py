@@ -52,6 +52,8 @@ class Wishes:
     """
 
     names: Collection[str] = ()
+    are_offered: bool = True
+    """Whether errors advise to add a parameter to the wishes."""
 
     def read(self, model: type[RequestModelT], body: Any) -> tuple[RequestModelT, Sequence[Incident]]:
         """Return the request of a body, without the parameters that are wishes and cannot be honoured.
@@ -69,7 +71,7 @@ class Wishes:
                 path = next((path for fault in faults if (path := self._wish_at(fault))), None)
                 if path is None or not _contains(body, path):
                     raise self.hinted(refused, name=_own_name(faults[0])) from None
-                incidents.append(_dropped(_dotted(path), reason=str(refused)))
+                incidents.append(dropped(_dotted(path), reason=str(refused)))
                 body = _without(body, path)
 
     def granted(
@@ -88,7 +90,7 @@ class Wishes:
                 name = parameter_of(error)
                 if name not in self.names and name not in COMPARED:
                     raise self.hinted(error) from None
-                incidents.append(_dropped(name, reason=str(error)))
+                incidents.append(dropped(name, reason=str(error)))
                 request = request.model_copy(update={name: None})
                 continue
             return ReadRequest(request, [*incidents, *_unknown_to_template(request, template)])
@@ -101,7 +103,7 @@ class Wishes:
             name: Name of the wish, if it is not the name of the parameter.
         """
         name = name or _INDEX.sub("", error.param or "")
-        if not isinstance(error, UnsupportedParameter) or not name:
+        if not self.are_offered or not isinstance(error, UnsupportedParameter) or not name:
             return error
         hint = " To ignore it, add" if str(error).endswith("?") else "; to ignore it, add"
         message = f"{error}{hint} {name} to accept_as_wish of the loop's entry"
@@ -145,9 +147,9 @@ def _check_abilities(request: ChatCompletionRequest, pool: ServerPool) -> None:
 def _unknown_to_template(request: ChatCompletionRequest, template: ChatTemplate) -> Iterator[Incident]:
     """Yield an incident for each hint to the model that the chat template cannot render."""
     if request.reasoning_effort is not None and not template.mentions("reasoning_effort"):
-        yield _dropped("reasoning_effort", reason="the chat template does not know reasoning_effort")
+        yield dropped("reasoning_effort", reason="the chat template does not know reasoning_effort")
     if request.verbosity not in (None, "medium"):
-        yield _dropped("verbosity", reason="no chat template knows it")
+        yield dropped("verbosity", reason="no chat template knows it")
 
 
 def _own_name(fault: Mapping[str, Any]) -> str:
@@ -155,7 +157,8 @@ def _own_name(fault: Mapping[str, Any]) -> str:
     return str(fault.get("ctx", {}).get("wish", ""))
 
 
-def _dropped(name: str, *, reason: str) -> Incident:
+def dropped(name: str, *, reason: str) -> Incident:
+    """Return the incident of a parameter that has no effect."""
     return Incident(IncidentKind.DROPPED_PARAMETER, f"{name} was ignored: {reason}")
 
 
