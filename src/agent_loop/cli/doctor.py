@@ -25,7 +25,7 @@ CORE = ("torch", "transformers", "tokenizers", "numpy", "pyarrow")
 OPTIONAL = (
     ("ray", "ray", "trainer.runtime: ray"),
     ("peft", "lora", "model.lora_rank"),
-    ("fastapi", "serve", "agent-loop serve, agents on the OpenAI API"),
+    ("starlette", "serve", "agent-loop serve, agents on the OpenAI API"),
     ("starlette", "view", "agent-loop view"),
     ("llguidance", "grammar", "JSON schemas and forced calls on the embedded engine"),
     ("mcp", "mcp", "tools of MCP servers"),
