@@ -13,7 +13,7 @@ from agent_loop.config import AgentConfig, RolloutConfig
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.journal.step import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.rollout.resumed import split_resumed
+from agent_loop.rollout.stages import split_resumed
 from agent_loop.runtime.concurrency import run_until
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedServer

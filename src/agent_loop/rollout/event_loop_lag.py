@@ -73,8 +73,9 @@ class LagMonitor:
         self._sum_s += lag_s
         self.max_s = max(self.max_s, lag_s)
         self._late_s += lag_s if lag_s > LATE_S else 0.0
-        if lag_s > self._limit_s and time.process_time() - self._cpu_at > lag_s / 2:
-            # The code that blocked held the interpreter's lock, so the thread did not run.
+        if lag_s > self._limit_s and time.process_time() - self._cpu_at > lag_s / 10:
+            # The code that blocked held the interpreter's lock, so the thread did not run. A process that was stopped
+            # used no CPU time.
             self._warn(lag_s, f"the last event before it was: {self._activity_monitor.last_event}")
         self._set_timer()
 

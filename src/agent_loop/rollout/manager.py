@@ -29,8 +29,7 @@ from agent_loop.rollout.forks import Fork, refuse_forks
 from agent_loop.rollout.jobs import JobFactory
 from agent_loop.rollout.journal.step import StepJournal
 from agent_loop.rollout.row_checks import RowChecks
-from agent_loop.rollout.server_sleep import SleepingServers
-from agent_loop.rollout.stages import RunStages
+from agent_loop.rollout.stages import RunStages, SleepingServers
 from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.rollout.workers import LocalWorkers, Workers
 from agent_loop.runtime.concurrency import run_shielded, running_in_background

@@ -18,20 +18,14 @@ from agent_loop.loops.registry import LoopRegistry
 from agent_loop.recording.replay_log import ReplayLog
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rewards.function import RewardFunction
+from agent_loop.rollout.attempts import Attempt, retried, wait_for_retry
 from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
 from agent_loop.rollout.monitor import TrajectoryMonitor, timed
-from agent_loop.rollout.retries import (
-    noted_first,
-    retried,
-    retryable_failure,
-    wait_for_retry,
-    without_retry,
-)
 from agent_loop.rollout.rows import TIMEOUT_COLUMN
-from agent_loop.rollout.scoring import Scoring
+from agent_loop.rollout.scoring import scored
 from agent_loop.runtime.activity import Activity, WaitKind, waiting_for
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.garbage_collection import infrequent_collections
@@ -85,7 +79,7 @@ class AgentLoopWorker:
         self._retries = retries
         self._loops = loops
         self._default_agent_loop = default_agent_loop
-        self._scoring = Scoring(reward, retries=retries)
+        self._reward = reward
         self.gate = gate or AdmissionGate()
         self._monitor = monitor
         self._running: dict[str, asyncio.Task[Any]] = {}
@@ -178,16 +172,20 @@ class AgentLoopWorker:
         seed = job.seed if job.environment_seed is None else job.environment_seed
         with IncidentCollector(trajectory_id) as notes, seeded_trajectory(seed):
             try:
-                outputs = await self._run_attempts(job, context)
+                attempt = await self._run_attempts(job, context)
             finally:
                 del self._running[trajectory_id]
                 self._cancelled.discard(trajectory_id)
-            if isinstance(outputs, AgentLoopOutput):
-                trajectories = [await self._scoring.scored(outputs, job)]
-            else:
-                trajectories = await run_together(
-                    self._scoring.scored(output, job, branch=n) for n, output in enumerate(outputs)
+            trajectories = await run_together(
+                scored(
+                    output,
+                    job,
+                    reward=self._reward,
+                    retries=self._retries,
+                    branch=branch if attempt.has_branches else None,
                 )
+                for branch, output in enumerate(attempt.outputs)
+            )
         for incident in notes.incidents:
             trajectories[0] = trajectories[0].noted(incident)
         if job.log is not None:
@@ -195,68 +193,48 @@ class AgentLoopWorker:
                 await job.log.end(trajectories)
         return trajectories
 
-    async def _run_attempts(self, job: Job, context: LoopContext) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Run the loop, and run it again while infrastructure fails it, at most `retries` times."""
-        unkept = NoTurnLog()
+    async def _run_attempts(self, job: Job, context: LoopContext) -> Attempt:
+        """Run the loop, and run it again while infrastructure fails it, at most `retries` times.
+
+        If the record from before a crash does not match its replay, the row starts from its prompt. A row that used
+        something that may be used only once is never run again.
+        """
+        log, unkept = job.log, NoTurnLog()
         incidents: list[Incident] = []
+        num_retries, has_restarted = 0, False
         while True:
-            number = len(incidents)
-            outputs = await self._run_loop(job, context, unkept=unkept)
-            if job.log is not None and job.log.mismatch is not None:
-                outputs = await self._restart(job, job.log, outputs, context=context)
-            failure = retryable_failure(outputs)
-            if failure is None or number == self._retries or _is_cancelled(context):
-                return noted_first(outputs, incidents)
-            only_once = unkept.only_once if job.log is None else job.log.only_once
+            attempt = await self._run_loop(job, context, unkept=unkept)
+            only_once = unkept.only_once if log is None else log.only_once
+            if log is not None and log.mismatch is not None:
+                if has_restarted or only_once is not None:
+                    attempt = _failed_replay(log, attempt)
+                    break
+                has_restarted = True
+                why = f"started again after a crash: {log.mismatch}"
+                incidents.append(Incident(IncidentKind.RESTARTED, why))
+                log.restart(why=log.mismatch)
+                continue
+            failure = attempt.retryable_failure
+            is_cancelled = context.cancellation is not None and context.cancellation.is_set()
+            if failure is None or num_retries == self._retries or is_cancelled:
+                break
             if only_once is not None:
-                return noted_first(without_retry(outputs, only_once=only_once), incidents)
-            if not await self._waited(number, job, context):
-                return noted_first(outputs, incidents)
-            if job.log is not None:
-                job.log.restart(why=failure.error)
+                attempt = attempt.explained(only_once=only_once)
+                break
+            if not await wait_for_retry(
+                num_retries,
+                cancellation=context.cancellation,
+                is_cancelled_alone=lambda: self._was_cancelled_alone(job),
+            ):
+                break
+            num_retries += 1
             incidents.append(retried(failure))
+            if log is not None:
+                log.restart(why=failure.error)
+        return attempt.noted(incidents)
 
-    async def _waited(self, number: int, job: Job, context: LoopContext) -> bool:
-        """Wait before a repetition, and return False if the trajectory was cancelled alone in the meantime.
-
-        If all trajectories are cancelled, the repetition starts at once, and ends with `cancelled`.
-        """
-        try:
-            await wait_for_retry(number, cancellation=context.cancellation)
-        except asyncio.CancelledError:
-            if not self._was_cancelled_alone(job):
-                raise
-            return False
-        return True
-
-    async def _restart(
-        self,
-        job: Job,
-        log: RowLog,
-        outputs: AgentLoopOutput | list[AgentLoopOutput],
-        *,
-        context: LoopContext,
-    ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Run the row from its prompt again, since the record from before a crash does not match the replay.
-
-        Fail the row if it used something that may be used only once.
-        """
-        why = log.mismatch or ""
-        if log.only_once is not None:
-            return _failed_replay(log, outputs)
-        log.restart(why=why)
-        outputs = await self._run_loop(job, context)
-        if log.mismatch is not None:
-            return _failed_replay(log, outputs)
-        incident = Incident(IncidentKind.RESTARTED, f"started again after a crash: {why}")
-        if isinstance(outputs, AgentLoopOutput):
-            return outputs.noted(incident)
-        return [output.noted(incident) for output in outputs]
-
-    async def _run_loop(
-        self, job: Job, context: LoopContext, *, unkept: NoTurnLog | None = None
-    ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Run the loop and return its outputs. Its errors become data; a cancellation of the batch is raised.
+    async def _run_loop(self, job: Job, context: LoopContext, *, unkept: NoTurnLog) -> Attempt:
+        """Run the loop once. Its errors become data; a cancellation of the batch is raised.
 
         Args:
             job: The trajectory to run.
@@ -265,34 +243,29 @@ class AgentLoopWorker:
         """
         loop: AgentLoopBase | None = None
 
-        async def run() -> AgentLoopOutput | list[AgentLoopOutput]:
+        async def run() -> Attempt:
             nonlocal loop
             loop = self._make_loop(job, context)
             returned = await loop.run(dict(job.sampling_params), **copied(dict(job.columns)))
             return self._accepted(returned, loop, job, completions=completions)
 
-        limits = context.limits.with_deadline(job.row.get(TIMEOUT_COLUMN))
-        context = structs.replace(context, limits=limits)
-        deadline_s = limits.deadline_s
-        new_log: Callable[[], TurnLog] | None
+        new_log: Callable[[], TurnLog]
         if job.recorded is not None:
             new_log = ReplayLog(job.job_id, job.recorded, continue_live=True).new_episode
-        elif job.log is not None:
-            new_log = job.log.new_episode
         else:
-            new_log = None if unkept is None else lambda: unkept
+            new_log = (lambda: unkept) if job.log is None else job.log.new_episode
+        limits = context.limits.with_deadline(job.row.get(TIMEOUT_COLUMN))
+        context = structs.replace(context, limits=limits)
+        timeout_s = limits.deadline_s
+        if timeout_s is not None:
+            timeout_s += DEADLINE_GRACE_S + _check_time_s(job.row)
         completions = CompletionMemory()
+        decode = context.template.encoder.decode
         try:
-            decode = context.template.encoder.decode
             with context.server_manager.scope(seed=job.seed, decode=decode) as server_manager:
                 context = context.of_trajectory(server_manager, new_log=new_log, completions=completions)
                 return await run_bounded(
-                    run,
-                    timeout_s=None
-                    if deadline_s is None
-                    else deadline_s + DEADLINE_GRACE_S + _check_time_s(job.row),
-                    name="agent loop",
-                    grace_s=loop_grace_s(context),
+                    run, timeout_s=timeout_s, name="agent loop", grace_s=loop_grace_s(context)
                 )
         except EpisodeStopped as stopped:
             return _record(loop, stopped.reason)
@@ -312,7 +285,7 @@ class AgentLoopWorker:
 
     def _accepted(
         self, returned: Any, loop: AgentLoopBase, job: Job, *, completions: CompletionMemory
-    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+    ) -> Attempt:
         """Validate and complete what a loop returned. An invalid output in a list fails alone.
 
         Raises:
@@ -320,17 +293,15 @@ class AgentLoopWorker:
         """
         checks = LoopOutputs(self._context, job.row, completions)
         if isinstance(returned, AgentLoopOutput):
-            return checks.accept(returned)
+            return Attempt.of(checks.accept(returned))
         accepted: list[AgentLoopOutput] = []
         for output in listed_outputs(returned, loop_name=type(loop).__name__):
             try:
                 accepted.append(checks.accept(output))
             except Exception as error:  # noqa: BLE001  (as in `_run_loop`)
-                failed = AgentLoopOutput(
-                    segments=(), stop_reason=StopReason.FAILED, failure=failure_of(error)
-                )
-                accepted.append(failed)
-        return accepted
+                failure = failure_of(error)
+                accepted.append(AgentLoopOutput(segments=(), stop_reason=StopReason.FAILED, failure=failure))
+        return Attempt.of(accepted)
 
     def _was_cancelled_alone(self, job: Job) -> bool:
         """Return whether only `cancel` cancelled the trajectory."""
@@ -346,10 +317,6 @@ class AgentLoopWorker:
                 f"agent loop {name!r} does not take the arguments {sorted(entry.kwargs)}: {error}; correct its entry "
                 "in rollout.agent.agent_loop_config_path"
             ) from error
-
-
-def _is_cancelled(context: LoopContext) -> bool:
-    return context.cancellation is not None and context.cancellation.is_set()
 
 
 def loop_grace_s(context: LoopContext) -> float:
@@ -379,18 +346,16 @@ async def _close_abandoned(loop: AgentLoopBase | None, reason: StopReason) -> No
         await loop.last_episode.abandon(reason)
 
 
-def _record(
-    loop: AgentLoopBase | None, reason: StopReason, *, failure: Failure | None = None
-) -> AgentLoopOutput | list[AgentLoopOutput]:
+def _record(loop: AgentLoopBase | None, reason: StopReason, *, failure: Failure | None = None) -> Attempt:
     if loop is None:
-        return AgentLoopOutput(segments=(), stop_reason=reason, failure=failure)
-    return loop.unfinished_output(reason, failure=failure)
+        return Attempt.of(AgentLoopOutput(segments=(), stop_reason=reason, failure=failure))
+    return Attempt.of(loop.unfinished_output(reason, failure=failure))
 
 
-def _failed_replay(log: RowLog, outputs: AgentLoopOutput | list[AgentLoopOutput]) -> AgentLoopOutput:
+def _failed_replay(log: RowLog, attempt: Attempt) -> Attempt:
     error = (
         f"{log.mismatch}; the row cannot start again, since {log.only_once} was used, or may have been, and may be "
         "used only once"
     )
-    output = outputs if isinstance(outputs, AgentLoopOutput) else outputs[0]
-    return output.failed(Failure(error=f"ReplayMismatch: {error}", traceback=error))
+    failure = Failure(error=f"ReplayMismatch: {error}", traceback=error)
+    return Attempt.of(attempt.outputs[0].failed(failure))
