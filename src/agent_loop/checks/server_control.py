@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from agent_loop.checks.checked_server import CheckedServer, Reference, add_check
-from agent_loop.errors import AgentLoopError, ServerError, WeightsError
+from agent_loop.errors import ServerError, WeightsError
 from agent_loop.servers.base import Ability
 from agent_loop.testing.conformance import CheckFailed, CheckSuite, require
 from agent_loop.types import IntArray, TokenOutput, as_token_ids
@@ -263,8 +263,6 @@ async def _require_refusal(subject: CheckedServer, prompt: IntArray, *, session:
     except ServerError as error:
         require(error.server == subject.server.name, f"{what}: the error does not name the server: {error}")
         require(error.request_id == session, f"{what}: the error does not name the request: {error}")
-    except AgentLoopError as error:
-        raise CheckFailed(f"{what}: {type(error).__name__} instead of ServerError: {error}") from error
     except Exception as error:
         raise CheckFailed(f"{what}: {type(error).__name__} instead of ServerError: {error}") from error
     else:

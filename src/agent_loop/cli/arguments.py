@@ -43,9 +43,9 @@ def finite(value: float | None) -> float | None:
     return value
 
 
-def above_0(value: float) -> float:
+def above_0(value: float | None) -> float | None:
     """Refuse an option that is not a finite number above 0. A callback of options."""
-    if not 0 < value < math.inf:
+    if value is not None and not 0 < value < math.inf:
         raise typer.BadParameter(f"{value} is not a finite number above 0")
     return value
 

@@ -28,10 +28,6 @@ EXIT_DOES_NOT_FIT = 1
 HOUR_S = 3600
 
 
-def _speed(value: float | None) -> float | None:
-    return None if value is None else above_0(value)
-
-
 def plan_command(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
@@ -49,10 +45,10 @@ def plan_command(
     ] = None,
     rollout_speed: Annotated[
         float | None,
-        typer.Option(callback=_speed, help="Tokens per second that all servers sample together."),
+        typer.Option(callback=above_0, help="Tokens per second that all servers sample together."),
     ] = None,
     train_speed: Annotated[
-        float | None, typer.Option(callback=_speed, help="Tokens per second that the trainer trains on.")
+        float | None, typer.Option(callback=above_0, help="Tokens per second that the trainer trains on.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
