@@ -161,11 +161,7 @@ def _named(name: str, error: RewardError) -> RewardError:
 
 
 def _combine(parts: Mapping[str, Part], scores: Sequence[Score]) -> Score:
-    """Return the weighted sum.
-
-    Raises:
-        RewardError: The sum is too large for a reward.
-    """
+    """Return the weighted sum."""
     reward, extra = 0.0, dict[str, Any]()
     for (name, part), score in zip(parts.items(), scores, strict=True):
         reward += part.weight * score.reward

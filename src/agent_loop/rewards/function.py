@@ -291,11 +291,7 @@ async def _run_function(
 
 
 def _listed(returned: Any, *, count: int, source: str) -> list[Any]:
-    """Return what a batch reward function returned as a list.
-
-    Raises:
-        RewardError: There is not one value for each output.
-    """
+    """Return what a batch reward function returned as a list."""
     is_list = isinstance(returned, Collection) and not isinstance(returned, str | bytes | Mapping | Set)
     if not is_list:
         raise RewardError(

@@ -85,11 +85,7 @@ class _Jury:
         self._vote = fmean if settings.vote == "mean" else median
 
     async def ask(self, questions: dict[str, Question]) -> dict[str, Verdict]:
-        """Return the verdicts by the names of their questions. All judges end before an error is raised.
-
-        Raises:
-            RewardUnavailable: A judge failed. The message names the question.
-        """
+        """Return the verdicts by the names of their questions. All judges end before an error is raised."""
 
         async def ask(name: str, judge: Judge) -> Verdict | RewardUnavailable:
             try:

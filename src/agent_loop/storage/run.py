@@ -220,11 +220,7 @@ class StoredRun:
 
 @contextmanager
 def _opened(path: Path) -> Generator[Any]:
-    """Open a file of trajectories to read its pages.
-
-    Raises:
-        DataError: A page is damaged.
-    """
+    """Open a file of trajectories to read its pages."""
     try:
         with parquet.ParquetFile(path) as stored:
             yield stored

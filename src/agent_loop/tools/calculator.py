@@ -156,11 +156,7 @@ def _call(node: ast.Call) -> Number:
 
 
 def _checked(value: Any) -> Number:
-    """Return a value if it is a real number within the size limit.
-
-    Raises:
-        ToolError: The value is not a real number, or it is too large.
-    """
+    """Return a value if it is a real number within the size limit."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         what = "a complex number" if isinstance(value, complex) else repr(value)
         raise ToolError(f"{what} is not a real number")

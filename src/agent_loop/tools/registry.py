@@ -100,11 +100,7 @@ def load_tools(references: Iterable[str], *, config_path: str | Path | None = No
 
 
 def _check_name(tool: BaseTool, *, source: str) -> None:
-    """Check that a tool has the name of its schema, by which the model calls it.
-
-    Raises:
-        ConfigError: The names differ.
-    """
+    """Check that a tool has the name of its schema, by which the model calls it."""
     name = tool.tool_schema["function"]["name"]
     if tool.name != name:
         raise ConfigError(

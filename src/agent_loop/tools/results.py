@@ -110,11 +110,7 @@ def _is_text_or_none(value: Any) -> bool:
 
 
 def _check_media(media: Mapping[str, Any], *, name: str) -> None:
-    """Check that images and videos are lists.
-
-    Raises:
-        ToolBug: One of them is not a list.
-    """
+    """Check that images and videos are lists."""
     for kind, sources in media.items():
         if sources is not None and not isinstance(sources, (list, tuple)):
             raise ToolBug(

@@ -172,11 +172,7 @@ _SPEAKER = {
 
 
 def _checked_ids(token_ids: TokenIds, *, name: str) -> IntArray:
-    """Return token ids as an array.
-
-    Raises:
-        EpisodeError: The values are not token ids.
-    """
+    """Return token ids as an array."""
     given: Any = token_ids
     try:
         ids = np.asarray(given)
@@ -198,11 +194,7 @@ def _checked_ids(token_ids: TokenIds, *, name: str) -> IntArray:
 
 
 def _check_extras(segment: Segment) -> None:
-    """Check the shapes of the extras.
-
-    Raises:
-        EpisodeError: An array does not have one entry per token, or the segment is not a model segment.
-    """
+    """Check the shapes of the extras."""
     if segment.origin is not Origin.MODEL:
         raise EpisodeError(f"{segment.origin} segment with extras; only model segments have values per token")
     for name, array in segment.extras.items():
@@ -213,11 +205,7 @@ def _check_extras(segment: Segment) -> None:
 
 
 def _check_attachments(segment: Segment) -> None:
-    """Check the positions of attachments.
-
-    Raises:
-        EpisodeError: A run of an attachment is outside the tokens, or has no placeholder.
-    """
+    """Check the positions of attachments."""
     end = 0
     for attachment in segment.attachments:
         kind, run = attachment.kind, segment.token_ids[attachment.start : attachment.end]

@@ -72,12 +72,7 @@ async def _check(workspace: Workspace, check: CheckSettings) -> Score:
 
 
 async def _read_reward(workspace: Workspace, source: str) -> Score:
-    """Read a number, or an object with a reward, from a file.
-
-    Raises:
-        ValueError: The file is not JSON, or too large.
-        RewardError: The value is not a reward.
-    """
+    """Read a number, or an object with a reward, from a file."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "reward"
         await workspace.get(source, target)

@@ -268,11 +268,7 @@ def workspace_tools(config: Mapping[str, Any]) -> list[BaseTool]:
 
 
 async def _edited(workspace: Workspace, path: str, *, old: str, new: str, copy: Path) -> str:
-    """Return the new text of a file.
-
-    Raises:
-        ToolError: The file is not text, or the old text does not occur exactly once.
-    """
+    """Return the new text of a file."""
     if not old:
         return new
     await workspace.get(path, copy)

@@ -152,11 +152,7 @@ def judge(
 
 @contextlib.contextmanager
 def _listening(folder: str) -> Generator[dict[str, Any]]:
-    """Provide what a sandbox must not reach, open to all users of this machine.
-
-    Yields:
-        The names of a file, a TCP port, and Unix sockets by name and by path, as variables of the attempts.
-    """
+    """Provide what a sandbox must not reach, open to all users of this machine."""
     name, secret, path = uuid4().hex, f"{folder}/secret", f"{folder}/socket"
     with (
         open(secret, "w"),

@@ -123,11 +123,7 @@ class WebClient:
 async def _refuse_other_host(
     session: aiohttp.ClientSession, context: Any, redirect: aiohttp.TraceRequestRedirectParams
 ) -> None:
-    """Refuse a redirect to another host, since the tool's headers may contain secrets.
-
-    Raises:
-        ToolError: The redirect leads to another host.
-    """
+    """Refuse a redirect to another host, since the tool's headers may contain secrets."""
     response = redirect.response
     target = redirect.url.join(URL(response.headers.get("Location", "")))
     if target.host != redirect.url.host:

@@ -214,11 +214,7 @@ def read_specification(source: str) -> Mapping[str, Any]:
 
 
 def _refuse_to_fetch(uri: str) -> Any:
-    """Refuse to load another document, which would be downloaded or read from this machine.
-
-    Raises:
-        ConfigError: Always.
-    """
+    """Refuse to load another document, which would be downloaded or read from this machine."""
     raise ConfigError(
         f"it refers to another document, {uri!r}, which is not fetched; move the definition into this document"
     )
