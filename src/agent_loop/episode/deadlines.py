@@ -1,12 +1,23 @@
-"""Time limits of an episode. The earliest applies."""
+"""Clock, time limits and cancellation of an episode."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
 from enum import StrEnum
 from types import TracebackType
+from typing import Any, TypeVar
 
-from agent_loop.trajectory import IncidentKind
+from agent_loop.errors import EpisodeError
+from agent_loop.runtime.concurrency import CallAborted, running_in_background
+from agent_loop.runtime.instances import OnReplay
+from agent_loop.trajectory import AgentLoopMetrics, IncidentKind
+
+ResultT = TypeVar("ResultT")
+
+FINISH_GRACE_S = 10.0
+"""Seconds that a call that may run only once has to end after its trajectory is cancelled."""
 
 
 class TimeLimit(StrEnum):
@@ -74,3 +85,85 @@ class Deadlines:
     def exceeded(self) -> TimeLimit:
         """Limit that was exceeded first. Valid once a limit is exceeded."""
         return min(self._ends, key=self._ends.__getitem__)
+
+
+class Cancellation:
+    """Cancellation of the calls of one trajectory by a shared event.
+
+    Args:
+        event: Event that cancels all trajectories that share it. With None, the trajectory is never cancelled.
+    """
+
+    def __init__(self, event: asyncio.Event | None) -> None:
+        self.event = event
+
+    async def call(
+        self, function: Callable[[], Coroutine[Any, Any, ResultT]], *, on_replay: OnReplay
+    ) -> ResultT:
+        """Call a tool or an interaction and return its result. The call is cancelled when the event is set.
+
+        A call that may run only once has `FINISH_GRACE_S` to end. Other calls are cancelled immediately, because they
+        are repeated on resume.
+
+        Raises:
+            CallAborted: The event was already set, or the call did not end in time.
+        """
+        event = self.event
+        if event is None:
+            return await function()
+        if event.is_set():
+            raise CallAborted
+        grace_s = FINISH_GRACE_S if on_replay is OnReplay.ONCE else 0.0
+        scope = asyncio.timeout(None)
+
+        async def limit() -> None:
+            await event.wait()
+            scope.reschedule(asyncio.get_running_loop().time() + grace_s)
+
+        try:
+            async with scope, running_in_background(limit()):
+                return await function()
+        except TimeoutError:
+            if scope.expired():
+                raise CallAborted from None
+            raise
+
+
+class Stopwatch:
+    """Metrics of one episode, on the event loop's clock. Single use."""
+
+    def __init__(self) -> None:
+        self.now: Callable[[], float] = _raise_not_open
+        """Clock of the event loop. Raises EpisodeError if the stopwatch was not started."""
+        self._sums: defaultdict[str, Any] = defaultdict(int)
+        """Sums by metric name."""
+        self._started_at = 0.0
+
+    @property
+    def is_started(self) -> bool:
+        return self.now is not _raise_not_open
+
+    def start(self) -> None:
+        """Start the clock.
+
+        Raises:
+            EpisodeError: The clock was started before.
+        """
+        if self.is_started:
+            raise EpisodeError("the episode was entered before and can be used once; create a new episode")
+        self.now = asyncio.get_running_loop().time
+        self._started_at = self.now()
+
+    @property
+    def metrics(self) -> AgentLoopMetrics:
+        """Metrics up to now."""
+        seconds = self.now() - self._started_at if self.is_started else 0.0
+        return AgentLoopMetrics(**self._sums, total=seconds)
+
+    def count(self, metric: str, amount: float) -> None:
+        """Add an amount to a metric."""
+        self._sums[metric] += amount
+
+
+def _raise_not_open() -> float:
+    raise EpisodeError("the episode is not open; enter it with `async with`")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from agent_loop.episode.cancellation import Cancellation
+from agent_loop.episode.deadlines import Cancellation
 from agent_loop.episode.turn_log import TurnLog
 from agent_loop.errors import EpisodeError, ToolBug, WorkspaceError
 from agent_loop.interactions.session import InteractionReply, InteractionSession

@@ -13,12 +13,10 @@ import numpy as np
 from msgspec import structs
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.episode.cancellation import Cancellation
-from agent_loop.episode.deadlines import Deadlines, TimeLimit
+from agent_loop.episode.deadlines import Cancellation, Deadlines, Stopwatch, TimeLimit
 from agent_loop.episode.environment import TrajectoryEnvironment
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.episode.sampling import TurnRequest, TurnSampler
-from agent_loop.episode.stopwatch import Stopwatch
 from agent_loop.episode.transcript import Transcript
 from agent_loop.episode.turn_log import NoTurnLog, TurnLog
 from agent_loop.episode.turns import Completion, EpisodeMark, EpisodeStopped

@@ -3,9 +3,8 @@
 from agent_loop.loops.environment_agent import EnvironmentAgentLoop
 from agent_loop.loops.game_agent import GameAgentLoop
 from agent_loop.loops.partial import AsyncPartialToolAgentLoop
-from agent_loop.loops.single_turn import SingleTurnAgentLoop
+from agent_loop.loops.single_turn import SingleTurnAgentLoop, UnusableRowLoop
 from agent_loop.loops.tool_agent import ToolAgentLoop
-from agent_loop.loops.unusable_row import UnusableRowLoop
 
 __all__ = [
     "AsyncPartialToolAgentLoop",

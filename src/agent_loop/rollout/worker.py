@@ -10,7 +10,7 @@ from typing import Any, cast
 from msgspec import structs
 
 from agent_loop.episode import EpisodeStopped
-from agent_loop.episode.cancellation import FINISH_GRACE_S
+from agent_loop.episode.deadlines import FINISH_GRACE_S
 from agent_loop.episode.turn_log import NoTurnLog, TurnLog
 from agent_loop.errors import ConfigError, JournalError
 from agent_loop.loops.base import AgentLoopBase, LoopContext
