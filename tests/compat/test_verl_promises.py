@@ -1,20 +1,14 @@
-"""What docs/from-verl.md promises of loops on token ids, and of tools in every form that verl accepts."""
+"""What docs/from-verl.md promises of loops on token ids."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
-
-import pytest
 
 from agent_loop.config import Config, load_config
 from agent_loop.integrations.verl import (
     AgentLoopBase,
     AgentLoopOutput,
-    BaseTool,
-    OpenAIFunctionToolSchema,
-    ToolResponse,
     build_gpt_oss_tool_response_text,
     register,
 )
@@ -23,7 +17,7 @@ from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind, Trajectory
-from tests.helpers import hermes_template, text_reply, tool_call_reply
+from tests.helpers import hermes_template, text_reply
 
 RULES = "agent_loop.integrations.verl.rules:default_compute_score"
 RESPONSE_LENGTH = 24
@@ -114,43 +108,6 @@ def test_an_output_over_the_limit_is_cut_and_named_and_the_batch_goes_on() -> No
 def test_the_weight_version_of_a_token_is_that_of_the_server() -> None:
     [trajectory] = run([row()], text_reply("#### 42"), version=3)
     assert set(trajectory.output.weight_versions.tolist()) == {3}
-
-
-class Named(BaseTool):
-    """Tool that names itself, has only `get_openai_tool_schema`, and returns a dict."""
-
-    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
-        super().__init__(config, tool_schema)
-        self.name = "echo"
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-        function = {"name": "echo", "description": "Repeats a text.", "parameters": parameters}
-        return OpenAIFunctionToolSchema(type="function", function=function)
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        return {"echo": parameters["text"]}
-
-
-class Responding(Named):
-    """Tool that returns verl's triple."""
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        return ToolResponse(text=parameters["text"]), 0.5, {"seen": 1}
-
-
-@pytest.mark.parametrize(("tool", "expected"), [("Named", '{"echo": "hi"}'), ("Responding", "hi")])
-def test_a_tool_with_a_name_of_its_own_and_a_schema_alone_runs(tool: str, expected: str) -> None:
-    [trajectory] = run(
-        [row(agent_name="tool_agent")],
-        tool_call_reply("echo", text="hi"),
-        text_reply("done"),
-        tools=[f"{__name__}:{tool}"],
-    )
-    assert trajectory.output.failure is None
-    [reply] = [m for m in trajectory.output.messages if m["role"] == "tool"]
-    content = reply["content"]
-    assert content == expected or json.loads(str(content)) == json.loads(expected)
 
 
 def test_replies_in_the_format_of_gpt_oss_are_written_by_hand() -> None:
