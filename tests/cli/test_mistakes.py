@@ -10,8 +10,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from agent_loop.storage.json_lines import write_lines
+from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
+from agent_loop.types import Origin, as_token_ids
 from tests.cli.project import make_project
 from tests.cli.test_cli import Command, command
 
@@ -178,9 +182,20 @@ def add_files(folder: Path) -> None:
         shutil.copytree(folder / "model", folder / name)
         (folder / name / missing).unlink()
     (folder / "used" / "checkpoints").mkdir(parents=True)
-    from tests.storage.test_json_lines import EARLIER
+    write_lines(folder / "stored.jsonl", [stored_trajectory()], split="rollout")
 
-    (folder / "stored.jsonl").write_text(json.dumps(EARLIER) + "\n", encoding="utf-8")
+
+def stored_trajectory() -> Trajectory:
+    """Return a trajectory as the files of a rollout hold it."""
+    segments = [
+        Segment(as_token_ids([1, 2]), Origin.PROMPT),
+        Segment(
+            as_token_ids([7, 8]), Origin.MODEL, weight_version=4, logprobs=np.array([-0.5, -0.25], np.float32)
+        ),
+    ]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]
+    output = AgentLoopOutput(segments=segments, messages=messages)
+    return Trajectory(output, {"raw_prompt": messages[:1]}, 2, 1, 0.5, {"length": 2})
 
 
 def assert_explained(output: str, mistake: Mistake) -> None:
