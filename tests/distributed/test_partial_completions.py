@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent_loop.distributed.messages import ChannelLost, ServerInfo
+from agent_loop.distributed.messages import ServerInfo
 from agent_loop.distributed.partial_completions import (
     POLL_INTERVAL_S,
     PartialCompletionPoller,
@@ -33,7 +33,7 @@ class Engine:
         self.num_polls = 0
         self.is_dead = False
 
-    async def poll(self, num_known: Mapping[int, int]) -> PartialCompletions:
+    async def poll(self, num_known: Mapping[str, int]) -> PartialCompletions:
         self.num_polls += 1
         if self.is_dead:
             raise ServerDied("killed")
@@ -49,9 +49,9 @@ def test_calls_are_polled_only_while_they_run() -> None:
     async def scenario() -> None:
         engine = Engine()
         poller = PartialCompletionPoller(engine.poll)
-        with poller.polling(1) as first:
+        with poller.polling("1") as first:
             await asyncio.sleep(1.5 * POLL_INTERVAL_S)
-            with poller.polling(2) as second:
+            with poller.polling("2") as second:
                 assert [chunk.token_ids for chunk in first] == [[0, 1, 2]]
                 await asyncio.sleep(POLL_INTERVAL_S)
                 assert [token for chunk in first for token in chunk.token_ids] == list(range(6))
@@ -73,7 +73,7 @@ def test_polling_continues_when_a_dead_server_is_restarted() -> None:
     async def scenario() -> None:
         engine = Engine()
         poller = PartialCompletionPoller(engine.poll)
-        with poller.polling(1) as chunks:
+        with poller.polling("1") as chunks:
             engine.is_dead = True
             await asyncio.sleep(2.5 * POLL_INTERVAL_S)
             assert not chunks
@@ -87,9 +87,9 @@ def test_polling_continues_when_a_dead_server_is_restarted() -> None:
 def test_a_call_that_begins_when_the_last_one_ends_is_polled() -> None:
     async def scenario() -> None:
         poller = PartialCompletionPoller(Engine().poll)
-        with poller.polling(1):
+        with poller.polling("1"):
             await asyncio.sleep(0.5 * POLL_INTERVAL_S)
-        with poller.polling(2) as chunks:
+        with poller.polling("2") as chunks:
             await asyncio.sleep(1.5 * POLL_INTERVAL_S)
             assert [token for chunk in chunks for token in chunk.token_ids] == list(range(5))
 
@@ -102,26 +102,19 @@ class Method:
     def __init__(self, method: Callable[..., Awaitable[Any]]) -> None:
         self.remote = method
 
-    def options(self, **_: object) -> Method:
-        return self
-
 
 class RestartedActor:
     """Actor that is killed after 2.5 s and restarted, and to which Ray repeats the call."""
 
     def __init__(self) -> None:
-        self.open_channel = Method(self._open_channel)
-        self.exchange = Method(self._exchange)
+        self.generate = Method(self._generate)
         self.partial_completions = Method(self._partial_completions)
 
-    async def _open_channel(self, client: str) -> str:
-        return "channel"
-
-    async def _exchange(self, packed: bytes) -> bytes:
+    async def _generate(self, *_: Any) -> Any:
         await asyncio.sleep(2.5 * POLL_INTERVAL_S)
-        raise ChannelLost("it has not started yet")
+        raise ServerDied("it has not started yet")
 
-    async def _partial_completions(self, client: str, num_known: Mapping[int, int]) -> PartialCompletions:
+    async def _partial_completions(self, num_known: Mapping[str, int]) -> PartialCompletions:
         return {call: (3, pack_partial(CHUNKS[num:3])) for call, num in num_known.items() if num < 3}
 
 

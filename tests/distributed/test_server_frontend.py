@@ -1,25 +1,13 @@
-"""Frontend of a server and the clients' channels, without Ray."""
+"""Requests of several clients at one server, without Ray."""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
+from itertools import count
 from typing import Any
 
-import pytest
-
-from agent_loop.distributed.client_channel import ClientChannel
-from agent_loop.distributed.contexts import SentContexts, token_bytes
-from agent_loop.distributed.messages import (
-    ChannelLost,
-    ContextMissing,
-    GenerationRequest,
-    PackedCompletion,
-    PackedError,
-    RequestBatch,
-    Response,
-)
+from agent_loop.distributed.messages import PackedCompletion, PackedError
 from agent_loop.distributed.server_frontend import ServerFrontend
 from agent_loop.errors import BadServerReply, ServerDied, ServerError
 from agent_loop.runtime.concurrency import run_together
@@ -32,25 +20,23 @@ PARAMS = SamplingParams(temperature=0.5, max_tokens=7)
 
 
 class Client:
-    """Client of a server that sends whole contexts."""
+    """Client of a server."""
 
     def __init__(self, frontend: ServerFrontend, name: str = "me") -> None:
-        self.num_others: list[int] = []
+        self.name = name
         self._frontend = frontend
-        self.channel = ClientChannel(
-            open_channel=lambda: frontend.open_channel(name),
-            exchange=self._exchange,
-            on_responses=lambda batch: self.num_others.append(batch.num_others),
+        self._numbers = count()
+
+    async def send(self, session: str) -> TokenOutput | Exception:
+        """Send a request, and return its completion or its error. The call id of the first request is `NAME/0`."""
+        response, _ = await self._frontend.generate(
+            self.name,
+            f"{self.name}/{next(self._numbers)}",
+            session=session,
+            prompt_ids=as_token_ids([1, 2, 3]),
+            sampling_params=PARAMS,
         )
-        self._num_requests = 0
-
-    async def send(self, session: str, context: Sequence[int] = (1, 2, 3), **held: Any) -> Response:
-        self._num_requests += 1
-        delta = SentContexts().delta(session, as_token_ids(context))._replace(**held)
-        return await self.channel.send(GenerationRequest.pack(self._num_requests, session, delta, PARAMS))
-
-    async def _exchange(self, packed: bytes) -> bytes:
-        return pickle.dumps(await self._frontend.exchange(pickle.loads(packed)))
+        return response.error if isinstance(response, PackedError) else response.unpack()
 
 
 def serve(server: Any, scenario: Callable[[ServerFrontend], Coroutine[Any, Any, None]]) -> None:
@@ -66,69 +52,35 @@ def serve(server: Any, scenario: Callable[[ServerFrontend], Coroutine[Any, Any, 
     run_virtual(main())
 
 
-def completion_of(response: Response) -> TokenOutput:
-    assert isinstance(response, PackedCompletion)
-    return response.unpack()
-
-
-def error_of(response: Response) -> Exception:
-    assert isinstance(response, PackedError)
-    return response.error
-
-
 def test_an_engine_gets_the_context_and_the_sampling_parameters_of_the_request() -> None:
-    server = ScriptedServer([ScriptedReply([4, 5]), ScriptedReply([7])])
+    server = ScriptedServer([ScriptedReply([4, 5])])
 
     async def scenario(frontend: ServerFrontend) -> None:
-        client = Client(frontend)
-        assert completion_of(await client.send("s")).token_ids == [4, 5]
-        contexts = SentContexts()
-        first = as_token_ids([1, 2, 3])
-        contexts.keep(
-            "s",
-            delta=contexts.delta("s", first),
-            prompt_ids=first,
-            attachments=(),
-            completion=token_bytes([4, 5]),
-        )
-        delta = contexts.delta("s", as_token_ids([1, 2, 3, 4, 5, 6]))
-        assert completion_of(
-            await client.channel.send(GenerationRequest.pack(9, "s", delta, PARAMS))
-        ).token_ids == [7]
-        client.channel.end_session("s")
+        output = await Client(frontend).send("s")
+        assert isinstance(output, TokenOutput)
+        assert output.token_ids == [4, 5]
+        frontend.end_session("me", "s")
 
     serve(server, scenario)
-    assert [request.prompt_ids.tolist() for request in server.requests] == [[1, 2, 3], [1, 2, 3, 4, 5, 6]]
-    assert [request.sampling_params for request in server.requests] == [PARAMS, PARAMS]
+    assert [request.prompt_ids.tolist() for request in server.requests] == [[1, 2, 3]]
+    assert [request.sampling_params for request in server.requests] == [PARAMS]
     assert server.num_sessions == 0
 
 
-def test_a_missing_context_is_reported_and_ended_sessions_are_freed() -> None:
-    server = ScriptedServer(lambda _: ScriptedReply([4]))
+def test_an_end_that_arrives_after_the_session_has_begun_again_is_ignored() -> None:
+    server = ScriptedServer(lambda _: ScriptedReply([4], latency_s=1.0))
 
     async def scenario(frontend: ServerFrontend) -> None:
         client = Client(frontend)
-        assert await client.send("s", num_held=3, checksum=1) == ContextMissing()
-        await run_together(client.send(f"s{n}") for n in range(100))
-        assert (frontend.inspect()["contexts"], server.num_sessions) == (100, 100)
-        for n in range(100):
-            client.channel.end_session(f"s{n}")
-        await client.channel.flush()
-        assert (frontend.inspect()["contexts"], server.num_sessions) == (0, 0)
+        running = asyncio.ensure_future(client.send("s"))
+        await asyncio.sleep(0.5)
+        frontend.end_session("me", "s")
+        await running
+        assert server.num_sessions == 1
+        frontend.end_session("me", "s")
+        assert server.num_sessions == 0
 
     serve(server, scenario)
-
-
-def test_a_session_that_ended_and_began_again_in_one_message_is_kept() -> None:
-    async def scenario(frontend: ServerFrontend) -> None:
-        client = Client(frontend)
-        await client.send("s")
-        client.channel.end_session("s")
-        await client.send("s")
-        assert frontend.inspect()["contexts"] == 1
-        client.channel.end_session("s")
-
-    serve(ScriptedServer(lambda _: ScriptedReply([4])), scenario)
 
 
 def test_a_cancelled_completion_ends_in_the_engine_and_the_others_continue() -> None:
@@ -142,14 +94,27 @@ def test_a_cancelled_completion_ends_in_the_engine_and_the_others_continue() -> 
         hanging, other = (asyncio.ensure_future(client.send(name)) for name in ("hangs", "other"))
         await asyncio.sleep(1)
         assert server.num_running == 2
-        hanging.cancel()
-        await asyncio.sleep(0.1)
-        assert (server.num_running, frontend.inspect()["running"]) == (1, 1)
-        assert completion_of(await other).token_ids == [4]
+        await frontend.cancel("me/0")
+        assert server.num_running == 1
+        assert isinstance(await hanging, ServerError)
+        output = await other
+        assert isinstance(output, TokenOutput)
+        assert output.token_ids == [4]
         for name in ("hangs", "other"):
-            client.channel.end_session(name)
+            frontend.end_session("me", name)
 
     serve(server, scenario)
+
+
+def test_a_request_whose_cancellation_arrived_first_is_not_run() -> None:
+    server = ScriptedServer([])
+
+    async def scenario(frontend: ServerFrontend) -> None:
+        await frontend.cancel("me/0")
+        assert "was cancelled" in str(await Client(frontend).send("s"))
+
+    serve(server, scenario)
+    assert server.requests == []
 
 
 def test_dropping_a_dead_client_ends_its_sessions_and_requests_only() -> None:
@@ -162,47 +127,29 @@ def test_dropping_a_dead_client_ends_its_sessions_and_requests_only() -> None:
         await asyncio.sleep(1)
         assert (frontend.num_others("dead"), frontend.num_others("alive")) == (1, 10)
         await frontend.drop_client("dead")
-        await asyncio.sleep(1)
-        assert (server.num_running, frontend.inspect()["contexts"]) == (1, 1)
-        for task in asked:
-            with pytest.raises(ChannelLost, match=r"was restarted|reported dead"):
-                await task
-        with pytest.raises(ChannelLost, match="reported dead"):
-            await dead.send("again")
-        living.cancel()
-        alive.channel.end_session("a")
+        assert (server.num_running, server.num_sessions) == (1, 1)
+        assert all(isinstance(error, ServerError) for error in await run_together(_wait(t) for t in asked))
+        assert "reported dead" in str(await dead.send("again"))
+        await frontend.cancel("alive/0")
+        await living
+        frontend.end_session("alive", "a")
 
     serve(server, scenario)
+
+
+async def _wait(task: asyncio.Future[Any]) -> Any:
+    return await task
 
 
 def test_closing_ends_all_requests_and_waits_for_them() -> None:
     server = ScriptedServer(lambda _: HANGS)
 
     async def scenario(frontend: ServerFrontend) -> None:
-        client = Client(frontend)
-        hanging = asyncio.ensure_future(client.send("s"))
+        hanging = asyncio.ensure_future(Client(frontend).send("s"))
         await asyncio.sleep(1)
         await frontend.close()
         assert (server.num_running, server.num_sessions) == (0, 0)
-        with pytest.raises(ChannelLost):
-            await hanging
-
-    serve(server, scenario)
-
-
-def test_opening_a_channel_ends_the_earlier_channel_of_the_client() -> None:
-    server = ScriptedServer(lambda _: HANGS)
-
-    async def scenario(frontend: ServerFrontend) -> None:
-        first = Client(frontend)
-        lost = asyncio.ensure_future(first.send("s"))
-        await asyncio.sleep(1)
-        assert await frontend.open_channel("me")
-        await asyncio.sleep(1)
-        assert not any(frontend.inspect().values())
-        assert (server.num_running, server.num_sessions) == (0, 0)
-        with pytest.raises(ChannelLost):
-            await lost
+        assert isinstance(await hanging, ServerError)
 
     serve(server, scenario)
 
@@ -229,33 +176,36 @@ class Breaks(ScriptedServer):
 
 
 def test_an_error_of_an_engine_is_raised_by_its_request_only() -> None:
-    names = ["refuses", "dies", "cancels", "cannot be sent", "has a bug"]
+    expected = {
+        "refuses": (ServerError, "too hot"),
+        "dies": (ServerDied, "out of memory"),
+        "cancels": (BadServerReply, "cancelled"),
+        "cannot be sent": (ServerError, "holds a function"),
+        "has a bug": (BadServerReply, "ValueError: a bug"),
+    }
 
     async def scenario(frontend: ServerFrontend) -> None:
-        client = Client(frontend)
-        errors = [error_of(response) for response in await run_together(map(client.send, names))]
-        assert [type(error) for error in errors] == [
-            ServerError,
-            ServerDied,
-            BadServerReply,
-            ServerError,
-            BadServerReply,
-        ]
-        for error, part in zip(
-            errors,
-            ("too hot", "out of memory", "cancelled", "holds a function", "ValueError: a bug"),
-            strict=True,
-        ):
+        errors = await run_together(map(Client(frontend).send, expected))
+        for error, (kind, part) in zip(errors, expected.values(), strict=True):
+            assert type(error) is kind
             assert part in str(error)
-        for name in names:
-            client.channel.end_session(name)
+        for name in expected:
+            frontend.end_session("me", name)
 
     serve(Breaks([]), scenario)
 
 
-def test_a_batch_on_an_unknown_channel_is_refused() -> None:
-    async def scenario(frontend: ServerFrontend) -> None:
-        with pytest.raises(ChannelLost, match="restarted"):
-            await frontend.exchange(RequestBatch("of another process", 3, [], [], []))
+def test_partial_completions_are_the_chunks_that_the_client_does_not_know() -> None:
+    server = ScriptedServer([ScriptedReply([4, 5, 6, 7], latency_s=4.0)], streams=True)
 
-    serve(ScriptedServer([]), scenario)
+    async def scenario(frontend: ServerFrontend) -> None:
+        running = asyncio.ensure_future(Client(frontend).send("s"))
+        await asyncio.sleep(2.5)
+        num_chunks, packed = frontend.partial_completions({"me/0": 1})["me/0"]
+        assert isinstance(packed, PackedCompletion)
+        assert (num_chunks, packed.unpack().token_ids) == (2, [5])
+        assert frontend.partial_completions({"me/0": 2, "gone": 0}) == {}
+        await running
+        frontend.end_session("me", "s")
+
+    serve(server, scenario)

@@ -19,13 +19,8 @@ from agent_loop.distributed.messages import ServerInfo
 from agent_loop.distributed.placement import Node, place_servers
 from agent_loop.distributed.ray_module import load_ray, on_loopback
 from agent_loop.distributed.remote_worker import RemoteWorker
-from agent_loop.distributed.server_actor import (
-    CONTROL_GROUP,
-    NUM_COMPLETIONS,
-    NUM_CONTROL_CALLS,
-    ServerActor,
-)
-from agent_loop.distributed.worker_actor import NUM_CALLS, WorkerActor, WorkerSetup
+from agent_loop.distributed.server_actor import NUM_CALLS, ServerActor
+from agent_loop.distributed.worker_actor import WorkerActor, WorkerSetup
 from agent_loop.errors import ConfigError
 from agent_loop.runtime.describe import describe_error
 from agent_loop.servers.base import ServerSpec
@@ -106,8 +101,7 @@ class Cluster:
         actor_class = self._ray.remote(
             num_cpus=self._ray_config.num_cpus_per_server,
             num_gpus=self._num_gpus_per_server,
-            max_concurrency=NUM_COMPLETIONS,
-            concurrency_groups={CONTROL_GROUP: NUM_CONTROL_CALLS},
+            max_concurrency=NUM_CALLS,
             scheduling_strategy=strategy,
             **RESTART_OPTIONS,
         )(ServerActor)

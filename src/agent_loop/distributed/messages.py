@@ -5,19 +5,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from msgspec import structs
 
-from agent_loop.distributed.contexts import ContextDelta
 from agent_loop.errors import AgentLoopError, ServerError
 from agent_loop.rollout.jobs import Job
 from agent_loop.runtime.describe import describe_error
 from agent_loop.servers.base import Ability
 from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
 from agent_loop.trajectory.codec import decode_completion, encode_completion
-from agent_loop.types import SamplingParams, StopReason, TokenOutput
+from agent_loop.types import StopReason, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,34 +25,6 @@ class ServerInfo:
     name: str
     abilities: frozenset[Ability]
     max_concurrent: int | None
-
-
-# -- between a client and a server: tuples, which are packed several times as fast as data classes ---------------------
-
-
-class ChannelLost(Exception):
-    """The server is gone, was restarted, or has dropped the client. Open requests get no response."""
-
-
-class GenerationRequest(NamedTuple):
-    """Request for one completion."""
-
-    call_id: int
-    """Identifies the request in a cancellation; unique per client."""
-    session: str
-    context: ContextDelta
-    param_values: tuple[Any, ...]
-    """Field values of the `SamplingParams`, in order."""
-
-    @classmethod
-    def pack(
-        cls, call_id: int, session: str, context: ContextDelta, sampling_params: SamplingParams
-    ) -> GenerationRequest:
-        return cls(call_id, session, context, _values_of(sampling_params))
-
-    @property
-    def sampling_params(self) -> SamplingParams:
-        return SamplingParams(*self.param_values)
 
 
 class PackedCompletion(NamedTuple):
@@ -90,40 +60,6 @@ class PackedError(NamedTuple):
         return pickle.loads(self.data)
 
 
-class ContextMissing(NamedTuple):
-    """Response of a server that does not have the context that a `ContextDelta` extends."""
-
-
-Response: TypeAlias = PackedCompletion | PackedError | ContextMissing
-
-
-class RequestBatch(NamedTuple):
-    """Message from a client to a server."""
-
-    channel: str
-    number: int
-    """Position in the channel, from 0. The server processes batches in this order."""
-    requests: Sequence[GenerationRequest]
-    cancelled: Sequence[int]
-    """Call ids of requests that the client has cancelled."""
-    ended: Sequence[str]
-    """Sessions that have ended."""
-    is_urgent: bool = False
-    """Whether the server responds as soon as it has processed the batch."""
-
-
-class ResponseBatch(NamedTuple):
-    """Message from a server to a client."""
-
-    responses: Sequence[tuple[int, Response]]
-    """Call ids and responses."""
-    num_others: int
-    """In-flight requests of other clients at the server."""
-
-
-# -- between a worker and the driver -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerUpdate:
     """Message from a worker to the driver."""
@@ -156,9 +92,6 @@ def unpack_trajectories(data: bytes, *, jobs: dict[str, Job]) -> list[Trajectory
     """
     packed: list[Trajectory] = pickle.loads(data)
     return [structs.replace(each, row=jobs[job_of(each)].row) for each in packed if job_of(each) in jobs]
-
-
-_values_of = attrgetter(*SamplingParams.__struct_fields__)
 
 
 def _without_row(trajectory: Trajectory) -> Trajectory:

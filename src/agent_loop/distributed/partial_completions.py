@@ -14,7 +14,7 @@ from agent_loop.types import TokenChunk, TokenOutput
 
 POLL_INTERVAL_S = 1.0
 
-PartialCompletions = Mapping[int, tuple[int, PackedCompletion]]
+PartialCompletions = Mapping[str, tuple[int, PackedCompletion]]
 """By call id: the number of chunks that the server has so far, and the tokens of the new chunks."""
 
 
@@ -32,14 +32,14 @@ class PartialCompletionPoller:
         poll: Takes the number of known chunks of each call, and returns the new chunks.
     """
 
-    def __init__(self, poll: Callable[[Mapping[int, int]], Awaitable[PartialCompletions]]) -> None:
+    def __init__(self, poll: Callable[[Mapping[str, int]], Awaitable[PartialCompletions]]) -> None:
         self._poll = poll
-        self._known: dict[int, _KnownChunks] = {}
+        self._known: dict[str, _KnownChunks] = {}
         self._tasks = BackgroundTasks()
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
-    def polling(self, call_id: int) -> Generator[list[TokenChunk]]:
+    def polling(self, call_id: str) -> Generator[list[TokenChunk]]:
         """Poll the chunks of a call while the body runs. Yield the list that they are appended to.
 
         Awaits nothing at the end: a call that fails with its chunks could be aborted during a wait, and lose them.

@@ -10,21 +10,12 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from agent_loop.distributed.client_channel import ClientChannel
-from agent_loop.distributed.contexts import SentContexts, token_bytes
-from agent_loop.distributed.messages import (
-    ChannelLost,
-    ContextMissing,
-    GenerationRequest,
-    PackedCompletion,
-    PackedError,
-    ServerInfo,
-)
+from agent_loop.distributed.messages import PackedError, ServerInfo
 from agent_loop.distributed.partial_completions import PartialCompletionPoller, PartialCompletions
 from agent_loop.distributed.ray_module import ActorLost, await_result, load_ray
-from agent_loop.distributed.server_actor import CONTROL_GROUP
 from agent_loop.distributed.weights import PublishedWeights, WeightStore
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError, ServerTimeout
+from agent_loop.runtime.background_tasks import BackgroundTasks
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.scores import TokenScores
@@ -44,8 +35,7 @@ CLOSE_TIMEOUT_S = 10.0
 class RemoteServer(AsyncServerBase):
     """Client of a server in a Ray actor, which has other clients, too.
 
-    Ray restarts the server's process if the process dies. A request carries the tokens that the server does not have
-    yet. Concurrent requests share a message.
+    Ray restarts the server's process if the process dies. Each request is one call of the actor.
     """
 
     restarts = True
@@ -72,13 +62,11 @@ class RemoteServer(AsyncServerBase):
         self._client = client
         self._on_other_requests = on_other_requests
         self._call_ids = count()
-        self._contexts = SentContexts()
         self._poller = PartialCompletionPoller(self._poll_partial_completions)
-        self._channel = ClientChannel(
-            open_channel=self._open_channel,
-            exchange=self._exchange,
-            on_responses=lambda batch: self._report_others(batch.num_others),
-        )
+        self._background = BackgroundTasks()
+        """Cancellations of requests, and ends of sessions."""
+        self._cancelling: dict[str, asyncio.Task[None]] = {}
+        """Cancellation of the last request of a session."""
         self._set_info(info)
 
     async def generate(
@@ -89,27 +77,16 @@ class RemoteServer(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
-        delta = self._contexts.delta(request_id, prompt_ids, attachments)
-        response = await self._send(
-            GenerationRequest.pack(next(self._call_ids), request_id, delta, sampling_params)
-        )
-        if isinstance(response, ContextMissing):
-            self._contexts.forget(request_id)
-            delta = self._contexts.delta(request_id, prompt_ids, attachments)
-            response = await self._send(
-                GenerationRequest.pack(next(self._call_ids), request_id, delta, sampling_params)
-            )
-        if isinstance(response, ContextMissing):
-            raise ServerError("it does not keep the session", server=self.name, request_id=request_id)
-        output = response.unpack()
-        self._contexts.keep(
-            request_id,
-            delta=delta,
-            prompt_ids=prompt_ids,
-            attachments=attachments,
-            completion=token_bytes(output.token_ids),
-        )
-        return output
+        call_id = f"{self._client}/{next(self._call_ids)}"
+        request = (self._client, call_id, request_id, prompt_ids, sampling_params, tuple(attachments))
+        if Ability.STREAMING not in self.info.abilities:
+            return await self._generate(call_id, request_id, request)
+        with self._poller.polling(call_id) as chunks:
+            try:
+                return await self._generate(call_id, request_id, request)
+            except ServerDied as error:
+                error.chunks = error.chunks or chunks  # a restarted server knows no chunks
+                raise
 
     async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
         call = self._actor.score.remote(token_ids, start, top_logprobs)
@@ -123,13 +100,11 @@ class RemoteServer(AsyncServerBase):
         await self._control("abort", request_id)
 
     def end_session(self, request_id: str) -> None:
-        self._contexts.forget(request_id)
-        self._channel.end_session(request_id)
+        self._background.start(self._end_session(request_id, self._cancelling.pop(request_id, None)))
 
     async def flush(self) -> None:
         """Wait until the server has processed the cancellations and the ends of sessions so far, if it is alive."""
-        with suppress(ChannelLost):
-            await self._channel.flush()
+        await self._background.wait()
 
     async def wake_up(self) -> None:
         await self._control("wake_up")
@@ -148,8 +123,8 @@ class RemoteServer(AsyncServerBase):
         return health
 
     async def close(self) -> None:
-        """Close the channel to the server. The server continues to run."""
-        await self._channel.close()
+        """End the calls of this client in the background. The server continues to run."""
+        await self._background.close()
         await self._poller.close()
 
     def _set_info(self, info: ServerInfo) -> None:
@@ -157,53 +132,38 @@ class RemoteServer(AsyncServerBase):
         self.abilities = info.abilities - LOCAL_ABILITIES
         self.max_concurrent = info.max_concurrent
 
-    async def _send(self, request: GenerationRequest) -> PackedCompletion | ContextMissing:
-        """Send a request and return its response.
+    async def _generate(self, call_id: str, session: str, request: tuple[Any, ...]) -> TokenOutput:
+        """Call the actor. Cancelling this call cancels the completion at the server.
 
         Raises:
-            ServerDied: With the chunks that the server is known to have sampled.
+            ServerDied: With the chunks that the server had sampled, if its process is alive.
         """
-        if Ability.STREAMING not in self.info.abilities:
-            return await self._send_once(request)
-        with self._poller.polling(request.call_id) as chunks:
-            try:
-                return await self._send_once(request)
-            except ServerDied as error:
-                error.chunks = error.chunks or chunks  # a restarted server knows no chunks
-                raise
-
-    async def _send_once(self, request: GenerationRequest) -> PackedCompletion | ContextMissing:
-        is_kept = False
+        call = self._actor.generate.remote(*request)
         try:
-            response = await self._channel.send(request)
-            is_kept = not isinstance(response, PackedError)
-        except ChannelLost as error:
-            raise ServerDied(str(error), server=self.name, request_id=request.session) from None
-        finally:
-            if not is_kept:
-                self._contexts.forget(request.session)
+            response, num_others = await self._await_call(call)
+        except asyncio.CancelledError:
+            self._cancelling[session] = self._background.start(self._quietly("cancel", call_id))
+            raise
+        self._report_others(num_others)
         if isinstance(response, PackedError):
             raise response.error
-        return response
+        return response.unpack()
 
-    async def _poll_partial_completions(self, num_known: Mapping[int, int]) -> PartialCompletions:
-        return await self._control("partial_completions", self._client, num_known)
+    async def _end_session(self, session: str, cancelling: asyncio.Task[None] | None) -> None:
+        if cancelling is not None:
+            await asyncio.wait({cancelling})
+        await self._quietly("end_session", self._client, session)
 
-    async def _open_channel(self) -> str:
-        return await self._await_channel_call(self._actor.open_channel.remote(self._client))
+    async def _quietly(self, method: str, *args: Any) -> None:
+        """Call the actor. A server that is gone holds nothing that has to end."""
+        with suppress(ServerError):
+            await self._control(method, *args)
 
-    async def _exchange(self, packed: bytes) -> bytes:
-        return await self._await_channel_call(self._actor.exchange.remote(packed))
-
-    async def _await_channel_call(self, call: Any) -> Any:
-        try:
-            return await await_result(call)
-        except ActorLost as error:
-            raise ChannelLost(str(error)) from None
+    async def _poll_partial_completions(self, num_known: Mapping[str, int]) -> PartialCompletions:
+        return await self._control("partial_completions", num_known)
 
     async def _control(self, method: str, *args: Any) -> Any:
-        call = getattr(self._actor, method).options(concurrency_group=CONTROL_GROUP)
-        return await self._await_call(call.remote(*args))
+        return await self._await_call(getattr(self._actor, method).remote(*args))
 
     async def _await_call(self, call: Any) -> Any:
         try:
@@ -285,8 +245,7 @@ class OwnedServer(RemoteServer):
         if actor is None:
             return
         try:
-            call = actor.close.options(concurrency_group=CONTROL_GROUP).remote()
-            await run_shielded(lambda: await_result(call), timeout_s=CLOSE_TIMEOUT_S)
+            await run_shielded(lambda: await_result(actor.close.remote()), timeout_s=CLOSE_TIMEOUT_S)
         except (ActorLost, AgentLoopError, TimeoutError) as error:
             logger.debug("server %s is killed, because it did not close: %s", self.name, error)
         finally:

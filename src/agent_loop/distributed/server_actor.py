@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
 from agent_loop.config import RolloutConfig
-from agent_loop.distributed.messages import ChannelLost, ServerInfo
+from agent_loop.distributed.messages import PackedCompletion, PackedError, ServerInfo
 from agent_loop.distributed.partial_completions import PartialCompletions
 from agent_loop.distributed.ray_module import enter_folder
 from agent_loop.distributed.server_frontend import ServerFrontend
@@ -17,20 +15,16 @@ from agent_loop.errors import ServerDied
 from agent_loop.servers.base import ServerHealth, ServerSpec
 from agent_loop.servers.factory import create_server, find_server_class
 from agent_loop.servers.scores import TokenScores
-from agent_loop.types import IntArray
+from agent_loop.trajectory.attachments import Attachment
+from agent_loop.types import IntArray, SamplingParams
 
-ResultT = TypeVar("ResultT")
-
-CONTROL_GROUP = "control"
-"""Ray concurrency group with a queue and a thread of its own, so that control calls do not wait for completions."""
 NOT_STARTED = "it has not started yet"
-NUM_CONTROL_CALLS = 256
-NUM_COMPLETIONS = 100_000
-"""Concurrent calls. Completions wait in the engine or in the clients' channels, not in the actor's queue."""
+NUM_CALLS = 100_000
+"""Concurrent calls. Completions wait in the engine, not in the actor's queue."""
 
 
 class ServerActor:
-    """Owns one `AsyncServerBase`, whose methods are all called on the event loop of the default concurrency group.
+    """Owns one `AsyncServerBase`.
 
     A process that Ray has restarted has no server: `ensure_started` creates it, with the weights of the others.
     """
@@ -48,10 +42,7 @@ class ServerActor:
         self._rollout = rollout
         self._frontend: ServerFrontend | None = None
         self._fetcher = WeightFetcher()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._start_lock = asyncio.Lock()
-
-    # -- the default group -----------------------------------------------------------------------------------------
 
     async def ensure_started(self, weights: PublishedWeights | None) -> ServerInfo:
         """Create and start the server if it has not started, and load the weights if it does not have them.
@@ -59,7 +50,6 @@ class ServerActor:
         Raises:
             AgentLoopError: The server does not start.
         """
-        self._loop = asyncio.get_running_loop()
         async with self._start_lock:
             if self._frontend is not None:
                 server = self._frontend.server
@@ -74,25 +64,30 @@ class ServerActor:
             self._frontend = self._frontend or ServerFrontend(server)
         return ServerInfo(server.name, server.abilities, server.max_concurrent)
 
-    async def open_channel(self, client: str) -> str:
-        """Open a channel and return its name. The client's earlier channel, sessions and requests end.
+    async def generate(
+        self,
+        client: str,
+        call_id: str,
+        session: str,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        attachments: tuple[Attachment, ...],
+    ) -> tuple[PackedCompletion | PackedError, int]:
+        """Run a request. See `ServerFrontend.generate`."""
+        return await self._started.generate(
+            client,
+            call_id,
+            session=session,
+            prompt_ids=prompt_ids,
+            sampling_params=sampling_params,
+            attachments=attachments,
+        )
 
-        Raises:
-            ChannelLost: The server has not started, or the client was dropped.
-        """
-        if self._frontend is None:
-            raise ChannelLost(NOT_STARTED)
-        return await self._frontend.open_channel(client)
+    async def cancel(self, call_id: str) -> None:
+        await self._started.cancel(call_id)
 
-    async def exchange(self, packed: bytes) -> bytes:
-        """Accept a packed `RequestBatch`, and return a packed `ResponseBatch` once there are responses.
-
-        Raises:
-            ChannelLost: The channel is closed.
-        """
-        if self._frontend is None:
-            raise ChannelLost(NOT_STARTED)
-        return pickle.dumps(await self._frontend.exchange(pickle.loads(packed)), protocol=5)
+    async def end_session(self, client: str, session: str) -> None:
+        self._started.end_session(client, session)
 
     async def score(self, token_ids: IntArray, start: int, top_logprobs: int) -> TokenScores:
         """Return the scores of a text. See `AsyncServerBase.score`.
@@ -102,23 +97,16 @@ class ServerActor:
         """
         return await self._started.server.score(token_ids, start=start, top_logprobs=top_logprobs)
 
-    # -- the control group -----------------------------------------------------------------------------------------
-
-    async def partial_completions(self, client: str, num_known: Mapping[int, int]) -> PartialCompletions:
-        """Return the new chunks of a client's in-flight completions. See `ServerFrontend.partial_completions`."""
-
-        async def on_loop() -> PartialCompletions:
-            return self._started.partial_completions(client, num_known)
-
-        return await self._run_on_loop(on_loop)
+    async def partial_completions(self, num_known: Mapping[str, int]) -> PartialCompletions:
+        """Return the new chunks of in-flight completions. See `ServerFrontend.partial_completions`."""
+        return self._started.partial_completions(num_known)
 
     async def abort(self, session: str) -> None:
-        await self._run_on_loop(lambda: self._started.server.abort(session))
+        await self._started.server.abort(session)
 
     async def drop_client(self, client: str) -> None:
-        """End all channels, sessions and requests of a client that died."""
-
-        await self._run_on_loop(lambda: self._started.drop_client(client))
+        """End all sessions and requests of a client that died."""
+        await self._started.drop_client(client)
 
     async def health(self, client: str) -> tuple[ServerHealth, int]:
         """Return the server's health, and its number of in-flight requests of other clients."""
@@ -127,54 +115,32 @@ class ServerActor:
                 is_alive=False, num_running=0, num_waiting=0, weight_version=-1, detail=NOT_STARTED
             )
             return health, 0
-        return await self._run_on_loop(lambda: self._started.server.health()), self._frontend.num_others(
-            client
-        )
+        return await self._frontend.server.health(), self._frontend.num_others(client)
 
     async def wake_up(self) -> None:
-        await self._run_on_loop(lambda: self._started.server.wake_up())
+        await self._started.server.wake_up()
 
     async def sleep(self) -> None:
-        await self._run_on_loop(lambda: self._started.server.sleep())
+        await self._started.server.sleep()
 
     async def update_weights(self, weights: PublishedWeights) -> None:
-        async def on_loop() -> None:
-            async with self._start_lock:
-                await self._started.server.update_weights(tensors, weight_version=weights.weight_version)
-
         tensors = await self._fetcher.fetch(weights)
-        await self._run_on_loop(on_loop)
+        async with self._start_lock:
+            await self._started.server.update_weights(tensors, weight_version=weights.weight_version)
 
     async def close(self) -> None:
-        async def on_loop() -> None:
-            try:
-                await self._started.close()
-            finally:
-                await self._started.server.close()
-
         if self._frontend is not None:
-            await self._run_on_loop(on_loop)
+            try:
+                await self._frontend.close()
+            finally:
+                await self._frontend.server.close()
 
     async def inspect(self) -> dict[str, int]:
         """Return counts of what is held, for tests. All are zero if no client is served."""
         return {} if self._frontend is None else self._frontend.inspect()
-
-    # -- inside ----------------------------------------------------------------------------------------------------
 
     @property
     def _started(self) -> ServerFrontend:
         if self._frontend is None:
             raise ServerDied(NOT_STARTED, server=self._spec.name)
         return self._frontend
-
-    async def _run_on_loop(self, call: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
-        """Run a call on the event loop that the server belongs to."""
-        if self._loop is None:
-            raise ServerDied(NOT_STARTED, server=self._spec.name)
-        if self._loop is asyncio.get_running_loop():
-            return await call()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_await_call(call), self._loop))
-
-
-async def _await_call(call: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
-    return await call()

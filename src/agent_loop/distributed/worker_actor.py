@@ -39,7 +39,6 @@ from agent_loop.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-NUM_CALLS = 1000
 UPDATE_INTERVAL_S = 0.02
 FLUSH_TIMEOUT_S = 10.0
 
