@@ -12,12 +12,12 @@ import pytest
 from agent_loop.errors import FatalRequest, ServerDied, ServerTimeout
 from agent_loop.rollout.failures import failure_of
 from agent_loop.runtime.concurrency import run_together
-from agent_loop.servers.base import ServerHealth
+from agent_loop.servers.base import AsyncServerBase, ServerHealth
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
-from agent_loop.types import TokenChunk, TokenOutput
+from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
 
 def test_a_hung_completion_fails_at_its_time_limit_and_releases_its_lease() -> None:
@@ -399,3 +399,21 @@ async def error_of(call: Coroutine[Any, Any, Any]) -> BaseException | None:
     except Exception as error:
         return error
     return None
+
+
+class StreamsOnly(AsyncServerBase):
+    """Server that defines only `stream`."""
+
+    async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[TokenChunk]:
+        yield TokenChunk([1], [-0.5])
+        yield TokenChunk([2], [-0.25], stop_reason="stop")
+
+
+def test_a_server_that_defines_only_stream_also_returns_whole_completions() -> None:
+    async def main() -> None:
+        server = StreamsOnly()
+        output = await server.generate(as_token_ids([5]), SamplingParams(), "a")
+        assert (output.token_ids, output.log_probs, output.stop_reason) == ([1, 2], [-0.5, -0.25], "stop")
+        assert (await complete(AsyncLLMServerManager([server]), "b")).token_ids == [1, 2]
+
+    run_virtual(main())

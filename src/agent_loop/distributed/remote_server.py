@@ -133,11 +133,7 @@ class RemoteServer(AsyncServerBase):
         self.max_concurrent = info.max_concurrent
 
     async def _generate(self, call_id: str, session: str, request: tuple[Any, ...]) -> TokenOutput:
-        """Call the actor. Cancelling this call cancels the completion at the server.
-
-        Raises:
-            ServerDied: With the chunks that the server had sampled, if its process is alive.
-        """
+        """Call the actor. Cancelling this call cancels the completion at the server."""
         call = self._actor.generate.remote(*request)
         try:
             response, num_others = await self._await_call(call)

@@ -15,7 +15,7 @@ from agent_loop.servers.in_flight import InFlightRequest
 from agent_loop.servers.reply_check import bad_reply
 from agent_loop.servers.scores import TokenScores
 from agent_loop.trajectory.attachments import Attachment
-from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
+from agent_loop.types import IntArray, SamplingParams, TokenChunk
 
 if TYPE_CHECKING:
     import torch
@@ -54,18 +54,6 @@ class AbortAndResumeServer(AsyncServerBase):
         await self._server.start()
         self.abilities = self._server.abilities | {Ability.UPDATE_IN_FLIGHT}
         self.max_concurrent = self._server.max_concurrent
-
-    async def generate(
-        self,
-        prompt_ids: IntArray,
-        sampling_params: SamplingParams,
-        request_id: str,
-        *,
-        attachments: Sequence[Attachment] = (),
-    ) -> TokenOutput:
-        parts = self.stream(prompt_ids, sampling_params, request_id, attachments=attachments)
-        async with aclosing(parts):
-            return TokenOutput.from_chunks([chunk async for chunk in parts])
 
     async def stream(
         self,

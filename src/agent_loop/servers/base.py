@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -181,11 +180,11 @@ class ServerHealth:
     because they can be evicted."""
 
 
-class AsyncServerBase(ABC):
+class AsyncServerBase:
     """Base class of LLM servers. All methods are called on one event loop.
 
-    A subclass must define `generate`. Each other method has a default, which does nothing or raises an error; the pool
-    of servers works without those features.
+    A subclass defines `stream`, or `generate` if it returns whole completions; each has a default that uses the other.
+    Every other method has a default, which does nothing or raises an error; the pool works without those features.
 
     Cancelling `generate` aborts the request. The engine must free the slot of the request soon after.
     """
@@ -250,7 +249,6 @@ class AsyncServerBase(ABC):
             ServerDied: The engine exited during the start. The message ends with the engine's last log lines.
         """
 
-    @abstractmethod
     async def generate(
         self,
         prompt_ids: IntArray,
@@ -277,6 +275,9 @@ class AsyncServerBase(ABC):
             ServerDied: The engine has exited.
             BadServerReply: The engine's reply is not a completion of the prompt.
         """
+        more: dict[str, Any] = {"attachments": attachments} if attachments else {}
+        async with aclosing(self.stream(prompt_ids, sampling_params, request_id, **more)) as chunks:
+            return TokenOutput.from_chunks([chunk async for chunk in chunks])
 
     async def stream(
         self,
@@ -291,10 +292,10 @@ class AsyncServerBase(ABC):
         Arguments and errors are those of `generate`. Leaving the iteration early aborts the request. A server
         without the ability `STREAMING` yields all chunks at the end.
         """
-        if attachments:
-            output = await self.generate(prompt_ids, sampling_params, request_id, attachments=attachments)
-        else:
-            output = await self.generate(prompt_ids, sampling_params, request_id)
+        if type(self).generate is AsyncServerBase.generate:
+            raise TypeError(f"{type(self).__name__} defines neither stream nor generate; define one of them")
+        more: dict[str, Any] = {"attachments": attachments} if attachments else {}
+        output = await self.generate(prompt_ids, sampling_params, request_id, **more)
         for chunk in output.chunks:
             yield chunk
 

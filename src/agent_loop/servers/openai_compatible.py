@@ -38,7 +38,6 @@ from agent_loop.types import (
     SamplingParams,
     ServerStopReason,
     TokenChunk,
-    TokenOutput,
     as_token_ids,
 )
 
@@ -159,17 +158,6 @@ class OpenAIServer(AsyncServerBase):
         await self._find_scores()
         self._problem = ""
 
-    async def generate(
-        self,
-        prompt_ids: IntArray,
-        sampling_params: SamplingParams,
-        request_id: str,
-        *,
-        attachments: Sequence[Attachment] = (),
-    ) -> TokenOutput:
-        chunks = self.stream(prompt_ids, sampling_params, request_id, attachments=attachments)
-        return TokenOutput.from_chunks([chunk async for chunk in chunks])
-
     async def stream(
         self,
         prompt_ids: IntArray,
@@ -255,11 +243,7 @@ class OpenAIServer(AsyncServerBase):
         await self._client.close()
 
     async def _check_schemas(self, body: Mapping[str, Any]) -> None:
-        """Check that the server accepts a schema.
-
-        Raises:
-            ConfigError: It does not.
-        """
+        """Check that the server accepts a schema."""
         try:
             await self._client.post_json(COMPLETIONS, {**body, "response_format": _response_format("{}")})
         except HttpStatusError as error:

@@ -468,12 +468,6 @@ class ServerPool:
         """Call all servers that are not lost, concurrently. A server that dies during the call is lost.
 
         When every server is lost and one may rejoin, waits for that server and calls it.
-
-        Args:
-            at_version: Whether a server needs the weights of this pool to rejoin.
-
-        Raises:
-            ServerDied: No server is left, and none rejoined in time.
         """
 
         async def call_one(server: AsyncServerBase) -> None:
@@ -489,11 +483,7 @@ class ServerPool:
             await self._wait_for_restart(at_version=at_version)
 
     async def _wait_for_restart(self, *, at_version: bool) -> None:
-        """Check the lost servers periodically until one rejoins.
-
-        Raises:
-            ServerDied: No server may rejoin, or none rejoined in time.
-        """
+        """Check the lost servers periodically until one rejoins."""
         if not self.expects_restarts:
             raise self._no_server_left("")
 

@@ -191,11 +191,7 @@ class _BroadcastThread:
         self._thread.start()
 
     def finish(self) -> BroadcastGroup | None:
-        """Wait until the broadcast ends, and return the group for the next offer.
-
-        Raises:
-            WeightsError: A receiver has ended or is too slow.
-        """
+        """Wait until the broadcast ends, and return the group for the next offer."""
         self._thread.join(self._rendezvous.timeout_s + GRACE_S)
         if self._thread.is_alive():
             raise WeightsError(

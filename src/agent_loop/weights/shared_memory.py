@@ -137,11 +137,7 @@ class _Block:
         self._bytes = torch.frombuffer(mmap.mmap(self._fd, size), dtype=torch.uint8)
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """Reserve memory for the first `num_bytes`, and return all bytes of the block.
-
-        Raises:
-            WeightsError: The shared memory is full. (Writing without a reservation would kill the process.)
-        """
+        """Reserve memory for the first `num_bytes`, and return all bytes of the block."""
         if num_bytes > self._num_reserved:
             try:
                 os.posix_fallocate(self._fd, self._num_reserved, num_bytes - self._num_reserved)

@@ -183,12 +183,7 @@ def _plan_groups(decoding: Iterable[Slot], *, cache: KVCache) -> list[_GroupPlan
 
 
 def _plan(slots: list[Slot], *, token_bytes: int) -> _GroupPlan:
-    """Plan one call for the slots.
-
-    Args:
-        slots: Slots in ascending order of index.
-        token_bytes: Size of one token's keys in one layer.
-    """
+    """Plan one call for the slots."""
     span = slots[-1].index - slots[0].index + 1
     length = max([slot.num_tokens for slot in slots])
     num_tokens = length * len(slots)

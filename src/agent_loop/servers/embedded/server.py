@@ -339,11 +339,7 @@ def embedded_config(spec: ServerSpec) -> EmbeddedConfig:
 
 
 def _choose_backend(runner: ModelRunner, *, config: EmbeddedConfig, server: str) -> ComputationBackend:
-    """Return the fastest backend that the table of model types has for a model, or the one of `config.cache`.
-
-    Raises:
-        ConfigError: The shared cache is configured, but does not support the model.
-    """
+    """Return the fastest backend that the table of model types has for a model, or the one of `config.cache`."""
     model, kind = runner.model, config.cache
     proved = proved_cache(model)
     reason = (
