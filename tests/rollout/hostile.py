@@ -18,10 +18,9 @@ from agent_loop.interactions.base import BaseInteraction
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.runtime.user_code import call_function
-from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.trajectory import AgentLoopOutput
-from agent_loop.types import TokenOutput
 from tests.helpers import small_tokenizer, text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder
 
@@ -47,20 +46,6 @@ RELEASED: list[Released] = []
 
 class Panic(BaseException):
     """BaseException such as extension modules in other languages raise."""
-
-
-class BuggyError(Exception):
-    """Exception whose `__str__` raises."""
-
-    def __str__(self) -> str:
-        raise AttributeError("message")
-
-
-class BadYield:
-    """Awaitable that yields an object for which an event loop cannot wait."""
-
-    def __await__(self) -> Any:
-        yield 7
 
 
 async def hang() -> None:
@@ -94,10 +79,6 @@ async def overflow_the_stack() -> None:
     await overflow_the_stack()
 
 
-async def await_garbage() -> None:
-    await BadYield()
-
-
 def raising(error: BaseException) -> Callable[[], Awaitable[None]]:
     async def deed() -> None:
         await asyncio.sleep(0)
@@ -112,18 +93,12 @@ DEEDS: dict[str, Callable[[], Awaitable[None]]] = {
     "swallows_everything": swallow_everything,
     "cancels_itself": cancel_itself,
     "recursion": overflow_the_stack,
-    "bad_yield": await_garbage,
     "raises": raising(ValueError("a bug")),
-    "long_error": raising(ValueError("x" * 5_000_000)),
-    "buggy_error": raising(BuggyError()),
     "system_exit": raising(SystemExit(3)),
     "keyboard_interrupt": raising(KeyboardInterrupt()),
-    "generator_exit": raising(GeneratorExit()),
-    "panic": raising(Panic("core dumped")),
     "cancelled_error": raising(asyncio.CancelledError()),
     "stop_iteration": raising(StopIteration(1)),
     "stop_async_iteration": raising(StopAsyncIteration()),
-    "error_group": raising(BaseExceptionGroup("g", [SystemExit(1), ValueError("x")])),
 }
 ABANDONED = frozenset({"swallows", "swallows_everything"})
 
@@ -345,45 +320,6 @@ class HostileLoop(AgentLoopBase):
         return AgentLoopOutput(reward_score=1.0, **arguments)
 
 
-class HostileServer(ScriptedServer):
-    """Server whose completions depend on the prompt. Prompts can request invalid responses."""
-
-    async def generate(self, prompt_ids: Any, sampling_params: Any, request_id: str, **more: Any) -> Any:
-        text = small_tokenizer().decode(prompt_ids.tolist())
-        if "server:" not in text:
-            return await super().generate(prompt_ids, sampling_params, request_id, **more)
-        name = text.partition("server:")[2].split()[0]
-        if name in DEEDS:
-            await DEEDS[name]()
-        return REPLIES[name]() if name in REPLIES else None
-
-
-def _reply(**changes: Any) -> TokenOutput:
-    values: dict[str, Any] = {"token_ids": [5, 6, 7], "logprobs": [-0.5] * 3, "stop_reason": "stop"}
-    values |= {"weight_version": 0}
-    return TokenOutput(**(values | changes))
-
-
-REPLIES: dict[str, Callable[[], Any]] = {
-    "nothing": lambda: None,
-    "text": lambda: "hello",
-    "coroutine": lambda: [1, 2],
-    "negative_ids": lambda: _reply(token_ids=[5, -1, 7]),
-    "unknown_ids": lambda: _reply(token_ids=[5, 10**6, 7]),
-    "huge_ids": lambda: _reply(token_ids=[5, 2**70, 7]),
-    "text_ids": lambda: _reply(token_ids=["a", "b", "c"]),
-    "garbage_ids": lambda: _reply(token_ids=[object(), 6, 7]),
-    "short_logprobs": lambda: _reply(logprobs=[-0.5]),
-    "nan_logprobs": lambda: _reply(logprobs=[math.nan] * 3),
-    "positive_logprobs": lambda: _reply(logprobs=[2.0] * 3),
-    "text_logprobs": lambda: _reply(logprobs=["x"] * 3),
-    "huge_version": lambda: _reply(weight_version=2**40),
-    "text_version": lambda: _reply(weight_version="x"),
-    "stop_reason": lambda: _reply(stop_reason="banana"),
-    "too_long": lambda: _reply(token_ids=[5] * 100_000, logprobs=[-0.5] * 100_000),
-}
-
-
 def script(request: ScriptedRequest) -> ScriptedReply:
     """Return a call of the tool if the prompt asks for it, and then an answer."""
     text = small_tokenizer().decode(request.prompt_ids.tolist())
@@ -461,7 +397,6 @@ def kinds() -> list[Kind]:
         *_interaction_kinds(),
         *_reward_kinds(),
         *_loop_kinds(),
-        *_server_kinds(),
         *_row_kinds(),
     ]
 
@@ -544,8 +479,6 @@ def _loop_kinds() -> list[Kind]:
         "swallows": ["deadline"],
         "swallows_everything": ["deadline"],
         "raises": ["failed ValueError"],
-        "long_error": ["failed ValueError"],
-        "buggy_error": ["failed BuggyError"],
         "recursion": ["failed RecursionError"],
         "stop_async_iteration": ["failed StopAsyncIteration"],
     }
@@ -567,25 +500,6 @@ def _loop_kinds() -> list[Kind]:
     for bare in ("short_mask", "nan_logprobs", "positive_logprobs", "negative_ids", "unknown_ids"):
         found.append(kind(f"bare {bare}", ["failed EpisodeError"], bare=bare))
     found.append(kind("bare too_long", ["response_length"], bare="too_long"))
-    return found
-
-
-def _server_kinds() -> list[Kind]:
-    found = [
-        Kind(
-            f"server {deed}",
-            {},
-            f"server:{deed}",
-            ["failed ServerTimeout", "deadline"]
-            if deed in ABANDONED | {"hangs"}
-            else ["failed BadServerReply"],
-            int(deed in ABANDONED),
-        )
-        for deed in DEEDS
-    ]
-    found += [
-        Kind(f"server replies {name}", {}, f"server:{name}", ["failed BadServerReply"]) for name in REPLIES
-    ]
     return found
 
 

@@ -33,7 +33,7 @@ from tests.harness import is_nightly
 from tests.helpers import hermes_template, small_tokenizer
 from tests.rollout import hostile
 from tests.rollout.harness import WorkerHarness
-from tests.rollout.hostile import HostileInteraction, HostileServer, Kind, Released, harmless_row, json_lines
+from tests.rollout.hostile import HostileInteraction, Kind, Released, harmless_row, json_lines
 
 NUM_HOSTILE = 1000 if is_nightly() else 200
 NUM_HARMLESS = NUM_HOSTILE // 5
@@ -55,7 +55,6 @@ def released() -> Iterator[Released]:
 def make_harness() -> WorkerHarness:
     return WorkerHarness(
         hostile.script,
-        server=HostileServer(hostile.script),
         tools=hostile.hostile_tools(),
         interactions={"hostile": HostileInteraction()},
         reward=RewardFunction(hostile.async_reward, timeout_s=10.0),
