@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from operator import index
+from numbers import Integral
 from typing import Any, cast
 
 import numpy as np
@@ -26,11 +26,9 @@ from agent_loop.trajectory import (
     IncidentKind,
     Segment,
 )
-from agent_loop.types import FloatArray, IntArray, Message, Origin, Row, StopReason
+from agent_loop.types import IntArray, Message, Origin, Row, StopReason
 
 MAX_INT32 = 2**31 - 1
-PROMPT = Origin.PROMPT
-"""Module constant, because Python 3.11 looks up members of enums slowly."""
 ENDED_OTHERWISE = (StopReason.FAILED, StopReason.CANCELLED, StopReason.DEADLINE)
 """Stop reasons that a later truncation of the response does not replace."""
 
@@ -54,7 +52,7 @@ class LoopOutputs(Struct, frozen=True):
             EpisodeError: A field has a value that cannot be part of a batch.
         """
         limits = self.context.limits
-        num_prompt_tokens = sum([len(s.token_ids) for s in output.segments if s.origin is PROMPT])
+        num_prompt_tokens = sum([len(s.token_ids) for s in output.segments if s.origin is Origin.PROMPT])
         num_response_tokens = sum([len(s.token_ids) for s in output.segments]) - num_prompt_tokens
         output = _checked(output, num_response_tokens=num_response_tokens)
         if output.segments and not num_prompt_tokens and output.failure is None:
@@ -207,25 +205,15 @@ def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopO
     Raises:
         EpisodeError: A field has a wrong type or value.
     """
-    if type(output.num_turns) is not int or not 0 <= output.num_turns <= MAX_INT32:
-        output = replace(output, num_turns=_count(output.num_turns, name="num_turns"))
-    if type(output.stop_reason) is not StopReason:
-        output = replace(output, stop_reason=_stop_reason(output.stop_reason))
-    if output.reward_score is not None:
-        reward_score = _reward(output.reward_score, name="reward_score")
-        if type(output.reward_score) is not float:
-            output = replace(output, reward_score=reward_score)
+    num_turns: Any = output.num_turns
+    if not isinstance(num_turns, Integral) or not 0 <= int(num_turns) <= MAX_INT32:
+        raise EpisodeError(f"num_turns is {describe_value(num_turns)}; give an int, 0 or more")
+    if output.stop_reason not in list(StopReason):
+        raise EpisodeError(
+            f"stop_reason is {describe_value(output.stop_reason)}; give one of {', '.join(StopReason)}"
+        )
     for segment in output.segments:
-        if segment.logprobs is not None and not _are_logprobs(segment.logprobs):
-            [bad, *_] = [
-                each for each in segment.logprobs.tolist() if not -np.inf < each <= LOG_PROB_ROUNDING
-            ]
-            raise EpisodeError(
-                f"response_logprobs holds {bad}; give log-probs, which are finite and at most 0"
-            )
-        version: Any = segment.weight_version
-        if version is not None and (type(version) is not int or not UNKNOWN_VERSION <= version <= MAX_INT32):
-            raise EpisodeError(f"weight_version is {describe_value(version)}; give an int, 0 or more")
+        _check_segment(segment)
     for feedback in output.feedback:
         if feedback.place is not None and not 0 <= feedback.place < num_response_tokens:
             raise EpisodeError(
@@ -236,16 +224,36 @@ def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopO
             _reward(feedback.reward, name="the reward of a turn")
     messages: tuple[Any, ...] = output.messages
     for message in messages:
-        role = message.get("role") if hasattr(message, "get") else None
-        if type(role) is not str:
+        if not isinstance(message, Mapping) or not isinstance(cast(Any, message).get("role"), str):
             raise EpisodeError(f"messages holds {describe_value(message)}; give dicts with role and content")
     extra_fields: Mapping[Any, Any] = output.extra_fields
     for name in extra_fields:
         if not isinstance(name, str):
             raise EpisodeError(f"extra_fields has the key {describe_value(name)}; give keys of type str")
+    fields: dict[str, Any] = {
+        "num_turns": int(cast(Any, output.num_turns)),
+        "stop_reason": StopReason(output.stop_reason),
+        "reward_score": None
+        if output.reward_score is None
+        else _reward(output.reward_score, name="reward_score"),
+    }
+    if any(type(getattr(output, name)) is not type(value) for name, value in fields.items()):
+        output = replace(output, **fields)
     if not extra_fields:
         return output
     return output.with_only_extra_fields(plain_mapping(extra_fields, where="extra_fields of the loop"))
+
+
+def _check_segment(segment: Segment) -> None:
+    if segment.logprobs is not None:
+        bad = segment.logprobs[~((segment.logprobs > -np.inf) & (segment.logprobs <= LOG_PROB_ROUNDING))]
+        if len(bad):
+            raise EpisodeError(
+                f"response_logprobs holds {bad[0]}; give log-probs, which are finite and at most 0"
+            )
+    version: Any = segment.weight_version
+    if version is not None and (type(version) is not int or not UNKNOWN_VERSION <= version <= MAX_INT32):
+        raise EpisodeError(f"weight_version is {describe_value(version)}; give an int, 0 or more")
 
 
 def _check_ids(segments: Iterable[Segment], *, vocab_size: int) -> None:
@@ -260,8 +268,7 @@ def _check_ids(segments: Iterable[Segment], *, vocab_size: int) -> None:
             raise EpisodeError(
                 f"the token ids of a segment have shape {list(ids.shape)} and type {ids.dtype}; give a flat int32 array"
             )
-        # As uint32, a negative id is a large number.
-        if len(ids) and np.maximum.reduce(ids.view(np.uint32)) >= vocab_size:
+        if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
             raise EpisodeError(
                 f"a {segment.origin} segment holds token ids from {ids.min()} to {ids.max()}; the model's ids are 0 "
                 f"to {vocab_size - 1}"
@@ -273,7 +280,7 @@ def _cut(output: AgentLoopOutput, num_tokens: int, *, max_tokens: int) -> AgentL
     segments: list[Segment] = []
     left = max_tokens
     for segment in output.segments:
-        if segment.origin is PROMPT:
+        if segment.origin is Origin.PROMPT:
             segments.append(segment)
         elif left > 0:
             segments.append(segment if len(segment) <= left else _head(segment, left))
@@ -307,32 +314,8 @@ def _head(segment: Segment, num_tokens: int) -> Segment:
     return structs.replace(segment.part(0, num_tokens), attachments=attachments)
 
 
-def _count(number: Any, *, name: str) -> int:
-    try:
-        count = index(number)
-    except TypeError:
-        count = -1
-    if not 0 <= count <= MAX_INT32:
-        raise EpisodeError(f"{name} is {describe_value(number)}; give an int, 0 or more")
-    return count
-
-
 def _reward(given: Any, *, name: str) -> float:
     reward = as_reward(given)
     if reward is None:
         raise EpisodeError(f"{name} is {describe_value(given)}; give a finite number, or None {REWARD_LIMIT}")
     return reward
-
-
-def _are_logprobs(logprobs: FloatArray) -> bool:
-    """Return whether each log-prob is finite and at most 0, up to rounding."""
-    # `logical_and.reduce` avoids the Python call in the method `all`.
-    return bool(np.logical_and.reduce((logprobs > -np.inf) & (logprobs <= LOG_PROB_ROUNDING)))
-
-
-def _stop_reason(given: Any) -> StopReason:
-    try:
-        return StopReason(given)
-    except ValueError:
-        known = ", ".join(StopReason)
-        raise EpisodeError(f"stop_reason is {describe_value(given)}; give one of {known}") from None
