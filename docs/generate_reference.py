@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from agent_loop.config import Config
+from agent_loop.config.optim import CriticConfig, OptimConfig
 from agent_loop.config.verl.rows import Ours, Values
 from agent_loop.config.verl.table import TABLE
 
@@ -41,7 +42,7 @@ def render() -> str:
     lines += ["says of any other name why it is not needed, or what to do instead.", ""]
     lines += ["| name | here |", "|---|---|"]
     for ours in dict.fromkeys(row.ours for row in TABLE.values() if callable(row.ours)):
-        keys = ", ".join(f"`{row.key}`" for row in TABLE.values() if row.ours is ours)
+        keys = _joined([row.key for row in TABLE.values() if row.ours is ours])
         lines.append(f"| {keys} | {_ours(ours)} |")
     lines += [
         f"| `{row.key}` | {_ours(row.ours)}{': ' * bool(row.note)}{row.note} |"
@@ -49,6 +50,18 @@ def render() -> str:
         if isinstance(row.ours, str | Values)
     ]
     return "\n".join(lines) + "\n"
+
+
+def _joined(keys: list[str]) -> str:
+    """Return keys as `section.{first,second}` for each section."""
+    names: dict[str, list[str]] = {}
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        names.setdefault(section, []).append(name)
+    return ", ".join(
+        f"`{section}.{{{','.join(found)}}}`" if len(found) > 1 else f"`{section}.{found[0]}`"
+        for section, found in names.items()
+    )
 
 
 def _ours(ours: Ours) -> str:
@@ -71,7 +84,10 @@ def _section(section: type[BaseModel], *, name: str) -> list[str]:
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             below += _section(inner, name=dotted)
         else:
-            keys.append(f"| `{dotted}` | {_default(field.get_default())} | {descriptions.get(key, '')} |")
+            text = descriptions.get(key, "")
+            if text and section is CriticConfig and key in OptimConfig.model_fields:
+                text = f"As `actor.{key}`."
+            keys.append(f"| `{dotted}` | {_default(field.get_default())} | {text} |")
     if not name:
         return below
     title = ["", f"## {name}", "", " ".join((section.__doc__ or "").split()), ""]

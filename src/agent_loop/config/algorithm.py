@@ -49,53 +49,43 @@ class ForkConfig(Section):
     continuations: Samples = 2
     """Continuations of each state. The mean of their rewards is the value of the state."""
     choice: Literal["uncertain", "every"] = "uncertain"
-    """Turns before which trajectories are continued anew. `uncertain`: the turns whose sampled tokens have the lowest
-    mean log-prob. `every`: each `every`-th turn. The first turn is not among them: the group's other trajectories give
-    the value of the prompt."""
+    """Turns before which trajectories are continued anew, the first turn excepted. `uncertain`: those with the lowest
+    mean log-prob. `every`: each `every`-th turn."""
     max_turns: Positive = 1
     """Number of turns per trajectory that `uncertain` chooses."""
     every: Positive = 1
     """Number of turns between two states that `every` chooses."""
     both_sides: bool = False
-    """Also continue from the state after each chosen turn, so that the turn has an advantage of its own."""
+    """Also continue from the state after each chosen turn."""
     train: bool = True
-    """Train the tokens of the continuations too. False uses their rewards alone, as VinePPO does."""
+    """Train the tokens of the continuations too. False uses their rewards alone."""
 
 
 class AlgorithmConfig(Section):
     """Advantages."""
 
     adv_estimator: Name = "grpo"
-    """Baseline of the advantages. `grpo` and `rloo`: the other trajectories of the group. `remax`: a greedy trajectory.
-    `reinforce_plus_plus`: the whole batch. `reinforce_plus_plus_baseline`: the group, then the batch. `gdpo`: the
-    group for each of `reward_parts`, then the batch. `turn_grpo`: the same turn of the group's other trajectories.
-    `gigpo`: the group, and turns of the group in the same state. `fork`: new continuations from the middle of the
-    trajectory. `gae`: a critic. Or a name registered with `@advantage_estimator`, `file.py:name` or `module:name`."""
+    """`grpo`, `rloo`, `remax`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`, `turn_grpo`, `gigpo`,
+    `fork`, `gae`; or a name registered with `@advantage_estimator`, `file.py:name` or `module:name`."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide advantages of `grpo`, `turn_grpo` and `gigpo` by the standard deviation of what they compare. False with
-    `grpo` and `actor.loss_agg_mode=seq-mean-token-sum-norm` is Dr. GRPO."""
+    """Divide advantages of `grpo`, `turn_grpo` and `gigpo` by the standard deviation of what they compare."""
     drop_zero_variance_groups: bool = True
-    """Drop groups in which all trajectories have the same reward, if the estimator compares within groups."""
+    """Drop groups in which all rewards are equal, if the estimator compares within groups."""
     max_refills: NotNegative = 0
-    """Dynamic sampling (DAPO, arXiv 2503.14476): how often per step groups without variance are replaced by groups of
-    other rows."""
+    """How often per step groups without variance are replaced by groups of other rows (DAPO's dynamic sampling)."""
     turn_reward_weight: Coefficient = 0.0
-    """Weight of turn rewards (of a tool's `execute` or an interaction's score); 0 ignores them. `grpo` adds their
-    weighted process advantage (DeepSeekMath, section 4.1.3) at each token. `rloo` and `remax` add their weighted sum to
-    the trajectory's reward. The other estimators treat them as rewards of their tokens or turns."""
+    """Weight of turn rewards (of a tool's `execute` or an interaction's score); 0 ignores them."""
     reward_parts: dict[str, Weight] = {}
-    """Weights of the parts of a reward that `gdpo` normalizes one by one, such as `{correct: 1, format: 0.2}`. The
-    reward function returns each part under its name beside `reward`, or the loop sets it in `extra_fields`. The name
-    `reward` is the trajectory's reward, with the rewards of turns and the penalties."""
+    """Weights of the parts of a reward for `gdpo`, such as `{correct: 1, format: 0.2}`. The part `reward` is the
+    trajectory's reward."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per sampled token (`reinforce_plus_plus`, `gae`) or per turn (`turn_grpo`, `gigpo`)."""
     lam: Share = 1.0
     """Lambda of `gae`: 1 uses rewards alone, 0 the critic's next value."""
     step_advantage_weight: Coefficient = 1.0
-    """Weight in `gigpo` of the comparison of turns in the same state; the comparison of trajectories has weight 1."""
+    """Weight in `gigpo` of the comparison of turns in the same state."""
     anchor_state: Name | None = None
-    """Key under which the feedback of tools or of the interaction (`Feedback.extra`) holds the state after a turn, for
-    `gigpo`. Turns with equal states are compared. None, and turns without the key, compare the observation."""
+    """Key in `Feedback.extra` of the state after a turn, for `gigpo`. None compares the observation."""
     fork: ForkConfig = ForkConfig()
     """Continuations of `adv_estimator: fork`."""
     whiten_advantages: bool = True
@@ -105,18 +95,14 @@ class AlgorithmConfig(Section):
     kl_reward_type: KLEstimator = "k1"
     """Estimator of the KL penalty in the reward."""
     overlong_buffer: Tokens | None = None
-    """Tokens before `rollout.response_length` in which the reward decreases with the length of the response (DAPO's
-    soft overlong punishment)."""
+    """Tokens before `rollout.response_length` in which the reward decreases with the length of the response (DAPO)."""
     overlong_penalty: Coefficient = 1.0
     """Penalty of a response of full length."""
     untrained_stop_reasons: list[StopReason] = []
-    """Stop reasons of trajectories that are not trained. Their rewards still count in their groups.
-    `[response_length]` is DAPO's overlong filtering."""
+    """Stop reasons of trajectories that are not trained. Their rewards still count in their groups."""
     by_data_source: dict[str, dict[str, Any]] = {}
-    """Other settings of this section for rows whose column `data_source` has a value, such as
-    `{gsm8k: {adv_estimator: rloo}}`. The rows of each named source are estimated, compared and whitened apart from all
-    other rows. What is left out, and rows of other sources, use the settings of the run. Settings that concern the
-    whole run, such as `kl_reward_coef`, cannot differ, and neither can the need of a critic or of greedy rollouts."""
+    """Other settings of this section for rows whose column `data_source` has a value, such as `{gsm8k: {adv_estimator:
+    rloo}}`. The rows of each named source are compared apart from all others."""
 
     def of_source(self, source: str | None) -> AlgorithmConfig:
         """Return the settings for the rows of a data source; None is a row without one."""

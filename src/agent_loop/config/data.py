@@ -24,25 +24,22 @@ class SamplerConfig(Section):
     """`uniform`: every row once per epoch. `curriculum`: rows that the model solves sometimes come more often. Or a
     name registered with `@row_sampler`, `file.py:name` or `module:name`."""
     floor: Share = 0.1
-    """Weight in `curriculum` of rows that are always or never solved; a row that is solved half of the time, or was
-    never run, has weight 1."""
+    """Weight in `curriculum` of rows that are always or never solved; the largest weight is 1."""
     smoothing: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Weight of the newest result in the estimate of a row's success; 1 forgets all earlier results."""
+    """Weight of the newest result in the estimate of a row's success."""
     success: Literal["threshold", "reward"] = "threshold"
-    """Success of a row: the share of its rollouts with at least `reward.success_threshold`, or their mean reward,
-    limited to 0 to 1."""
+    """Success of a row: the share of its rollouts with at least `reward.success_threshold`, or their mean reward."""
     skip_solved: Positive | None = None
-    """Skip rows whose rollouts were all successes this many times in a row; None skips none."""
+    """Skip rows whose rollouts were all successes this many times in a row."""
     skip_failed: Positive | None = None
-    """Skip rows whose rollouts were all failures this many times in a row; None skips none."""
+    """Skip rows whose rollouts were all failures this many times in a row."""
     skip_for: Positive | None = None
-    """Number of steps for which a row is skipped before it may come again; None skips it to the end of the run."""
+    """Number of steps for which a row is skipped; None is the rest of the run."""
     replay_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the groups of a step that are groups of earlier steps, trained once more, as far as there are any.
-    Groups without variance are not replayed."""
+    """Share of the groups of a step that are groups of earlier steps, trained once more."""
     replay_max_age: Positive = 4
-    """Maximum age of a replayed token in weight versions. With `trainer.mode=async`, at least
-    `2 * trainer.max_staleness + 1`, the age of the newest group that can be replayed."""
+    """Maximum age of a replayed token in weight versions; with `trainer.mode=async`, at least `2 *
+    trainer.max_staleness + 1`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -54,20 +51,18 @@ class DataConfig(Section):
     """Sources and order of the rows."""
 
     train_files: Sources = []
-    """`.jsonl`, `.json`, `.csv`, `.parquet` or `.arrow` files; globs or folders of such files; folders saved by
-    `datasets` (`folder:split`); folders of tasks in Harbor's form; names of tasks
-    (`suite:task?option=value`); or `file.py:function` that returns rows."""
+    """Files, globs, folders, names of tasks (`suite:task?option=value`) or `file.py:function`. A single source needs no
+    list."""
     val_files: Sources = []
     """Sources of the rows for evaluation, as in `train_files`."""
     prompt_key: str = "prompt"
     """Column with the messages, or with the text of one user message."""
     workspace: dict[str, Any] = {}
-    """Settings that are merged over the column `workspace` of every row, such as `{container: {runtime: docker}}`. Rows
-    without the column get these settings alone."""
+    """Settings that are merged over the column `workspace` of every row."""
     train_batch_size: Positive = 16
-    """Prompts per step. Each prompt is sampled `rollout.n` times."""
+    """Prompts per step, each sampled `rollout.n` times."""
     val_max_rows: Positive | None = None
-    """Number of rows to evaluate on, from the first on; None evaluates on all rows."""
+    """Number of rows to evaluate on, from the first on; None is all."""
     shuffle: bool = True
     seed: Seed = 0
     sampler: SamplerConfig = SamplerConfig()

@@ -50,20 +50,16 @@ class DistillationConfig(Section):
 
     teachers: dict[TeacherName, TeacherConfig] = Field(default={})
     """Teachers by name, each with `path`, `tokenizer_path`, `engine`, `engine_kwargs`, `server_url`, `sources`, `hint`,
-    `hint_key`, `context_length`, `max_concurrent` and `timeout_s`, such as `{big: {path: folder}}`. Without teachers,
-    nothing is distilled."""
+    `hint_key`, `context_length`, `max_concurrent` and `timeout_s`."""
     objective: Objective = "forward_kl"
-    """Objective at each sampled token. `forward_kl`: the divergence of the policy's distribution from the
-    teacher's, as a loss. `reverse_kl`: the divergence of the teacher's from the policy's, as a loss. `sampled_kl`: the
-    estimate `k2` of the latter from the sampled token alone, as a loss. `reward`: the sampled token's log-prob of the
-    teacher less that of the policy is added to its advantage."""
+    """`forward_kl`, `reverse_kl` or `sampled_kl` in the loss, or `reward` in the advantage."""
     top_k: Annotated[int, Field(ge=1, le=2**20)] = 64
     """Number of the teacher's likeliest tokens that `forward_kl` and `reverse_kl` compare. All other tokens count as
-    one more. At least the size of the vocabulary compares the whole distributions."""
+    one."""
     coef: Coefficient = 1.0
     """Weight of the teachers' objective."""
     reward_coef: Coefficient = 1.0
-    """Factor of the advantages from rewards; with 0, the policy learns from the teachers alone, and needs no reward."""
+    """Factor of the advantages from rewards; with 0, the policy learns from the teachers alone."""
 
     @property
     def num_candidates(self) -> int:

@@ -20,14 +20,13 @@ class ModelConfig(Section):
     chat_template_path: str | None = None
     """Jinja file that replaces the tokenizer's chat template."""
     chat_template_kwargs: dict[str, JsonValue] = {}
-    """Variables of the chat template, such as `{enable_thinking: false}`, in every prompt of rollouts, evaluations and
-    supervised training. Requests to `agent-loop serve` and to gateways may replace them."""
+    """Variables of the chat template in every prompt, such as `{enable_thinking: false}`."""
     encoder: Literal["auto", "tokenizers", "tiktoken"] = "auto"
-    """Library that encodes text. `auto` is `tiktoken`, which is several times faster, for byte-level tokenizers with
-    the splits of GPT-2, Qwen, Llama 3, GLM 4 or gpt-oss. `tiktoken` refuses other tokenizers."""
+    """Library that encodes text. `auto` is `tiktoken`, which is faster, for the byte-level tokenizers that it
+    supports."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Precision of sampling and training; `auto` is that of the model's files. The optimiser updates float32 weights in
-    any case."""
+    """Precision of sampling and training; `auto` is that of the model's files. The optimiser updates float32
+    weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trust_remote_code: bool = False
     lora_rank: NotNegative = 0
@@ -35,11 +34,10 @@ class ModelConfig(Section):
     lora_alpha: Annotated[float, Field(gt=0, le=1e6)] = 16.0
     """The product of an adapter is multiplied by this value and divided by the rank."""
     target_modules: str | list[str] = "all-linear"
-    """Modules with adapters: names, a regular expression, or `all-linear` for all but the head. Tied weights, such as a
-    head that is also the embeddings, cannot have an adapter."""
+    """Modules with adapters: names, a regular expression, or `all-linear` for all but the head. Tied weights cannot
+    have one."""
     base_bits: Literal[4] | None = None
-    """4 trains adapters on base weights in 4 bits (QLoRA), which needs `bitsandbytes` and a single process. Servers get
-    the rounded weights too, and so does an export. None keeps the base weights in `dtype`."""
+    """4 trains adapters on base weights in 4 bits (QLoRA), which needs `bitsandbytes` and a single process."""
 
     @model_validator(mode="after")
     def _has_adapters_on_a_base_of_few_bits(self) -> ModelConfig:

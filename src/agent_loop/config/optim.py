@@ -31,8 +31,7 @@ class OptimConfig(Section):
     warmup_steps: NotNegative = 0
     """Steps over which the learning rate rises to `lr`."""
     decay_steps: Positive | None = None
-    """Steps, from the first on, over which the learning rate decays linearly to `min_lr_share` of `lr`; None keeps
-    it."""
+    """Steps over which the learning rate decays linearly to `min_lr_share` of `lr`; None keeps it."""
     min_lr_share: Share = 0.1
     """Share of `lr` after `decay_steps`."""
     ppo_epochs: Positive = 1
@@ -40,30 +39,24 @@ class OptimConfig(Section):
     ppo_mini_batches: Positive = 1
     """Optimiser steps per pass."""
     max_tokens_per_micro_batch: Tokens = 16384
-    """Maximum tokens in one forward and backward pass, padding included. Fewer tokens need less memory for
-    activations."""
+    """Maximum tokens in one forward and backward pass, padding included."""
     share_prefixes: bool = False
-    """Compute each distinct token of a micro-batch once, on the prefix tree of its rows: the prompt of a group, and
-    what branches, forks and compactions have in common. There is no padding, and `max_tokens_per_micro_batch` counts
-    the distinct tokens. Refused at the start for types of models that are not proved for it, such as those with
-    linear attention, state-space layers or attention sinks."""
+    """Compute each distinct token of a micro-batch once, on the prefix tree of its rows. Refused for types of models
+    that are not proved for it."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Maximum norm of the gradient."""
     loss_agg_mode: AggregationMode = "token-mean"
     """`token-mean`: every token has the same weight. `seq-mean-token-mean`: every rollout has the same weight.
-    `seq-mean-token-sum-norm`: the sum of a rollout is divided by `loss_length` (Dr. GRPO). A rollout is all its
-    branches: in the first and the last mode, one with more tokens has more weight."""
+    `seq-mean-token-sum-norm`: the sum of a rollout is divided by `loss_length` (Dr. GRPO)."""
     loss_length: Tokens | None = None
     """Divisor of `seq-mean-token-sum-norm`; None is `rollout.response_length`."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """Compute each layer again in the backward pass instead of keeping its activations. `selective` keeps the outputs
-    of attention, so that attention is computed once."""
+    of attention."""
     optimizer_bits: Literal[32, 8] = 32
-    """Bits of each of the two numbers that the optimiser keeps for a weight. 8 saves 6 bytes per trained weight, needs
-    `bitsandbytes`, and works in one process only."""
+    """Bits of each of the optimiser's two numbers per weight. 8 needs `bitsandbytes` and a single process."""
     optimizer_on_host: bool = False
-    """Keep the optimiser's weights and state, and the gradients, in CPU memory, which saves up to 16 bytes of GPU
-    memory per trained weight. Each step copies gradients and weights, and is computed on the CPU. One process only."""
+    """Keep the optimiser and the gradients in CPU memory, and compute its steps there. One process only."""
 
 
 class CorrectionConfig(Section):
@@ -73,8 +66,7 @@ class CorrectionConfig(Section):
     """Multiply a token's loss by the ratio of both probabilities. `truncate` cuts the ratio at `max_ratio` (TIS).
     `mask` drops tokens beyond either bound (MIS)."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """`token`: the ratio of the token. `sequence`: the product of the ratios of its trajectory. `geometric`: their
-    geometric mean, which does not grow with the length; use `kind=mask` with bounds near 1, such as 0.999 and 1.001."""
+    """Ratio of the token, of its trajectory (`sequence`, the product), or the geometric mean over its trajectory."""
     min_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Lower bound of `mask`."""
     max_ratio: Annotated[float, Field(gt=1, le=1e6)] = 2.0
@@ -84,43 +76,37 @@ class ActorConfig(OptimConfig):
     """Policy loss, optimiser and micro-batches of the policy."""
 
     policy_loss: Name = "ppo"
-    """`ppo` clips the ratio of each token. `gspo` clips their geometric mean over the trajectory; use bounds around
-    0.0003 and `loss_agg_mode=seq-mean-token-mean`. `cispo` clips the weight of each token and keeps its gradient.
-    `dppo` drops tokens beyond `dppo_threshold`. `sapo` has a smooth gate in place of the clip. Or a name registered
-    with `@policy_loss`, `file.py:name` or `module:name`."""
+    """`ppo`, `gspo`, `cispo`, `dppo`, `sapo`; or a name registered with `@policy_loss`, `file.py:name` or
+    `module:name`."""
     clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Clip ratios below 1 minus this, in `ppo` and `gspo`."""
     clip_ratio_high: Annotated[float, Field(gt=0, le=1e6)] = 0.28
     """Clip ratios above 1 plus this, in `ppo`, `gspo` and `cispo`."""
     clip_ratio_c: Annotated[float, Field(gt=1, le=1e6)] | None = None
-    """Bound of the dual clip in `ppo` and `gspo`: with a negative advantage, a larger ratio has no gradient. In `dppo`,
-    the largest weight of a token. None is no bound."""
+    """Dual clip of `ppo` and `gspo`: with a negative advantage, a larger ratio has no gradient. In `dppo`, the largest
+    weight of a token. None is no bound."""
     dppo_divergence: Divergence = "tv"
-    """Divergence of the probabilities of the sampled token that `dppo` bounds: total variation or KL."""
+    """Divergence that `dppo` bounds: total variation or KL."""
     dppo_threshold: Annotated[float, Field(gt=0, le=100)] | None = None
     """Largest divergence in `dppo`; None is 0.15 for `tv` and 0.05 for `kl`."""
     tau_pos: Annotated[float, Field(gt=0, le=1e3)] = 1.0
-    """Temperature of the gate in `sapo` for positive advantages. A larger value reduces the gradient more as the ratio
-    departs from 1."""
+    """Temperature of the gate in `sapo` for positive advantages."""
     tau_neg: Annotated[float, Field(gt=0, le=1e3)] = 1.05
     """Temperature of the gate in `sapo` for negative advantages."""
     old_log_probs: Literal["rollout", "recompute"] = "rollout"
     """Old log-probs of the ratio: those of the servers, or those that the trainer computes before its first optimiser
-    step. The trainer computes them in any case if the servers return none."""
+    step."""
     correction: CorrectionConfig = CorrectionConfig()
     """Importance sampling between rollout and trainer. Needs `old_log_probs=recompute`."""
     kl_loss_coef: Coefficient = 0.0
-    """Weight of the KL penalty in the loss, against the reference model, by default the policy at the start of the run;
-    0 loads no reference model."""
+    """Weight of the KL penalty in the loss, against the reference model; 0 loads no reference model."""
     reference_path: Name | None = None
-    """Folder or hub name of the reference model of the KL penalties, which needs the policy's vocabulary; None is
-    `model.path`. To learn from a teacher, see `distillation`."""
+    """Folder or hub name of the reference model, which needs the policy's vocabulary; None is `model.path`."""
     kl_loss_type: KLEstimator = "k3"
-    """Estimator of the KL penalty in the loss. The gradient of `k1` is 0 in the mean, so use it to compare only."""
+    """Estimator of the KL penalty in the loss. The mean gradient of `k1` is 0."""
     entropy_coeff: Coefficient = 0.0
     observation_coeff: Coefficient = 0.0
-    """Weight in the loss of the mean cross-entropy of observations (ECHO): the replies of tools and interactions in the
-    trained trajectories."""
+    """Weight of the cross-entropy of observations in the loss (ECHO)."""
 
     @field_validator("correction")
     @classmethod
@@ -134,9 +120,9 @@ class CriticConfig(OptimConfig):
     """Critic of `algorithm.adv_estimator=gae`."""
 
     path: str = ""
-    """Folder or hub name of a `transformers` model that gets a head of one value per token; empty is `model.path`."""
+    """Folder or hub name of a `transformers` model that gets a value head; empty is `model.path`."""
     lr: LearningRate = 1e-5
     clip_range_value: Annotated[float, Field(gt=0, le=1e6)] | None = 0.5
-    """Largest change of a value in an update before the loss is clipped; None is no bound."""
+    """Largest change of a value before its loss is clipped; None is no bound."""
     head_start: NotNegative = 0
     """First steps, in which only the critic is trained."""

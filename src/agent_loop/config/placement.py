@@ -37,15 +37,13 @@ class PlacementConfig(Section):
     the trainer the devices after them. `agent-loop plan` prints the result and the memory of each device."""
 
     colocated: Replicas | Literal["all"] | None = None
-    """Number of devices that servers and trainer share, or `all`. The servers sleep while the trainer works.
-    `placement: colocated` is short for `all`."""
+    """Number of devices that servers and trainer share, or `all`; `placement: colocated` is short for `all`."""
     split: SplitConfig | None = None
     """Separate devices: `{servers: 6, trainer: 2}`."""
     tensor_parallel_size: Replicas | None = None
     """Devices of each server. None is the engine's own setting in `rollout.engine_kwargs`, or 1."""
     reference: Literal["trainer", "cpu"] = "trainer"
-    """Device of the reference model: those of the trainer, or the CPU, which is slow and needs a single training
-    process."""
+    """Device of the reference model. The CPU is slow and needs a single training process."""
 
     @model_validator(mode="before")
     @classmethod

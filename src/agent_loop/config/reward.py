@@ -35,15 +35,14 @@ class RewardConfig(Section):
     """Scoring of trajectories."""
 
     function: str | None = None
-    """`file.py:name` or `module:name` of `(output, row) -> float | dict`, sync or async; or a YAML file with the
-    criteria of judges."""
+    """`file.py:name` or `module:name` of `(output, row) -> float | dict`, sync or async; or a YAML file of judges."""
     functions: dict[PartName, RewardPart] = Field(default={})
-    """Several reward functions by name, in place of `function`: each has a `function`, a `weight` (1.0) and `batch`
-    (false). The reward is the sum of their rewards times their weights."""
+    """Several reward functions by name, each with `function`, `weight` (1.0) and `batch` (false). The reward is their
+    weighted sum."""
     batch: bool = False
     """Call `function` as `(outputs, rows) -> list of float | dict`, once for all trajectories of a row."""
     timeout_s: PositiveSeconds = 60.0
-    """Time limit for one call of `function`. Judges have limits of their own."""
+    """Time limit for one call of `function`, but not of judges."""
     success_threshold: float = 1.0
     """Least reward of a trajectory that counts as a success."""
 

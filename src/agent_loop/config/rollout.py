@@ -53,9 +53,9 @@ class AgentConfig(Section):
     num_workers: Replicas = 1
     default_agent_loop: str | None = None
     """Agent loop of rows without `agent_name`: a registered name, `file.py:Class` or `module:Class`. None is
-    `tool_agent` if `multi_turn` has tools or an interaction, and `single_turn_agent` otherwise."""
+    `tool_agent` with tools or an interaction, else `single_turn_agent`."""
     agent_loop_config_path: str | None = None
-    """YAML list of `{name, _target_: module.Class, ...}`: loops in addition to the registered ones."""
+    """YAML list of further loops: `{name, _target_: module.Class, ...}`."""
     loop_files: list[str] = []
     """Python files that are imported first, so that their `@register` takes effect."""
     custom_async_server: CustomServerConfig | None = None
@@ -76,23 +76,20 @@ class MultiTurnConfig(Section):
     max_turn_tokens: Tokens | None = None
     """Maximum tokens of one assistant turn; None is the rest of `response_length`."""
     max_invalid_turns: NotNegative = 3
-    """Consecutive turns with nothing but malformed calls that get an error message. One more ends the trajectory."""
+    """Consecutive turns of malformed calls alone that get an error message. One more ends the trajectory."""
     tools: list[str] = []
-    """Names of tools in this package, or functions decorated with `@function_tool` or `BaseTool` classes as
-    `file.py:name` or `module:name`."""
+    """Names of built-in tools, or `file.py:name` or `module:name` of functions with `@function_tool` or of `BaseTool`
+    classes."""
     tool_config_path: str | None = None
     """YAML: `tools: [{class_name, config, tool_schema, timeout_s, max_concurrent, retries, on_replay}]`."""
     interaction_config_path: str | None = None
     """YAML: `interaction: [{class_name, name, config}]`."""
     environments: dict[str, str] = {}
-    """Environments of `environment_agent` by name: a class as `file.py:Class` or `module:Class` with `reset` and, if it
-    gives rewards, `get_reward`. Its other public methods are the model's tools."""
+    """Environments of `environment_agent` by name, as `file.py:Class` or `module:Class`."""
     format: str = "hermes"
-    """Tool parser: a registered name, a class as `file.py:ClassName`, or `auto`, which selects it by the chat
-    template."""
+    """Tool parser: a registered name, `file.py:ClassName`, or `auto`, which selects it by the chat template."""
     turn_timeout_s: PositiveSeconds | None = None
-    """Time limit of a turn: its completion and the replies of tools, interaction or loop. A longer turn ends the
-    trajectory with `deadline` and the incident `turn_timeout`; its tokens are kept. None is no limit."""
+    """Time limit of a turn with its replies. A longer turn ends the trajectory with `deadline`; its tokens are kept."""
     tool_timeout_s: PositiveSeconds = 60.0
     """Time limit of a tool call."""
     interaction_timeout_s: PositiveSeconds = 120.0
@@ -118,15 +115,15 @@ class TraceConfig(Section):
     token2text: bool = False
     """Write the texts of tokens and of tools' arguments and replies; otherwise token ids and counts."""
     max_samples_per_step_per_worker: Positive | None = None
-    """Rows per worker and rollout whose trajectories are traced, always the same rows of a step; None traces all."""
+    """Rows per worker and rollout whose trajectories are traced; None traces all."""
     path: str = "traces.jsonl"
-    """File of `file`, to which traces are appended; `${trainer.run_dir}/traces.jsonl` stores them with the run."""
+    """File of `file`, to which traces are appended."""
     tracking_uri: str | None = None
-    """URI of `mlflow`, such as `http://host:5000` or `sqlite:///traces.db`; None uses MLFLOW_TRACKING_URI."""
+    """URI of `mlflow`; None uses MLFLOW_TRACKING_URI."""
     otlp_endpoint: str | None = None
-    """Endpoint of `otel`, such as `http://host:4318/v1/traces`; None uses OTEL_EXPORTER_OTLP_ENDPOINT."""
+    """Endpoint of `otel`; None uses OTEL_EXPORTER_OTLP_ENDPOINT."""
     max_queued: Positive = 1000
-    """Maximum trajectories that wait for a writer. Further trajectories are dropped and counted."""
+    """Maximum trajectories that wait for a writer. Further ones are dropped and counted."""
     flush_timeout_s: PositiveSeconds = 10.0
     """Seconds to wait at the end for traces that are not written yet."""
 
@@ -141,38 +138,37 @@ class RolloutConfig(Section):
     """Sampling of trajectories."""
 
     engine: str = "embedded"
-    """`embedded`, `embedded_process`, `vllm`, `sglang`, `scripted`, or `module:Class` for a custom server class. With
-    `server_urls`: `vllm`, `sglang` or `openai`."""
+    """`embedded`, `embedded_process`, `vllm`, `sglang`, `scripted`, or `module:Class`. With `server_urls`: `vllm`,
+    `sglang` or `openai`."""
     engine_kwargs: dict[str, Any] = {}
     """Options of the engine, under its own names."""
     num_servers: Replicas = 1
     server_urls: list[str] = []
-    """URLs of running servers of this engine, such as `http://host:8000`. No servers are started then."""
+    """URLs of running servers, such as `http://host:8000`. No servers are started then."""
     start_timeout_s: PositiveSeconds = 600.0
     """Time limit for the start of an engine."""
     request_timeout_s: PositiveSeconds | None = 1800.0
-    """Time limit of a request to the servers, its time in the queue included. A longer request fails its trajectory. A
-    request that resumes on another server starts with the full time. None applies `trajectory_timeout_s` only."""
+    """Time limit of a request to one server, its time in the queue included. A longer request fails its trajectory.
+    None is no limit."""
     generate_timeout_s: PositiveSeconds | None = None
-    """Time limit of an assistant turn's completion, queueing and all servers included. A longer completion ends the
-    trajectory with `deadline` and the incident `generate_timeout`; the tokens before it are kept. Give more than the
-    time in a full queue. None applies the other limits only."""
+    """Time limit of a completion, queueing and all servers included. A longer one ends the trajectory with `deadline`;
+    its tokens are kept."""
     weight_transfer: WeightTransfer = "auto"
-    """Transport of new weights to an engine in another process. `auto` is `cuda_ipc` for weights on a GPU,
+    """Transport of new weights to engines in other processes. `auto` is `cuda_ipc` for weights on a GPU,
     `shared_memory` for others, and `disk` for servers given by URL. `broadcast` uses torch.distributed."""
     on_weight_update: OnWeightUpdate = "auto"
-    """Completions in flight during a weight update: `keep` continues them in the engine, `abort` aborts them and
-    resumes them from their tokens, `auto` keeps them if the engine can."""
+    """Completions in flight during a weight update: `keep` continues them, `abort` aborts and resumes them, `auto`
+    keeps them if the engine can."""
     n: Samples = 1
     """Trajectories per prompt, the size of a group."""
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
-    """Only 1 can be trained with: log-probs cover the whole vocabulary."""
+    """Only 1 can be trained with."""
     top_k: TopK = -1
-    """Only -1 can be trained with, which is no limit."""
+    """Only -1, which is no limit, can be trained with."""
     top_logprobs: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Number k of the likeliest tokens whose log-probs are stored for each sampled token, as the batch columns
-    `top_token_ids` and `top_logprobs` [B, R, k]. Engines: embedded, vLLM, SGLang."""
+    """Number k of the likeliest tokens whose log-probs are stored for each sampled token. Engines: embedded, vLLM,
+    SGLang."""
     prompt_length: Tokens = 512
     """Maximum tokens of the first prompt."""
     response_length: Tokens = 512
@@ -182,44 +178,39 @@ class RolloutConfig(Section):
     prompt."""
     pad_to: Literal["longest", "limits", "none"] = "longest"
     """Width of the batches of `generate_sequences`: that of the longest row, or `prompt_length` + `response_length`.
-    `none` returns nested tensors without padding. `agent-loop train` pads to the longest row."""
+    `none` returns nested tensors."""
     free_cache_engine: bool = True
     """Put the servers to sleep between rollouts."""
     trajectory_timeout_s: PositiveSeconds | None = 600.0
     """Time limit of a trajectory. A longer trajectory ends with `deadline`; its tokens are kept."""
     over_sample: Annotated[float, Field(ge=1, le=1000)] = 1.0
-    """In training, start this many times `data.train_batch_size` prompts, keep the groups that finish first, and cancel
-    the others. This avoids stragglers, and favours prompts with short answers."""
+    """In training, start this many times `data.train_batch_size` prompts, and keep the groups that finish first.
+    Favours prompts with short answers."""
     max_concurrent: Positive | Literal["auto"] | None = "auto"
-    """Maximum trajectories in flight per worker. `auto` starts new trajectories while the servers' KV caches hold the
-    running ones, without a limit for servers that do not report their caches. None starts all at once."""
+    """Maximum trajectories in flight per worker. `auto` starts as many as the servers' KV caches hold. None starts all
+    at once."""
     watchdog_s: PositiveSeconds | None = 120.0
     """Seconds without progress after which the log lists what each trajectory waits for; None logs nothing."""
     retries: NotNegative = 2
-    """How often a trajectory runs again after a failure of infrastructure: an environment, workspace, simulated user or
-    judge that could not be reached. After that it fails without a reward and is in no statistic."""
+    """How often a trajectory runs again after a failure of infrastructure. After that it fails without a reward."""
     max_failed_share: Share = 0.5
     """Maximum share of failed trajectories in a batch. A larger share stops the run."""
     journal: bool = True
-    """Write each turn to a journal on disk, so that `--resume` can resume a training or `agent-loop rollout` that was
-    killed."""
+    """Write each turn to a journal on disk, so that `--resume` can resume a killed run."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port of `/metrics` for Prometheus while the rollout's manager is open; 0 is any free port, None is no
-    endpoint."""
+    """Port of `/metrics` for Prometheus; 0 is any free port, None is no endpoint."""
     metrics_host: str = "127.0.0.1"
     """Address of `metrics_port`; `0.0.0.0` lets other machines connect."""
     seed: Seed = 0
-    """Seed of every completion with the embedded engine (see `deterministic`), and of the start of other engines."""
+    """Seed of every completion with the embedded engine, and of the start of other engines."""
     val: ValSamplingConfig = ValSamplingConfig()
     trace: TraceConfig = TraceConfig()
     """Traces of finished trajectories."""
     agent: AgentConfig = AgentConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     deterministic: bool = False
-    """Make two runs with the same settings equal to the last bit, weights included, even if one of them was interrupted
-    and resumed. Needs the embedded engine, which then computes each completion by itself and takes several times as
-    long, and `trainer.mode=sync`. Without `deterministic`, runs with the same seed differ by the rounding of batches of
-    different shapes."""
+    """Make two runs with the same settings equal to the last bit. Needs the embedded engine, which is then several
+    times slower, and `trainer.mode=sync`."""
 
     @field_validator("deterministic")
     @classmethod

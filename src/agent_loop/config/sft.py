@@ -13,8 +13,7 @@ class SftConfig(Section):
     """Supervised training on complete conversations: `agent-loop sft`, or steps between those of `agent-loop train`."""
 
     files: list[str] = []
-    """Files of conversations, in any format of `data.train_files`; or folders of runs and Parquet files of
-    trajectories, which are trained on the tokens that the model sampled."""
+    """Conversations in any format of `data.train_files`; or folders of runs and Parquet files of trajectories."""
     val_files: list[str] = []
     """Conversations on which `agent-loop sft` measures the loss every `trainer.val_every` steps."""
     messages_key: str = "messages"
@@ -22,19 +21,17 @@ class SftConfig(Section):
     tools_key: str = "tools"
     """Column with the tool schemas of a conversation, if it has any."""
     where: str | list[str] = []
-    """Conditions that a stored trajectory must fulfil, such as `reward>=1`. The columns are those of `agent-loop
-    show`."""
+    """Conditions that a stored trajectory must fulfil, such as `reward>=1`, on the columns of `agent-loop show`."""
     best_of_group: Positive | None = None
-    """Number of trajectories with the highest rewards that are kept of each group of stored trajectories; None keeps
-    all."""
+    """Number of trajectories with the highest rewards to keep of each stored group; None keeps all."""
     max_tokens: Tokens = 4096
-    """Longest conversation. Longer ones are left out, and their number is reported."""
+    """Longest conversation. Longer ones are left out and counted."""
     batch_size: Positive = 16
     """Conversations per optimiser step."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Passes over the conversations in `agent-loop sft`; None trains for `trainer.total_steps`."""
     every: Positive | None = None
-    """Number of steps of `agent-loop train` after which it takes one supervised optimiser step. None takes none."""
+    """Steps of `agent-loop train` between two supervised optimiser steps; None takes none."""
 
     @property
     def conditions(self) -> list[str]:
