@@ -21,20 +21,16 @@ any template that can render the reply. `verify_template` compares the tokens of
 the whole conversation, on short conversations with and without tools:
 
 - `exact`: all tokens are equal in every conversation of the check, if the model samples what the template would
-  render. The assistant's texts begin and end without white space; the tokens of a model that samples a newline
-  first can differ from a render. Where a template renders no reasoning, `exact` holds for models that do not
-  reason.
-- `differs`: the tokens are not equal, for the causes named. A cause is of one of three kinds. `left_out`: the
-  template leaves out what the model should see, such as the tools' schemas, or calls of the model. `rewritten`: the
-  template renders earlier turns differently from what the model saw or sampled. `merged`: the text is the same, but
-  its tokens differ where two turns meet. The trajectory keeps what the model saw and sampled, so the last two kinds
-  cost nothing.
+  render.
+- `differs`: the tokens are not equal. `left_out`: the template leaves out what the model should see, such as the
+  tools' schemas, or calls of the model. `rewritten`: the template renders earlier turns differently from what the
+  model saw or sampled. `merged`: the text is the same, but its tokens differ where two turns meet. The trajectory keeps
+  what the model saw and sampled, so the last two kinds cost nothing.
 - `unsupported`: the template cannot render such a conversation. Training on it is refused.
 
-`agent-loop verify-template MODEL_OR_PATH` prints the same for any other model, probe by probe, with an example for
-each cause. Its exit code is 0 if nothing is left out, 3 if tools' schemas, the system prompt or calls are left out,
-and 1 if the template is unsupported. When training starts, a template that cannot render the replies of the run is
-refused, and one that leaves out tools' schemas is logged.
+`agent-loop verify-template MODEL_OR_PATH` prints the same for any other model, with an example for each cause. Its exit
+code is 0 if nothing is left out, 3 if tools' schemas, the system prompt or calls are left out, and 1 if the template is
+unsupported.
 """
 
 
