@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_loop.cli import main
 from agent_loop.config import ModelConfig
 from agent_loop.storage import StoredRun
 from agent_loop.storage.json_lines import read_lines
+from agent_loop.training.checkpoint import save_checkpoint
 from agent_loop.training.policy import load_policy
 from tests.cli.scripted_eval import make_eval_project
 
@@ -252,13 +253,32 @@ def test_wrong_arguments_are_refused_with_the_reason(
     assert not Path("runs").exists()
 
 
+class SavedModel:
+    """Learner whose checkpoint holds a model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def save(self, folder: Path) -> None:
+        self._model.save_pretrained(folder / "model")
+
+
+def save_step(model: Any, *, config: dict[str, Any]) -> Path:
+    """Write a checkpoint of the run `trained`."""
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    return save_checkpoint(
+        Path("trained"),
+        step=7,
+        weight_version=7,
+        learner=SavedModel(model),
+        tokenizer=tokenizer,
+        config=config,
+        keep=1,
+    )
+
+
 def test_a_checkpoint_may_be_a_model_folder_a_step_or_a_run(evaluate: Evaluate) -> None:
-    step = Path("trained/checkpoints/step-000007")
-    step.mkdir(parents=True)
-    shutil.copytree("model", step / "model")
-    files = {str(f.relative_to(step)): f.stat().st_size for f in step.rglob("*") if f.is_file()}
-    state = {"step": 7, "weight_version": 7, "config": {}, "config_digest": "", "version": "", "files": files}
-    (step / "state.json").write_text(json.dumps(state))
+    step = save_step(AutoModelForCausalLM.from_pretrained("model"), config={})
 
     for number, (given, used) in enumerate(
         [("model", "model"), (str(step), str(step / "model")), ("trained", str(step / "model"))]
@@ -273,12 +293,8 @@ def test_a_checkpoint_may_be_a_model_folder_a_step_or_a_run(evaluate: Evaluate) 
 
 
 def test_a_checkpoint_of_adapters_is_evaluated_with_its_base_model(evaluate: Evaluate) -> None:
-    step = Path("trained/checkpoints/step-000007")
     settings = ModelConfig(path="model", lora_rank=2, device="cpu")
-    load_policy(settings).save_pretrained(step / "model")
-    AutoTokenizer.from_pretrained("model").save_pretrained(step / "model")
-    state = {"step": 7, "weight_version": 7, "config": {"model": settings.model_dump()}, "files": {}}
-    (step / "state.json").write_text(json.dumps(state | {"config_digest": "", "version": ""}))
+    step = save_step(load_policy(settings), config={"model": settings.model_dump()})
 
     for out in ("first", "second"):
         result = evaluate("--checkpoint", "trained", "--max-rows", "1", "--json", "--out", out)
