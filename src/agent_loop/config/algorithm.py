@@ -49,8 +49,8 @@ class ForkConfig(Section):
     continuations: Samples = 2
     """Continuations of each state. The mean of their rewards is the value of the state."""
     choice: Literal["uncertain", "every"] = "uncertain"
-    """Turns before which trajectories are continued anew, the first turn excepted. `uncertain`: those with the lowest
-    mean log-prob. `every`: each `every`-th turn."""
+    """Turns before which trajectories are continued anew: those with the lowest mean log-prob, or each `every`-th
+    turn."""
     max_turns: Positive = 1
     """Number of turns per trajectory that `uncertain` chooses."""
     every: Positive = 1
@@ -76,8 +76,7 @@ class AlgorithmConfig(Section):
     turn_reward_weight: Coefficient = 0.0
     """Weight of turn rewards (of a tool's `execute` or an interaction's score); 0 ignores them."""
     reward_parts: dict[str, Weight] = {}
-    """Weights of the parts of a reward for `gdpo`, such as `{correct: 1, format: 0.2}`. The part `reward` is the
-    trajectory's reward."""
+    """Weights of the parts of a reward for `gdpo`, such as `{correct: 1, format: 0.2}`."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per sampled token (`reinforce_plus_plus`, `gae`) or per turn (`turn_grpo`, `gigpo`)."""
     lam: Share = 1.0
@@ -102,7 +101,7 @@ class AlgorithmConfig(Section):
     """Stop reasons of trajectories that are not trained. Their rewards still count in their groups."""
     by_data_source: dict[str, dict[str, Any]] = {}
     """Other settings of this section for rows whose column `data_source` has a value, such as `{gsm8k: {adv_estimator:
-    rloo}}`. The rows of each named source are compared apart from all others."""
+    rloo}}`."""
 
     def of_source(self, source: str | None) -> AlgorithmConfig:
         """Return the settings for the rows of a data source; None is a row without one."""

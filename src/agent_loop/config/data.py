@@ -21,8 +21,7 @@ class SamplerConfig(Section):
     """Selection of the rows of each step. A name alone, as in `data.sampler=curriculum`, sets `name`."""
 
     name: Name = "uniform"
-    """`uniform`: every row once per epoch. `curriculum`: rows that the model solves sometimes come more often. Or a
-    name registered with `@row_sampler`, `file.py:name` or `module:name`."""
+    """`uniform`, `curriculum`, a name registered with `@row_sampler`, `file.py:name` or `module:name`."""
     floor: Share = 0.1
     """Weight in `curriculum` of rows that are always or never solved; the largest weight is 1."""
     smoothing: Annotated[float, Field(gt=0, le=1)] = 0.5

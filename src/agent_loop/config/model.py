@@ -25,8 +25,7 @@ class ModelConfig(Section):
     """Library that encodes text. `auto` is `tiktoken`, which is faster, for the byte-level tokenizers that it
     supports."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Precision of sampling and training; `auto` is that of the model's files. The optimiser updates float32
-    weights."""
+    """Precision of sampling and training; `auto` is that of the model's files."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trust_remote_code: bool = False
     lora_rank: NotNegative = 0

@@ -41,8 +41,8 @@ class OptimConfig(Section):
     max_tokens_per_micro_batch: Tokens = 16384
     """Maximum tokens in one forward and backward pass, padding included."""
     share_prefixes: bool = False
-    """Compute each distinct token of a micro-batch once, on the prefix tree of its rows. Refused for types of models
-    that are not proved for it."""
+    """Compute each distinct token of a micro-batch once, on the prefix tree of its rows. Some types of models are
+    refused."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Maximum norm of the gradient."""
     loss_agg_mode: AggregationMode = "token-mean"
@@ -63,8 +63,8 @@ class CorrectionConfig(Section):
     """Importance sampling between rollout and trainer."""
 
     kind: Literal["none", "truncate", "mask"] = "none"
-    """Multiply a token's loss by the ratio of both probabilities. `truncate` cuts the ratio at `max_ratio` (TIS).
-    `mask` drops tokens beyond either bound (MIS)."""
+    """`truncate` cuts the importance weight of a token at `max_ratio` (TIS). `mask` drops tokens beyond either bound
+    (MIS)."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """Ratio of the token, of its trajectory (`sequence`, the product), or the geometric mean over its trajectory."""
     min_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.5
@@ -84,7 +84,7 @@ class ActorConfig(OptimConfig):
     """Clip ratios above 1 plus this, in `ppo`, `gspo` and `cispo`."""
     clip_ratio_c: Annotated[float, Field(gt=1, le=1e6)] | None = None
     """Dual clip of `ppo` and `gspo`: with a negative advantage, a larger ratio has no gradient. In `dppo`, the largest
-    weight of a token. None is no bound."""
+    weight of a token."""
     dppo_divergence: Divergence = "tv"
     """Divergence that `dppo` bounds: total variation or KL."""
     dppo_threshold: Annotated[float, Field(gt=0, le=100)] | None = None

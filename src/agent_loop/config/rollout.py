@@ -148,14 +148,13 @@ class RolloutConfig(Section):
     start_timeout_s: PositiveSeconds = 600.0
     """Time limit for the start of an engine."""
     request_timeout_s: PositiveSeconds | None = 1800.0
-    """Time limit of a request to one server, its time in the queue included. A longer request fails its trajectory.
-    None is no limit."""
+    """Time limit of a request to one server, its time in the queue included. A longer request fails its trajectory."""
     generate_timeout_s: PositiveSeconds | None = None
     """Time limit of a completion, queueing and all servers included. A longer one ends the trajectory with `deadline`;
     its tokens are kept."""
     weight_transfer: WeightTransfer = "auto"
-    """Transport of new weights to engines in other processes. `auto` is `cuda_ipc` for weights on a GPU,
-    `shared_memory` for others, and `disk` for servers given by URL. `broadcast` uses torch.distributed."""
+    """Transport of new weights to engines in other processes. `auto` depends on where the weights and the engine
+    are."""
     on_weight_update: OnWeightUpdate = "auto"
     """Completions in flight during a weight update: `keep` continues them, `abort` aborts and resumes them, `auto`
     keeps them if the engine can."""
@@ -209,8 +208,7 @@ class RolloutConfig(Section):
     agent: AgentConfig = AgentConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     deterministic: bool = False
-    """Make two runs with the same settings equal to the last bit. Needs the embedded engine, which is then several
-    times slower, and `trainer.mode=sync`."""
+    """Make two runs with the same settings equal to the last bit. Needs the embedded engine and `trainer.mode=sync`."""
 
     @field_validator("deterministic")
     @classmethod

@@ -22,8 +22,7 @@ class RayConfig(Section):
     """Ray cluster of `trainer.runtime: ray`."""
 
     address: str | None = None
-    """Address of a running cluster, such as `auto` or `10.0.0.1:6379`; None starts one here and stops it after the
-    run."""
+    """Address of a running cluster, such as `auto` or `10.0.0.1:6379`; None starts one for the run."""
     host: str | None = None
     """Address at which other machines reach a cluster that is started here. None listens on loopback only."""
     num_cpus_per_worker: Coefficient = 1.0
