@@ -17,7 +17,7 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 "${pip[@]}" --no-deps --editable .
 "${pip[@]}" torch==2.13.0 transformers==5.19.0 'omegaconf>=2.3,<3' 'tensordict>=0.12,<1' 'pyarrow>=15' \
-    'packaging>=23' 'rich>=13.7' 'typer>=0.15' 'jsonschema>=4.21' 'aiohttp>=3.10' \
+    'orjson>=3.10,<4' 'packaging>=23' 'rich>=13.7' 'typer>=0.15' 'jsonschema>=4.21' 'aiohttp>=3.10' \
     'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-rerunfailures>=15' 'hypothesis>=6.100'
 
 "$venv/bin/python" -c 'import vllm, agent_loop; print("vLLM", vllm.__version__, "is installed")'

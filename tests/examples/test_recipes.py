@@ -58,7 +58,7 @@ def children(part):
 def reward(output, row):
     seen = {
         "servers": [*children("embedded_process.host")],
-        "trainer": [[os.environ.get("CUDA_VISIBLE_DEVICES")], *children("rank_process")],
+        "trainer": [[os.environ.get("CUDA_VISIBLE_DEVICES")], *children("training.ranks")],
     }
     Path("devices.json").write_text(json.dumps(seen))
     return sum(output.response_ids) % 7 / 7
