@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agent_loop.storage.json_lines import write_lines
+from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
+from agent_loop.types import Origin, as_token_ids
 from tests.viewer.browser import Viewer, shoot, viewing
 from tests.viewer.synthetic import add_step, trajectory_rows, write_rows, write_run
 from tests.viewer.test_pages import PAGES, open_page
@@ -168,7 +171,7 @@ def test_rows_in_sight_stay_in_place_while_the_table_grows(page: Any, tmp_path: 
 
 def test_a_file_of_json_lines_opens_like_a_run(page: Any, tmp_path: Path, run_folder: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in _records(3)), encoding="utf-8")
+    write_lines(path, map(_trajectory, range(3)), split="rollout")
     with viewing(path) as viewer:
         page.goto(f"{viewer.url}{PAGES['table']}")
         page.locator(".summary", has_text="3 trajectories").wait_for()
@@ -180,34 +183,16 @@ def test_a_file_of_json_lines_opens_like_a_run(page: Any, tmp_path: Path, run_fo
         shoot(page, "json-lines")
 
 
-def _records(count: int) -> list[dict[str, Any]]:
-    """Return lines with the tokens in segments, as earlier versions of `agent-loop rollout` wrote."""
-    return [
-        {
-            "trajectory_id": f"group={number}/rollout=0",
-            "group": number,
-            "rollout": 0,
-            "branch": None,
-            "row": {"raw_prompt": [{"role": "user", "content": f"What is {number}?"}], "answer": number},
-            "stop_reason": "answered",
-            "reward": 1.0,
-            "reward_extra": {"exact": 1},
-            "tool_rewards": [],
-            "turn_scores": [],
-            "feedback": [],
-            "num_turns": 2,
-            "messages": [
-                {"role": "user", "content": f"What is {number}?"},
-                {"role": "assistant", "content": f"It is {number * 2}."},
-            ],
-            "incidents": [],
-            "failure": None,
-            "metrics": {},
-            "segments": [
-                {"origin": "prompt", "token_ids": [1, 2, 3]},
-                {"origin": "model", "token_ids": [4, 5], "weight_version": 0, "logprobs": [-0.5, -0.25]},
-            ],
-            "extra_fields": {},
-        }
-        for number in range(count)
+def _trajectory(number: int) -> Trajectory:
+    messages = [
+        {"role": "user", "content": f"What is {number}?"},
+        {"role": "assistant", "content": f"It is {number * 2}."},
     ]
+    logprobs = np.array([-0.5, -0.25], np.float32)
+    segments = [
+        Segment(as_token_ids([1, 2, 3]), Origin.PROMPT),
+        Segment(as_token_ids([4, 5]), Origin.MODEL, weight_version=0, logprobs=logprobs),
+    ]
+    output = AgentLoopOutput(segments=segments, messages=messages)
+    row = {"raw_prompt": messages[:1], "answer": number}
+    return Trajectory(output, row, number, 0, 1.0, {"exact": 1})
