@@ -102,9 +102,12 @@ class RemoteServer(AsyncServerBase):
     def end_session(self, request_id: str) -> None:
         self._background.start(self._end_session(request_id, self._cancelling.pop(request_id, None)))
 
-    async def flush(self) -> None:
-        """Wait until the server has processed the cancellations and the ends of sessions so far, if it is alive."""
-        await self._background.wait()
+    async def flush(self, *, is_lost: bool) -> None:
+        """Wait until the server has processed the cancellations and the ends of sessions so far.
+
+        A lost server holds nothing that has to end, and Ray may keep calls of it until its actor has restarted.
+        """
+        await (self._background.close() if is_lost else self._background.wait())
 
     async def wake_up(self) -> None:
         await self._control("wake_up")

@@ -215,7 +215,7 @@ class WorkerActor:
 
     async def _flush_servers(self) -> None:
         """Wait until all servers have ended the sessions that ended here."""
-        await run_together(server.flush() for server in self._servers if server.name not in self._pool.lost)
+        await run_together(server.flush(is_lost=server.name in self._pool.lost) for server in self._servers)
 
     def _remote_servers(self, setup: WorkerSetup) -> list[RemoteServer]:
         num_workers = setup.config.rollout.agent.num_workers
