@@ -32,7 +32,7 @@ VERL = "verl"
 TARGETS_TO_VERL: Mapping[tuple[str, str], float] = {
     ("short", "tiktoken"): 6,
     ("long", "tiktoken"): 6,
-    ("wide", "tiktoken"): 10,
+    ("wide", "tiktoken"): 8,
     ("short", "tokenizers"): 4,
     ("long", "tokenizers"): 4,
 }
