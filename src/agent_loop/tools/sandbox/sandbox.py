@@ -153,6 +153,26 @@ async def open_sandbox(settings: SandboxSettings, *, mechanism: Mechanism) -> Sa
     Raises:
         SandboxError: The sandbox could not be started.
     """
+    starting = asyncio.ensure_future(_start_process(settings, mechanism=mechanism))
+    try:
+        sandbox = await asyncio.shield(starting)  # asyncio may lose a process whose creation is cancelled
+    except asyncio.CancelledError:
+        with suppress(SandboxError):
+            await (await starting).close()
+        raise
+    try:
+        await sandbox.wait_until_ready()
+    except BaseException as error:
+        await sandbox.close()
+        if isinstance(error, TimeoutError):
+            raise SandboxError("the sandbox did not start in time") from error
+        if isinstance(error, (OSError, ValueError, KeyError)):
+            raise SandboxError(f"the sandbox could not be started: {error}") from error
+        raise
+    return sandbox
+
+
+async def _start_process(settings: SandboxSettings, *, mechanism: Mechanism) -> Sandbox:
     command = [settings.resolve_python(), "-s", "-P", "-c", BOOTSTRAP]
     command.append(json.dumps(asdict(settings.spec(mechanism))))
     try:
@@ -179,14 +199,4 @@ async def open_sandbox(settings: SandboxSettings, *, mechanism: Mechanism) -> Sa
             raise SandboxError(f"{command[0]} could not be started: {error}") from error
         raise
     reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
-    sandbox = Sandbox(process, reader, writer, settings=settings, work=work)
-    try:
-        await sandbox.wait_until_ready()
-    except BaseException as error:
-        await sandbox.close()
-        if isinstance(error, TimeoutError):
-            raise SandboxError("the sandbox did not start in time") from error
-        if isinstance(error, (OSError, ValueError, KeyError)):
-            raise SandboxError(f"the sandbox could not be started: {error}") from error
-        raise
-    return sandbox
+    return Sandbox(process, reader, writer, settings=settings, work=work)
