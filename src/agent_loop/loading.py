@@ -22,7 +22,7 @@ _REMEDIES = {
     "uvicorn": 'agent programs need: pip install "agent-loop[serve]"',
     "verl": "import verl's names from agent_loop.integrations.verl (docs/from-verl.md)",
 }
-"""What to do if a package is not installed."""
+"""Remedy in the error for a missing package, by its name."""
 
 
 def load_object(reference: str, *, key: str) -> Any:

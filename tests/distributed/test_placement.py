@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent_loop.distributed.placement import Node, place_servers
+from agent_loop.distributed.cluster import Node, place_servers
 
 
 def test_servers_are_placed_on_the_node_with_the_most_free_resources() -> None:

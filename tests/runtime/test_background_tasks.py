@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from agent_loop.runtime.background_tasks import BackgroundTasks
+from agent_loop.runtime.concurrency import BackgroundTasks
 from agent_loop.testing import run_virtual
 
 

@@ -35,7 +35,7 @@ from agent_loop.servers.sglang.requests import (
     read_reply,
     schema_errors,
 )
-from agent_loop.servers.sglang.streams import HeldTokens
+from agent_loop.servers.sglang.server import HeldTokens
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
 from agent_loop.weights import WeightSender
 

@@ -16,7 +16,7 @@ import torch
 from agent_loop.config import ModelConfig
 from agent_loop.errors import BadServerReply, ConfigError, SamplingParamsError, ServerError, WeightsError
 from agent_loop.servers.base import ServerSpec, refuse_unknown_options
-from agent_loop.servers.vllm.gauges import Gauges
+from agent_loop.servers.vllm.client import Gauges
 from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequest, VLLMRequestLimits, VLLMRequests
 from agent_loop.servers.vllm.logprobs import (
     CONSTRAINT_ABILITIES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,11 +58,7 @@ def train_command(
     """
     settings = read_config(config, overrides)
     source = _resume_source(resume, resume_from, overwrite=overwrite)
-    if _is_checker(dry_run):
-        run_checks(
-            _checks(settings, resumes=bool(source), overwrites=overwrite, is_thorough=dry_run),
-            is_dry_run=dry_run,
-        )
+    _check(_checks, settings, source=source, overwrite=overwrite, is_dry_run=dry_run)
     if dry_run:
         return
 
@@ -102,15 +99,11 @@ def sft_command(
 
         agent-loop sft config.yaml --resume
     """
+    from agent_loop.checks.before_start import supervised_checks  # late: keeps `--help` quick
+
     settings = read_config(config, overrides)
     source = _resume_source(resume, resume_from, overwrite=overwrite)
-    if _is_checker(dry_run):
-        from agent_loop.checks.before_start import supervised_checks  # late: keeps `--help` quick
-
-        run_checks(
-            supervised_checks(settings, resumes=bool(source), overwrites=overwrite, is_thorough=dry_run),
-            is_dry_run=dry_run,
-        )
+    _check(supervised_checks, settings, source=source, overwrite=overwrite, is_dry_run=dry_run)
     if dry_run:
         return
 
@@ -138,9 +131,18 @@ def _resume_source(resume: bool, resume_from: Path | None, *, overwrite: bool) -
     return str(resume_from) if resume_from else resume and "auto"
 
 
-def _is_checker(is_dry_run: bool) -> bool:
-    """Return whether this process checks the run. Of several processes, that of rank 0 does."""
-    return is_dry_run or os.environ.get("RANK", "0") == "0"
+def _check(
+    checks_of_run: Callable[..., Checks],
+    settings: Config,
+    *,
+    source: str | bool,
+    overwrite: bool,
+    is_dry_run: bool,
+) -> None:
+    """Check the run, in one process: of several, in that of rank 0."""
+    if is_dry_run or os.environ.get("RANK", "0") == "0":
+        checks = checks_of_run(settings, resumes=bool(source), overwrites=overwrite, is_thorough=is_dry_run)
+        run_checks(checks, is_dry_run=is_dry_run)
 
 
 def _checks(settings: Config, *, resumes: bool, overwrites: bool, is_thorough: bool) -> Checks:

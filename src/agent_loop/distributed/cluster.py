@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from agent_loop.config import Config
@@ -16,7 +17,6 @@ from agent_loop.distributed.device_group import (
     strategy_for,
 )
 from agent_loop.distributed.messages import ServerInfo
-from agent_loop.distributed.placement import Node, place_servers
 from agent_loop.distributed.ray_module import load_ray, on_loopback
 from agent_loop.distributed.remote_worker import RemoteWorker
 from agent_loop.distributed.server_actor import NUM_CALLS, ServerActor
@@ -27,6 +27,34 @@ from agent_loop.servers.base import ServerSpec
 
 RESTART_OPTIONS: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
 """Ray restarts processes without limit, and repeats no calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of the cluster."""
+
+    id: str
+    num_cpus: float
+    num_gpus: float
+
+
+def place_servers(
+    num_servers: int, *, nodes: Sequence[Node], num_cpus: float, num_gpus: float
+) -> list[str | None]:
+    """Return the id of a node for each server: the node with the most free GPUs, then CPUs. Deterministic.
+
+    The id is None if no node has enough resources. Ray then waits for a node.
+    """
+    free = {node.id: [node.num_gpus, node.num_cpus] for node in nodes}
+    placed: list[str | None] = []
+    for _ in range(num_servers):
+        fitting = [node.id for node in nodes if free[node.id][0] >= num_gpus and free[node.id][1] >= num_cpus]
+        best = max(fitting, key=lambda node: free[node], default=None)
+        if best is not None:
+            free[best][0] -= num_gpus
+            free[best][1] -= num_cpus
+        placed.append(best)
+    return placed
 
 
 class Cluster:

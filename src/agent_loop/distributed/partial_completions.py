@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from agent_loop.distributed.messages import PackedCompletion
 from agent_loop.errors import ServerError
-from agent_loop.runtime.background_tasks import BackgroundTasks
+from agent_loop.runtime.concurrency import BackgroundTasks
 from agent_loop.types import TokenChunk, TokenOutput
 
 POLL_INTERVAL_S = 1.0

@@ -15,8 +15,7 @@ from agent_loop.distributed.partial_completions import PartialCompletionPoller, 
 from agent_loop.distributed.ray_module import ActorLost, await_result, load_ray
 from agent_loop.distributed.weights import PublishedWeights, WeightStore
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError, ServerTimeout
-from agent_loop.runtime.background_tasks import BackgroundTasks
-from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.concurrency import BackgroundTasks, run_shielded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.scores import TokenScores
 from agent_loop.trajectory.attachments import Attachment

@@ -1,4 +1,4 @@
-"""In-flight completions and sessions of the clients of one server. All of it belongs to one event loop."""
+"""In-flight completions and sessions of the clients of one server. Everything here runs on one event loop."""
 
 from __future__ import annotations
 

@@ -456,7 +456,7 @@ class KnownWorld:
     goal: str
     """First sentence of the prompt."""
     actions: tuple[str, ...] = ()
-    """Names of the actions 0, 1, ... If there are none, the model writes the value of its action."""
+    """Names of the actions 0, 1, ... If empty, the model writes the value of its action."""
     observation: str = "text"
     """How an observation becomes text."""
 

@@ -36,7 +36,7 @@ In each turn, either write to the customer or call tools.
 </instructions>
 """
 STOP_PHRASES = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
-"""What the benchmark's rules for its simulated user name as the ends of a conversation."""
+"""Texts with which the simulated user ends a conversation, as the benchmark's rules define them."""
 MAX_SCRIPTED_REPLIES = 10
 CONSENT = "Yes, please go ahead. I have told you everything that I know."
 _ID = "user"

@@ -18,10 +18,10 @@ MAX_DELAY_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one run of a loop returned."""
+    """Outputs of one run of a loop."""
 
     outputs: tuple[AgentLoopOutput, ...]
-    """At least one."""
+    """Never empty."""
     has_branches: bool = False
     """Whether the loop returned a list of outputs."""
 

@@ -92,7 +92,7 @@ def _refuse_host(request: Request, message: str) -> Response:
 
 
 class _PoolApp:
-    """What all requests share."""
+    """State that all requests share."""
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served

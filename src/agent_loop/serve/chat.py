@@ -102,7 +102,7 @@ class TurnReader:
         parser = StreamParser(template.tool_parser, tools=request.tools_in_use, prompt_end=prompt_end)
         self._parser: StreamParser | ContinuedParser = parser
         self._before = ParsedDelta()
-        """What the prefix adds to the response."""
+        """Part of the response that the prefix makes."""
         if prefix.given is None:
             self._before = parser.feed(prefix.text)
         else:

@@ -103,7 +103,7 @@ class _Function(RequestModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Has no effect: calls are not constrained."""
+    """Accepted and ignored: calls are not constrained by a grammar."""
 
 
 class _Tool(RequestModel):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -18,7 +20,6 @@ from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, Serv
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.scores import TokenScores, checked_scores, checked_text, scores_of_no_token
-from agent_loop.servers.vllm.gauges import Gauges
 from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequest, VLLMRequestLimits, VLLMRequests
 from agent_loop.servers.vllm.loading import mixed_weights
 from agent_loop.servers.vllm.logprobs import CONSTRAINT_ABILITIES, SAMPLING_ABILITIES, LogProbs
@@ -44,6 +45,30 @@ LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 KNOWN_OPTIONS = ("served_model_name",)
 NOT_STARTED = "the server was not started; await start() first"
 CLOSED = "the connection to the server was closed; create another client"
+
+
+_GAUGE = re.compile(r"^vllm:(kv_cache_usage_perc|num_requests_waiting)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """Load after the engine's last step."""
+
+    kv_cache_share: float | None = None
+    """Share of the KV cache that running requests hold, of the fullest engine; None if the page does not have it."""
+    num_waiting: int = 0
+    """Queued requests of all clients."""
+
+    @classmethod
+    def read(cls, page: str) -> Gauges:
+        """Read a metrics page in the text format of Prometheus."""
+        values: dict[str, list[float]] = {"kv_cache_usage_perc": [], "num_requests_waiting": []}
+        for name, value in _GAUGE.findall(page):
+            values[name].append(float(value))
+        return cls(
+            kv_cache_share=max(values["kv_cache_usage_perc"], default=None),
+            num_waiting=round(sum(values["num_requests_waiting"])),
+        )
 
 
 class VLLMClient(AsyncServerBase):
