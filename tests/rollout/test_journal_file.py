@@ -150,7 +150,6 @@ def test_a_full_disk_stops_the_rollout_with_an_error_and_leaves_an_intact_journa
     assert harness.server.num_running == harness.server.num_sessions == 0
     found = read_records(path.read_bytes())
     assert (found.num_torn_bytes, found.is_damaged) == (0, False)
-    assert len(found.payloads) > 3
     assert len(run_journaled(path, make_harness(2)[0], ROWS, resume=True)) == 5
 
 

@@ -82,6 +82,7 @@ def test_an_offer_without_weights_is_received(transport: Transport, receivers: l
         assert receivers[0].receive(handle.to_json()) == []
 
 
+@pytest.mark.timeout(120)  # the other receiver may wait for the whole time limit of the broadcast
 def test_a_receiver_that_dies_affects_neither_the_others_nor_the_next_offer(
     receivers: list[Receiver], tmp_path: Path
 ) -> None:
