@@ -18,7 +18,7 @@ DENSE = text_reply('<tool_call>{"name":"add","arguments":{"a":1,"b":2}}</tool_ca
     [
         ([text_reply("hello")], None),
         ([tool_call_reply("add", a=1, b=2), text_reply("It is 3.")], None),
-        ([DENSE, text_reply("It is 3.")], Cause.RESERIALISED_CALL),
+        ([DENSE, text_reply("It is 3.")], Cause.REWRITTEN_TURN),
         (
             [
                 text_reply('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'),

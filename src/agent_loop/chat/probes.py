@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent_loop.types import Message, ToolCall
 
@@ -58,14 +58,23 @@ class MessagePart(StrEnum):
     REPLY = "reply"
 
 
-@dataclass(frozen=True, slots=True)
-class TextLandmark:
-    """Text by which a part of a conversation is found in a render."""
+class ProbeText(NamedTuple):
+    """Text of a conversation that occurs once in it, so that it can be found in a render."""
 
     part: MessagePart
     text: str
-    message: int = -1
-    """Index of the message that holds it; -1 for a schema."""
+
+
+_PARTS = {"system": MessagePart.SYSTEM, "tool": MessagePart.REPLY}
+SCHEMA_TEXTS = tuple(
+    ProbeText(MessagePart.SCHEMA, text)
+    for tool in PROBE_TOOLS
+    for text in (
+        tool["function"]["description"],
+        *(parameter["description"] for parameter in tool["function"]["parameters"]["properties"].values()),
+    )
+)
+"""Texts of the tools' schemas, which occur nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,32 +187,14 @@ def tool_probes(control_text: str) -> list[Probe]:
     ]
 
 
-def schema_landmarks() -> list[TextLandmark]:
-    """Return the texts of the tools' schemas, which occur nowhere else."""
-    texts: list[str] = []
-    for tool in PROBE_TOOLS:
-        function = tool["function"]
-        texts.append(function["description"])
-        texts += [parameter["description"] for parameter in function["parameters"]["properties"].values()]
-    return [TextLandmark(MessagePart.SCHEMA, text) for text in texts]
-
-
-def landmarks(messages: Sequence[Message]) -> list[TextLandmark]:
+def texts_of(messages: Sequence[Message]) -> list[ProbeText]:
     """Return the texts of messages, in the order in which a template is expected to render them."""
-    return [
-        TextLandmark(part, text, i)
-        for i, message in enumerate(messages)
-        for part, text in _parts_of(message)
-        if text
-    ]
+    return [ProbeText(part, text) for message in messages for part, text in _parts_of(message) if text]
 
 
 def _parts_of(message: Message) -> Iterator[tuple[MessagePart, str]]:
     if message["role"] != "assistant":
-        part = {"system": MessagePart.SYSTEM, "tool": MessagePart.REPLY}.get(
-            message["role"], MessagePart.QUESTION
-        )
-        yield part, message["content"]
+        yield _PARTS.get(message["role"], MessagePart.QUESTION), message["content"]
         return
     yield MessagePart.REASONING, message.get("reasoning_content", "")
     yield MessagePart.TEXT, message["content"]

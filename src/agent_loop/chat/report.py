@@ -44,14 +44,12 @@ class Cause(StrEnum):
     IGNORED_SYSTEM_PROMPT = "ignored_system_prompt"
     DROPPED_CALL = "dropped_call"
     DROPPED_TEXT = "dropped_text"
-    MOVED_TEXT = "moved_text"
     STRIPPED_REASONING = "stripped_reasoning"
     GENERATION_PROMPT = "generation_prompt"
     END_TOKEN = "end_token"
-    MOVED_SYSTEM_PROMPT = "moved_system_prompt"
-    INJECTED_PROMPT = "injected_prompt"
-    RESERIALISED_CALL = "reserialised_call"
-    REGROUPED_TOOLS = "regrouped_tools"
+    REWRITTEN_PROMPT = "rewritten_prompt"
+    REWRITTEN_TURN = "rewritten_turn"
+    REWRITTEN_REPLIES = "rewritten_replies"
     OTHER = "other"
     MERGED_TOKENS = "merged_tokens"
 
@@ -73,14 +71,12 @@ _MEANINGS = {
     Cause.IGNORED_SYSTEM_PROMPT: "the template leaves the system prompt out; put it into the first user message",
     Cause.DROPPED_CALL: "the template leaves calls of the assistant out",
     Cause.DROPPED_TEXT: "the template leaves text of the assistant out",
-    Cause.MOVED_TEXT: "the template moves text of the assistant to another place in the conversation",
     Cause.STRIPPED_REASONING: "the template drops or adds a reasoning block when it renders an earlier turn",
     Cause.GENERATION_PROMPT: "the template takes back its own generation prompt when the turn is over",
     Cause.END_TOKEN: "the template closes an earlier turn with another token than the model's last",
-    Cause.MOVED_SYSTEM_PROMPT: "the template moves the system prompt or the tools to a later message",
-    Cause.INJECTED_PROMPT: "the template renders the first prompt differently once more messages follow",
-    Cause.RESERIALISED_CALL: "the template renders the assistant turn differently once more messages follow",
-    Cause.REGROUPED_TOOLS: "the template groups tool replies differently in a longer conversation",
+    Cause.REWRITTEN_PROMPT: "the template renders the prompt differently once more messages follow",
+    Cause.REWRITTEN_TURN: "the template renders the assistant turn differently once more messages follow",
+    Cause.REWRITTEN_REPLIES: "the template renders the replies differently in a longer conversation",
     Cause.OTHER: "see the example",
     Cause.MERGED_TOKENS: "the text is the same, but its tokens differ where the turns meet",
 }

@@ -193,13 +193,13 @@ def find_drift(output: AgentLoopOutput, *, template: ChatTemplate) -> Cause | No
     else:
         return Cause.OTHER
     if segment.origin is Origin.PROMPT:
-        return Cause.INJECTED_PROMPT
+        return Cause.REWRITTEN_PROMPT
     if segment.origin is Origin.MODEL:
         if position == end - 1:
             return Cause.END_TOKEN
         has_reasoning = any("reasoning_content" in message for message in output.messages)
-        return Cause.STRIPPED_REASONING if has_reasoning else Cause.RESERIALISED_CALL
-    return Cause.REGROUPED_TOOLS if segment.origin is Origin.TOOL else Cause.OTHER
+        return Cause.STRIPPED_REASONING if has_reasoning else Cause.REWRITTEN_TURN
+    return Cause.REWRITTEN_REPLIES if segment.origin is Origin.TOOL else Cause.OTHER
 
 
 def _rewards_of(rollouts: Sequence[Sequence[Trajectory]]) -> list[float]:
