@@ -218,11 +218,11 @@ class _TurnCheck:
         kept, rendered = decode(self._kept), decode(self._rendered)
         if kept == rendered:
             start = num_shared(self._kept, self._rendered)
-            shown = [
+            first, second = (
                 "|".join(decode([token_id]) for token_id in ids[start : start + NUM_TOKENS])
                 for ids in (self._kept, self._rendered)
-            ]
-            return RenderDifference(Cause.MERGED_TOKENS, *shown)
+            )
+            return RenderDifference(Cause.MERGED_TOKENS, first, second)
         start = num_shared(kept, rendered)
         return RenderDifference(
             self._cause(kept, rendered, start),
