@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agent_loop.weights import WeightReceiver
-from agent_loop.weights.checksum import checksum
+from agent_loop.weights.tensors import checksum
 from tests.gpu.stage_process import ROOT
 
 REPLY = "checksum: "

@@ -304,7 +304,7 @@ def test_without_vllm_the_error_states_how_to_install_it(monkeypatch: pytest.Mon
 
 def test_a_worker_reports_damaged_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     class Damaged:
-        def receive_all(self, handle: str) -> dict[str, torch.Tensor]:
+        def receive(self, handle: str) -> dict[str, torch.Tensor]:
             raise WeightsError("weight 'a' arrived damaged")
 
     worker = WeightWorker()

@@ -23,6 +23,10 @@ def block_names(handle: WeightHandle) -> set[str]:
     return {name for name, _ in handle.field("blocks", list)}
 
 
+def num_bytes(handle: WeightHandle) -> int:
+    return sum(spec.num_bytes for spec in handle.tensors)
+
+
 def damage(handle: WeightHandle) -> None:
     """Change one byte of the offer's first tensor."""
     (name,) = block_names(handle)
@@ -44,8 +48,7 @@ def test_updates_are_small_and_sender_and_receiver_merge_to_the_same_bits(
             weights = adapted_of(base, version=version)
             with sender.offer(weights, weight_version=version) as handle:
                 assert handle.base is not None
-                assert handle.num_bytes * 20 < handle.base.num_bytes
-                assert handle.shapes == [(name, tuple(tensor.shape)) for name, tensor in base.items()]
+                assert num_bytes(handle) * 20 < num_bytes(handle.base)
                 bases.add(handle.base.to_json())
                 for receiver in receivers:
                     receiver.start("receive", handle.to_json())
@@ -79,26 +82,27 @@ def test_a_new_receiver_reads_the_base_and_an_earlier_one_does_not_read_it_again
     with WeightSender(transport) as sender, WeightReceiver() as constant:
         for version in range(1, 5):
             with sender.offer(adapted_of(base, version=version), weight_version=version) as handle:
-                constant.receive_all(handle.to_json())
+                constant.receive(handle.to_json())
         fifth = adapted_of(base, version=5)
         with sender.offer(fifth, weight_version=5) as handle:
             assert flat(WeightReceiver().receive(handle.to_json())) == flat(fifth)
             assert handle.base is not None
-            unread = {"blocks": [], "folder": "/nowhere", "files": []}
+            blocks_gone = [["agent-loop-weights-gone", 10]]
+            unread = {"blocks": blocks_gone, "folder": "/nowhere", "files": ["x"], "aliases": {}}
             without = WeightHandle(transport, 1, handle.base.tensors, unread)
             without_base = WeightHandle(
                 transport, 5, handle.tensors, handle.source, base=without, base_id=handle.base_id
             )
             assert flat(constant.receive(without_base)) == flat(fifth)
             with pytest.raises(WeightsError):
-                WeightReceiver().receive_all(without_base)
+                WeightReceiver().receive(without_base)
 
 
 def test_a_new_base_replaces_the_old_one_and_frees_its_memory() -> None:
     first, second = base_weights(0), base_weights(1)
     with WeightSender("shared_memory") as sender, WeightReceiver() as receiver:
         with sender.offer(adapted_of(first, version=1), weight_version=1) as handle:
-            receiver.receive_all(handle)
+            receiver.receive(handle)
             assert handle.base is not None
             former = block_names(handle.base)
         assert former < blocks()
@@ -133,9 +137,7 @@ def test_a_damaged_tensor_raises_an_error_and_no_tensor_is_returned(is_base_dama
         damage(part)
         for _ in range(2):
             with pytest.raises(WeightsError, match=f"'{name}' was damaged in transfer"):
-                next(receiver.receive(handle))
-            with pytest.raises(WeightsError, match=f"'{name}' was damaged in transfer"):
-                receiver.receive_all(handle)
+                receiver.receive(handle)
         damage(part)
         assert flat(receiver.receive(handle)) == flat(adapted_of(base, version=1))
 
@@ -150,7 +152,7 @@ def test_a_receiver_without_the_base_gets_a_clear_error_after_the_sender_is_clos
     sender.close()
     assert not blocks()
     with pytest.raises(WeightsError, match="the offer has ended"):
-        WeightReceiver().receive_all(handle)
+        WeightReceiver().receive(handle)
 
 
 def test_the_next_offer_uses_the_base_of_a_failed_one() -> None:
@@ -165,21 +167,6 @@ def test_the_next_offer_uses_the_base_of_a_failed_one() -> None:
         assert blocks() == block_names(handle.base)
         with sender.offer(adapted_of(base, version=2), weight_version=2) as handle:
             assert flat(WeightReceiver().receive(handle)) == flat(adapted_of(base, version=2))
-
-
-def test_writing_to_received_weights_does_not_change_the_base() -> None:
-    base = base_weights()
-    weights = adapted_of(base, version=1)
-    with (
-        WeightSender("shared_memory") as sender,
-        WeightReceiver() as receiver,
-        sender.offer(weights, weight_version=1) as handle,
-    ):
-        for _ in range(2):
-            received = dict(receiver.receive_all(handle))
-            assert flat(received.items()) == flat(weights)
-            for tensor in received.values():
-                tensor.zero_()
 
 
 def test_broadcasts_and_checkpoints_contain_the_merged_weights(

@@ -9,8 +9,6 @@ from agent_loop.errors import WeightsError
 from agent_loop.weights import WeightHandle, WeightReceiver, WeightSender
 from tests.weights.receiving import Receiver, flat
 
-EXPORT = ["AAAA", 64, 0, "AAAA", 0, "AAAA", True]
-
 
 def test_weights_on_the_cpu_are_rejected() -> None:
     with (
@@ -23,16 +21,9 @@ def test_weights_on_the_cpu_are_rejected() -> None:
 
 def test_a_rank_outside_of_the_offer_is_rejected() -> None:
     handle = WeightHandle("cuda_ipc", 0, (), {"gpu": "", "exports": [[]]})
-    assert WeightReceiver(0).receive_all(handle) == {}
+    assert WeightReceiver(0).receive(handle) == []
     with pytest.raises(WeightsError, match="for 1 receivers, but this one has rank 1"):
-        WeightReceiver(1).receive_all(handle)
-
-
-@pytest.mark.parametrize("row", [None, [], EXPORT[:-1], [3, *EXPORT[1:]]])
-def test_an_invalid_export_is_rejected(row: object) -> None:
-    handle = WeightHandle("cuda_ipc", 0, (), {"gpu": "", "exports": [[row]]})
-    with pytest.raises(WeightsError, match="not an export of a bucket"):
-        WeightReceiver().receive_all(handle)
+        WeightReceiver(1).receive(handle)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

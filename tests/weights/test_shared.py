@@ -38,8 +38,8 @@ class RemoteEngineServer(ScriptedServer):
                 raise WeightsError("this engine refuses")
             assert handle.weight_version == weight_version
             with WeightReceiver() as receiver:
-                tensors = await asyncio.to_thread(receiver.receive_all, handle.to_json())
-            self.received = {name: tensor.clone() for name, tensor in tensors.items()}
+                tensors = await asyncio.to_thread(receiver.receive, handle.to_json())
+            self.received = {name: tensor.clone() for name, tensor in tensors}
             for part in (handle, handle.base):
                 if part is not None and part.transport == "shared_memory":
                     self.blocks += [name for name, _ in part.field("blocks", list)]
@@ -164,7 +164,7 @@ def test_a_cancellation_while_the_weights_are_copied_closes_the_offer() -> None:
                 await task
             assert not blocks()
             async with offered(WEIGHTS.items(), sender=sender, weight_version=2) as handle:
-                assert WeightReceiver().receive_all(handle).keys() == WEIGHTS.keys()
+                assert dict(WeightReceiver().receive(handle)).keys() == WEIGHTS.keys()
 
     asyncio.run(main())
 

@@ -10,6 +10,7 @@ import asyncio
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.distributed.ray_module import load_ray
@@ -103,33 +104,29 @@ async def _read(published: PublishedWeights) -> list[tuple[str, Tensor]]:
 
 
 def _put(weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> PublishedWeights:
-    import numpy as np
     import torch  # late: the driver needs torch only to publish weights
 
     from agent_loop.weights.handle import refuse_duplicates
-    from agent_loop.weights.packing import pack, to_bytes
+    from agent_loop.weights.tensors import pack
 
     placed = list(pack(weights, bucket_bytes=BUCKET_BYTES))
     specs = tuple(spec for spec, _ in placed)
     refuse_duplicates(specs)
-    sizes: dict[int, int] = {}
-    for spec in specs:
-        sizes[spec.bucket] = spec.offset + spec.num_bytes
     buckets: list[Any] = []
-    for bucket, size in sizes.items():
-        data = np.empty(max(size, 1), np.uint8)
-        for spec, tensor in placed:
-            if spec.bucket == bucket and spec.num_bytes:
-                place = torch.frombuffer(data, dtype=torch.uint8, count=spec.num_bytes, offset=spec.offset)
-                place.copy_(to_bytes(tensor, name=spec.name))
-        buckets.append(load_ray().put(data))
+    for _, members in groupby(placed, key=lambda member: member[0].bucket):
+        members = list(members)
+        last, _ = members[-1]
+        bucket_N = torch.empty(max(last.offset + last.num_bytes, 1), dtype=torch.uint8)
+        for spec, data_N in members:
+            bucket_N[spec.offset : spec.offset + spec.num_bytes].copy_(data_N)
+        buckets.append(load_ray().put(bucket_N.numpy()))
     return PublishedWeights(weight_version, specs, tuple(buckets))
 
 
 def _unpack(published: PublishedWeights, data: list[Any]) -> list[tuple[str, Tensor]]:
     import torch
 
-    from agent_loop.weights.packing import from_bytes
+    from agent_loop.weights.tensors import from_bytes
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")

@@ -20,7 +20,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from agent_loop.weights.broadcast_group import serve_store
+from agent_loop.weights.broadcast import serve_store
 
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)

@@ -21,13 +21,11 @@ from agent_loop.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from agent_loop.weights.adapted import AdaptedWeights, Factors
-    from agent_loop.weights.disk import write_checkpoint
     from agent_loop.weights.expected import check_weights, expected_weights, tied_weights
     from agent_loop.weights.handle import TensorSpec, WeightHandle
     from agent_loop.weights.receiver import WeightReceiver
-    from agent_loop.weights.sender import WeightSender
+    from agent_loop.weights.sender import WeightSender, choose_transport
     from agent_loop.weights.shared import SharedWeights, adapted_weights, offered
-    from agent_loop.weights.transport import choose_transport
 
 __all__ = [
     "AdaptedWeights",
@@ -43,7 +41,6 @@ __all__ = [
     "expected_weights",
     "offered",
     "tied_weights",
-    "write_checkpoint",
 ]
 
 _MODULE_OF = {
@@ -56,11 +53,10 @@ _MODULE_OF = {
     "WeightSender": "sender",
     "adapted_weights": "shared",
     "check_weights": "expected",
-    "choose_transport": "transport",
+    "choose_transport": "sender",
     "expected_weights": "expected",
     "offered": "shared",
     "tied_weights": "expected",
-    "write_checkpoint": "disk",
 }
 
 

@@ -12,17 +12,16 @@ from __future__ import annotations
 import base64
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.multiprocessing import reductions
 
 from agent_loop.errors import WeightsError
-from agent_loop.weights.checksum import checksum
 from agent_loop.weights.handle import TensorSpec, WeightHandle, refuse_duplicates
-from agent_loop.weights.packing import from_bytes, pack, to_bytes
+from agent_loop.weights.tensors import checksum, from_bytes, pack
 
 BUCKET_BYTES = 256 << 20
 
@@ -32,8 +31,7 @@ _reductions: Any = reductions
 class CudaIpcSender:
     """Sender that owns the buckets of the open offer. Torch's allocator keeps their memory for the next offer."""
 
-    def __init__(self, *, has_checksums: bool, num_receivers: int) -> None:
-        self._has_checksums = has_checksums
+    def __init__(self, *, num_receivers: int) -> None:
         self._num_receivers = num_receivers
 
     @contextmanager
@@ -51,7 +49,6 @@ class CudaIpcSender:
                 weight_version=weight_version,
                 tensors=tensors,
                 source={"gpu": _uuid(buckets[0].device) if buckets else "", "exports": exports},
-                has_checksums=self._has_checksums,
             )
         finally:
             if buckets:
@@ -62,18 +59,18 @@ class CudaIpcSender:
         """Do nothing, because the buckets are freed when their offer ends."""
 
     def _fill(self, buckets: list[Tensor], weights: Iterable[tuple[str, Tensor]]) -> Iterator[TensorSpec]:
-        for spec, tensor in pack(weights, bucket_bytes=BUCKET_BYTES):
-            if tensor.device.type != "cuda" or (buckets and tensor.device != buckets[0].device):
+        for spec, data_N in pack(weights, bucket_bytes=BUCKET_BYTES):
+            if data_N.device.type != "cuda" or (buckets and data_N.device != buckets[0].device):
                 raise WeightsError(
-                    f"weight {spec.name!r} is on {tensor.device}, but cuda_ipc needs all weights on one GPU; set "
+                    f"weight {spec.name!r} is on {data_N.device}, but cuda_ipc needs all weights on one GPU; set "
                     "rollout.weight_transfer=shared_memory"
                 )
             if spec.bucket == len(buckets):
                 num_bytes = max(BUCKET_BYTES, spec.num_bytes)
-                buckets.append(torch.empty(num_bytes, dtype=torch.uint8, device=tensor.device))
-            target = buckets[spec.bucket][spec.offset : spec.offset + spec.num_bytes]
-            target.copy_(to_bytes(tensor, name=spec.name))
-            yield replace(spec, checksum=checksum(target) if self._has_checksums else None)
+                buckets.append(torch.empty(num_bytes, dtype=torch.uint8, device=data_N.device))
+            target_N = buckets[spec.bucket][spec.offset : spec.offset + spec.num_bytes]
+            target_N.copy_(data_N)
+            yield replace(spec, checksum=checksum(target_N))
 
 
 def receive_cuda_ipc(handle: WeightHandle, *, rank: int) -> Iterator[tuple[TensorSpec, Tensor]]:
@@ -87,10 +84,7 @@ def receive_cuda_ipc(handle: WeightHandle, *, rank: int) -> Iterator[tuple[Tenso
     device = _device_of(handle.field("gpu", str)) if handle.tensors else None
     buckets = [_import(row, device=device) for row in exports[rank]]
     for spec in handle.tensors:
-        end = spec.offset + spec.num_bytes
-        if spec.bucket >= len(buckets) or end > len(buckets[spec.bucket]):
-            raise WeightsError(f"weight {spec.name!r} lies outside the offer's buckets; publish again")
-        yield spec, from_bytes(buckets[spec.bucket][spec.offset : end], spec)
+        yield spec, from_bytes(buckets[spec.bucket][spec.offset : spec.offset + spec.num_bytes], spec)
     if device is not None:
         torch.cuda.synchronize(device)
 
@@ -99,24 +93,12 @@ def _export(bucket: Tensor) -> list[Any]:
     # The handle has plain values, because torch's own format is a pickle, which is unsafe to load from a network.
     _, arguments = _reductions.reduce_tensor(bucket)
     handle, size, offset, _, counter, counter_offset, event, needs_sync = arguments[7:15]
-    return [
-        _text(handle),
-        size,
-        offset,
-        _text(counter),
-        counter_offset,
-        _text(event),
-        needs_sync,
-    ]
+    return [_text(handle), size, offset, _text(counter), counter_offset, _text(event), needs_sync]
 
 
 def _import(row: Any, *, device: int | None) -> Tensor:
-    match row:
-        case [str(handle), int(size), int(offset), str(counter), int(counter_offset), str(event), bool(sync)]:
-            pass
-        case _:
-            raise WeightsError(f"{row!r} is not an export of a bucket; pass on the handle unchanged")
     try:
+        handle, size, offset, counter, counter_offset, event, needs_sync = row
         return _reductions.rebuild_cuda_tensor(
             Tensor,
             torch.Size([size]),
@@ -132,9 +114,9 @@ def _import(row: Any, *, device: int | None) -> Tensor:
             base64.b64decode(counter),
             counter_offset,
             base64.b64decode(event),
-            sync,
+            needs_sync,
         )
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise WeightsError(
             f"the memory on the sender's GPU cannot be opened: {error}; set "
             "rollout.weight_transfer=shared_memory"

@@ -15,21 +15,21 @@ import os
 import secrets
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing import resource_tracker
 from typing import Any, cast
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from agent_loop.errors import WeightsError
-from agent_loop.weights.checksum import CHUNK_BYTES, checksum, copy_with_checksum
 from agent_loop.weights.handle import TensorSpec, WeightHandle, refuse_duplicates
-from agent_loop.weights.packing import from_bytes, pack, to_bytes
+from agent_loop.weights.tensors import checksum, from_bytes, pack
 
 BLOCK_BYTES = 1 << 30
 """Size of a block, unless a single tensor is larger. Only the pages that are written use memory."""
 NAME_PREFIX = "agent-loop-weights-"
+PINNED_BYTES = 32 << 20
 
 _shm: Any = _posixshmem
 
@@ -37,8 +37,7 @@ _shm: Any = _posixshmem
 class SharedMemorySender:
     """Sender that owns the blocks of shared memory."""
 
-    def __init__(self, *, has_checksums: bool, block_bytes: int = BLOCK_BYTES) -> None:
-        self._has_checksums = has_checksums
+    def __init__(self, *, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
         self._blocks: list[_Block] = []
         self._pinned: Tensor | None = None
@@ -56,7 +55,6 @@ class SharedMemorySender:
                 weight_version=weight_version,
                 tensors=tensors,
                 source={"blocks": [[block.name, block.size] for block in self._blocks]},
-                has_checksums=self._has_checksums,
             )
         except BaseException:
             self._drop(after=0)
@@ -67,13 +65,14 @@ class SharedMemorySender:
         self._pinned = None
 
     def _write(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[TensorSpec]:
-        for spec, tensor in pack(weights, bucket_bytes=self._block_bytes):
+        for spec, data_N in pack(weights, bucket_bytes=self._block_bytes):
             end = spec.offset + spec.num_bytes
-            target = self._block(spec.bucket, num_bytes=end).reserve(end)[spec.offset : end]
-            source = to_bytes(tensor, name=spec.name)
-            copy = self._copy if source.device.type == "cpu" else self._copy_from_gpu
-            crc = copy(source, target)
-            yield replace(spec, checksum=crc)
+            target_N = self._block(spec.bucket, num_bytes=end).reserve(end)[spec.offset : end]
+            if data_N.device.type == "cpu":
+                target_N.copy_(data_N)
+            else:
+                self._copy_from_gpu(data_N, target_N)
+            yield replace(spec, checksum=checksum(target_N))
 
     def _block(self, index: int, *, num_bytes: int) -> _Block:
         if index < len(self._blocks) and self._blocks[index].size < num_bytes:
@@ -82,21 +81,14 @@ class SharedMemorySender:
             self._blocks.append(_Block(max(num_bytes, self._block_bytes)))
         return self._blocks[index]
 
-    def _copy(self, source: Tensor, target: Tensor) -> int | None:
-        if self._has_checksums:
-            return copy_with_checksum(source, target_N=target)
-        target.copy_(source)
-        return None
-
-    def _copy_from_gpu(self, source: Tensor, target: Tensor) -> int | None:
+    def _copy_from_gpu(self, data_N: Tensor, target_N: Tensor) -> None:
         """Copy through a buffer of pinned memory, to which the GPU copies at full speed."""
         if self._pinned is None:
-            self._pinned = torch.empty(CHUNK_BYTES * 8, dtype=torch.uint8, pin_memory=True)
-        for start in range(0, len(source), len(self._pinned)):
-            part = source[start : start + len(self._pinned)]
-            self._pinned[: len(part)].copy_(part)
-            target[start : start + len(part)].copy_(self._pinned[: len(part)])
-        return checksum(target) if self._has_checksums else None
+            self._pinned = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+        for start in range(0, len(data_N), PINNED_BYTES):
+            part_N = data_N[start : start + PINNED_BYTES]
+            self._pinned[: len(part_N)].copy_(part_N)
+            target_N[start : start + len(part_N)].copy_(self._pinned[: len(part_N)])
 
     def _drop(self, *, after: int) -> None:
         for block in self._blocks[after:]:
@@ -106,22 +98,15 @@ class SharedMemorySender:
 
 def receive_shared_memory(handle: WeightHandle) -> Iterator[tuple[TensorSpec, Tensor]]:
     """Yield views into private mappings. A receiver may write to them without changing the shared memory."""
-    blocks = [_attach(name, size=size) for name, size in _blocks_of(handle)]
-    for spec in handle.tensors:
-        end = spec.offset + spec.num_bytes
-        if spec.bucket >= len(blocks) or end > len(blocks[spec.bucket]):
-            raise WeightsError(f"weight {spec.name!r} lies outside the offer's blocks; publish again")
-        yield spec, from_bytes(blocks[spec.bucket][spec.offset : end], spec)
-
-
-def _blocks_of(handle: WeightHandle) -> Iterator[tuple[str, int]]:
-    rows = cast(list[Any], handle.field("blocks", list))
-    for row in rows:
+    blocks: list[Tensor] = []
+    for row in cast(list[Any], handle.field("blocks", list)):
         match row:
-            case [str(name), int(size)] if name.startswith(NAME_PREFIX) and "/" not in name and size > 0:
-                yield name, size
+            case [str(name), int(size)] if name.startswith(NAME_PREFIX) and "/" not in name:
+                blocks.append(_attach(name, size=size))
             case _:
                 raise WeightsError(f"{row!r} is not a block of weights; pass on the handle unchanged")
+    for spec in handle.tensors:
+        yield spec, from_bytes(blocks[spec.bucket][spec.offset : spec.offset + spec.num_bytes], spec)
 
 
 class _Block:
@@ -167,8 +152,6 @@ def _attach(name: str, *, size: int) -> Tensor:
             "/dev/shm with this process; receive before the offer ends, or set rollout.weight_transfer=disk"
         ) from None
     try:
-        if os.fstat(fd).st_size < size:
-            raise WeightsError(f"block {name!r} of the shared memory is smaller than offered; publish again")
         return torch.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     finally:
         os.close(fd)

@@ -100,8 +100,8 @@ class EngineHost:
             self._connection.send(EngineReply(call.number, chunk, is_last=chunk.stop_reason is not None))
 
     async def _update_weights(self, handle: str, weight_version: int) -> None:
-        weights = await run_in_thread(lambda: dict(self._receiver.receive_all(handle)))
-        await self._server.update_weights(weights.items(), weight_version=weight_version)
+        weights = await run_in_thread(self._receiver.receive, handle)
+        await self._server.update_weights(weights, weight_version=weight_version)
 
 
 async def serve(end: socket.socket) -> None:

@@ -39,12 +39,12 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     try:
         if rank not in _receivers:
             _receivers[rank] = WeightReceiver(rank=rank, merges_on=next(model.parameters()).device)
-        weights = _receivers[rank].receive_all(message["handle"])
+        weights = _receivers[rank].receive(message["handle"])
     except Exception as error:  # noqa: BLE001  (reported to the server, which raises it)
         report["error"] = str(error)
     else:
         try:
-            model.load_weights(weights.items())
+            model.load_weights(iter(weights))
         except Exception as error:  # noqa: BLE001  (as above)
             report = {"error": f"{type(error).__name__}: {error}", "is_mixed": True}
     (Path(message["report_folder"]) / str(rank)).write_text(json.dumps(report), encoding="utf-8")

@@ -62,14 +62,14 @@ class WeightWorker:
             An empty dict, or `error`, and `is_unchanged`: whether the model still has all its old weights.
         """
         try:
-            weights = self._agent_loop_receiver().receive_all(handle)
+            weights = self._agent_loop_receiver().receive(handle)
         except WeightsError as error:
             return {"error": str(error), "is_unchanged": True}
         except Exception as error:
             logger.exception("new weights could not be received")
             return {"error": describe_error(error), "is_unchanged": True}
         try:
-            self._agent_loop_load(weights.items())
+            self._agent_loop_load(weights)
         except Exception as error:
             logger.exception("new weights could not be loaded")
             return {"error": describe_error(error), "is_unchanged": False}
