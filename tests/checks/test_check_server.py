@@ -197,14 +197,6 @@ class ScoresAtAnotherTemperature(Embedded):
         return replace(scores, logprobs=scores.logprobs * np.float32(0.9))
 
 
-class ReversesTheLikeliest(Embedded):
-    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
-        scores = await super().score(token_ids, start=start, top_logprobs=top_logprobs)
-        if scores.top_ids is None or scores.top_logprobs is None:
-            return scores
-        return replace(scores, top_ids=scores.top_ids[:, ::-1], top_logprobs=scores.top_logprobs[:, ::-1])
-
-
 class NeverWakesUp(Embedded):
     async def wake_up(self) -> None:
         pass
@@ -226,8 +218,6 @@ FAULTS: Sequence[tuple[type[Embedded], str]] = [
     (RaisesOtherErrors, "invalid requests are refused, and the server keeps running"),
     (ScoresFromTheFirstToken, "scores begin at start, and do not depend on it or on other requests"),
     (ScoresAtAnotherTemperature, "scores of a completion are its log-probs"),
-    (ScoresAtAnotherTemperature, "scores match the reference model"),
-    (ReversesTheLikeliest, "the likeliest tokens of scores are in order"),
     (NeverWakesUp, "a sleeping server refuses requests, and wakes up unchanged"),
 ]
 

@@ -80,7 +80,7 @@ def test_the_registry_imports_no_optional_dependency() -> None:
     loaded = run_python(
         """
         import sys
-        import agent_loop.interactions.registry, agent_loop.loops, agent_loop.checks.interaction
+        import agent_loop.interactions.registry, agent_loop.loops, agent_loop.checks.instances
         print(sorted({"gymnasium", "openai", "torch", "transformers"} & set(sys.modules)))
         """
     )

@@ -318,7 +318,7 @@ def test_requests_are_bounded_and_all_share_connections_that_are_closed_at_the_e
 
 def open_files() -> dict[str, int]:
     """Count open files. Threads that look up host names stay for later look-ups, so they are not counted."""
-    return {**count_resources(), "thread": sys.maxsize}
+    return {**count_resources(), "thread": sys.maxsize, "task": sys.maxsize}
 
 
 def test_a_cancelled_reward_leaves_no_connection(tmp_path: Path) -> None:

@@ -19,13 +19,12 @@ from agent_loop.lazy_exports import lazy_exports
 from agent_loop.testing.conformance import CheckReport, CheckResult
 
 if TYPE_CHECKING:
-    from agent_loop.checks.checked_server import Reference, vocab_size_of
-    from agent_loop.checks.interaction import check_interaction
+    from agent_loop.checks.instances import check_interaction, check_tool
     from agent_loop.checks.model import check_model
+    from agent_loop.checks.reference import Reference, vocab_size_of
     from agent_loop.checks.sandbox import check_sandbox
     from agent_loop.checks.server import check_server
     from agent_loop.checks.tasks import check_tasks
-    from agent_loop.checks.tool import check_tool
 
 __all__ = [
     "CheckReport",
@@ -41,14 +40,14 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "Reference": "checked_server",
-    "check_interaction": "interaction",
+    "Reference": "reference",
+    "check_interaction": "instances",
     "check_model": "model",
     "check_sandbox": "sandbox",
     "check_server": "server",
     "check_tasks": "tasks",
-    "check_tool": "tool",
-    "vocab_size_of": "checked_server",
+    "check_tool": "instances",
+    "vocab_size_of": "reference",
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agent_loop.checks.checked_server import Reference
+from agent_loop.checks.reference import Reference
 from agent_loop.rollout.batch import assemble
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
+import torch
 
-from agent_loop.checks.checked_server import CheckedServer, Reference, add_check
-from agent_loop.checks.server_control import CONTROL_CHECKS
-from agent_loop.errors import ConfigError
+from agent_loop.checks.reference import Reference
+from agent_loop.errors import ConfigError, ServerError, WeightsError
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.scores import TokenScores, checked_scores
 from agent_loop.testing.conformance import (
     CheckFailed,
+    CheckFunction,
     CheckReport,
     CheckSkipped,
     CheckSuite,
@@ -28,10 +31,13 @@ from agent_loop.types import FloatArray, IntArray, SamplingParams, TokenOutput, 
 MIN_MODEL_LEN = 64
 LONGEST_TRUE = len("true") + 1
 """Largest number of tokens of the text, with its end token."""
-NUM_TOP = 3
-SERVER_CHECKS = CheckSuite[CheckedServer]()
-_check = partial(add_check, suite=SERVER_CHECKS)
-_score_check = partial(add_check, suite=SERVER_CHECKS, ability=Ability.SCORE)
+POLL_S = 0.02
+NUM_TRIALS = 3
+"""Measurements before a check of a duration fails: other load on the machine may spoil one."""
+MAX_SHARE = 0.5
+"""Share of a whole completion's time in which the engine must be idle again after a request was cancelled."""
+MAX_ATTEMPTS = 5
+"""Attempts to abort a completion before it ends by itself; those of small models end soon."""
 
 
 async def check_server(
@@ -68,25 +74,207 @@ async def check_server(
         server=server,
         vocab_size=vocab_size or (reference.vocab_size if reference else 0),
         max_model_len=max_model_len,
-        reference=reference,
+        given_reference=reference,
         tolerance=tolerance,
-        long_tokens=max_model_len - 24,
     )
-    return await SERVER_CHECKS.run(
-        subject, name=f"server {server.name!r}", timeout_s=timeout_s, on_result=on_result
-    )
+    name = f"server {server.name!r}"
+    return await SERVER_CHECKS.run(subject, name=name, timeout_s=timeout_s, on_result=on_result)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedServer:
+    """Server under check, and the limits of the requests that it accepts."""
+
+    server: AsyncServerBase
+    vocab_size: int
+    max_model_len: int
+    given_reference: Reference | None
+    tolerance: float
+    """Largest accepted difference of log-probs, in nats."""
+    _sessions: count[int] = field(default_factory=count)
+
+    @property
+    def reference(self) -> Reference:
+        """The reference model. The check is skipped if there is none."""
+        if self.given_reference is None:
+            raise CheckSkipped("needs a reference")
+        return self.given_reference
+
+    @property
+    def long_tokens(self) -> int:
+        """Number of tokens of a completion that is long enough to be interrupted."""
+        return self.max_model_len - 24
+
+    def prompt(self, num_tokens: int, *, seed: int = 0) -> IntArray:
+        """Return random tokens, the same for the same arguments."""
+        random = np.random.default_rng([seed, num_tokens])
+        return random.integers(0, self.vocab_size, num_tokens, dtype=np.int32)
+
+    def session(self) -> str:
+        """Return a new request id."""
+        return f"check-{next(self._sessions)}"
+
+    async def generate(
+        self, prompt_ids: IntArray | Sequence[int], *, session: str | None = None, **params: Any
+    ) -> TokenOutput:
+        """Return a completion. The session stays open if one is given. `params` are those of `SamplingParams`."""
+        request_id = session or self.session()
+        try:
+            return await self.server.generate(as_token_ids(prompt_ids), SamplingParams(**params), request_id)
+        finally:
+            if session is None:
+                self.server.end_session(request_id)
+
+    async def greedy(
+        self, prompt_ids: IntArray | Sequence[int], num_tokens: int, *, session: str | None = None
+    ) -> list[int]:
+        """Return a greedy completion of `num_tokens` tokens that end tokens do not stop."""
+        output = await self.generate(
+            prompt_ids, session=session, temperature=0.0, max_tokens=num_tokens, ignore_eos=True
+        )
+        return output.token_ids
+
+    async def long(self, prompt: IntArray, *, session: str) -> TokenOutput:
+        """Return a completion of `long_tokens` tokens."""
+        return await self.generate(
+            prompt, session=session, temperature=0.0, max_tokens=self.long_tokens, ignore_eos=True
+        )
+
+    async def start_long(
+        self, prompt: IntArray, *, session: str, group: asyncio.TaskGroup
+    ) -> asyncio.Task[TokenOutput]:
+        """Start a long completion and return its task once the engine runs it.
+
+        The completions of a small model may all end before `health` shows them. The last attempt then returns at once.
+        """
+        task = group.create_task(self.long(prompt, session=session))
+        for _ in range(MAX_ATTEMPTS):
+            while not task.done():
+                if (await self.server.health()).num_running:
+                    return task
+                await asyncio.sleep(POLL_S)
+            task = group.create_task(self.long(prompt, session=session))
+        await asyncio.sleep(0)
+        return task
+
+    async def until_idle(self) -> None:
+        """Wait until no request is running or queued in the engine."""
+        while True:
+            health = await self.server.health()
+            require(health.is_alive, f"the server died: {health.detail}")
+            if health.num_running + health.num_waiting == 0:
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def score(self, text: IntArray, *, start: int = 1) -> TokenScores:
+        """Return the scores of a text."""
+        return checked_scores(
+            await self.server.score(text, start=start),
+            num_scores=len(text) - start,
+            top_logprobs=0,
+            server=self.server.name,
+            vocab_size=self.vocab_size,
+        )
+
+    def require_same(self, got: Sequence[int], wanted: Sequence[int], *, prompt: IntArray, what: str) -> None:
+        """Fail the check unless two greedy completions are equal, except after a near tie of the reference."""
+        if list(got) == list(wanted):
+            return
+        reason = ""
+        if self.given_reference is not None and len(got) == len(wanted):
+            reason = self.given_reference.disagreement(prompt.tolist(), got)
+            if not reason:
+                return
+        raise CheckFailed(f"{what}: got {list(got)}, not {list(wanted)}; {reason}".rstrip("; "))
+
+    def require_close(self, found: FloatArray, wanted: FloatArray, what: str) -> float:
+        """Fail the check unless log-probs are equal up to the tolerance, and return the largest difference."""
+        difference = float(np.abs(found - wanted).max(initial=0.0))
+        require(
+            difference <= self.tolerance,
+            f"{what} differ by up to {difference:.2g} nats; return log_softmax(logits / temperature), before top-k and "
+            "top-p, and for scores at temperature 1",
+        )
+        return difference
+
+    def require_valid(self, output: TokenOutput) -> None:
+        """Fail the check if a completion has invalid token ids or log-probs."""
+        invalid = [token for token in output.token_ids if not 0 <= token < self.vocab_size]
+        require(not invalid, f"token ids {invalid[:3]} are not below the vocabulary size {self.vocab_size}")
+        if Ability.LOG_PROBS not in self.server.abilities:
+            return
+        if output.log_probs is None:
+            raise CheckFailed("no log-probs were returned, although the server claims them")
+        wrong = [p for p in output.log_probs if not math.isfinite(p) or p > 1e-4]
+        require(not wrong, f"{wrong[:3]} are not log-probs; they must be finite and at most 0")
+
+    async def require_refusal(self, prompt: IntArray, *, session: str, what: str) -> None:
+        """Fail the check unless a request raises a `ServerError` that names the server and the request."""
+        try:
+            await self.generate(prompt, session=session, max_tokens=2)
+        except ServerError as error:
+            require(error.server == self.server.name, f"{what}: the error does not name the server: {error}")
+            require(error.request_id == session, f"{what}: the error does not name the request: {error}")
+        except Exception as error:
+            raise CheckFailed(f"{what}: {type(error).__name__} instead of ServerError: {error}") from error
+        else:
+            raise CheckFailed(f"{what} was not refused")
+
+    async def require_model(self, model: Reference, *, prompt: IntArray, version: int) -> float:
+        """Fail the check unless completions come from `model` and carry `version`. Return the largest difference."""
+        output = await self.generate(prompt, temperature=0.0, max_tokens=12, ignore_eos=True)
+        reason = model.disagreement(prompt.tolist(), output.token_ids)
+        require(not reason, f"version {version}: {reason}")
+        reported = (await self.server.health()).weight_version
+        require(
+            output.weight_version == reported == version,
+            f"the weights have version {version}, a completion {output.weight_version}, and health() {reported}",
+        )
+        if output.log_probs is None:
+            return 0.0
+        wanted = model.logprobs(prompt.tolist(), output.token_ids)
+        return self.require_close(
+            np.array(output.log_probs, np.float32), wanted, f"log-probs of version {version}"
+        )
+
+
+SERVER_CHECKS = CheckSuite[CheckedServer]()
+ServerCheck = CheckFunction[CheckedServer]
+
+
+def _check(
+    name: str, *, ability: Ability | None = None, method: str | None = None
+) -> Callable[[ServerCheck], ServerCheck]:
+    """Return a decorator that adds a check, which is skipped if the server lacks an ability or an optional method."""
+
+    def add(function: ServerCheck) -> ServerCheck:
+        @SERVER_CHECKS.check(name)
+        async def check(subject: CheckedServer) -> str | None:
+            if ability is not None and ability not in subject.server.abilities:
+                raise CheckSkipped(f"the server does not claim {ability}")
+            if method is not None and getattr(type(subject.server), method) is getattr(
+                AsyncServerBase, method
+            ):
+                raise CheckSkipped(f"the server does not define {method}")
+            return await function(subject)
+
+        return check
+
+    return add
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
 
 
 @_check("a completion has valid token ids and ends at max_tokens")
 async def _length(subject: CheckedServer) -> None:
     for num_tokens in (1, 5):
         output = await subject.generate(subject.prompt(9), max_tokens=num_tokens, ignore_eos=True)
+        got = len(output.token_ids), output.stop_reason
         require(
-            len(output.token_ids) == num_tokens,
-            f"max_tokens is {num_tokens}, but {len(output.token_ids)} tokens were returned",
+            got == (num_tokens, "length"), f"max_tokens is {num_tokens}, but it returned and ended with {got}"
         )
-        require(output.stop_reason == "length", f"stop reason is {output.stop_reason!r}, not 'length'")
-        _require_valid(subject, output)
+        subject.require_valid(output)
 
 
 @_check("without max_tokens, a completion runs to the end of the context")
@@ -94,12 +282,8 @@ async def _to_the_end(subject: CheckedServer) -> None:
     prompt = subject.prompt(max(1, subject.max_model_len - 12))
     output = await subject.generate(prompt, ignore_eos=True)
     require(output.stop_reason == "length", f"stop reason is {output.stop_reason!r}, not 'length'")
-    room = subject.max_model_len - len(prompt)
-    require(
-        room - 1 <= len(output.token_ids) <= room,
-        f"the prompt has {len(prompt)} tokens of a context of {subject.max_model_len}, "
-        f"but {len(output.token_ids)} tokens were returned",
-    )
+    room, got = subject.max_model_len - len(prompt), len(output.token_ids)
+    require(room - 1 <= got <= room, f"the context has room for {room} tokens, but {got} were returned")
 
 
 @_check("a stop token ends the completion and is returned")
@@ -108,24 +292,16 @@ async def _stop_token(subject: CheckedServer) -> None:
     tokens = await subject.greedy(prompt, 12)
     position = max(tokens.index(token) for token in tokens)
     unseen = next(token for token in range(subject.vocab_size) if token not in tokens)
+    stops = (tokens[position], unseen)
     for ignore_eos in (True, False):
         output = await subject.generate(
-            prompt,
-            temperature=0.0,
-            max_tokens=12,
-            stop_token_ids=(tokens[position], unseen),
-            ignore_eos=ignore_eos,
+            prompt, temperature=0.0, max_tokens=12, stop_token_ids=stops, ignore_eos=ignore_eos
         )
-        got = output.token_ids
-        if (
-            not ignore_eos
-            and got == tokens[: len(got)]
-            and output.stop_reason == "stop"
-            and len(got) <= position
-        ):
+        got, reason = output.token_ids, output.stop_reason
+        require(reason == "stop", f"stop reason is {reason!r}, not 'stop'")
+        if not ignore_eos and len(got) <= position and got == tokens[: len(got)]:
             continue  # one of the model's own end tokens came first
         subject.require_same(got, tokens[: position + 1], prompt=prompt, what=f"ignore_eos={ignore_eos}")
-        require(output.stop_reason == "stop", f"stop reason is {output.stop_reason!r}, not 'stop'")
 
 
 @_check("tokens sent back in a prompt are read as the same tokens")
@@ -138,19 +314,16 @@ async def _continuity(subject: CheckedServer) -> None:
         subject.require_same(rest, whole[5:], prompt=context, what="after 5 sampled tokens in the prompt")
 
 
-@_check("greedy completions match the reference model", needs_reference=True)
+@_check("greedy completions match the reference model")
 async def _greedy(subject: CheckedServer) -> None:
-    assert subject.reference is not None
     for seed, num_tokens in ((0, 1), (1, 17), (2, 64)):
         prompt = subject.prompt(num_tokens, seed=seed)
-        tokens = await subject.greedy(prompt, 16)
-        reason = subject.reference.disagreement(prompt.tolist(), tokens)
+        reason = subject.reference.disagreement(prompt.tolist(), await subject.greedy(prompt, 16))
         require(not reason, f"prompt of {num_tokens} tokens: {reason}")
 
 
-@_check("log-probs match the reference model", ability=Ability.LOG_PROBS, needs_reference=True)
+@_check("log-probs match the reference model", ability=Ability.LOG_PROBS)
 async def _logprobs(subject: CheckedServer) -> str:
-    assert subject.reference is not None
     variants: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.7},
@@ -160,65 +333,43 @@ async def _logprobs(subject: CheckedServer) -> str:
     ]
     worst, num_without = 0.0, 0
     for seed, variant in enumerate(variants):
-        prompt = subject.prompt(31, seed=seed)
+        prompt, temperature = subject.prompt(31, seed=seed), variant["temperature"]
         output = await subject.generate(prompt, max_tokens=16, ignore_eos=True, **variant)
-        is_truncated = "top_p" in variant or "top_k" in variant
-        if output.log_probs is None and is_truncated:
+        if output.log_probs is None:
+            require(len(variant) > 1, f"no log-probs were returned with {variant}")
             num_without += 1
             continue
-        require(output.log_probs is not None, f"no log-probs were returned with {variant}")
-        wanted = subject.reference.logprobs(
-            prompt.tolist(), output.token_ids, temperature=variant["temperature"]
+        wanted = subject.reference.logprobs(prompt.tolist(), output.token_ids, temperature=temperature)
+        found = np.array(output.log_probs, np.float32)
+        worst = max(
+            worst, subject.require_close(found, wanted, f"log-probs with {variant} and the reference")
         )
-        difference = _difference(wanted, np.array(output.log_probs))
-        require(
-            difference <= subject.tolerance,
-            f"with {variant} log-probs differ from the reference by up to {difference:.2g} nats; return "
-            "log_softmax(logits / temperature), before top-k and top-p",
-        )
-        worst = max(worst, difference)
     suffix = "; no log-probs with top-k or top-p" if num_without else ""
     return f"largest difference {worst:.1g} nats{suffix}"
 
 
-@_check(
-    "the likeliest tokens and their log-probs are those of the model",
-    ability=Ability.TOP_LOGPROBS,
-    needs_reference=True,
-)
-async def _top_logprobs(subject: CheckedServer) -> str:
-    assert subject.reference is not None
-    num_top, worst = 3, 0.0
+@_check("the likeliest tokens and their log-probs are those of the model", ability=Ability.TOP_LOGPROBS)
+async def _top_logprobs(subject: CheckedServer) -> None:
+    num_top = 3
     for seed, temperature in enumerate((1.0, 0.7, 0.0)):
         prompt = subject.prompt(21, seed=seed)
         output = await subject.generate(
             prompt, max_tokens=4, ignore_eos=True, temperature=temperature, top_logprobs=num_top
         )
-        shape = (len(output.token_ids), num_top)
-        extras = output.extras
+        shape, extras = (len(output.token_ids), num_top), output.extras
         for name in ("top_token_ids", "top_logprobs"):
-            require(name in extras, f"extras have no {name}")
-            require(
-                extras[name].shape == shape, f"{name} has shape {list(extras[name].shape)}, not {list(shape)}"
-            )
+            found = extras[name].shape if name in extras else None
+            require(found == shape, f"the extra {name} has shape {found}, not {shape}")
         for place, (tokens, logprobs) in enumerate(
             zip(extras["top_token_ids"].tolist(), extras["top_logprobs"].tolist(), strict=True)
         ):
-            before = output.token_ids[:place]
-            expected = [
-                float(subject.reference.logprobs(prompt.tolist(), [*before, t], temperature=temperature)[-1])
-                for t in tokens
-            ]
-            worst = max(worst, *[abs(a - b) for a, b in zip(logprobs, expected, strict=True)])
+            context = [*prompt.tolist(), *output.token_ids[:place]]
+            wanted = [subject.reference.logprobs(context, [t], temperature=temperature)[0] for t in tokens]
+            subject.require_close(np.array(logprobs), np.array(wanted), "log-probs of the likeliest tokens")
             require(len(set(tokens)) == num_top, f"the tokens {tokens} are not different")
             require(logprobs == sorted(logprobs, reverse=True), f"log-probs {logprobs} do not decrease")
-            best = subject.reference.disagreement([*prompt.tolist(), *before], tokens[:1])
+            best = subject.reference.disagreement(context, tokens[:1])
             require(not best, f"the first of the likeliest tokens after {place} tokens: {best}")
-    require(
-        worst <= subject.tolerance,
-        f"log-probs are up to {worst:.2g} nats off; they must be log_softmax(logits / temperature)",
-    )
-    return f"largest difference {worst:.1g} nats"
 
 
 @_check("a completion under a schema ends where the text is complete", ability=Ability.JSON_SCHEMA)
@@ -232,14 +383,7 @@ async def _json_schema(subject: CheckedServer) -> None:
             f"the schema allows only 'true', but the completion has {len(output.token_ids)} tokens and the stop "
             f"reason {output.stop_reason!r}; remove the tokens that the schema does not allow before sampling",
         )
-        _require_valid(subject, output)
-
-
-@_check("sampling with top_k=1 is greedy")
-async def _top_k_one(subject: CheckedServer) -> None:
-    prompt = subject.prompt(14, seed=4)
-    output = await subject.generate(prompt, top_k=1, max_tokens=8, ignore_eos=True)
-    subject.require_same(output.token_ids, await subject.greedy(prompt, 8), prompt=prompt, what="top_k=1")
+        subject.require_valid(output)
 
 
 @_check("a seed makes a completion reproducible", ability=Ability.SEED)
@@ -247,8 +391,7 @@ async def _seed(subject: CheckedServer) -> None:
     prompt = subject.prompt(13, seed=5)
 
     async def sample(seed: int) -> list[int]:
-        output = await subject.generate(prompt, seed=seed, max_tokens=24, ignore_eos=True)
-        return output.token_ids
+        return (await subject.generate(prompt, seed=seed, max_tokens=24, ignore_eos=True)).token_ids
 
     alone = await sample(7)
     together = await run_together(sample(seed) for seed in (7, 8, 9, 7))
@@ -261,13 +404,11 @@ async def _continued_seed(subject: CheckedServer) -> None:
     for seed, kept in ((5, 1), (2**62 + 3, 9)):
         prompt = subject.prompt(17, seed=seed % 100)
         params: dict[str, Any] = {"seed": seed, "ignore_eos": True}
-        whole = await subject.generate(prompt, max_tokens=20, **params)
-        context = as_token_ids([*prompt.tolist(), *whole.token_ids[:kept]])
+        whole = (await subject.generate(prompt, max_tokens=20, **params)).token_ids
+        context = as_token_ids([*prompt.tolist(), *whole[:kept]])
         rest = await subject.generate(context, max_tokens=20 - kept, num_sampled=kept, **params)
-        require(
-            rest.token_ids == whole.token_ids[kept:],
-            f"resumed after {kept} tokens, it samples {rest.token_ids}, not {whole.token_ids[kept:]}",
-        )
+        what = f"resumed after {kept} tokens, it samples {rest.token_ids}, not {whole[kept:]}"
+        require(rest.token_ids == whole[kept:], what)
 
 
 @_check("concurrent requests do not affect each other")
@@ -281,8 +422,7 @@ async def _concurrency(subject: CheckedServer) -> None:
 
 @_check("the next turn of a session sees all earlier tokens")
 async def _session(subject: CheckedServer) -> None:
-    session = subject.session()
-    prompt = subject.prompt(40, seed=6)
+    session, prompt = subject.session(), subject.prompt(40, seed=6)
     first = await subject.greedy(prompt, 8, session=session)
     context = as_token_ids([*prompt.tolist(), *first, *subject.prompt(7, seed=7).tolist()])
     second = await subject.greedy(context, 8, session=session)
@@ -292,164 +432,246 @@ async def _session(subject: CheckedServer) -> None:
 
 @_check("the next turn of a session reuses the cached prefix", ability=Ability.PREFIX_REUSE)
 async def _prefix_reuse(subject: CheckedServer) -> str:
-    try:
-        return await _require_reuse(subject, seed=8)
-    except CheckFailed:  # a working cache may evict one prefix, but not two in a row
-        return await _require_reuse(subject, seed=80)
-
-
-async def _require_reuse(subject: CheckedServer, *, seed: int) -> str:
-    session = subject.session()
-    prompt = subject.prompt(subject.max_model_len // 2, seed=seed)
-    first = await subject.greedy(prompt, 8, session=session)
-    context = as_token_ids([*prompt.tolist(), *first, *subject.prompt(5, seed=9).tolist()])
-    output = await subject.generate(context, session=session, temperature=0.0, max_tokens=2)
-    subject.server.end_session(session)
-    cached = output.num_cached_tokens
-    require(cached is not None, "num_cached_tokens is None; return the number of cached prompt tokens")
-    require(
-        (cached or 0) >= len(prompt) // 2,
-        f"only {cached} of the {len(prompt)} prompt tokens of the first turn were cached",
-    )
-    return f"{cached} of {len(prompt) + len(first)} tokens cached"
+    cached, num_prompt = 0, subject.max_model_len // 2
+    for seed in (8, 80):  # a working cache may evict one prefix, but not two in a row
+        session, prompt = subject.session(), subject.prompt(num_prompt, seed=seed)
+        first = await subject.greedy(prompt, 8, session=session)
+        context = as_token_ids([*prompt.tolist(), *first, *subject.prompt(5, seed=9).tolist()])
+        output = await subject.generate(context, session=session, temperature=0.0, max_tokens=2)
+        subject.server.end_session(session)
+        require(output.num_cached_tokens is not None, "num_cached_tokens is None; return their number")
+        cached = max(cached, output.num_cached_tokens or 0)
+    shown = f"{cached} of the {num_prompt} prompt tokens of the first turn were cached"
+    require(cached >= num_prompt // 2, f"only {shown}")
+    return shown
 
 
 @_check("a stream returns the whole completion in chunks")
 async def _stream(subject: CheckedServer) -> str:
-    prompt = subject.prompt(15, seed=10)
+    prompt, session = subject.prompt(15, seed=10), subject.session()
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    session = subject.session()
     chunks = [chunk async for chunk in subject.server.stream(prompt, params, session)]
     subject.server.end_session(session)
     output = TokenOutput.from_chunks(chunks)
-    _require_valid(subject, output)
+    subject.require_valid(output)
     subject.require_same(output.token_ids, await subject.greedy(prompt, 24), prompt=prompt, what="the stream")
+    *others, last = [chunk.stop_reason for chunk in chunks]
     require(
-        [chunk.stop_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-        and output.stop_reason == "length",
-        f"the stop reasons of the chunks are {[chunk.stop_reason for chunk in chunks]}; "
-        "set 'length' on the last one and None on the others",
+        not any(others) and last == "length",
+        f"the stop reasons of the chunks are {[*others, last]}; set 'length' on the last one and None on the others",
     )
     if Ability.STREAMING in subject.server.abilities:
         require(len(chunks) > 1, "24 tokens were returned in a single chunk")
     return f"{len(chunks)} chunks"
 
 
-@_check("closing a stream aborts its request", ability=Ability.STREAMING)
-async def _closed_stream(subject: CheckedServer) -> str:
-    clock = asyncio.get_running_loop().time
-    params = SamplingParams(max_tokens=subject.long_tokens, ignore_eos=True)
-    session, prompt = subject.session(), subject.prompt(8, seed=11)
-    started = clock()
-    num_tokens = sum([len(c.token_ids) async for c in subject.server.stream(prompt, params, session)])
-    whole_s = clock() - started
-    require(num_tokens == subject.long_tokens, f"{num_tokens} of {subject.long_tokens} tokens were streamed")
-
-    async def start_and_close() -> None:
-        stream = subject.server.stream(prompt, params, session)
-        await anext(stream)
-        await stream.aclose()
-
-    share = await subject.require_early_end(start_and_close, whole_s=whole_s)
-    subject.server.end_session(session)
-    return share
-
-
-def _require_valid(subject: CheckedServer, output: TokenOutput) -> None:
-    invalid = [token for token in output.token_ids if not 0 <= token < subject.vocab_size]
-    require(not invalid, f"token ids {invalid[:3]} are not below the vocabulary size {subject.vocab_size}")
-    if Ability.LOG_PROBS not in subject.server.abilities:
-        return
-    if output.log_probs is None:
-        raise CheckFailed("no log-probs were returned, although the server claims them")
-    wrong = [p for p in output.log_probs if not math.isfinite(p) or p > 1e-4]
-    require(not wrong, f"{wrong[:3]} are not log-probs; they must be finite and at most 0")
-
-
-@_score_check("scores begin at start, and do not depend on it or on other requests")
+@_check("scores begin at start, and do not depend on it or on other requests", ability=Ability.SCORE)
 async def _score_start(subject: CheckedServer) -> None:
     texts = [subject.prompt(20 + 3 * number, seed=number) for number in range(4)]
-    whole = await run_together(_score(subject, text) for text in texts)
+    whole = await run_together(subject.score(text) for text in texts)
     for text, scores in zip(texts, whole, strict=True):
         for start in (1, len(text) // 2, len(text) - 1):
-            part = await _score(subject, text, start=start)
-            difference = _difference(part.logprobs, scores.logprobs[start - 1 :])
-            require(
-                difference <= subject.tolerance,
-                f"from start={start}, log-probs of a text of {len(text)} tokens differ by up to {difference:.2g} nats "
-                "from those of the whole text; every token is scored given all tokens before it",
-            )
+            part = await subject.score(text, start=start)
+            what = f"log-probs of a text from start={start} on and of the whole text"
+            subject.require_close(part.logprobs, scores.logprobs[start - 1 :], what)
 
 
-@_score_check("scores of a completion are its log-probs")
-async def _score_completion(subject: CheckedServer) -> str:
-    if Ability.LOG_PROBS not in subject.server.abilities:
-        raise CheckSkipped(f"the server does not claim {Ability.LOG_PROBS}")
-    worst = 0.0
+@_check("scores of a completion are its log-probs", ability=Ability.SCORE)
+async def _score_completion(subject: CheckedServer) -> None:
     for seed in range(2):
         prompt = subject.prompt(19, seed=seed)
         output = await subject.generate(prompt, temperature=0.0, max_tokens=12, ignore_eos=True)
-        text = as_token_ids([*prompt.tolist(), *output.token_ids])
-        scores = await _score(subject, text, start=len(prompt))
-        worst = max(worst, _difference(scores.logprobs, np.array(output.log_probs, np.float32)))
-    require(
-        worst <= subject.tolerance,
-        f"scores differ from the log-probs of a greedy completion by up to {worst:.2g} nats; both are "
-        "log_softmax(logits)",
-    )
-    return f"largest difference {worst:.1g} nats"
-
-
-@_score_check("the likeliest tokens of scores are in order")
-async def _score_top(subject: CheckedServer) -> None:
-    text, start = subject.prompt(26, seed=5), 7
-    scores = await _score(subject, text, start=start, top_logprobs=NUM_TOP)
-    top_ids, top_logprobs = scores.top_ids, scores.top_logprobs
-    if top_ids is None or top_logprobs is None:
-        raise CheckFailed(f"top_logprobs is {NUM_TOP}, but no likeliest tokens were returned")
-    for place, (token, logprob) in enumerate(zip(text[start:].tolist(), scores.logprobs, strict=True)):
-        tokens, logprobs = top_ids[place].tolist(), top_logprobs[place]
-        require(len(set(tokens)) == NUM_TOP, f"the tokens {tokens} are not different")
-        require(bool((np.diff(logprobs) <= 0).all()), f"log-probs {logprobs.tolist()} do not decrease")
-        own = logprobs[tokens.index(token)] if token in tokens else logprobs[-1]
-        is_right = abs(own - logprob) <= subject.tolerance if token in tokens else own >= logprob
-        require(
-            bool(is_right),
-            f"token {start + place} has log-prob {logprob}, but the likeliest tokens there are {tokens} with "
-            f"{logprobs.tolist()}",
+        if output.log_probs is None:
+            raise CheckSkipped("the server returns no log-probs of completions")
+        scores = await subject.score(as_token_ids([*prompt.tolist(), *output.token_ids]), start=len(prompt))
+        subject.require_close(
+            scores.logprobs, np.array(output.log_probs, np.float32), "scores and log-probs of a completion"
         )
 
 
-@_score_check("scores match the reference model", needs_reference=True)
-async def _score_reference(subject: CheckedServer) -> str:
-    assert subject.reference is not None
-    worst = 0.0
-    for num_tokens in (2, 33, subject.max_model_len - 1):
-        text = subject.prompt(num_tokens, seed=num_tokens)
-        scores = await _score(subject, text)
-        wanted = subject.reference.logprobs(text[:1].tolist(), text[1:].tolist())
-        worst = max(worst, _difference(scores.logprobs, wanted))
+# -- abort, refusal, sleep, weights, close -----------------------------------------------------------------------------
+
+
+@_check("an aborted request returns the tokens sampled so far", method="abort")
+async def _abort(subject: CheckedServer) -> str:
+    session, prompt = subject.session(), subject.prompt(10, seed=20)
+    await subject.server.abort("check-never-seen")  # without an effect
+    got, reason = list[int](), ""
+    for _ in range(MAX_ATTEMPTS):
+        async with asyncio.TaskGroup() as group:
+            task = await subject.start_long(prompt, session=session, group=group)
+            await subject.server.abort(session)
+        got, reason = task.result().token_ids, task.result().stop_reason
+        if reason != "length":  # otherwise it ended by itself
+            break
+    require(reason == "aborted", f"stop reason is {reason!r}, not 'aborted'")
+    wanted = await subject.greedy(prompt, max(1, len(got)))
+    subject.require_same(got, wanted[: len(got)], prompt=prompt, what="the partial completion")
+    await subject.until_idle()
+    again = await subject.greedy(prompt, 3, session=session)
+    require(len(again) == 3, "the session could not continue after an abort")
+    subject.server.end_session(session)
+    return f"{len(got)} tokens kept"
+
+
+@_check("cancelling a request frees its slot")
+async def _cancel(subject: CheckedServer) -> str:
+    clock = asyncio.get_running_loop().time
+    session, prompt = subject.session(), subject.prompt(10, seed=22)
+    started = clock()
+    await subject.long(prompt, session=session)
+    whole_s, share = clock() - started, 1.0
+    for _ in range(NUM_TRIALS):
+        async with asyncio.TaskGroup() as group:
+            task = await subject.start_long(prompt, session=session, group=group)
+            task.cancel()
+        started = clock()
+        await subject.until_idle()
+        idle_at = clock()
+        await subject.server.health()  # its time is not that of the request
+        share = min(share, max(idle_at - started - (clock() - idle_at), 0.0) / whole_s)
+        if share <= MAX_SHARE:
+            break
     require(
-        worst <= subject.tolerance,
-        f"scores differ from the reference by up to {worst:.2g} nats; return log_softmax(logits) at temperature 1",
+        share <= MAX_SHARE, f"the engine kept running for {share:.0%} of the time of the whole completion"
     )
+    again = await subject.greedy(prompt, 2, session=session)
+    require(len(again) == 2, "the session could not continue after a cancellation")
+    subject.server.end_session(session)
+    return f"idle after {share:.0%} of the time of the whole completion"
+
+
+@_check("a second request of a session is refused while the first runs")
+async def _second(subject: CheckedServer) -> None:
+    session, prompt = subject.session(), subject.prompt(10, seed=23)
+    what = "a second request of the session"
+    # Both are sent at once: even a fast server cannot finish the first before the second arrives.
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(subject.long(prompt, session=session))
+        group.create_task(subject.require_refusal(prompt, session=session, what=what))
+    require(len(first.result().token_ids) == subject.long_tokens, "the first request was cut short")
+    subject.server.end_session(session)
+
+
+@_check("invalid requests are refused, and the server keeps running")
+async def _refusals(subject: CheckedServer) -> None:
+    for what, prompt in (
+        ("an empty prompt", as_token_ids([])),
+        ("a prompt longer than the context", subject.prompt(subject.max_model_len + 1, seed=24)),
+        ("a token id outside the vocabulary", as_token_ids([1, subject.vocab_size + 7, 2])),
+        ("a negative token id", as_token_ids([3, -1])),
+    ):
+        await subject.require_refusal(prompt, session=subject.session(), what=what)
+    health = await subject.server.health()
+    require(health.is_alive, f"an invalid request stopped the server: {health.detail}")
+    require(len(await subject.greedy(subject.prompt(5), 2)) == 2, "the next request returned no tokens")
+
+
+@_check("a sleeping server refuses requests, and wakes up unchanged", method="sleep")
+async def _sleep(subject: CheckedServer) -> None:
+    prompt = subject.prompt(12, seed=25)
+    before = await subject.greedy(prompt, 6)
+    await subject.server.sleep()
+    try:
+        await subject.require_refusal(prompt, session=subject.session(), what="a request while asleep")
+    finally:
+        await subject.server.wake_up()
+    await subject.server.wake_up()
+    subject.require_same(await subject.greedy(prompt, 6), before, prompt=prompt, what="after waking up")
+
+
+@_check("a server with requests in flight refuses to sleep", method="sleep")
+async def _busy_sleep(subject: CheckedServer) -> None:
+    session = subject.session()
+    async with asyncio.TaskGroup() as group:
+        await subject.start_long(subject.prompt(9, seed=26), session=session, group=group)
+        try:
+            await subject.server.sleep()
+        except ServerError:
+            pass
+        else:
+            await subject.server.wake_up()
+            raise CheckFailed("sleep() was accepted while a request was running")
+        finally:
+            await subject.server.abort(session)
+    subject.server.end_session(session)
+
+
+@_check("completions after a weight update come from the new weights", ability=Ability.WEIGHT_UPDATE)
+async def _update(subject: CheckedServer) -> str:
+    reference, worst = subject.reference, 0.0
+    version = (await subject.server.health()).weight_version
+    # Every update uses the same prompt, which finds a KV cache that is kept across updates.
+    prompt = subject.prompt(64, seed=27)
+    models = (reference.shifted(seed=1), reference.shifted(seed=2), reference)
+    for new_version, model in enumerate(models, start=version + 1):
+        await subject.server.update_weights(model.weights(), weight_version=new_version)
+        worst = max(worst, await subject.require_model(model, prompt=prompt, version=new_version))
     return f"largest difference {worst:.1g} nats"
 
 
-async def _score(
-    subject: CheckedServer, text: IntArray, *, start: int = 1, top_logprobs: int = 0
-) -> TokenScores:
-    return checked_scores(
-        await subject.server.score(text, start=start, top_logprobs=top_logprobs),
-        num_scores=len(text) - start,
-        top_logprobs=top_logprobs,
-        server=subject.server.name,
-        vocab_size=subject.vocab_size,
+@_check("invalid weights are refused and change nothing", ability=Ability.WEIGHT_UPDATE)
+async def _bad_weights(subject: CheckedServer) -> None:
+    version = (await subject.server.health()).weight_version
+    other = subject.reference.shifted(seed=3).weights()
+    name, first = other[0]
+    for what, weights in (
+        ("an unknown name", [*other, ("model.layers.0.no_such.weight", first)]),
+        ("a wrong shape", [*other[1:], (name, torch.zeros(3, 5))]),
+        ("a missing weight", other[1:]),
+        ("no weights", []),
+    ):
+        try:
+            await subject.server.update_weights(weights, weight_version=version + 1)
+        except WeightsError:
+            pass
+        else:
+            raise CheckFailed(f"{what} was accepted")
+        await subject.require_model(subject.reference, prompt=subject.prompt(20, seed=28), version=version)
+
+
+@_check("requests in flight continue across a weight update", ability=Ability.UPDATE_IN_FLIGHT)
+async def _in_flight(subject: CheckedServer) -> str:
+    version = (await subject.server.health()).weight_version
+    weights = [] if subject.given_reference is None else subject.given_reference.weights()
+    session = subject.session()
+    async with asyncio.TaskGroup() as group:
+        task = await subject.start_long(subject.prompt(10, seed=29), session=session, group=group)
+        await subject.server.update_weights(weights, weight_version=version + 1)
+        if not task.done():
+            await subject.server.abort(session)
+    subject.server.end_session(session)
+    versions = [chunk.weight_version for chunk in task.result().chunks]
+    require(
+        versions in ([version, version + 1], [version], [version + 1]),
+        f"its tokens have the versions {versions}, after an update from version {version} to {version + 1}",
     )
+    return f"tokens of version(s) {', '.join(map(str, versions))}"
 
 
-def _difference(one: FloatArray, other: FloatArray) -> float:
-    return float(np.abs(one - other).max(initial=0.0))
+@_check("a closed server refuses requests immediately", method="close")
+async def _close(subject: CheckedServer) -> None:
+    prompt = subject.prompt(8, seed=30)
 
+    async def request() -> BaseException | None:
+        try:
+            await subject.long(prompt, session=subject.session())
+        except Exception as error:  # noqa: BLE001  (the check looks at the type)
+            return error
+        return None
 
-SERVER_CHECKS.checks += CONTROL_CHECKS.checks
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(request())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await subject.server.close()
+    ended = task.result()
+    require(
+        isinstance(ended, ServerError | None), f"a request in flight ended with {ended!r}, no ServerError"
+    )
+    await subject.require_refusal(prompt, session=subject.session(), what="a request")
+    health = await subject.server.health()
+    require(
+        not health.is_alive and bool(health.detail),
+        f"health() returned {health}; a closed server is not alive, and `detail` gives the reason",
+    )

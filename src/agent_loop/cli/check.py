@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -22,16 +23,18 @@ from agent_loop.cli.arguments import (
     finite,
     read_config,
 )
-from agent_loop.cli.tasks import check_tasks_command
-from agent_loop.config import Config, parse_section
+from agent_loop.cli.verbosity import print_line
+from agent_loop.config import Config, load_config, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
-from agent_loop.files.plain_values import parse_json, parse_override, read_yaml, shown
+from agent_loop.files.plain_values import merge_overrides, parse_json, read_yaml, shown
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.runtime.event_loop import run_to_end
 
 if TYPE_CHECKING:
     from agent_loop.checks import CheckReport, CheckResult
+    from agent_loop.checks.tasks import TaskReport
     from agent_loop.interactions.base import BaseInteraction
+    from agent_loop.testing.conformance import CheckVerdict
     from agent_loop.tools.base import BaseTool
     from agent_loop.types import Row
 
@@ -51,28 +54,30 @@ class Printer:
     def __init__(self, *, as_json: bool) -> None:
         self.console = Console(stderr=as_json)
         self._as_json = as_json
-        self._reports: list[CheckReport] = []
+        self._results: dict[str, list[CheckResult]] = {}
 
     def result(self, result: CheckResult) -> None:
         """Print a result on a line."""
-        detail = f" ({result.detail})" if result.detail else ""
-        verdict = Text(f"{result.verdict:8}", style=STYLES[result.verdict])
-        self.console.print(verdict, Text(f"{result.name}{detail}"), soft_wrap=True)
+        self.line(result.verdict, f"{result.name} ({result.detail})" if result.detail else result.name)
+
+    def line(self, verdict: CheckVerdict, text: str) -> None:
+        """Print a verdict and what it is about."""
+        self.console.print(Text(f"{verdict:8}", style=STYLES[verdict]), Text(text), soft_wrap=True)
 
     def report(self, report: CheckReport) -> None:
         """Print how many checks passed, failed and were skipped."""
         counts = [f"{len(report.named(verdict))} {verdict}" for verdict in ("passed", "failed", "skipped")]
         self.console.print(f"{report.subject}: {', '.join(counts)}")
-        self._reports.append(report)
+        self._results[report.subject] = list(report.results)
 
     def end(self, *, is_passed: bool | None = None) -> None:
         """Print the JSON, and exit with code 1 if a check failed, or if `is_passed` is False."""
         if self._as_json:
-            results = {
-                report.subject: [asdict(result) for result in report.results] for report in self._reports
-            }
+            results = {name: list(map(asdict, results)) for name, results in self._results.items()}
             typer.echo(json.dumps(results, indent=2))
-        if not (is_passed if is_passed is not None else not any(each.failures for each in self._reports)):
+        if is_passed is None:
+            is_passed = all(each.verdict != "failed" for found in self._results.values() for each in found)
+        if not is_passed:
             raise typer.Exit(EXIT_FAILED)
 
 
@@ -208,10 +213,7 @@ def check_sandbox_command(
     from agent_loop.checks import check_sandbox
     from agent_loop.tools.sandbox.settings import SandboxSettings
 
-    values: dict[str, Any] = {}
-    for setting in settings or []:
-        values |= parse_override(setting)
-    given = parse_section(SandboxSettings, values, where="the settings given")
+    given = parse_section(SandboxSettings, merge_overrides({}, settings or ()), where="the settings given")
     printer = Printer(as_json=as_json)
     report = run_to_end(check_sandbox(given, timeout_s=timeout_s, on_result=printer.result))
     printer.report(report)
@@ -384,4 +386,90 @@ def _first_rows(config: Config) -> Mapping[str, Row]:
     return first
 
 
-check_app.command("tasks")(check_tasks_command)
+@check_app.command("tasks")
+def check_tasks_command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH_OR_NAME",
+            help="Folder of a task, or of several tasks, in Harbor's form; or a name, suite:task?option=value.",
+        ),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Settings that are merged over the workspaces of the tasks."
+        ),
+    ] = None,
+    *,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Configuration whose `data.workspace` is merged too.")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, max=1000, help="Number of tasks that are checked at once.")
+    ] = 1,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, help="Number of rows of a name to check.", show_default="all"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that the solution of every task scores 1, and that doing nothing scores 0.
+
+    Each task of a folder runs its tests in two new containers: in one at once, in the other after the solution. Each
+    row of a name is played twice, with one empty turn, which must score less than 1, and with the solution, if one is
+    known. Exit code 1 if a task fails.
+
+    Examples:
+
+        agent-loop check tasks examples/tasks --concurrency 2
+
+        agent-loop check tasks examples/tasks container.runtime=docker
+
+        agent-loop check tasks examples/tasks/write-script container.build_args.BASE_IMAGE=debian-with-python
+
+        agent-loop check tasks 'reasoning_gym:basic_arithmetic?size=100' --limit 20
+    """
+    # late: keeps `--help` quick
+    from agent_loop.checks.tasks import check_tasks
+    from agent_loop.environments.tasks import is_task_name
+
+    printer = Printer(as_json=as_json)
+    if is_task_name(source):
+        from agent_loop.checks.solutions import check_named_tasks  # late: loads transformers
+
+        if settings or config is not None:
+            raise ConfigError(f"{source!r} has no workspace; leave out --config and KEY=VALUE")
+        checks = check_named_tasks(
+            source, limit=limit, concurrency=concurrency, on_report=partial(_print_task, printer)
+        )
+    elif limit is not None:
+        raise ConfigError("--limit is for rows of a name, such as suite:task; leave it out")
+    else:
+        given: dict[str, Any] = {} if config is None else dict(load_config(config).data.workspace)
+        checks = check_tasks(
+            Path(source),
+            settings=merge_overrides(given, settings or ()),
+            concurrency=concurrency,
+            on_report=partial(_print_task, printer),
+        )
+    reports = run_to_end(checks)
+    num_failed = sum(not report.is_passed for report in reports)
+    printer.console.print(f"{len(reports) - num_failed} of {len(reports)} tasks passed")
+    if as_json:
+        shown = [{**asdict(report), "folder": report.folder and str(report.folder)} for report in reports]
+        typer.echo(json.dumps(shown, indent=2))
+    if num_failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _print_task(printer: Printer, report: TaskReport) -> None:
+    rewards = ("-" if reward is None else f"{reward:g}" for reward in (report.nothing, report.solution))
+    scores = "doing nothing scores {}, the solution {}".format(*rewards)
+    printer.line(
+        "passed" if report.is_passed else "failed", f"{report.name} ({scores}; {report.seconds:.1f} s)"
+    )
+    for problem in report.problems:
+        print_line(printer.console, f"{report.name}: {problem}", style="red")
+    for ignored in report.ignored:
+        print_line(printer.console, f"{report.name}: no effect: {ignored}")

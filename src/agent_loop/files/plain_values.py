@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from functools import partial, reduce
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -124,6 +124,11 @@ def merge_mappings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[s
             merge_mappings(cast(Mapping[str, Any], old), cast(Mapping[str, Any], value)) if both else value
         )
     return merged
+
+
+def merge_overrides(below: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return nested mappings with `key=value` overrides merged over them."""
+    return reduce(merge_mappings, map(parse_override, overrides), dict(below))
 
 
 def resolve_interpolation(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
 
 SubjectT = TypeVar("SubjectT")
+CheckedT = TypeVar("CheckedT", contravariant=True)
 CheckVerdict: TypeAlias = Literal["passed", "failed", "skipped"]
 TICK_S = 0.005
 MAX_BLOCK_S = 0.1
@@ -92,13 +93,13 @@ OnResult: TypeAlias = Callable[[CheckResult], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Check(Generic[SubjectT]):
+class Check(Generic[CheckedT]):
     """One rule of a contract, and the function that tests it."""
 
     name: str
-    function: CheckFunction[SubjectT]
+    function: CheckFunction[CheckedT]
 
-    async def run(self, subject: SubjectT, *, timeout_s: float) -> CheckResult:
+    async def run(self, subject: CheckedT, *, timeout_s: float) -> CheckResult:
         """Run the check. An exception of any kind, or a run longer than `timeout_s`, is a failure."""
         clock = asyncio.get_running_loop().time
         started = clock()
@@ -220,8 +221,8 @@ def require_forgotten(instance_id: str, owner: object, *, after: str) -> None:
 
 
 def count_resources() -> dict[str, int]:
-    """Count the threads of this process and, on Linux, its open files and child processes."""
-    counts = {"thread": threading.active_count()}
+    """Count the tasks of the running event loop, and the threads, open files and child processes of this process."""
+    counts = {"task": len(asyncio.all_tasks()), "thread": threading.active_count()}
     if Path("/proc/self/fd").is_dir():
         counts["open file"] = len(os.listdir(Path("/proc/self/fd")))
         counts["process"] = _num_children()

@@ -1,4 +1,4 @@
-"""The checks of tools pass tools that follow the contract, and find each kind of fault."""
+"""The checks of tools and interactions pass those that follow the contract, and find each kind of fault."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,17 +15,24 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agent_loop.checks import check_tool
-from agent_loop.checks import tool as tool_checks
-from agent_loop.checks.tool import TOOL_CHECKS, CheckedTool, edge_arguments
+from agent_loop.checks import check_interaction, check_tool, instances
+from agent_loop.checks.instances import TOOL_CHECKS, CheckedTool, edge_arguments
 from agent_loop.cli import app
+from agent_loop.environments.gymnasium import GymnasiumInteraction
 from agent_loop.errors import ConfigError, ContractError, ToolError
-from agent_loop.integrations.verl.gsm8k import Gsm8kTool
+from agent_loop.integrations.verl.gsm8k import Gsm8kInteraction, Gsm8kTool
+from agent_loop.interactions.base import BaseInteraction
+from agent_loop.interactions.scripted import ScriptedInteraction
+from agent_loop.interactions.simulated_user import SimulatedUser
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing.conformance import CheckReport
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.calculator import CalculatorTool
 from agent_loop.tools.function import function_tool
 from agent_loop.tools.search.tool import SearchTool
+from agent_loop.types import Message
+from tests.environments.gymnasium.test_interaction import FROZEN_LAKE
+from tests.interactions.endpoint import endpoint
 
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 SCHEMA = {"type": "function", "function": {"name": "notes", "parameters": PARAMETERS}}
@@ -80,11 +86,6 @@ class RetriesWhatHasEffects(Notes):
 class ReturnsNumber(Notes):
     async def answer(self, instance_id: str, text: str) -> Any:
         return 7
-
-
-class RewardsNaN(Notes):
-    async def answer(self, instance_id: str, text: str) -> Any:
-        return ToolResponse(text="noted"), float("nan"), {}
 
 
 class RefusesAll(Notes):
@@ -178,7 +179,7 @@ class LeavesTasks(Notes):
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         await super().create(instance_id)
-        self.tasks.add(asyncio.create_task(asyncio.sleep(0.3)))
+        self.tasks.add(asyncio.create_task(asyncio.sleep(60)))
 
 
 class ReleasesOnlyWhatIsThere(Notes):
@@ -213,33 +214,14 @@ class KeepsItsLock(Notes):
         return await super().answer(instance_id, text)
 
 
-class BelongsToALoop(Notes):
-    async def answer(self, instance_id: str, text: str) -> Any:
-        if not hasattr(self, "ready"):
-            self.ready = asyncio.get_running_loop().create_future()
-            self.ready.set_result(None)
-        await asyncio.gather(self.ready)
-        return await super().answer(instance_id, text)
-
-
 class Exits(Notes):
     async def answer(self, instance_id: str, text: str) -> Any:
         raise SystemExit(3)
 
 
-class ReturnsNoList(Notes):
-    async def answer(self, instance_id: str, text: str) -> Any:
-        return ToolResponse(text="noted", image="note.png"), None, {}  # type: ignore[arg-type]
-
-
 class SumsRewardsOfAll(Notes):
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
         return float(sum(map(len, self.notes.values())))
-
-
-class BlocksInCalcReward(Notes):
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
-        time.sleep(0.12)  # noqa: ASYNC251  (this is the fault)
 
 
 class LeavesFiles(Notes):
@@ -271,25 +253,6 @@ class LeavesProcesses(Notes):
             process.wait()
 
 
-class LeavesThreads(Notes):
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_over = threading.Event()
-
-    async def create(self, instance_id: str, **kwargs: Any) -> None:
-        await super().create(instance_id)
-        threading.Thread(target=self.is_over.wait, args=(5,), daemon=True).start()
-
-
-class KeepsItsLockLate(KeepsItsLock):
-    """Like `KeepsItsLock`, if the call is cancelled a few awaits later."""
-
-    async def answer(self, instance_id: str, text: str) -> Any:
-        for _ in range(5):
-            await asyncio.sleep(0)
-        return await super().answer(instance_id, text)
-
-
 class CannotBeCancelled(Notes):
     async def answer(self, instance_id: str, text: str) -> Any:
         over = time.monotonic() + 0.6
@@ -312,73 +275,43 @@ def test_a_tool_without_fault_passes() -> None:
     assert report.named("passed") == TOOL_CHECKS.names
 
 
+REPLIES = "every turn gets a valid reply"
+CANCELLED = "a cancelled turn ends quickly and does not affect later trajectories"
+LEFT = "a closed trajectory leaves nothing behind"
+
+
 @pytest.mark.parametrize(
     ("faulty", "sentence", "reason"),
     [
         (NoSchema, "the schema is valid, and the calls match it", "not a valid JSON schema"),
         (RetriesWhatHasEffects, "on_replay and retries are compatible", "set retries to 0"),
-        (
-            ReturnsNumber,
-            "a call returns a response, an optional reward and extra data",
-            "return [(]ToolResp",
-        ),
-        (RewardsNaN, "a call returns a response, an optional reward and extra data", "finite number"),
-        (
-            RefusesAll,
-            "a call returns a response, an optional reward and extra data",
-            "every call failed",
-        ),
-        (RecordsObjects, "the extra data of a call can be written as JSON", "cannot be written as JSON"),
-        (
-            Exits,
-            "a call returns a response, an optional reward and extra data",
-            "SystemExit",
-        ),
-        (
-            ReturnsNoList,
-            "a call returns a response, an optional reward and extra data",
-            "return a list of them",
-        ),
-        (RewardsWithText, "calc_reward returns a number or None", "finite number"),
-        (NeedsACallForItsReward, "a trajectory may end before its first call", "ZeroDivisionError"),
-        (FailsOnUnusualText, "unusual arguments that match the schema get a response", "UnicodeEncodeError"),
+        (ReturnsNumber, REPLIES, "return [(]ToolResp"),
+        (RefusesAll, REPLIES, "every call failed"),
+        (Exits, REPLIES, "SystemExit"),
+        (RecordsObjects, "the extra data of a reply can be written as JSON", "cannot be written as JSON"),
+        (RewardsWithText, "the score of a trajectory is a number or None", "finite number"),
+        (NeedsACallForItsReward, "a trajectory may end before its first turn", "ZeroDivisionError"),
+        (FailsOnUnusualText, "unusual turns get a reply", "UnicodeEncodeError"),
         (SharesState, "concurrent trajectories do not share state", "beside another trajectory"),
-        (SumsRewardsOfAll, "concurrent trajectories do not share state", "calc_reward returns 6.0, not 3.0"),
-        (OneAtATime, "many concurrent trajectories all get responses", "RuntimeError: busy"),
+        (SumsRewardsOfAll, "concurrent trajectories do not share state", "its score is 6.0, not 3.0"),
         (OneAtATime, "concurrent calls of one trajectory all get responses", "RuntimeError: busy"),
-        (DeclaresRecorded, "repeated calls behave as on_replay declares", "recorded, but after other calls"),
-        (DeclaresRerun, "repeated calls behave as on_replay declares", "rerun, but the same calls"),
-        (Blocks, "the tool does not block the event loop", "the event loop was blocked"),
-        (BlocksInCalcReward, "the tool does not block the event loop", "the event loop was blocked"),
-        (NeverReleases, "release leaves nothing behind", "its id is still in self.notes"),
-        (LeavesTasks, "release leaves nothing behind", "tasks still run"),
-        (LeavesFiles, "release leaves nothing behind", "leaks one open file"),
-        (LeavesProcesses, "release leaves nothing behind", "leaks one process"),
-        (LeavesThreads, "release leaves nothing behind", "leaks one thread"),
-        (ReleasesOnlyWhatIsThere, "an instance whose create failed can be released", "KeyError"),
-        (
-            ForgetsLateStarts,
-            "an instance whose create was cancelled can be released",
-            "still in self.starting",
-        ),
-        (KeepsItsLock, "a cancelled call ends quickly and does not affect later calls", "took longer than"),
-        (
-            KeepsItsLockLate,
-            "a cancelled call ends quickly and does not affect later calls",
-            "took longer than",
-        ),
-        (
-            CannotBeCancelled,
-            "a cancelled call ends quickly and does not affect later calls",
-            "still ran 0.2 s after it was cancelled",
-        ),
-        (BelongsToALoop, "the tool works on a second event loop", "loop"),
+        (DeclaresRecorded, "repeated turns behave as on_replay declares", "recorded, but after other turns"),
+        (DeclaresRerun, "repeated turns behave as on_replay declares", "rerun, but when the turns"),
+        (Blocks, "it does not block the event loop", "the event loop was blocked"),
+        (NeverReleases, LEFT, "its id is still in self.notes"),
+        (LeavesTasks, LEFT, "leaks one task"),
+        (LeavesFiles, LEFT, "leaks one open file"),
+        (LeavesProcesses, LEFT, "leaks one process"),
+        (ReleasesOnlyWhatIsThere, "a trajectory whose start failed can be closed", "KeyError"),
+        (ForgetsLateStarts, "a trajectory whose start was cancelled can be closed", "still in self.starting"),
+        (KeepsItsLock, CANCELLED, "took longer than"),
+        (CannotBeCancelled, CANCELLED, "still ran 0.2 s after it was cancelled"),
     ],
 )
 def test_each_fault_is_found(
     faulty: type[Notes], sentence: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tool_checks, "END_S", 0.2)
+    monkeypatch.setattr(instances, "END_S", 0.2)
     tool = CheckedTool(faulty(), CALLS, {}, {})
     timeout_s = 0.5 if issubclass(faulty, KeepsItsLock) else 5
     report = asyncio.run(TOOL_CHECKS.only(sentence).run(tool, name="a tool", timeout_s=timeout_s))
@@ -427,6 +360,127 @@ def test_unusual_arguments_match_the_schema_and_differ_from_the_example() -> Non
     assert {"text": "", "times": 2} in edges
     assert {"text": "a", "times": -1} in edges
     assert all(isinstance(edge["text"], str) for edge in edges)
+
+
+# -- interactions ---
+
+ANSWERS = ("#### 41", "I give up.", "#### 42")
+
+
+class Tutor(Gsm8kInteraction):
+    """GSM8K interaction without fault. Each subclass has one fault."""
+
+    def __init__(self) -> None:
+        super().__init__({"name": "tutor"})
+
+
+def failures(interaction: BaseInteraction, **options: Any) -> list[str]:
+    arguments = {"interaction_kwargs": {"ground_truth": "42"}, "answers": ANSWERS, **options}
+    report = asyncio.run(check_interaction(interaction, timeout_s=1.0, **arguments))
+    return [result.name for result in report.failures]
+
+
+def test_the_built_in_interactions_follow_the_contract() -> None:
+    assert failures(Tutor()) == []
+    assert failures(ScriptedInteraction(["Again.", "Again.", "Bye."]), interaction_kwargs={}) == []
+    lake = GymnasiumInteraction({**FROZEN_LAKE, "on_replay": "rerun"})
+    ways = ["move down", "move right", "fly"]
+    assert failures(lake, interaction_kwargs={"seed": 1}, answers=ways) == []
+
+
+def test_a_simulated_user_follows_the_contract() -> None:
+    async def main() -> None:
+        async with endpoint(*["Go on."] * 200) as served:
+            settings = {"model": "any", "persona": "You are {role}.", "base_url": served.url, "opens": True}
+            report = await check_interaction(SimulatedUser(settings), interaction_kwargs={"role": "Ada"})
+            report.raise_if_failed()
+            assert report.named("skipped") == ["repeated turns behave as on_replay declares"]
+
+    asyncio.run(main())
+
+
+class Opener(Tutor):
+    opens_conversation = True
+
+    async def start_interaction(self, instance_id: str, **kwargs: Any) -> Any:
+        await super().start_interaction(instance_id, **kwargs)
+        return 3
+
+
+class Terse(Tutor):
+    async def generate_response(self, *args: Any, **kwargs: Any) -> Any:
+        return (await super().generate_response(*args, **kwargs))[:3]
+
+
+class Appends(Tutor):
+    async def generate_response(self, instance_id: str, messages: list[Message], **kwargs: Any) -> Any:
+        reply = await super().generate_response(instance_id, messages, **kwargs)
+        messages.append({"role": "user", "content": reply[1]})
+        return reply
+
+
+class NeedsNonemptyText(Tutor):
+    async def generate_response(self, instance_id: str, messages: list[Message], **kwargs: Any) -> Any:
+        assert messages[-1]["content"][0]
+        return await super().generate_response(instance_id, messages, **kwargs)
+
+
+class SharesItsCount(Tutor):
+    """Shares its state between trajectories."""
+
+    on_replay = OnReplay.RERUN
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_said = 0
+
+    async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        await super().start_interaction(instance_id, **kwargs)
+        self.num_said = 0
+
+    async def generate_response(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_said += 1
+        _, content, score, extra = await super().generate_response(*args, **kwargs)
+        return False, f"{content} ({self.num_said})", score, extra
+
+
+class HangsInFinalize(Tutor):
+    """Interaction whose finalize hangs after a cancelled reply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answering: set[str] = set()
+
+    async def generate_response(self, instance_id: str, *args: Any, **kwargs: Any) -> Any:
+        self.answering.add(instance_id)
+        await asyncio.sleep(0.001)
+        self.answering.discard(instance_id)
+        return await super().generate_response(instance_id, *args, **kwargs)
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        if instance_id in self.answering:
+            await asyncio.Event().wait()
+        await super().finalize_interaction(instance_id, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "check"),
+    [
+        (Opener, "the opening message is text"),
+        (Terse, REPLIES),
+        (Appends, REPLIES),
+        (NeedsNonemptyText, "unusual turns get a reply"),
+        (SharesItsCount, "concurrent trajectories do not share state"),
+        (HangsInFinalize, CANCELLED),
+    ],
+)
+def test_a_fault_of_an_interaction_is_found(faulty: type[Tutor], check: str) -> None:
+    assert check in failures(faulty())
+
+
+def test_the_checks_of_interactions_need_a_message_of_the_model() -> None:
+    with pytest.raises(ConfigError, match="at least one answer"):
+        asyncio.run(check_interaction(Tutor(), answers=()))
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
