@@ -2,10 +2,11 @@ import asyncio
 import dataclasses
 import enum
 import threading
-from typing import Any, TypedDict
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from typing_extensions import TypedDict
 
 from agent_loop.errors import ConfigError, ToolError
 from agent_loop.tools.base import ToolResponse

@@ -150,17 +150,21 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(reason(error)) from error
 
 
-def without_references(schema: Mapping[str, Any]) -> dict[str, Any]:
+def without_references(schema: Mapping[str, Any], *, root: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a JSON schema with its definitions in the place of the references to them.
 
     Many chat templates show a schema in parts, so that the model would not see the definitions. A definition inside
     itself is shown by its type and description alone. A schema that would have more than `MAX_VALUES` parts is
     returned unchanged.
+
+    Args:
+        schema: The schema.
+        root: Document that holds the definitions; the schema itself if None.
     """
     if "$ref" not in str(schema):
         return dict(schema)
     try:
-        resolved = _resolved(schema, root=schema, parents=(), num_left=count(MAX_VALUES, -1))
+        resolved = _resolved(schema, root=root or schema, parents=(), num_left=count(MAX_VALUES, -1))
     except (OverflowError, RecursionError):
         return dict(schema)
     return {key: value for key, value in resolved.items() if key not in ("$defs", "definitions")}

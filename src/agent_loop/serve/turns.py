@@ -40,7 +40,7 @@ from agent_loop.serve.conversation_tree import (
 )
 from agent_loop.serve.shared_completion import SharedCompletion
 from agent_loop.serve.stream_parser import ParsedDelta
-from agent_loop.tools.json_schema import BoundedValidator, InvalidSchema, TooManySteps, check_applicable
+from agent_loop.tools.json_schema import InvalidSchema, SchemaValidator
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import IntArray, Message, SamplingParams, StopReason, TokenChunk, as_token_ids
 
@@ -360,10 +360,8 @@ def _schema_fault(text: str, *, json_schema: str) -> str | None:
         value = decode_json(text)
     except JsonFault as fault:
         return f"it is not valid JSON: {fault}"
-    schema = json.loads(json_schema)
     try:
-        check_applicable(schema)
-        errors = BoundedValidator(schema).find_errors(value)
-    except (InvalidSchema, TooManySteps) as error:
+        errors = SchemaValidator(json.loads(json_schema)).find_errors(value)
+    except InvalidSchema as error:
         return f"it cannot be checked: {error}"
     return one_line(errors[0].message, max_length=200) if errors else None

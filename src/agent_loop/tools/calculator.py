@@ -6,7 +6,7 @@ import ast
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from agent_loop.errors import ToolError
 from agent_loop.runtime.instances import OnReplay
@@ -19,8 +19,6 @@ MAX_BITS = 4096
 """Maximum size of an integer, including intermediate results; about 1,200 decimal digits."""
 MAX_SCALE = 1000
 """Largest argument of `comb`, `factorial` and `perm`, and largest number of digits for `round`."""
-SIGNIFICANT_DIGITS = 12
-"""Digits of a result that is not an integer."""
 
 SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -59,11 +57,11 @@ class CalculatorTool(BaseTool):
         Raises:
             ToolError: The expression cannot be parsed, has no real value, or its value is too large.
         """
-        return ToolResponse(text=format_number(calculate(str(parameters["expression"])))), None, {}
+        return ToolResponse(text=calculate(str(parameters["expression"]))), None, {}
 
 
-def calculate(expression: str) -> Number:
-    """Return the value of an arithmetic expression.
+def calculate(expression: str) -> str:
+    """Return the value of an arithmetic expression: an integer in full, any other number to 12 digits.
 
     Raises:
         ToolError: The expression cannot be parsed or has no real value, or a result on the way is too large.
@@ -72,28 +70,15 @@ def calculate(expression: str) -> Number:
         raise ToolError(
             f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed"
         )
-    text = expression.strip().translate(_SPELLINGS)
     try:
         with warnings.catch_warnings(action="ignore"):  # Python's, of odd spellings such as `1or 2`
-            tree = ast.parse(text, mode="eval")
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ToolError(f"{expression!r} is not an arithmetic expression: {reason}") from error
-    try:
-        return _value(tree.body)
-    except ZeroDivisionError as error:
-        raise ToolError("division by zero") from error
-    except OverflowError as error:
-        raise ToolError("the result is too large") from error
-    except RecursionError as error:
-        raise ToolError("the expression is nested too deeply") from error
-    except (ValueError, TypeError) as error:
+            tree = ast.parse(expression.strip().translate(_SPELLINGS), mode="eval")
+        value = _value(tree.body)
+    except SyntaxError as error:
+        raise ToolError(f"{expression!r} is not an arithmetic expression: {error.msg}") from error
+    except (ValueError, TypeError, ArithmeticError, MemoryError, RecursionError) as error:
         raise ToolError(f"{expression!r} has no value: {error}") from error
-
-
-def format_number(value: Number) -> str:
-    """Format an integer exactly, and any other number to `SIGNIFICANT_DIGITS`."""
-    return str(value) if isinstance(value, int) else f"{value:.{SIGNIFICANT_DIGITS}g}"
+    return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
 _SPELLINGS = str.maketrans(
@@ -102,33 +87,38 @@ _SPELLINGS = str.maketrans(
 
 
 def _value(node: ast.expr) -> Number:
-    if isinstance(node, ast.Constant):
-        return _checked(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
-        operand = _value(node.operand)
-        return -operand if isinstance(node.op, ast.USub) else operand
-    if isinstance(node, ast.BinOp):
-        return _binary(node)
-    if isinstance(node, ast.Name):
-        if node.id in _CONSTANTS:
-            return _CONSTANTS[node.id]
-        raise ToolError(f"unknown name {node.id!r}; the constants are {', '.join(_CONSTANTS)}")
-    if isinstance(node, ast.Call):
-        return _call(node)
-    if isinstance(node, ast.Tuple):
-        raise ToolError("write numbers without commas, as in 1000000")
-    raise ToolError(f"{ast.unparse(node)!r} is not arithmetic")
+    match node:
+        case ast.Constant(value):
+            return _checked(value)
+        case ast.Name(name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_value(operand)
+        case ast.UnaryOp(ast.UAdd(), operand):
+            return _value(operand)
+        case ast.BinOp(left, operation, right) if type(operation) in _OPERATIONS:
+            return _checked(_OPERATIONS[type(operation)](_value(left), _value(right)))
+        case ast.Call(ast.Name(name), arguments, []) if name in _FUNCTIONS:
+            return _checked(_called(name, [_value(argument) for argument in arguments]))
+        case ast.BinOp(op=ast.BitXor()):
+            raise ToolError("^ is not a power here; write **")
+        case ast.Tuple():
+            raise ToolError("write numbers without commas, as in 1000000")
+        case ast.Name(name):
+            raise ToolError(f"unknown name {name!r}; the constants are {', '.join(_CONSTANTS)}")
+        case ast.Call():
+            raise ToolError(
+                f"{ast.unparse(node)!r} does not call one of the known functions {', '.join(_FUNCTIONS)}"
+            )
+        case _:
+            raise ToolError(f"{ast.unparse(node)!r} is not arithmetic")
 
 
-def _binary(node: ast.BinOp) -> Number:
-    left, right = _value(node.left), _value(node.right)
-    if isinstance(node.op, ast.Pow):
-        return _checked(_power(left, right))
-    if isinstance(node.op, ast.BitXor):
-        raise ToolError("^ is not a power here; write **")
-    if type(node.op) not in _OPERATIONS:
-        raise ToolError(f"{ast.unparse(node)!r} is not arithmetic")
-    return _checked(_OPERATIONS[type(node.op)](left, right))
+def _called(name: str, arguments: list[Number]) -> Any:
+    limited = arguments[1:] if name == "round" else arguments if name in ("comb", "factorial", "perm") else []
+    if any(abs(argument) > MAX_SCALE for argument in limited):
+        raise ToolError(f"{name} takes numbers up to {MAX_SCALE}")
+    return _FUNCTIONS[name](*arguments)
 
 
 def _power(base: Number, exponent: Number) -> Any:
@@ -141,29 +131,13 @@ def _power(base: Number, exponent: Number) -> Any:
     return base**exponent
 
 
-def _call(node: ast.Call) -> Number:
-    name = node.func.id if isinstance(node.func, ast.Name) else ""
-    if name not in _FUNCTIONS or node.keywords:
-        raise ToolError(
-            f"{ast.unparse(node)!r} does not call one of the known functions {', '.join(_FUNCTIONS)}"
-        )
-    arguments = [_value(argument) for argument in node.args]
-    if name in ("comb", "factorial", "perm") and any(abs(argument) > MAX_SCALE for argument in arguments):
-        raise ToolError(f"{name} takes numbers up to {MAX_SCALE}")
-    if name == "round" and len(arguments) > 1 and abs(arguments[1]) > MAX_SCALE:
-        raise ToolError(f"round takes up to {MAX_SCALE} digits")
-    return _checked(_FUNCTIONS[name](*arguments))
-
-
 def _checked(value: Any) -> Number:
     """Return a value if it is a real number within the size limit."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         what = "a complex number" if isinstance(value, complex) else repr(value)
         raise ToolError(f"{what} is not a real number")
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise ToolError(f"the result is too large: over {MAX_BITS} bits")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ToolError("the result is too large or not a number")
+    if not math.isfinite(value) if isinstance(value, float) else value.bit_length() > MAX_BITS:
+        raise ToolError(f"the result is too large: infinite, or over {MAX_BITS} bits")
     return value
 
 
@@ -174,38 +148,10 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: lambda left, right: left / right,
     ast.FloorDiv: lambda left, right: left // right,
     ast.Mod: lambda left, right: left % right,
+    ast.Pow: _power,
 }
 _CONSTANTS: Mapping[str, Number] = {"pi": math.pi, "e": math.e}
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "abs": abs,
-    "max": max,
-    "min": min,
-    "round": round,
-    **{
-        name: cast(Callable[..., Any], getattr(math, name))
-        for name in [
-            "acos",
-            "asin",
-            "atan",
-            "atan2",
-            "ceil",
-            "comb",
-            "cos",
-            "degrees",
-            "exp",
-            "factorial",
-            "floor",
-            "gcd",
-            "hypot",
-            "lcm",
-            "log",
-            "log10",
-            "log2",
-            "perm",
-            "radians",
-            "sin",
-            "sqrt",
-            "tan",
-        ]
-    },
+    **{function.__name__: function for function in (abs, max, min, round)},
+    **{name: function for name, function in vars(math).items() if callable(function) and name[0] != "_"},
 }

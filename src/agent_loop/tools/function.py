@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -68,16 +67,10 @@ def function_tool(
         ConfigError: The docstring is missing, or a parameter has no annotation or cannot be passed by name.
     """
 
-    def decorate(function: Callable[P, R]) -> FunctionTool[P, R]:
-        return FunctionTool(
-            function,
-            name=name,
-            description=description,
-            on_replay=on_replay,
-            check_arguments=check_arguments,
-        )
-
-    return decorate if function is None else decorate(function)
+    make: Any = functools.partial(
+        FunctionTool, name=name, description=description, on_replay=on_replay, check_arguments=check_arguments
+    )
+    return make if function is None else make(function)
 
 
 class FunctionTool(BaseTool, Generic[P, R]):
@@ -96,11 +89,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
         self.on_replay = OnReplay(on_replay)
         self.check_arguments = check_arguments
         self.function = function
-        is_async = inspect.iscoroutinefunction(function)
-        self._call: Callable[..., Any] = function if is_async else functools.partial(call_function, function)
-        model = arguments_model(function)
-        self._validator = model.__pydantic_validator__  # `model_validate` takes three times as long
-        self._names = {field: str(info.alias) for field, info in model.model_fields.items()}
+        self._arguments_model = arguments_model(function)
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -114,16 +103,17 @@ class FunctionTool(BaseTool, Generic[P, R]):
         Raises:
             ToolError: An argument cannot be converted to its annotated type.
         """
-        result = await self._call(**self._read_arguments(parameters))
+        result = await call_function(self.function, **self._read_arguments(parameters))
         return result if isinstance(result, ToolResponse) else ToolResponse(text=_as_text(result)), None, {}
 
     def _read_arguments(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        model = self._arguments_model
         try:
-            read = self._validator.validate_python(parameters)
+            read = model.model_validate(parameters)
         except ValidationError as error:
             faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
             raise ToolError("; ".join(faults)) from error
-        return {self._names[field]: getattr(read, field) for field in read.model_fields_set}
+        return {str(model.model_fields[name].alias): getattr(read, name) for name in read.model_fields_set}
 
 
 def _as_text(result: Any) -> str:

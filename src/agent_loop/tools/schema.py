@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any, Literal, cast
 
 from jsonschema.exceptions import ValidationError
 from pydantic import Field
-from referencing.exceptions import Unresolvable
 
 from agent_loop.config import Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.runtime.describe import one_line
-from agent_loop.tools.json_schema import (
-    BoundedValidator,
-    InvalidSchema,
-    PatternRefused,
-    TooManySteps,
-    check_applicable,
-    check_json_schema,
-)
+from agent_loop.tools.json_schema import InvalidSchema, SchemaValidator, check_json_schema, check_references
 
 MAX_ERRORS = 3
 """Maximum number of errors of one call that are reported to the model."""
 MAX_MESSAGE_CHARACTERS = 400
 """Maximum length of the text of one error, which may quote the argument and the schema."""
+
+
+class _FunctionSchema(Section):
+    name: str = Field(pattern=r"^\S+$")
+    description: str = ""
+    parameters: dict[str, Any] = Field(default={})
+    strict: bool | None = None
+
+
+class _ToolSchema(Section):
+    type: Literal["function"] = "function"
+    function: _FunctionSchema
 
 
 def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:
@@ -39,7 +43,7 @@ def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:
     where = f"{where}: function.parameters of {function.name!r}"
     try:
         check_json_schema(function.parameters)
-        check_applicable(function.parameters)
+        check_references(function.parameters)
     except InvalidSchema as error:
         raise ConfigError(f"{where} is not a valid JSON schema: {error}") from error
     if function.parameters.get("type", "object") != "object":
@@ -52,6 +56,18 @@ def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:
             )
 
 
+_OPENERS = (
+    "additionalProperties",
+    "patternProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+    "unevaluatedProperties",
+)
+"""Keywords that state which arguments are allowed besides `properties`."""
+
+
 class ArgumentsCheck:
     """Validator of the arguments of calls of one tool.
 
@@ -60,12 +76,12 @@ class ArgumentsCheck:
 
     def __init__(self, tool_schema: Mapping[str, Any]) -> None:
         parameters: dict[str, Any] = dict(tool_schema["function"].get("parameters") or {})
-        self._plain_types = _plain_types(parameters)
-        self._required = frozenset[str](parameters.get("required", ()))
         schema = {"type": "object", **parameters}
         if "properties" in parameters and not any(key in parameters for key in _OPENERS):
             schema["additionalProperties"] = False
-        self._validator = BoundedValidator(schema)
+        self._validator = SchemaValidator(schema)
+        self._plain_types = _plain_types(parameters)
+        self._required = frozenset[str](parameters.get("required", ()))
 
     def find_error(self, arguments: Mapping[str, Any]) -> str | None:
         """Return an error message for the model, or None if the arguments are valid."""
@@ -73,37 +89,20 @@ class ArgumentsCheck:
             return None
         try:
             messages = dict.fromkeys(map(_describe_error, self._validator.find_errors(arguments)))
-        except OverflowError:
-            return "a number in the call is too large"
-        except RecursionError:
-            return "the call is nested too deeply"
-        except TooManySteps:
-            return "the call takes too long to validate against the tool's schema; make it shorter"
-        except (Unresolvable, PatternRefused) as error:
+        except InvalidSchema as error:
             return f"the call cannot be validated against the tool's schema: {error}"
         return "; ".join(list(messages)[:MAX_ERRORS]) or None
 
     def _is_plainly_valid(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether a check of types, ten times as fast as the validator, proves the arguments valid."""
         types = self._plain_types
-        if types is None or not isinstance(arguments, dict):
+        if types is None or not isinstance(arguments, dict) or not self._required <= arguments.keys():
             return False
-        for name, value in arguments.items():
-            if types.get(name) is not type(value):
-                return False
-        return self._required.issubset(arguments)
-
-
-def check_arguments(tool_schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """Return what `ArgumentsCheck.find_error` returns, for a schema that is used once."""
-    return ArgumentsCheck(tool_schema).find_error(arguments)
+        return all(types.get(name) is type(value) for name, value in arguments.items())
 
 
 def _plain_types(parameters: Mapping[str, Any]) -> dict[str, type] | None:
-    """Return the types of the arguments that have a plain type and no other constraint.
-
-    Return None if the schema has constraints beyond those of its properties.
-    """
+    """Return the types of the arguments that have a type and no other constraint; None if the schema has more."""
     if not parameters.keys() <= _PLAIN_KEYWORDS:
         return None
     properties: Mapping[str, Any] = parameters.get("properties", {})
@@ -122,27 +121,9 @@ _PLAIN_KEYWORDS = _ANNOTATIONS | {"type", "properties", "required", "additionalP
 _PLAIN_TYPES: Mapping[str, type] = {"string": str, "integer": int, "number": float, "boolean": bool}
 
 
-class _FunctionSchema(Section):
-    name: str = Field(pattern=r"^\S+$")
-    description: str = ""
-    parameters: dict[str, Any] = Field(default={})
-    strict: bool | None = None
-
-
-class _ToolSchema(Section):
-    type: Literal["function"] = "function"
-    function: _FunctionSchema
-
-
-_OPENERS = (
-    "additionalProperties",
-    "patternProperties",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "$ref",
-    "unevaluatedProperties",
-)
+def check_arguments(tool_schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
+    """Return what `ArgumentsCheck.find_error` returns, for a schema that is used once."""
+    return ArgumentsCheck(tool_schema).find_error(arguments)
 
 
 def _describe_error(error: ValidationError) -> str:
@@ -150,46 +131,35 @@ def _describe_error(error: ValidationError) -> str:
         inner = [cause for cause in error.context or () if cause.validator != "type" or cause.relative_path]
         if inner:
             return _describe_error(inner[0])
-    path = _describe_path(error.absolute_path)
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error.absolute_path)
+    what = f"argument {path.removeprefix('.')!r}" if path else "the call"
     schema: Any = error.schema
     instance: Any = error.instance
     if error.validator == "required":
         missing = [repr(name) for name in schema["required"] if name not in instance]
-        return f"{path or 'the call'} lacks {', '.join(missing)}"
+        return f"{what} lacks {', '.join(missing)}"
     if error.validator == "additionalProperties" and "patternProperties" not in schema:
         names = schema.get("properties", {})
         unknown = next(name for name in instance if name not in names)
-        return f"{path or 'the call'} has no argument {unknown!r}{did_you_mean(unknown, names)}"
+        return f"{what} has no argument {unknown!r}{did_you_mean(unknown, names)}"
     matches_several = error.validator == "oneOf" and not error.context
     expected = "" if matches_several or error.validator not in _TYPE_KEYWORDS else _describe_expected(schema)
     if not expected:
-        return f"{path or 'the call'}: {one_line(error.message, max_length=MAX_MESSAGE_CHARACTERS)}"
-    return f"{path or 'the call'} is {_describe_json(instance)}; expected {expected}"
+        return f"{what}: {one_line(error.message, max_length=MAX_MESSAGE_CHARACTERS)}"
+    return f"{what} is {_describe_json(instance)}; expected {expected}"
 
 
 _TYPE_KEYWORDS = ("type", "enum", "const", "anyOf", "oneOf")
-_TYPE_WORDS = {
-    "integer": "an integer",
-    "array": "an array",
-    "object": "an object",
-    "string": "a string",
-    "number": "a number",
-    "boolean": "true or false",
-    "null": "null",
+_TYPES: Mapping[str, tuple[Any, str]] = {
+    "boolean": (bool, "true or false"),
+    "integer": (int, "an integer"),
+    "number": ((int, float), "a number"),
+    "string": (str, "a string"),
+    "array": (list, "an array"),
+    "object": (dict, "an object"),
+    "null": (type(None), "null"),
 }
-_VALUE_WORDS: Mapping[type, str] = {
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    list: "an array",
-    dict: "an object",
-}
-
-
-def _describe_path(path: Iterable[str | int]) -> str:
-    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
-    return f"argument {''.join(steps).removeprefix('.')!r}" if steps else ""
+"""Types of JSON schemas: what they are in Python, and in words."""
 
 
 def _describe_expected(schema: Mapping[str, Any]) -> str:
@@ -201,14 +171,16 @@ def _describe_expected(schema: Mapping[str, Any]) -> str:
         if key in schema:
             return " or ".join(filter(None, (_describe_expected(option) for option in schema[key])))
     types = schema.get("type", [])
-    return " or ".join(_TYPE_WORDS[name] for name in ([types] if isinstance(types, str) else types))
+    return " or ".join(_TYPES[name][1] for name in ([types] if isinstance(types, str) else types))
 
 
 def _describe_json(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     text = text if len(text) <= 60 else text[:57] + "..."
-    kind = next((word for type_, word in _VALUE_WORDS.items() if isinstance(value, type_)), "")
-    return f"{text}, {kind}" if kind else text
+    if value is None:
+        return text
+    word = next((words for kind, words in _TYPES.values() if isinstance(value, kind)), "an object")
+    return f"{text}, {'a boolean' if isinstance(value, bool) else word}"
 
 
 def coerce_arguments(tool_schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,9 +226,9 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
 def _has_type(value: Any, name: str) -> bool:
     if isinstance(value, bool):
         return name == "boolean"
-    if isinstance(value, float) and value.is_integer() and name == "integer":
-        return True
-    return isinstance(value, _PYTHON_TYPES.get(name, object))
+    if isinstance(value, float) and name == "integer":
+        return value.is_integer()
+    return isinstance(value, _TYPES[name][0])
 
 
 def _conversions(value: Any, name: str) -> list[Any]:
@@ -272,14 +244,3 @@ def _conversions(value: Any, name: str) -> list[Any]:
     if isinstance(read, float) and not isfinite(read):
         return []
     return [read] if _has_type(read, name) else []
-
-
-_PYTHON_TYPES: Mapping[str, Any] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}

@@ -13,7 +13,6 @@ from yarl import URL
 
 from agent_loop.errors import ToolError, ToolUnavailable
 from agent_loop.runtime.describe import describe_error, one_line
-from agent_loop.tools.shared_resource import SharedResource
 
 MAX_BYTES = 2**22
 """Maximum size of a response."""
@@ -31,9 +30,7 @@ class WebResponse:
 
     @property
     def text(self) -> str:
-        with suppress(
-            LookupError, ValueError
-        ):  # the name of something other than a text encoding, such as base64
+        with suppress(LookupError, ValueError):  # not the name of a text encoding
             return self.body.decode(self.charset, "replace")
         return self.body.decode("utf-8", "replace")
 
@@ -52,7 +49,7 @@ class WebResponse:
 
 
 class WebClient:
-    """HTTP client shared by all trajectories of a tool. It keeps no cookies, so trajectories are isolated.
+    """HTTP client of a tool. Each trajectory has connections of its own. No cookies are kept.
 
     Args:
         headers: Headers sent with every request.
@@ -62,15 +59,7 @@ class WebClient:
     def __init__(self, *, headers: Mapping[str, str], timeout_s: float) -> None:
         self._headers = dict(headers)
         self._timeout_s = timeout_s
-        self._shared = SharedResource(self._open, close_as=_close)
-
-    async def acquire(self, instance_id: str) -> None:
-        """Open the connections for a trajectory. Call `release` afterwards."""
-        await self._shared.acquire(instance_id)
-
-    async def release(self, instance_id: str) -> None:
-        """Release the connections, and close them after the last trajectory."""
-        await self._shared.release(instance_id)
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     async def request(
         self,
@@ -82,13 +71,17 @@ class WebClient:
         headers: Mapping[str, str] | None = None,
         body: Any = None,
     ) -> WebResponse:
-        """Send one request and return the response. `url` must be quoted; `body` is sent as JSON.
+        """Send one request of a trajectory and return the response. Call `release` after the last one.
+
+        `url` must be quoted; `body` is sent as JSON.
 
         Raises:
             ToolUnavailable: The connection failed, the request timed out, or the status is one of `TRY_LATER`.
             ToolError: The service rejected the request, or its response exceeds `MAX_BYTES`.
         """
-        session = await self._shared.acquire(instance_id)
+        if instance_id not in self._sessions:
+            self._sessions[instance_id] = self._open()
+        session = self._sessions[instance_id]
         sent: dict[str, Any] = {"params": _query(query or {}), "headers": headers or {}}
         if body is not None:
             sent["json"] = body
@@ -100,21 +93,24 @@ class WebClient:
                 return _checked(WebResponse(response.status, bytes(content), response.charset or "utf-8"))
         except ValueError as error:  # the URL is invalid
             raise ToolError(f"the request to {url!r} cannot be sent: {describe_error(error)}") from error
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = (
-                f"no response in {self._timeout_s:g} s"
-                if isinstance(error, TimeoutError)
-                else describe_error(error)
-            )
-            raise ToolUnavailable(f"the service could not be reached: {reason}") from error
+        except TimeoutError as error:
+            limit = f"no response in {self._timeout_s:g} s"
+            raise ToolUnavailable(f"the service could not be reached: {limit}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ToolUnavailable(f"the service could not be reached: {describe_error(error)}") from error
 
-    async def _open(self) -> aiohttp.ClientSession:
-        limits = aiohttp.ClientTimeout(total=self._timeout_s)
+    async def release(self, instance_id: str) -> None:
+        """Close the connections of a trajectory."""
+        session = self._sessions.pop(instance_id, None)
+        if session is not None:
+            await session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
         trace = aiohttp.TraceConfig()
         trace.on_request_redirect.append(_refuse_other_host)
         return aiohttp.ClientSession(
             headers=self._headers,
-            timeout=limits,
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             trace_configs=[trace] if self._headers else [],
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -131,21 +127,14 @@ async def _refuse_other_host(
         raise ToolError(f"the service redirects to another host, {target.host!r}")
 
 
-async def _close(session: aiohttp.ClientSession) -> None:
-    await session.close()
-
-
 def _query(query: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the pairs of a query string. A list becomes one pair per item; None is omitted."""
-    pairs: list[tuple[str, str]] = []
-    for name, value in query.items():
-        values = cast(list[Any], value) if isinstance(value, list) else [value]
-        pairs += [(name, _query_text(item)) for item in values if item is not None]
-    return pairs
-
-
-def _query_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return [
+        (name, item if isinstance(item, str) else json.dumps(item))
+        for name, value in query.items()
+        for item in (cast(list[Any], value) if isinstance(value, list) else [value])
+        if item is not None
+    ]
 
 
 def _checked(response: WebResponse) -> WebResponse:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Literal, cast
 from urllib.parse import quote
@@ -18,10 +18,9 @@ from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.registry import expand_variables
 from agent_loop.tools.web.client import WebClient, WebResponse
 
-READING_METHODS = frozenset({"GET", "HEAD"})
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 RETRIES = 2
-"""Number of retries of read-only requests."""
+"""Number of retries of a GET request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,72 +38,90 @@ class Operation:
     """Arguments that are fields of a JSON body."""
     whole_body: str | None = None
     """The argument that is the body itself."""
-    select: tuple[str, ...] = field(default=())
+    select: tuple[str, ...] = ()
     """Keys and indexes that lead to the part of a JSON response that the model is shown."""
 
-    @property
-    def on_replay(self) -> OnReplay:
-        """`RECORDED` for read-only requests, which may be sent twice; `ONCE` for all others."""
-        return OnReplay.RECORDED if self.method in READING_METHODS else OnReplay.ONCE
 
-    @property
-    def retries(self) -> int:
-        return RETRIES if self.method in READING_METHODS else 0
+class RequestTool(BaseTool):
+    """Tool that sends one request per call and returns the response.
 
-    async def send(self, arguments: Mapping[str, Any], *, client: WebClient, instance_id: str) -> str:
-        """Send the request and return the selected part of the response.
+    A GET request may be sent twice and is retried. For any other request, `on_replay` is `once` unless the entry in the
+    registry sets it.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tool_schema: Mapping[str, Any],
+        *,
+        operation: Operation,
+        client: WebClient,
+    ) -> None:
+        super().__init__(config, tool_schema)
+        only_reads = operation.method == "GET"
+        self.on_replay = OnReplay.RECORDED if only_reads else OnReplay.ONCE
+        self.retries = RETRIES if only_reads else 0
+        self._operation = operation
+        self._client = client
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        """Send the request, and return the selected part of the response.
 
         Raises:
             ToolUnavailable: The service is unavailable; see `WebClient.request`.
             ToolError: The request failed; see `WebClient.request`. Or the response has nothing at `select`.
         """
-        body: Any = {name: arguments[name] for name in self.body if name in arguments} or None
-        if self.whole_body is not None:
-            body = arguments.get(self.whole_body)
-        response = await client.request(
-            self.method,
-            self._filled_url(arguments),
-            instance_id=instance_id,
-            query={
-                name: self._query_value(name, arguments[name]) for name in self.query if name in arguments
-            },
-            headers={
-                name: _header_value(name, arguments[name]) for name in self.headers if name in arguments
-            },
-            body=body,
+        to = self._operation
+        query, headers, body = (
+            {name: value for name, value in parameters.items() if name in names}
+            for names in (to.query, to.headers, to.body)
         )
-        return self._read(response)
+        for name in to.joined & query.keys():
+            query[name] = in_one_value(query[name])
+        response = await self._client.request(
+            to.method,
+            _filled(to.url, parameters),
+            instance_id=instance_id,
+            query=query,
+            headers={name: _header_value(name, value) for name, value in headers.items()},
+            body=(body or None) if to.whole_body is None else parameters.get(to.whole_body),
+        )
+        return ToolResponse(text=_selected(response, to.select)), None, {}
 
-    def _query_value(self, name: str, value: Any) -> Any:
-        return in_one_value(value) if name in self.joined and isinstance(value, list) else value
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        await self._client.release(instance_id)
 
-    def _filled_url(self, arguments: Mapping[str, Any]) -> str:
-        url = ""
-        for literal, name, _, _ in Formatter().parse(self.url):
-            url += literal
-            if name is not None:
-                value = quote(in_one_value(arguments[name]), safe="")
-                if value in (".", ".."):  # would change the path
-                    raise ToolError(f"{name} is {value!r}, which is not allowed here")
-                url += value
-        return url
 
-    def _read(self, response: WebResponse) -> str:
-        if not self.select:
-            return response.text
-        value = response.json()
-        for number, key in enumerate(self.select):
-            path = ".".join(self.select[: number + 1])
-            if isinstance(value, list):
-                items = cast(list[Any], value)
-                if not key.isdecimal() or int(key) >= len(items):
-                    raise ToolError(f"the response has nothing at {path!r}: a list of {len(items)} items")
-                value = items[int(key)]
-            elif isinstance(value, Mapping) and key in value:
-                value = cast(Mapping[str, Any], value)[key]
-            else:
-                raise ToolError(f"the response has nothing at {path!r}")
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _filled(template: str, arguments: Mapping[str, Any]) -> str:
+    url = ""
+    for literal, name, _, _ in Formatter().parse(template):
+        url += literal
+        if name is not None:
+            value = quote(in_one_value(arguments[name]), safe="")
+            if value in (".", ".."):  # would change the path
+                raise ToolError(f"{name} is {value!r}, which is not allowed here")
+            url += value
+    return url
+
+
+def _selected(response: WebResponse, path: tuple[str, ...]) -> str:
+    if not path:
+        return response.text
+    value = response.json()
+    for number, key in enumerate(path, start=1):
+        where = ".".join(path[:number])
+        if isinstance(value, list):
+            items = cast(list[Any], value)
+            if not key.isdecimal() or int(key) >= len(items):
+                raise ToolError(f"the response has nothing at {where!r}: a list of {len(items)} items")
+            value = items[int(key)]
+        elif isinstance(value, Mapping) and key in value:
+            value = cast(Mapping[str, Any], value)[key]
+        else:
+            raise ToolError(f"the response has nothing at {where!r}")
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def in_one_value(value: Any) -> str:
@@ -135,56 +152,6 @@ def names_in(url: str, *, where: str) -> list[str]:
         if name is not None and (not name.isidentifier() or form or conversion):
             raise ConfigError(f"{where} is {url!r}; write each argument as {{name}}")
     return [name for _, name, _, _ in parts if name is not None]
-
-
-def check_names(names: Sequence[str], *, parameters: Mapping[str, Any], where: str) -> None:
-    """Check that names are parameters of a tool.
-
-    Raises:
-        ConfigError: A name is not a property of the tool's parameters.
-    """
-    properties: Mapping[str, Any] = parameters.get("properties", {})
-    for name in names:
-        if name not in properties:
-            raise ConfigError(
-                f"{where}: {name!r} is not a parameter of the tool{did_you_mean(name, properties)}"
-            )
-
-
-class RequestTool(BaseTool):
-    """Tool that sends one request per call and returns the response.
-
-    A read-only request may be sent twice and is retried. For any other request, `on_replay` is `once` unless the
-    entry in the registry sets it.
-    """
-
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        tool_schema: Mapping[str, Any],
-        *,
-        operation: Operation,
-        client: WebClient,
-    ) -> None:
-        super().__init__(config, tool_schema)
-        self.on_replay, self.retries = operation.on_replay, operation.retries
-        self._operation = operation
-        self._client = client
-
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Send the request.
-
-        Raises:
-            ToolUnavailable: The service is unavailable; see `Operation.send`.
-            ToolError: The request failed; see `Operation.send`.
-        """
-        text = await self._operation.send(parameters, client=self._client, instance_id=instance_id)
-        return ToolResponse(text=text), None, {}
-
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
-        await self._client.release(instance_id)
 
 
 class HttpConfig(Section):
@@ -222,18 +189,21 @@ class HttpTool(RequestTool):
 
 
 def _operation(settings: HttpConfig, parameters: Mapping[str, Any], *, where: str) -> Operation:
+    properties: Mapping[str, Any] = parameters.get("properties", {})
     in_url = names_in(settings.url, where=f"{where}: url")
-    check_names(in_url, parameters=parameters, where=f"{where}: url")
-    check_names(settings.query or [], parameters=parameters, where=f"{where}: query")
-    check_names(settings.body or [], parameters=parameters, where=f"{where}: body")
-    optional = [name for name in in_url if name not in parameters.get("required", [])]
-    if optional:
-        raise ConfigError(f"{where}: url needs {optional[0]!r}; make it a required parameter of the tool")
+    placed = [*in_url, *(settings.query or []), *(settings.body or [])]
+    for name in placed:
+        if name not in properties:
+            raise ConfigError(
+                f"{where}: {name!r} is not a parameter of the tool{did_you_mean(name, properties)}"
+            )
+    for name in in_url:
+        if name not in parameters.get("required", []):
+            raise ConfigError(f"{where}: url needs {name!r}; make it a required parameter of the tool")
     has_body = settings.method in BODY_METHODS
     if settings.body and not has_body:
         raise ConfigError(f"{where}: a {settings.method} has no body; put {settings.body} into query")
-    placed = {*in_url, *(settings.query or []), *(settings.body or [])}
-    rest = [name for name in parameters.get("properties", {}) if name not in placed]
+    rest = [name for name in properties if name not in placed]
     query = settings.query if settings.query is not None else [] if has_body else rest
     body = settings.body if settings.body is not None else rest if has_body else []
     lost = set(rest) - {*query, *body}

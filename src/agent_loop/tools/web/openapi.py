@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urljoin
@@ -19,9 +17,8 @@ from pydantic import Field
 
 from agent_loop.config import PositiveSeconds, Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
-from agent_loop.files.plain_values import YamlLoader, reason
+from agent_loop.files.plain_values import YamlLoader, reason, without_references
 from agent_loop.tools.base import BaseTool
-from agent_loop.tools.json_schema import MAX_DEPTH, MAX_NODES
 from agent_loop.tools.registry import expand_variables
 from agent_loop.tools.schema import check_tool_schema
 from agent_loop.tools.web.client import WebClient
@@ -30,8 +27,7 @@ from agent_loop.tools.web.http import Operation, RequestTool, names_in
 METHODS = ("get", "post", "put", "patch", "delete")
 OWN_HEADERS = frozenset({"accept", "authorization", "content-type"})
 """Headers that OpenAPI excludes from parameters. Cookie parameters are ignored too."""
-_NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
-_NO_WORD = re.compile(r"[^A-Za-z0-9]+")
+FETCH_TIMEOUT_S = 30.0
 
 
 class OpenApiConfig(Section):
@@ -64,24 +60,25 @@ def openapi_tools(config: Mapping[str, Any]) -> list[BaseTool]:
     for name in [*(settings.operations or ()), *settings.exclude]:
         if name not in described:
             raise ConfigError(f"{settings.spec} has no operation {name!r}{did_you_mean(name, described)}")
-    chosen = [n for n in settings.operations or described if n not in settings.exclude]
     server_url = settings.server_url or server_url_of(spec, source=settings.spec)
     headers = expand_variables(settings.headers, where="the config of openapi: headers")
     return [
         _make_tool(
             described[name],
+            spec,
             prefix=settings.prefix,
             server_url=server_url,
             client=WebClient(headers=headers, timeout_s=settings.request_timeout_s),
             where=f"{settings.spec}: operation {name!r}",
         )
-        for name in chosen
+        for name in settings.operations or described
+        if name not in settings.exclude
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class SpecOperation:
-    """Operation of the specification, with references resolved."""
+    """Operation of the specification."""
 
     name: str
     method: str
@@ -91,32 +88,45 @@ class SpecOperation:
     """Parameters of all operations of the path."""
 
 
-def _operations(spec: Mapping[str, Any]) -> Iterable[SpecOperation]:
+def _operations(spec: Mapping[str, Any]) -> Iterator[SpecOperation]:
     paths: dict[str, dict[str, Any]] = spec.get("paths") or {}
     for path, item in paths.items():
         for method in METHODS:
             fields = item.get(method)
             if fields is not None:
-                name = fields.get("operationId") or _NO_WORD.sub("_", f"{method}_{path}").strip("_")
+                name = fields.get("operationId") or re.sub(r"[^A-Za-z0-9]+", "_", f"{method}_{path}").strip(
+                    "_"
+                )
                 yield SpecOperation(name, method.upper(), path, fields, tuple(item.get("parameters") or ()))
 
 
 def _make_tool(
-    described: SpecOperation, *, prefix: str, server_url: str, client: WebClient, where: str
+    described: SpecOperation,
+    spec: Mapping[str, Any],
+    *,
+    prefix: str,
+    server_url: str,
+    client: WebClient,
+    where: str,
 ) -> RequestTool:
+    fields = described.fields
+    inputs: Mapping[str, Any] = {
+        "parameters": [*described.shared_parameters, *(fields.get("parameters") or ())],
+        "requestBody": fields.get("requestBody") or {},
+    }
+    inputs = without_references(inputs, root=spec)
+    if "'$ref':" in str(inputs):
+        raise ConfigError(
+            f"{where} refers to what its document does not contain, or is too large for a model to read; exclude it"
+        )
     properties: dict[str, Any] = {}
     required: list[str] = []
     placed: dict[str, set[str]] = {"path": set(), "query": set(), "header": set()}
-    own = {
-        (p["name"], p["in"]): p
-        for p in (*described.shared_parameters, *(described.fields.get("parameters") or ()))
-    }
     joined: set[str] = set()
-    for (name, place), parameter in own.items():
+    for (name, place), parameter in {(p["name"], p["in"]): p for p in inputs["parameters"]}.items():
         if place not in placed or (place == "header" and name.lower() in OWN_HEADERS):
             continue
-        schema = plain_schema(parameter.get("schema") or {}, where=f"{where}: parameter {name!r}")
-        properties[name] = {**schema, **_description(parameter)}
+        properties[name] = _described(parameter.get("schema") or {}, by=parameter)
         placed[place].add(name)
         joined |= {name} if parameter.get("explode") is False else set()
         required += [name] if parameter.get("required") or place == "path" else []
@@ -125,10 +135,10 @@ def _make_tool(
             raise ConfigError(
                 f"{where}: its path needs the parameter {name!r}, which it does not define; exclude it"
             )
-    body, whole_body = _add_body(described, properties, required, where=where)
+    body, whole_body = _add_body(inputs["requestBody"], properties, required, where=where)
     function = {
-        "name": prefix + _NO_NAME.sub("_", described.name),
-        "description": str(described.fields.get("description") or described.fields.get("summary") or ""),
+        "name": prefix + re.sub(r"[^A-Za-z0-9_-]+", "_", described.name),
+        "description": str(fields.get("description") or fields.get("summary") or ""),
         "parameters": {"type": "object", "properties": properties, "required": required},
     }
     tool_schema = {"type": "function", "function": function}
@@ -146,41 +156,65 @@ def _make_tool(
 
 
 def _add_body(
-    described: SpecOperation, properties: dict[str, Any], required: list[str], *, where: str
+    request: Mapping[str, Any], properties: dict[str, Any], required: list[str], *, where: str
 ) -> tuple[set[str], str | None]:
     """Add the parameters of a JSON body, and return the names of its fields and of the argument that is the body.
 
     The fields become parameters. If they conflict with other parameters, or more fields are allowed, the whole body
     becomes one parameter `body`.
     """
-    request = described.fields.get("requestBody")
     if not request:
         return set(), None
     content: Mapping[str, Any] = request.get("content") or {}
     kind = next((kind for kind in content if kind.partition(";")[0].endswith("json")), None)
     if kind is None:
         raise ConfigError(f"{where} accepts {', '.join(content)}, but not JSON; exclude it")
-    schema = plain_schema(content[kind].get("schema") or {}, where=f"{where}: requestBody")
+    schema = _described(content[kind].get("schema") or {}, by=request)
     fields: Mapping[str, Any] = schema.get("properties") or {}
     if fields and not set(fields) & set(properties) and "additionalProperties" not in schema:
         properties |= fields
         required += schema.get("required", []) if request.get("required") else []
         return set(fields), None
     name = "body" if "body" not in properties else "request_body"
-    properties[name] = {**schema, **_description(request)}
+    properties[name] = schema
     required += [name] if request.get("required") else []
     return set(), name
 
 
-def _description(fields: Mapping[str, Any]) -> dict[str, str]:
-    return {"description": fields["description"]} if fields.get("description") else {}
+def _described(schema: Any, *, by: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema in JSON schema's keywords, with the description of its parameter or body if that has one."""
+    return plain_schema(schema) | ({"description": by["description"]} if by.get("description") else {})
 
 
-FETCH_TIMEOUT_S = 30.0
+_NOISE = frozenset({"discriminator", "example", "externalDocs", "nullable", "title", "xml"})
+_BOUNDS = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+
+
+def plain_schema(node: Any) -> Any:
+    """Return a schema without the keywords of OpenAPI: `nullable` becomes a type, exclusive bounds become numbers."""
+    if isinstance(node, list):
+        return [plain_schema(item) for item in cast(list[Any], node)]
+    if not isinstance(node, Mapping):
+        return node
+    schema = cast(Mapping[str, Any], node)
+    plain: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("patternProperties", "properties"):
+            plain[key] = {name: plain_schema(inner) for name, inner in value.items()}
+        elif key in ("const", "default", "enum", "examples"):
+            plain[key] = value
+        elif key not in _NOISE and not (key in _BOUNDS and isinstance(value, bool)):
+            plain[key] = plain_schema(value)
+    for exclusive, inclusive in _BOUNDS.items():
+        if schema.get(exclusive) is True and inclusive in plain:
+            plain[exclusive] = plain.pop(inclusive)
+    if schema.get("nullable") and isinstance(plain.get("type"), str):
+        plain["type"] = [plain["type"], "null"]
+    return plain
 
 
 def read_specification(source: str) -> Mapping[str, Any]:
-    """Read a specification and resolve its references.
+    """Read a specification.
 
     Args:
         source: Path or URL of a JSON or YAML file.
@@ -188,10 +222,6 @@ def read_specification(source: str) -> Mapping[str, Any]:
     Raises:
         ConfigError: The file cannot be read, or is not an OpenAPI 3 specification.
     """
-    try:
-        jsonref: Any = import_module("jsonref")
-    except ImportError as error:
-        raise ConfigError('the tools openapi need jsonref: pip install "agent-loop[openapi]"') from error
     try:
         if source.startswith(("http://", "https://")):
             with urlopen(source, timeout=FETCH_TIMEOUT_S) as answer:
@@ -201,23 +231,17 @@ def read_specification(source: str) -> Mapping[str, Any]:
         spec: Any = _parse_spec(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"the specification {source!r} cannot be read: {reason(error)}") from error
-    if not isinstance(spec, Mapping) or not str(cast(Mapping[str, Any], spec).get("openapi", "")).startswith(
-        "3."
-    ):
+    fields = cast(dict[str, Any], spec) if isinstance(spec, dict) else {}
+    if not str(fields.get("openapi")).startswith("3."):
         raise ConfigError(f"{source!r} is not an OpenAPI 3 specification")
-    try:
-        return jsonref.replace_refs(spec, proxies=False, lazy_load=False, loader=_refuse_to_fetch)
-    except jsonref.JsonRefError as error:
-        raise ConfigError(f"a reference in {source!r} cannot be resolved: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{source!r} is nested too deeply; write a flatter one") from error
+    return fields
 
 
-def _refuse_to_fetch(uri: str) -> Any:
-    """Refuse to load another document, which would be downloaded or read from this machine."""
-    raise ConfigError(
-        f"it refers to another document, {uri!r}, which is not fetched; move the definition into this document"
-    )
+def _parse_spec(text: str) -> Any:
+    """Parse JSON or YAML. JSON is tried first, since the YAML parser takes a hundred times as long for it."""
+    with suppress(ValueError):
+        return json.loads(text)
+    return yaml.load(text, Loader=YamlLoader)
 
 
 def server_url_of(spec: Mapping[str, Any], *, source: str) -> str:
@@ -237,61 +261,3 @@ def server_url_of(spec: Mapping[str, Any], *, source: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{source!r} has no server URL; set server_url")
     return url
-
-
-def _parse_spec(text: str) -> Any:
-    """Parse JSON or YAML. JSON is tried first, since the YAML parser takes a hundred times as long for it."""
-    with suppress(ValueError):
-        return json.loads(text)
-    return yaml.load(text, Loader=YamlLoader)
-
-
-_NOISE = frozenset({"discriminator", "example", "externalDocs", "nullable", "title", "xml"})
-_BOUNDS = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
-_VALUES = frozenset({"const", "default", "enum", "examples"})
-_NAMED_SCHEMAS = frozenset({"patternProperties", "properties"})
-
-
-def plain_schema(node: Any, *, where: str) -> Any:
-    """Return a schema without the keywords of OpenAPI: `nullable` becomes a type, exclusive bounds become numbers.
-
-    Args:
-        node: A schema with all references resolved.
-        where: Location of the schema, for errors.
-
-    Raises:
-        ConfigError: The schema contains itself, or is too large after the references were resolved.
-    """
-    return _plain(node, where=where, parents=(), nodes=count(1))
-
-
-def _plain(node: Any, *, where: str, parents: tuple[int, ...], nodes: count[int]) -> Any:
-    if next(nodes) > MAX_NODES or len(parents) > MAX_DEPTH:
-        raise ConfigError(f"{where}: its schema is too large for a model to read; exclude it")
-    if id(node) in parents:
-        raise ConfigError(
-            f"{where}: its schema contains itself, so it cannot be shown to a model; exclude it"
-        )
-    parents = (*parents, id(node))
-    if isinstance(node, list):
-        return [_plain(item, where=where, parents=parents, nodes=nodes) for item in cast(list[Any], node)]
-    if not isinstance(node, Mapping):
-        return node
-    schema = cast(Mapping[str, Any], node)
-    plain: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _NAMED_SCHEMAS:
-            plain[key] = {
-                name: _plain(inner, where=where, parents=parents, nodes=nodes)
-                for name, inner in value.items()
-            }
-        elif key in _VALUES:
-            plain[key] = value
-        elif key not in _NOISE and not isinstance(schema.get(key) if key in _BOUNDS else None, bool):
-            plain[key] = _plain(value, where=where, parents=parents, nodes=nodes)
-    for exclusive, inclusive in _BOUNDS.items():
-        if schema.get(exclusive) is True and inclusive in plain:
-            plain[exclusive] = plain.pop(inclusive)
-    if schema.get("nullable") and isinstance(plain.get("type"), str):
-        plain["type"] = [plain["type"], "null"]
-    return plain
