@@ -2,14 +2,13 @@
 
     python benchmarks/bench_prefix_tree.py [--quick] [--hidden 256]
 
-The model is a small Qwen3 with random weights, on one thread of a CPU. The plain computation is the faster of two:
-padded rows, which are the default, and rows alone, which have no padding. With `actor.share_prefixes`, each distinct
-token is computed once. `share` is the share of distinct tokens. `weighted`
-is the share by arithmetic: products of weights and tokens, and of queries and keys. The CPU times are the smallest of
-several alternating rounds, so that other work on the machine matters little. Smaller budgets cut a tree, and each part
-repeats the tokens above it; the second table counts them. Memory is the largest resident size of a process with one
-update, above that of a tiny update; malloc returns freed memory at once there, because its free lists are not memory
-that the update needs.
+The model is a small Qwen3 with random weights, on one thread of a CPU. The plain computation is that of padded rows.
+With `actor.share_prefixes`, the default, each distinct token is computed once. `share` is the share of distinct tokens.
+`weighted` is the share by arithmetic: products of weights and tokens, and of queries and keys. The CPU times are the
+smallest of several alternating rounds, so that other work on the machine matters little. Smaller budgets cut a tree,
+and each part repeats the tokens above it; the second table counts them. Memory is the largest resident size of a
+process with one update, above that of a tiny update; malloc returns freed memory at once, because its free lists are
+not memory that the update needs.
 """
 
 from __future__ import annotations
@@ -86,11 +85,9 @@ def times(*, hidden: int, num_rounds: int) -> Table:
     table.add_column("aim")
     for name, aim in zip(CASES, AIMS, strict=True):
         batch = make_batch(name)
-        padded, alone, tree = (make_actor(hidden, shares=shares) for shares in (False, False, True))
-        alone._pads = False
-        rounds = [[cpu_time(actor, batch) for actor in (padded, alone, tree)] for _ in range(num_rounds)]
-        padded_s, alone_s, tree_s = (min(each) for each in zip(*rounds, strict=True))
-        plain_s = min(padded_s, alone_s)
+        padded, tree = (make_actor(hidden, shares=shares) for shares in (False, True))
+        rounds = [[cpu_time(actor, batch) for actor in (padded, tree)] for _ in range(num_rounds)]
+        plain_s, tree_s = (min(each) for each in zip(*rounds, strict=True))
         share, weighted = shares_of(batch, tree.model)
         ratio = tree_s / plain_s
         is_deep = name.startswith("deep")
@@ -160,7 +157,7 @@ def shares_of(batch: RolloutBatch, model: PreTrainedModel) -> tuple[float, float
     rows, device = torch.arange(len(batch)), torch.device("cpu")
     lengths = batch["attention_mask"].sum(dim=1).numpy()
     num_tree = num_pairs = 0
-    for part in micro_batches(batch, rows=rows, max_tokens=BUDGET, device=device, share_prefixes=True):
+    for part in micro_batches(batch, rows=rows, max_tokens=BUDGET, device=device, layout="tree"):
         layout, _ = as_tree(part)
         num_tree += layout.num_tokens
         num_pairs += int((layout.depth_T + 1).sum())

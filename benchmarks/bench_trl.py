@@ -11,8 +11,8 @@ trajectories. The learning rate is so low that the policy does not change; the n
 confirms it.
 
 The comparison is on one core and on two cores. On one core, both sides use one torch thread. On two cores, TRL uses a
-second torch thread. Ours uses an engine in a separate process (`rollout.engine: embedded_process`) and trains on two
-micro-batches concurrently (`trainer.num_threads`). Rounds alternate, each in a new process. The first steps of a round
+second torch thread. Ours uses an engine in a separate process (`rollout.engine: embedded_process`) and trains with two
+threads (`trainer.num_threads`). Rounds alternate, each in a new process. The first steps of a round
 are warm-up and are not counted. The table shows medians of the other steps, and the CPU time of the whole training per
 step, including all processes and threads. Needs the extra `trl`.
 """

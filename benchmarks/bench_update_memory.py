@@ -35,8 +35,8 @@ from agent_loop.config import ActorConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import policy
 from agent_loop.training.actor import Actor
+from agent_loop.training.forward import response_logprobs
 from agent_loop.training.micro_batches import micro_batches
-from agent_loop.training.policy import response_logprobs
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 

@@ -172,7 +172,6 @@ async def _learn_trajectories(
         "actor.lr=2e-3",
         "actor.warmup_steps=30",
         f"actor.decay_steps={sft_steps}",
-        "actor.share_prefixes=true",
     )
     result = await SupervisedTrainer(config, overwrite=True, console=student.console).fit()
     taught = latest_checkpoint(result.run_dir).model_path

@@ -142,7 +142,14 @@ def actor_of(
 ) -> Actor:
     """Return an actor that owns a model, which must be in float32."""
     config = ActorConfig(
-        **{"grad_clip": NO_CLIP, "entropy_coeff": ENTROPY_COEFF, "lr": 1e-3, "weight_decay": 0.1, **settings}
+        **{
+            "share_prefixes": False,
+            "grad_clip": NO_CLIP,
+            "entropy_coeff": ENTROPY_COEFF,
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            **settings,
+        }
     )
     options = {} if process_group is None else {"process_group": process_group}
     return Actor(model, config=config, dtype=dtype, **options)

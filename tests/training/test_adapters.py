@@ -18,8 +18,7 @@ from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
 from agent_loop.training.adapters import merged_adapters
 from agent_loop.training.advantages.groups import grpo_advantages
-from agent_loop.training.policy import load_policy
-from agent_loop.training.reference import load_reference
+from agent_loop.training.policy import load_policy, load_reference
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
 
@@ -165,7 +164,7 @@ def test_gradients_reach_adapters_through_checkpointing_and_packing(
     plain = make_actor(settings(folder))
     saving = Actor(
         load_policy(settings(folder), seed=3),
-        config=ActorConfig(lr=1e-2, gradient_checkpointing=True, share_prefixes=True),
+        config=ActorConfig(lr=1e-2, gradient_checkpointing=True),
     )
 
     norms = [train(actor, batch, steps=1)[names.GRAD_NORM] for actor in (plain, saving)]

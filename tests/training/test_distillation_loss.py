@@ -17,8 +17,8 @@ from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.servers.scores import TokenScores
 from agent_loop.training.distillation.scoring import Lesson, Lessons
 from agent_loop.training.distillation.targets import Direction, TeacherTargets, divergence
+from agent_loop.training.forward import response_logprobs
 from agent_loop.training.micro_batches import micro_batches
-from agent_loop.training.policy import response_logprobs
 from agent_loop.trajectory import Trajectory
 from tests.training.fakes import PAD, VOCABULARY, sample_trajectories, tiny_policy
 

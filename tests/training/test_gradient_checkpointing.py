@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agent_loop.rollout.batch import assemble
+from agent_loop.training.forward import response_logprobs
 from agent_loop.training.micro_batches import micro_batches
-from agent_loop.training.policy import make_exact, response_logprobs
+from agent_loop.training.policy import make_exact
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
 NUM_LAYERS = 2

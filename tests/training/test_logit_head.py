@@ -29,14 +29,14 @@ from transformers import (
 from agent_loop.config import ActorConfig, ModelConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.servers.embedded.model_types import logit_scaling
-from agent_loop.training import policy
+from agent_loop.training import forward
 from agent_loop.training.actor import Actor
 from agent_loop.training.adapters import add_adapters
 from agent_loop.training.advantages.groups import grpo_advantages
+from agent_loop.training.forward import ResponseLogProbs, response_logprobs
 from agent_loop.training.losses import logprobs as vocabulary_blocks
 from agent_loop.training.losses.logprobs import LogitTransform
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
-from agent_loop.training.policy import ResponseLogProbs, response_logprobs
 from agent_loop.training.prefix_tree.attention import use_tree_attention
 from tests.training.fakes import PAD, VOCABULARY, sample_trajectories, tiny_policy
 
@@ -112,7 +112,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def full_logits() -> Iterator[None]:
     """Let the policy compute all logits at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy, "logit_scaling", lambda model: None)
+        patch.setattr(forward, "logit_scaling", lambda model: None)
         yield
 
 
@@ -182,15 +182,14 @@ def test_bfloat16_models_differ_by_their_rounding_only(name: str, batch: Rollout
 
 
 def test_rows_that_share_prefixes_equal_full_logits(batch: RolloutBatch) -> None:
-    part = one_micro_batch(batch, share_prefixes=True)
+    part = one_micro_batch(batch, layout="tree")
 
     model = qwen().eval()
     use_tree_attention(model)
     assert_equals_full_logits(model, part, entropy_has_gradient=True, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_an_update_equals_that_of_full_logits(batch: RolloutBatch, num_threads: int) -> None:
+def test_an_update_equals_that_of_full_logits(batch: RolloutBatch) -> None:
     advantages_BR = grpo_advantages(batch["reward"], groups_B=batch["group"])[:, None]
 
     def updated() -> dict[str, Tensor]:
@@ -198,7 +197,6 @@ def test_an_update_equals_that_of_full_logits(batch: RolloutBatch, num_threads: 
             copy.deepcopy(tiny_policy()),
             config=ActorConfig(lr=1e-2, entropy_coeff=0.1, observation_coeff=0.1),
             temperature=0.8,
-            num_threads=num_threads,
         )
         actor.update(batch, advantages_BR=advantages_BR)
         return {name: value.clone() for name, value in actor.weights()}
@@ -239,7 +237,7 @@ def test_no_tensor_of_an_update_holds_the_logits_of_all_tokens(
 
     assert largest() == num_weights
     with full_logits():
-        assert largest() == num_sampled * vocabulary
+        assert largest() >= num_sampled * vocabulary
 
 
 class ShiftedLogits(Qwen3ForCausalLM):

@@ -34,7 +34,7 @@ def train(actor: Actor, *, num_updates: int) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("saves_memory", [False, True])
 def test_losses_are_close_to_float32_and_the_policy_learns_as_fast(saves_memory: bool) -> None:
-    settings = {"ppo_mini_batches": 2, "gradient_checkpointing": saves_memory, "share_prefixes": saves_memory}
+    settings = {"ppo_mini_batches": 2, "gradient_checkpointing": saves_memory}
     full, half = make_actor(None, **settings), make_actor(torch.bfloat16, **settings)
     is_rewarded_BR = (BATCH["responses"] == REWARDED) & BATCH["response_mask"].bool()
 
@@ -53,15 +53,13 @@ def test_losses_are_close_to_float32_and_the_policy_learns_as_fast(saves_memory:
     assert gains[1] == pytest.approx(gains[0], rel=0.1)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_on_the_host_are_trained_in_the_same_way(dtype: torch.dtype, num_threads: int) -> None:
+def test_weights_on_the_host_are_trained_in_the_same_way(dtype: torch.dtype) -> None:
     on_host, plain = (
         Actor(
             tiny_policy(),
             config=ActorConfig(lr=1e-3, ppo_mini_batches=2, optimizer_on_host=is_on_host),
             dtype=dtype,
-            num_threads=num_threads,
         )
         for is_on_host in (True, False)
     )

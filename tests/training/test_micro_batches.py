@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.training.forward import response_logprobs
 from agent_loop.training.losses.logprobs import token_logprobs
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
-from agent_loop.training.policy import response_logprobs
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
 
@@ -72,17 +72,3 @@ def test_logprobs_of_a_padded_micro_batch_equal_those_of_each_row_alone(batch: R
                     found_R[: len(is_model_T)], expected_T * is_model_T, atol=1e-5, rtol=1e-5
                 )
                 assert not found_R[len(is_model_T) :].any()
-
-
-def test_a_small_batch_is_split_if_several_micro_batches_are_requested(batch: RolloutBatch) -> None:
-    def parts(*, at_least: int) -> list[MicroBatch]:
-        rows, device = torch.arange(len(batch)), torch.device("cpu")
-        return list(micro_batches(batch, rows=rows, max_tokens=10_000, device=device, at_least=at_least))
-
-    [whole] = parts(at_least=1)
-    for at_least in (2, 3, 1000):
-        each = parts(at_least=at_least)
-        assert len(each) == min(at_least, len(whole.rows_B))
-        assert sorted(torch.cat([part.rows_B for part in each]).tolist()) == list(range(len(batch)))
-        sizes = [len(part.rows_B) for part in each]
-        assert max(sizes) - min(sizes) <= 1

@@ -52,7 +52,7 @@ def reference_loss(batch: RolloutBatch) -> float:
     return float(np.mean(values))
 
 
-@pytest.mark.parametrize("config", [{}, {"share_prefixes": True}])
+@pytest.mark.parametrize("config", [{}, {"share_prefixes": False}])
 def test_the_loss_is_the_mean_over_observations_alone(config: dict[str, Any]) -> None:
     batch = batch_of()
 

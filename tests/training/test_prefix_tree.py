@@ -148,18 +148,18 @@ def test_sums_of_short_floats_are_precise() -> None:
 @examples(60)
 @given(trees(), st.integers(1, 200), st.integers(1, 4))
 def test_runs_hold_every_row_once_and_keep_to_the_budget(
-    rows: list[list[int]], max_tokens: int, at_least: int
+    rows: list[list[int]], max_tokens: int, number: int
 ) -> None:
     sorted_rows = SortedRows(dict(enumerate(arrays(rows))))
     assert sorted_rows.num_distinct == len(prefixes(rows))
 
-    runs = sorted_rows.divided(max_tokens=max_tokens, at_least=at_least)
+    runs = sorted_rows.divided(max_tokens=max_tokens)
 
     assert sorted(row for run in runs for row in run) == list(range(len(rows)))
     for run in runs:
         assert len(prefixes([rows[row] for row in run])) <= max_tokens or len(run) == 1
-    shares = sorted_rows.shares(at_least)
-    assert len(shares) <= at_least
+    shares = sorted_rows.shares(number)
+    assert len(shares) <= number
     assert sorted(row for share in shares for row in share) == list(range(len(rows)))
 
 

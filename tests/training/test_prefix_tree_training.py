@@ -11,15 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agent_loop.config import ActorConfig
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch
-from agent_loop.training.actor import Actor
-from agent_loop.training.forward import as_tree
+from agent_loop.training.forward import as_tree, response_logprobs
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
-from agent_loop.training.policy import make_exact, response_logprobs
+from agent_loop.training.policy import make_exact
 from agent_loop.training.prefix_tree.attention import use_tree_attention
-from tests.families.zoo import FAMILIES
 from tests.harness import examples
 from tests.training.fakes import tiny_policy
 from tests.training.trees import MODELS, forked_batch, tiny_model, tree_batch
@@ -27,8 +24,8 @@ from tests.training.trees import MODELS, forked_batch, tiny_model, tree_batch
 
 def cut(batch: RolloutBatch, *, max_tokens: int = 10_000, shares: bool) -> list[MicroBatch]:
     rows, device = torch.arange(len(batch)), torch.device("cpu")
-    options = {"share_prefixes": True} if shares else {"pad": False}
-    return list(micro_batches(batch, rows=rows, max_tokens=max_tokens, device=device, **options))
+    layout = "tree" if shares else "alone"
+    return list(micro_batches(batch, rows=rows, max_tokens=max_tokens, device=device, layout=layout))
 
 
 def learn(model: Any, batch: RolloutBatch, parts: list[MicroBatch]) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -91,22 +88,6 @@ def test_the_attention_of_trees_computes_padded_rows_as_before() -> None:
     use_tree_attention(model)
     after = response_logprobs(model, padded, temperature=1.0)
     assert torch.equal(before.sampled_BR, after.sampled_BR)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("qwen3_next", r"state runs from token to token \(linear_attention\)"),
-        ("lfm2", r"state runs from token to token \(conv\)"),
-        ("mamba", r"state runs from token to token \(linear_attention\)"),
-        ("rwkv", r"state runs from token to token \(Rwkv"),
-        ("gemma2", r"is of a type \(gemma2\) that is not proved for it"),
-        ("bloom", "attention that cannot be exchanged"),
-    ],
-)
-def test_models_that_no_tree_can_compute_are_refused_by_name(name: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^actor\.share_prefixes is on, but .*{reason}"):
-        Actor(FAMILIES[name].build(), config=ActorConfig(share_prefixes=True))
 
 
 def test_dropout_of_attention_weights_is_refused() -> None:

@@ -35,12 +35,10 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"actor": {"ppo_mini_batches": 2, "kl_loss_coef": 0.1, "max_tokens_per_micro_batch": 60}},
     "gae": {
         "algorithm": {"adv_estimator": "gae"},
-        "actor": {"share_prefixes": True, "gradient_checkpointing": True, "old_log_probs": "recompute"},
-        "critic": {"share_prefixes": True},
+        "actor": {"gradient_checkpointing": True, "old_log_probs": "recompute"},
     },
     "tree": {
         "actor": {
-            "share_prefixes": True,
             "gradient_checkpointing": True,
             "max_tokens_per_micro_batch": 60,
         }

@@ -13,7 +13,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import assemble
 from agent_loop.training.actor import Actor
 from agent_loop.training.learner import Learner
-from agent_loop.training.micro_batches import MicroBatch, micro_batches
+from agent_loop.training.micro_batches import Layout, MicroBatch, micro_batches
 from agent_loop.training.process_group import ProcessGroup
 from agent_loop.training.ranks import start_process_group
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
@@ -34,7 +34,7 @@ class OneOfMany(ProcessGroup):
         return [value, *self._others]
 
 
-def shares(rows: torch.Tensor, *, size: int, **settings: bool) -> list[list[MicroBatch]]:
+def shares(rows: torch.Tensor, *, size: int, layout: Layout) -> list[list[MicroBatch]]:
     """Return the micro-batches of each rank."""
 
     def share(process_group: ProcessGroup) -> list[MicroBatch]:
@@ -45,7 +45,7 @@ def shares(rows: torch.Tensor, *, size: int, **settings: bool) -> list[list[Micr
                 process_group=process_group,
                 max_tokens=40,
                 device=torch.device("cpu"),
-                **settings,
+                layout=layout,
             )
         )
 
@@ -56,14 +56,14 @@ def shares(rows: torch.Tensor, *, size: int, **settings: bool) -> list[list[Micr
     return [share(OneOfMany(rank=rank, size=size, others=counts)) for rank in range(size)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"share_prefixes": True}])
+@pytest.mark.parametrize("layout", ["tree", "padded"])
 @pytest.mark.parametrize(("num_rows", "size"), [(24, 2), (23, 3), (2, 4), (1, 2)])
 def test_each_row_counts_in_one_process_and_all_run_equally_many_micro_batches(
-    num_rows: int, size: int, settings: dict[str, bool]
+    num_rows: int, size: int, layout: Layout
 ) -> None:
     rows = torch.arange(24)[:num_rows]
 
-    of_processes = shares(rows, size=size, **settings)
+    of_processes = shares(rows, size=size, layout=layout)
 
     assert len({len(share) for share in of_processes}) == 1
     counted = [m.rows_B for share in of_processes for m in share if not m.is_spare]

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError
-from agent_loop.training.reference import load_reference
+from agent_loop.training.policy import load_reference
 from tests.training.fakes import tiny_policy, tiny_tokenizer
 from tests.training.test_ppo_trainer import changed
 

@@ -32,8 +32,9 @@ from agent_loop.testing.conformance import (
     CheckSuite,
     OnResult,
 )
-from agent_loop.training.micro_batches import micro_batches
-from agent_loop.training.policy import make_exact, response_logprobs
+from agent_loop.training.forward import response_logprobs
+from agent_loop.training.micro_batches import Layout, micro_batches
+from agent_loop.training.policy import make_exact
 from agent_loop.training.prefix_tree.attention import use_tree_attention
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import SamplingParams
@@ -118,12 +119,12 @@ async def check_model(
             Check("cache=none is exact", partial(_check_cache, kind="none", is_used=True)),
             Check(
                 "the head in blocks is exact",
-                partial(_check_rows, pad=False, is_used=logit_scaling(model) is not None),
+                partial(_check_rows, layout="alone", is_used=logit_scaling(model) is not None),
             ),
-            Check("padded rows are exact", partial(_check_rows, pad=True, is_used=can_pad(model))),
+            Check("padded rows are exact", partial(_check_rows, layout="padded", is_used=can_pad(model))),
             Check(
                 "share_prefixes is exact",
-                partial(_check_rows, share_prefixes=True, is_used=can_share_prefixes(model)),
+                partial(_check_rows, layout="tree", is_used=can_share_prefixes(model)),
             ),
         ]
     )
@@ -171,16 +172,10 @@ async def _check_cache(subject: CheckedModel, *, kind: Any, is_used: bool) -> st
     return subject.require_equal(found, expected, is_used=is_used)
 
 
-async def _check_rows(
-    subject: CheckedModel,
-    *,
-    is_used: bool,
-    pad: bool = True,
-    share_prefixes: bool = False,
-) -> str:
+async def _check_rows(subject: CheckedModel, *, layout: Layout, is_used: bool) -> str:
     """Compare the log-probs of a training batch."""
     model = copy.deepcopy(subject.model)
-    if share_prefixes:
+    if layout == "tree":
         await _unless_unused(lambda: use_tree_attention(model), is_used)
     rows = [
         AgentLoopOutput(
@@ -198,8 +193,7 @@ async def _check_rows(
             rows=torch.arange(NUM_ROWS),
             max_tokens=NUM_ROWS * subject.max_model_len,
             device=model.device,
-            pad=pad,
-            share_prefixes=share_prefixes,
+            layout=layout,
         ):
             logprobs_BR = response_logprobs(model, part, temperature=1.0).sampled_BR.float().cpu().numpy()
             for row, logprobs_R in zip(part.rows_B, logprobs_BR, strict=True):

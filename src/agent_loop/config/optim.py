@@ -40,9 +40,9 @@ class OptimConfig(Section):
     """Optimiser steps per pass."""
     max_tokens_per_micro_batch: Tokens = 16384
     """Maximum tokens in one forward and backward pass, padding included."""
-    share_prefixes: bool = False
-    """Compute each distinct token of a micro-batch once, on the prefix tree of its rows. Some types of models are
-    refused."""
+    share_prefixes: bool = True
+    """Compute each distinct token of a micro-batch once, on the prefix tree of its rows. Types of models that do not
+    allow it are padded."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Maximum norm of the gradient."""
     loss_agg_mode: AggregationMode = "token-mean"

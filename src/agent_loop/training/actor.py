@@ -5,8 +5,7 @@ B rows of a batch, P prompt width, R response width.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -16,42 +15,24 @@ from transformers import PreTrainedModel
 from agent_loop.config import ActorConfig
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
-from agent_loop.training.actor_loss import (
-    ActorLoss,
-    LossTerms,
-    ObservationLoss,
-    PastLogProbs,
-    Targets,
-    importance,
-)
-from agent_loop.training.adapters import (
-    AdaptedModel,
-    are_low_rank,
-    merged_parameters,
-    persistent_buffers,
-    without_adapters,
-)
-from agent_loop.training.advantages.groups import rollouts_of_rows
+from agent_loop.training.actor_loss import ActorLoss, PastLogProbs, Targets, importance, observations
+from agent_loop.training.adapters import without_adapters
 from agent_loop.training.distillation.targets import TeacherTargets
-from agent_loop.training.forward import prepare_batching
+from agent_loop.training.forward import prepare_layout, response_logprobs
 from agent_loop.training.losses.policy import load_policy_loss
-from agent_loop.training.losses.terms import WEIGHT_SUMS, effective_share
+from agent_loop.training.losses.terms import WEIGHT_SUMS, effective_share, masked_difference
 from agent_loop.training.master_weights import take_weights
 from agent_loop.training.micro_batches import MicroBatch, trainable_rows
-from agent_loop.training.passes import (
-    TRAIN_LOG_PROBS,
-    TrainedModel,
-    UpdateStats,
-)
-from agent_loop.training.policy import make_exact, response_logprobs
+from agent_loop.training.policy import make_exact
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
+from agent_loop.training.trained_model import TrainedModel
+
+TRAIN_LOG_PROBS = "train_logprobs"
+"""Column that an update adds to its batch, float32 [B, R]: log-probs before the update, NaN in rows without."""
 
 
 class Actor(TrainedModel):
-    """Owner of the policy's model and optimiser, and the only writer of its weights.
-
-    Call one method at a time, from any thread.
-    """
+    """Owner of the policy's model and optimiser, and the only writer of its weights."""
 
     def __init__(
         self,
@@ -63,53 +44,37 @@ class Actor(TrainedModel):
         dtype: torch.dtype | None = None,
         seed: int = 0,
         process_group: ProcessGroup = SINGLE_PROCESS,
-        num_threads: int = 1,
     ) -> None:
         """Take ownership of a loaded model.
 
         Args:
-            model: The policy; stays on its device. Parameters that require no gradient are not changed.
+            model: The policy; see `TrainedModel`, also for the other arguments.
             config: Settings of the actor.
             temperature: Temperature of the rollout, at which log-probs are compared. At 0 (greedy), servers return
                 log-probs at temperature 1, so the actor computes them at 1 too.
             reference: Reference policy of the KL penalty; needed if `config.kl_loss_coef` is not 0. The policy itself
                 stands for the policy without its adapters.
-            dtype: Dtype that the models compute in; None is the dtype of their parameters.
+            dtype: Dtype that the models compute in.
             seed: Seed of the shuffle into mini-batches.
             process_group: Process group over which the models are sharded.
-            num_threads: Number of micro-batches that are computed at once; 1 in a process group of several ranks.
         """
         if config.kl_loss_coef and reference is None:
             raise ValueError(
                 f"kl_loss_coef is {config.kl_loss_coef}, which needs a reference model; give one"
             )
-        super().__init__(
-            model,
-            config=config,
-            section="actor",
-            dtype=dtype,
-            seed=seed,
-            process_group=process_group,
-            num_threads=num_threads,
-        )
+        super().__init__(model, config=config, dtype=dtype, seed=seed, process_group=process_group)
         self._config = config
         self._policy_loss = load_policy_loss(config.policy_loss)
         self._temperature = temperature or 1.0
         self._reference = reference
-        self._dtype = dtype or model.dtype
-        self._adapted = (
-            AdaptedModel(model, dtype=self._dtype, process_group=process_group)
-            if are_low_rank(model)
-            else None
-        )
         if reference is not None and reference is not model:
             make_exact(reference.requires_grad_(False), gradient_checkpointing=False)
-            self._pads &= prepare_batching(reference, config=config, section="actor")
+            prepare_layout(reference, config=config)
             take_weights(reference, process_group=process_group, dtype=dtype)
 
-    def logprobs(self, batch: RolloutBatch) -> Tensor:
+    def logprobs(self, batch: RolloutBatch, *, rows: Tensor | None = None) -> Tensor:
         """Return the log-probs of the sampled tokens under the current weights; [B, R] float32, 0 elsewhere."""
-        return self._logprobs_of(self.model, batch, torch.arange(batch.batch_size[0]))
+        return self._logprobs_of(self.model, batch, torch.arange(len(batch)) if rows is None else rows)
 
     def past_logprobs(self, batch: RolloutBatch, *, rows: Tensor) -> PastLogProbs:
         """Return the log-probs that an update of these rows is compared with.
@@ -120,7 +85,7 @@ class Actor(TrainedModel):
         rollout_BR: Tensor | None = cast(Any, batch).get("rollout_log_probs")
         old_BR = rollout_BR
         if old_BR is None or self._config.old_log_probs == "recompute":
-            old_BR = self._logprobs_of(self.model, batch, rows)
+            old_BR = self.logprobs(batch, rows=rows)
         reference_BR = None
         if self._reference is not None:
             with without_adapters(self._reference):
@@ -160,20 +125,25 @@ class Actor(TrainedModel):
             past=past,
             teachers=teachers,
         )
-        lr = self._optimizer.start_update()
-        stats = UpdateStats("actor", process_group=self._process_group)
-        rollouts_B = rollouts_of_rows(batch)
-        mini_batches = list(self._optimizer.mini_batches(rows, rollouts_B=rollouts_B))
+        mini_batches: list[Tensor] = []
+        steps: list[Mapping[str, float]] = []
         first_BR = torch.zeros(batch["responses"].shape)
-        for mini_batch_rows in mini_batches:
-            self._step(batch, mini_batch_rows, rollouts_B, targets, stats, first_BR)
-        self._optimizer.end_update()
-        batch[TRAIN_LOG_PROBS] = self._own_logprobs(past, rows, first_BR=first_BR, first_rows=mini_batches[0])
-        return stats.metrics() | {
+        for mini_batch in self.mini_batches(batch, rows):
+            steps.append(self._step(batch, mini_batch, targets, first_BR=None if steps else first_BR))
+            mini_batches.append(mini_batch)
+        if past.old_BR is past.rollout_BR:
+            own_BR, known = self.process_group.sum_tensor(first_BR), mini_batches[0]
+        else:
+            own_BR, known = past.old_BR, rows
+        batch[TRAIN_LOG_PROBS] = torch.full_like(first_BR, torch.nan).index_copy(0, known, own_BR[known])
+        if past.rollout_BR is not None:
+            mask_BR = batch["response_mask"][known]
+            metrics |= _mismatch(own_BR[known], past.rollout_BR[known], mask_BR=mask_BR)
+        return {
+            **self.mean_metrics(steps),
             **metrics,
             names.SKIPPED_UPDATE: 0.0,
             names.ROWS_TRAINED: float(len(rows)),
-            names.LEARNING_RATE: lr,
         }
 
     def supervise(self, batch: RolloutBatch, *, advances_schedule: bool = True) -> dict[str, float]:
@@ -191,15 +161,14 @@ class Actor(TrainedModel):
             return {names.SFT_TOKENS: 0.0}
         num_tokens = float(batch["response_mask"].sum())
 
-        def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, float]:
+        def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             found = response_logprobs(self.model, micro_batch, temperature=1.0, entropy_has_gradient=False)
             loss = -found.sampled_BR.sum() / num_tokens
-            return loss, float(loss.detach())
+            return loss, {names.SFT_LOSS: loss.detach()}
 
         lr = self._optimizer.start_update()
-        parts = self._add_gradients(loss_of, batch, rows)
-        sums = self._process_group.sum_metrics({names.SFT_LOSS: sum(part for _, part in parts)})
-        grad_norm = self._optimizer.step(loss=sums[names.SFT_LOSS])
+        sums = self.forward_backward(batch, rows, loss_of)
+        grad_norm = self.optim_step(loss=sums[names.SFT_LOSS])
         if advances_schedule:
             self._optimizer.end_update()
         return sums | {
@@ -208,79 +177,50 @@ class Actor(TrainedModel):
             names.SFT_LEARNING_RATE: lr,
         }
 
-    @property
-    def trains_factors_alone(self) -> bool:
-        """Whether only low-rank adapters are trained."""
-        return self._adapted is not None
-
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Return all weights by the names of the model's state dict, tied weights once, with adapters merged.
-
-        Their dtype is the one that the model computes in. If `trains_factors_alone`, the result is `AdaptedWeights`.
-        Otherwise, weights without an adapter that are not sharded share the actor's memory: read them before the next
-        update.
-        """
-        return self._merged_weights() if self._adapted is None else self._adapted.weights()
-
-    def _merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in merged_parameters(self.model):
-            yield name, parameter.to(self._dtype)
-        yield from persistent_buffers(self.model)
-
-    def _own_logprobs(
-        self, past: PastLogProbs, rows: Tensor, *, first_BR: Tensor, first_rows: Tensor
-    ) -> Tensor:
-        """Return the log-probs under the weights before the update; NaN in rows for which they were not computed."""
-        if past.old_BR is past.rollout_BR:
-            found_BR, rows = self._process_group.sum_tensor(first_BR), first_rows
-        else:
-            found_BR = past.old_BR
-        own_BR = torch.full_like(first_BR, torch.nan)
-        own_BR[rows] = found_BR[rows]
-        return own_BR
-
     def _step(
-        self,
-        batch: RolloutBatch,
-        rows: Tensor,
-        rollouts_B: Tensor,
-        targets: Targets,
-        stats: UpdateStats,
-        first_BR: Tensor,
-    ) -> None:
+        self, batch: RolloutBatch, rows: Tensor, targets: Targets, *, first_BR: Tensor | None
+    ) -> dict[str, float]:
         """Run one optimiser step. The first step writes the log-probs that it computes to `first_BR`."""
-        config = self._config
-        reduce = self._aggregation(batch, rows, rollouts_B)
-        observations = ObservationLoss.of(batch, rows=rows, coefficient=config.observation_coeff)
-        loss = ActorLoss(config, self._policy_loss, targets, reduce, observations)
+        config, teachers = self._config, targets.teachers
+        loss = ActorLoss(
+            config=config,
+            policy_loss=self._policy_loss,
+            targets=targets,
+            reduce=self.aggregation(batch, rows),
+            observations=observations(batch, rows=rows) if config.observation_coeff else None,
+        )
 
-        def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, LossTerms]]:
+        def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             found = response_logprobs(
                 self.model,
-                micro_batch if observations is None else observations.widened(micro_batch),
+                micro_batch if loss.observations is None else loss.observations.widened(micro_batch),
                 temperature=self._temperature,
                 entropy_has_gradient=config.entropy_coeff > 0,
-                candidate_ids_BRK=targets.teachers and targets.teachers.candidate_ids(micro_batch),
+                candidate_ids_BRK=teachers and teachers.candidate_ids(micro_batch),
             )
-            terms = loss(found, micro_batch)
-            return terms.loss, (found.sampled_BR.detach(), terms)
+            if first_BR is not None:
+                is_trained_BR = micro_batch.mask_BR.bool()
+                micro_batch.put(torch.where(is_trained_BR, found.sampled_BR.detach(), 0.0), into=first_BR)
+            return loss(found, micro_batch)
 
-        sums: defaultdict[str, float] = defaultdict(float)
-        for micro_batch, (logprobs_BR, terms) in self._add_gradients(loss_of, batch, rows):
-            if stats.num_steps == 0:
-                logprobs_BR = torch.where(micro_batch.mask_BR.bool(), logprobs_BR, 0.0)
-                stats.compare(logprobs_BR, targets.past.rollout_BR, micro_batch)
-                micro_batch.put(logprobs_BR, into=first_BR)
-            for name, value in terms.metrics.items():
-                sums[name] += float(value)
-        totals = self._process_group.sum_metrics(sums)
-        totals[names.RATIO_ESS] = effective_share({name: totals.pop(name) for name in WEIGHT_SUMS})
-        if targets.teachers is not None:
-            totals |= targets.teachers.pop_means(totals)
-        stats.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.LOSS]))
+        sums = self.step(batch, rows, loss_of)
+        sums[names.RATIO_ESS] = effective_share({name: sums.pop(name) for name in WEIGHT_SUMS})
+        return sums if teachers is None else sums | teachers.pop_means(sums)
 
     def _logprobs_of(self, model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tensor:
         def logprobs_of(micro_batch: MicroBatch) -> Tensor:
             return response_logprobs(model, micro_batch, temperature=self._temperature).sampled_BR
 
-        return self._compute(logprobs_of, batch, rows, device=model.device)
+        return self.compute(logprobs_of, batch, rows, model=model)
+
+
+def _mismatch(logprobs_BR: Tensor, rollout_BR: Tensor, *, mask_BR: Tensor) -> dict[str, float]:
+    """Return metrics of the log-ratios of trainer to rollout. The rollout sampled, so `k1` is minus their mean."""
+    log_ratios_N = masked_difference(logprobs_BR, rollout_BR, mask_BT=mask_BR)[mask_BR.bool()]
+    differences_N = log_ratios_N.abs()
+    return {
+        names.LOGPROB_DIFF_MAX: float(differences_N.max()),
+        names.LOGPROB_DIFF_MEAN: float(differences_N.mean()),
+        names.MISMATCH_K1: float(-log_ratios_N.mean()),
+        names.MISMATCH_K3: float((log_ratios_N.exp() - 1 - log_ratios_N).mean()),
+    }

@@ -5,8 +5,7 @@ B rows of a batch or of a micro-batch, R response width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.advantages.groups import rollouts_of_rows
 from agent_loop.training.distillation.targets import TeacherTargets
+from agent_loop.training.forward import ResponseLogProbs
 from agent_loop.training.losses.policy import token_loss
 from agent_loop.training.losses.terms import (
     Aggregation,
@@ -30,7 +30,6 @@ from agent_loop.training.losses.terms import (
     weight_sums,
 )
 from agent_loop.training.micro_batches import MicroBatch
-from agent_loop.training.policy import ResponseLogProbs
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,69 +85,36 @@ def importance(
 
 
 @dataclass(frozen=True, slots=True)
-class ObservationLoss:
-    """Mean cross-entropy of the observations of a mini-batch, in nats (ECHO, arXiv 2605.24517).
+class Observations:
+    """Observations of a mini-batch, whose mean cross-entropy is a term of the loss (ECHO, arXiv 2605.24517).
 
-    Observations are the response tokens that no model sampled: the replies of tools and interactions, with what the
-    chat template writes around them. The log-probs are those of the policy loss, from the same forward pass and at the
+    They are the response tokens that no model sampled: the replies of tools and interactions, with what the chat
+    template writes around them. Their log-probs are of the same forward pass as those of the policy loss, and at the
     temperature of the rollout.
     """
 
-    coefficient: float
-    """Factor of the mean in the loss of the actor."""
-    is_observed_BR: Tensor
+    mask_BR: Tensor
     """int64: 1 at observations, for the whole batch."""
-    num_tokens: float
+    count: float
     """Number of observations in the mini-batch, at least 1."""
-
-    @classmethod
-    def of(cls, batch: RolloutBatch, *, rows: Tensor, coefficient: float) -> ObservationLoss | None:
-        """Return the loss of a mini-batch; None if the coefficient is 0."""
-        if not coefficient:
-            return None
-        is_response_BR = batch["attention_mask"][:, batch["prompts"].shape[1] :].bool()
-        is_observed_BR = (is_response_BR & (batch["weight_versions"] < 0)).long()
-        num_tokens = loss_denominator(is_observed_BR[rows], mode="token-mean")
-        return cls(coefficient, is_observed_BR, num_tokens)
 
     def widened(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch whose mask holds the observations too, so that their log-probs are computed."""
-        return replace(micro_batch, mask_BR=micro_batch.mask_BR | self._observed(micro_batch))
+        return replace(micro_batch, mask_BR=micro_batch.mask_BR | self.of(micro_batch))
 
-    def __call__(self, logprobs_BR: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Return this micro-batch's part of the mean, without the coefficient."""
-        return aggregate(
-            -logprobs_BR,
-            mask_BT=self._observed(micro_batch),
-            mode="token-mean",
-            denominator=self.num_tokens,
-        )
-
-    def _observed(self, micro_batch: MicroBatch) -> Tensor:
+    def of(self, micro_batch: MicroBatch) -> Tensor:
         """Return the observations of a micro-batch. A spare micro-batch has none, because its rows count elsewhere."""
-        observed_BR = micro_batch.cut(self.is_observed_BR)
-        return torch.zeros_like(observed_BR) if micro_batch.is_spare else observed_BR
+        return micro_batch.cut(self.mask_BR) * (not micro_batch.is_spare)
 
 
-Values: TypeAlias = dict[str, Tensor]
+def observations(batch: RolloutBatch, *, rows: Tensor) -> Observations:
+    """Return the observations of a mini-batch."""
+    is_response_BR = batch["attention_mask"][:, batch["prompts"].shape[1] :].bool()
+    mask_BR = (is_response_BR & (batch["weight_versions"] < 0)).long()
+    return Observations(mask_BR, loss_denominator(mask_BR[rows], mode="token-mean"))
 
 
-@dataclass(slots=True)
-class LossTerms:
-    """Loss of a micro-batch, as its part of the loss of the mini-batch."""
-
-    loss: Tensor
-    """Sum of all terms, with a gradient."""
-    metrics: Values = field(default_factory=Values)
-    """Parts of the metrics of the mini-batch."""
-
-    def add(self, name: str, mean: Tensor, *, coef: float) -> None:
-        """Add `coef` times a mean to the loss, and the mean to the metrics."""
-        self.loss = self.loss + coef * mean
-        self.metrics[name] = mean.detach()
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ActorLoss:
     """Loss of the policy in one mini-batch.
 
@@ -161,14 +127,35 @@ class ActorLoss:
     targets: Targets
     reduce: Aggregation
     """Aggregation of the mini-batch."""
-    observations: ObservationLoss | None
+    observations: Observations | None
 
-    def __call__(self, found: ResponseLogProbs, micro_batch: MicroBatch) -> LossTerms:
-        """Return the loss of a micro-batch."""
+    def __call__(self, found: ResponseLogProbs, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a micro-batch, and its parts of the metrics of the mini-batch."""
         mask_BR, targets, config = micro_batch.mask_BR, self.targets, self.config
         reduce = self.reduce.cut(micro_batch.rows_B)
         logprobs_BR = torch.where(mask_BR.bool(), found.sampled_BR, 0.0)
-        terms = self._policy_terms(logprobs_BR, found.entropy_BR, micro_batch, reduce)
+        old_BR = micro_batch.cut(targets.past.old_BR)
+        policy = token_loss(
+            self.policy_loss,
+            logprobs_BR,
+            old_logprobs_BT=old_BR,
+            advantages_BT=micro_batch.cut(targets.advantages_BR),
+            mask_BT=mask_BR,
+            config=config,
+        )
+        loss_BR = policy.loss_BT
+        if targets.weights_BR is not None:
+            loss_BR = loss_BR * micro_batch.cut(targets.weights_BR)
+        log_ratio_BR = masked_difference(logprobs_BR.detach(), old_BR, mask_BT=mask_BR)
+        metrics = {
+            names.ACTOR + name: reduce(values_BR.detach(), mask_BT=mask_BR)
+            for name, values_BR in policy.metrics.items()
+        }
+        metrics[names.PPO_KL] = reduce(-log_ratio_BR, mask_BT=mask_BR)
+        metrics |= weight_sums(log_ratio_BR.exp(), mask_BT=mask_BR)
+
+        entropy = reduce(found.entropy_BR, mask_BT=mask_BR)
+        terms = [(names.ENTROPY, entropy, -config.entropy_coeff)]
         reference_BR = targets.past.reference_BR
         if reference_BR is not None and config.kl_loss_coef:
             kl_BR = kl_penalty(
@@ -177,42 +164,23 @@ class ActorLoss:
                 mask_BT=mask_BR,
                 estimator=config.kl_loss_type,
             )
-            terms.add(names.KL_LOSS, reduce(kl_BR, mask_BT=mask_BR), coef=config.kl_loss_coef)
+            terms.append((names.KL_LOSS, reduce(kl_BR, mask_BT=mask_BR), config.kl_loss_coef))
         if targets.teachers is not None:
             kl_BR = targets.teachers.losses(found, micro_batch)
-            mean, coef = reduce(kl_BR, mask_BT=mask_BR), targets.teachers.config.coef
-            terms.add(names.DISTILLATION_LOSS, mean, coef=coef)
-            terms.metrics |= targets.teachers.sums(kl_BR.detach(), micro_batch)
+            divergence = reduce(kl_BR, mask_BT=mask_BR)
+            terms.append((names.DISTILLATION_LOSS, divergence, targets.teachers.config.coef))
+            metrics |= targets.teachers.sums(kl_BR.detach(), micro_batch)
         if self.observations is not None:
-            mean = self.observations(found.sampled_BR, micro_batch)
-            terms.add(names.OBSERVATION_LOSS, mean, coef=self.observations.coefficient)
-        terms.metrics[names.LOSS] = terms.loss.detach()
-        return terms
-
-    def _policy_terms(
-        self, logprobs_BR: Tensor, entropy_BR: Tensor, micro_batch: MicroBatch, reduce: Aggregation
-    ) -> LossTerms:
-        """Return the policy loss with the bonus of the entropy."""
-        targets, mask_BR = self.targets, micro_batch.mask_BR
-        old_BR = micro_batch.cut(targets.past.old_BR)
-        policy = token_loss(
-            self.policy_loss,
-            logprobs_BR,
-            old_logprobs_BT=old_BR,
-            advantages_BT=micro_batch.cut(targets.advantages_BR),
-            mask_BT=mask_BR,
-            config=self.config,
-        )
-        loss_BR = policy.loss_BT
-        if targets.weights_BR is not None:
-            loss_BR = loss_BR * micro_batch.cut(targets.weights_BR)
-        terms = LossTerms(reduce(loss_BR, mask_BT=mask_BR))
-        log_ratio_BR = masked_difference(logprobs_BR.detach(), old_BR, mask_BT=mask_BR)
-        terms.metrics |= {
-            names.ACTOR + name: reduce(values_BR.detach(), mask_BT=mask_BR)
-            for name, values_BR in policy.metrics.items()
-        }
-        terms.metrics[names.PPO_KL] = reduce(-log_ratio_BR, mask_BT=mask_BR)
-        terms.metrics |= weight_sums(log_ratio_BR.exp(), mask_BT=mask_BR)
-        terms.add(names.ENTROPY, reduce(entropy_BR, mask_BT=mask_BR), coef=-self.config.entropy_coeff)
-        return terms
+            cross_entropy = aggregate(
+                -found.sampled_BR,
+                mask_BT=self.observations.of(micro_batch),
+                mode="token-mean",
+                denominator=self.observations.count,
+            )
+            terms.append((names.OBSERVATION_LOSS, cross_entropy, config.observation_coeff))
+        loss = reduce(loss_BR, mask_BT=mask_BR)
+        for name, mean, coefficient in terms:
+            loss = loss + coefficient * mean
+            metrics[name] = mean.detach()
+        metrics[names.LOSS] = loss.detach()
+        return loss, metrics

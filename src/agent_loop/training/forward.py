@@ -1,35 +1,127 @@
-"""Forward passes of training: the outputs of a model before each sampled token.
+"""Forward passes of training: log-probs or values before each sampled token of a micro-batch.
 
-B rows, R response width, W prompt and response, M sampled tokens, N positions before them, X outputs per position.
+B rows, R response width, W prompt and response, M sampled tokens, N positions before them, K candidates.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from threading import get_ident
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from agent_loop.config import OptimConfig
 from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded.model_types import can_pad, can_share_prefixes
+from agent_loop.servers.embedded.model_types import can_pad, can_share_prefixes, logit_scaling
 from agent_loop.servers.embedded.vision import VISION_MODELS, media_features
-from agent_loop.training.micro_batches import MicroBatch
-from agent_loop.training.prefix_tree.attention import tree_inputs, use_tree_attention
+from agent_loop.training.adapters import is_low_rank
+from agent_loop.training.losses.logprobs import (
+    LinearHead,
+    LogitTransform,
+    blockwise_logprobs,
+    token_logprobs,
+)
+from agent_loop.training.micro_batches import Layout, MicroBatch
+from agent_loop.training.prefix_tree.attention import tree_inputs, use_tree_attention, uses_tree_attention
 from agent_loop.training.prefix_tree.layout import TreeLayout, lay_out
 
 ResultT = TypeVar("ResultT")
 logger = logging.getLogger(__name__)
 
 
+def prepare_layout(model: PreTrainedModel, *, config: OptimConfig) -> None:
+    """Give a model the attention of prefix trees, if the table of model types has its type."""
+    if config.share_prefixes and can_share_prefixes(model):
+        use_tree_attention(model)
+    elif not can_pad(model):
+        logger.warning(
+            "%s is of a type (%s) that is not proved for padded rows; each row is computed in a forward of its own, "
+            "which is slower",
+            type(model).__name__,
+            model.config.model_type,
+        )
+
+
+def layout_of(model: PreTrainedModel) -> Layout:
+    """Return how the rows of a micro-batch are laid out for a model."""
+    if uses_tree_attention(model):
+        return "tree"
+    return "padded" if can_pad(model) else "alone"
+
+
 @dataclass(frozen=True, slots=True)
-class SampledTokens:
+class ResponseLogProbs:
+    """Log-probs and entropies at the sampled tokens of a micro-batch; 0 elsewhere. All have gradients."""
+
+    sampled_BR: Tensor
+    entropy_BR: Tensor
+    """In nats; without a gradient if `entropy_has_gradient` was False."""
+    candidates_BRK: Tensor | None
+    """Log-probs of the candidates in place of each sampled token; None if there were no candidates."""
+
+
+def response_logprobs(
+    model: PreTrainedModel,
+    micro_batch: MicroBatch,
+    *,
+    temperature: float,
+    entropy_has_gradient: bool = True,
+    candidate_ids_BRK: Tensor | None = None,
+) -> ResponseLogProbs:
+    """Return the log-probs of the sampled tokens and of candidates in their places, and the entropy at each place.
+
+    They are computed in blocks of the vocabulary, or from all logits if the table of model types does not have the
+    model's head.
+
+    Args:
+        model: The policy or the reference.
+        micro_batch: Rows; the tokens at which `mask_BR` is 1 are computed.
+        temperature: Divisor of the logits.
+        entropy_has_gradient: False computes the entropy for metrics only.
+        candidate_ids_BRK: Token ids whose log-probs are computed before each response token; ids at other tokens are
+            ignored.
+    """
+    tokens = _sampled_tokens(model, micro_batch)
+    options: dict[str, Any] = {
+        "token_ids_M": tokens.token_ids_M,
+        "place_M": tokens.place_M,
+        "temperature": temperature,
+        "entropy_has_gradient": entropy_has_gradient,
+        "candidate_ids_MK": None if candidate_ids_BRK is None else candidate_ids_BRK[tokens.mask_BR.bool()],
+    }
+    scaling, head = logit_scaling(model), cast(Any, model).get_output_embeddings()
+    if scaling is not None and _is_linear(head):
+        transform = LogitTransform(*scaling)
+        found = _apply_at_head(
+            model,
+            tokens,
+            lambda head, hidden_NH: blockwise_logprobs(_linear_head(head, hidden_NH, transform), **options),
+        )
+    else:
+        found = token_logprobs(_outputs(model, tokens), **options)
+    return ResponseLogProbs(
+        tokens.spread(found.sampled_M),
+        tokens.spread(found.entropy_M),
+        None if found.candidates_MK is None else tokens.spread(found.candidates_MK),
+    )
+
+
+def response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
+    """Return the values of a critic, [B, R]; float32, or float64 if the outputs are float64."""
+    tokens = _sampled_tokens(model, micro_batch)
+    values_N = _outputs(model, tokens).squeeze(-1)
+    precise_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
+    return tokens.spread(precise_N[tokens.place_M])
+
+
+@dataclass(frozen=True, slots=True)
+class _SampledTokens:
     """Sampled tokens of a micro-batch, and the positions before them. Rows that share a prefix share positions."""
 
     inputs: dict[str, Any]
@@ -48,52 +140,19 @@ class SampledTokens:
         return spread.index_put(self.mask_BR.nonzero(as_tuple=True), values_M)
 
 
-def prepare_batching(model: PreTrainedModel, *, config: OptimConfig, section: str) -> bool:
-    """Give a model the attention of prefix trees if it needs it, and return whether its rows may be padded.
-
-    `section` names `config` in messages: `actor` or `critic`.
-    """
-    name, kind = type(model).__name__, model.config.model_type
-    if config.share_prefixes:
-        reason = None if can_share_prefixes(model) else f"is of a type ({kind}) that is not proved for it"
-        try:
-            use_tree_attention(model)
-        except ConfigError as error:
-            reason = str(error)
-        if reason is not None:
-            key = f"{section}.share_prefixes"
-            raise ConfigError(f"{key} is on, but {name} {reason}; set {key}=false")
-    pads = can_pad(model)
-    if not pads and not config.share_prefixes:
-        logger.warning(
-            "%s: each row is computed in a forward of its own, which is slower, because %s is of a type (%s) that is "
-            "not proved for padded rows",
-            section,
-            name,
-            kind,
-        )
-    return pads
-
-
-def sampled_tokens(model: PreTrainedModel, micro_batch: MicroBatch) -> SampledTokens:
-    """Return the sampled tokens of a micro-batch, with the input that predicts them.
-
-    Prompts must not be empty, because the first response token needs a token before it.
-    """
+def _sampled_tokens(model: PreTrainedModel, micro_batch: MicroBatch) -> _SampledTokens:
+    """Return the sampled tokens, with the input that predicts them. Each prompt has a token before the first one."""
     mask_BR = micro_batch.mask_BR
-    inputs, before_M = model_inputs(model, micro_batch)
-    before_N, place_M = before_M, torch.arange(len(before_M), device=before_M.device)
-    if micro_batch.shares_prefixes:
-        before_N, place_M = cast(tuple[Tensor, Tensor], cast(Any, before_M).unique(return_inverse=True))
-    return SampledTokens(inputs, before_N, place_M, micro_batch.response_ids_BR[mask_BR.bool()], mask_BR)
-
-
-def model_inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> tuple[dict[str, Any], Tensor]:
-    """Return the model's arguments, and the position before each sampled token in the flattened input, [M]."""
-    if micro_batch.shares_prefixes:
+    token_ids_M = micro_batch.response_ids_BR[mask_BR.bool()]
+    if micro_batch.is_tree:
         layout, before_M = as_tree(micro_batch)
-        return tree_inputs(model, layout), before_M
-    return _padded_inputs(model, micro_batch), _places_before(micro_batch)
+        before_N, place_M = cast(tuple[Tensor, Tensor], cast(Any, before_M).unique(return_inverse=True))
+        return _SampledTokens(tree_inputs(model, layout), before_N, place_M, token_ids_M, mask_BR)
+    num_rows, width = micro_batch.input_ids_BW.shape
+    places_BW = torch.arange(num_rows * width, device=mask_BR.device).view(num_rows, width)
+    before_N = places_BW[:, -mask_BR.shape[1] - 1 : -1][mask_BR.bool()]
+    place_M = torch.arange(len(before_N), device=mask_BR.device)
+    return _SampledTokens(_padded_inputs(model, micro_batch), before_N, place_M, token_ids_M, mask_BR)
 
 
 def as_tree(micro_batch: MicroBatch) -> tuple[TreeLayout, Tensor]:
@@ -122,76 +181,6 @@ def _padded_inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> dict[str,
     return inputs | {"input_ids": micro_batch.input_ids_BW}
 
 
-def _places_before(micro_batch: MicroBatch) -> Tensor:
-    """Return the position before each sampled token in the flattened input, [M]."""
-    num_rows, width = micro_batch.input_ids_BW.shape
-    places_BW = torch.arange(num_rows * width, device=micro_batch.mask_BR.device).view(num_rows, width)
-    response_width = micro_batch.mask_BR.shape[1]
-    return places_BW[:, -response_width - 1 : -1][micro_batch.mask_BR.bool()]
-
-
-def outputs_at(model: PreTrainedModel, places_N: Tensor, inputs: dict[str, Any]) -> Tensor:
-    """Return the outputs at some positions of the flattened input, [N, X]. A head of logits computes only these."""
-    is_made = False
-
-    def select(head: nn.Module, hidden_NH: Tensor) -> Tensor:
-        nonlocal is_made
-        is_made = True
-        return hidden_NH
-
-    outputs_NX = _outputs(model, places_N, inputs, at_head=select)
-    return outputs_NX if is_made else outputs_NX.index_select(0, places_N)
-
-
-def apply_at_head(
-    model: PreTrainedModel,
-    places_N: Tensor,
-    inputs: dict[str, Any],
-    function: Callable[[nn.Module, Tensor], ResultT],
-) -> ResultT | None:
-    """Call a function in place of the head, with the head and its input at some positions, [N, hidden].
-
-    The call is part of the model's forward, while the weights of a sharded head are gathered.
-
-    Returns:
-        Result of the function; None if the model does not call a head.
-    """
-    results: list[ResultT] = []
-
-    def call(head: nn.Module, hidden_NH: Tensor) -> Tensor:
-        results.append(function(head, hidden_NH))
-        return hidden_NH[:1].detach()  # the head computes one position, which nothing reads
-
-    _outputs(model, places_N, inputs, at_head=call)
-    return results[0] if results else None
-
-
-def _outputs(
-    model: PreTrainedModel,
-    places_N: Tensor,
-    inputs: dict[str, Any],
-    *,
-    at_head: Callable[[nn.Module, Tensor], Tensor],
-) -> Tensor:
-    """Return the flattened outputs of a model whose head gets the result of `at_head` for some positions."""
-    thread = get_ident()
-
-    def replace(head: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if not arguments or get_ident() != thread:  # another thread computes another micro-batch
-            return None
-        hidden_KLH, *others = arguments
-        hidden_NH = hidden_KLH.flatten(0, 1).index_select(0, places_N)
-        return (at_head(head, hidden_NH).unsqueeze(0), *others)
-
-    head: nn.Module | None = cast(Any, model).get_output_embeddings()
-    hook = None if head is None else head.register_forward_pre_hook(replace)
-    try:
-        return cast(nn.Module, model)(**inputs, use_cache=False).logits.flatten(0, 1)
-    finally:
-        if hook is not None:
-            hook.remove()
-
-
 def _embed(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
     """Return token embeddings with the features of images in their places, [B, W, hidden]; both have gradients."""
     kind = model.config.model_type
@@ -208,3 +197,57 @@ def _embed(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
             features = media_features(model, attachment, num_placeholders=len(places))
             embeds_BWH = embeds_BWH.index_put((torch.full_like(places, row), places), features)
     return embeds_BWH
+
+
+def _outputs(model: PreTrainedModel, tokens: _SampledTokens) -> Tensor:
+    """Return the outputs of a model before the sampled tokens, [N, outputs]."""
+    outputs = cast(nn.Module, model)(**tokens.inputs, use_cache=False).logits
+    return outputs.flatten(0, 1).index_select(0, tokens.before_N)
+
+
+def _apply_at_head(
+    model: PreTrainedModel, tokens: _SampledTokens, function: Callable[[nn.Module, Tensor], ResultT]
+) -> ResultT:
+    """Call a function in place of the head, with the head and its input before the sampled tokens, [N, hidden].
+
+    The call is part of the model's forward, while the weights of a sharded head are gathered.
+    """
+    results: list[ResultT] = []
+
+    def call(head: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden_KLH, *others = arguments
+        hidden_NH = hidden_KLH.flatten(0, 1).index_select(0, tokens.before_N)
+        results.append(function(head, hidden_NH))
+        return (hidden_NH[None, :1].detach(), *others)  # the head computes one position, which nothing reads
+
+    hook = cast(Any, model).get_output_embeddings().register_forward_pre_hook(call)
+    try:
+        cast(nn.Module, model)(**tokens.inputs, use_cache=False)
+    finally:
+        hook.remove()
+    return results[0]
+
+
+def _is_linear(head: nn.Module) -> bool:
+    """Return whether this is a linear layer, with or without low-rank adapters."""
+    base: Any = getattr(head, "base_layer", head)
+    if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
+        return False
+    return base is head or is_low_rank(head)
+
+
+def _linear_head(head: nn.Module, hidden_NH: Tensor, transform: LogitTransform) -> LinearHead:
+    """Return the head of a model as products of matrices."""
+    base: Any = getattr(head, "base_layer", head)
+    products = [(hidden_NH, base.weight)]
+    if base is not head:
+        products += _adapter_products(head, hidden_NH)
+    inputs, weights = zip(*products, strict=True)
+    return LinearHead(inputs, weights, base.bias, transform)
+
+
+def _adapter_products(layer: Any, hidden_NH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    for adapter in () if layer.disable_adapters else layer.active_adapters:
+        if adapter in layer.lora_A:
+            down_NR = functional.linear(hidden_NH, layer.lora_A[adapter].weight)
+            yield down_NR * layer.scaling[adapter], layer.lora_B[adapter].weight

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,8 +17,9 @@ from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.batch import TENSOR_COLUMNS, RolloutBatch
 from agent_loop.rollout.forks import FORKED_TURN
 from agent_loop.servers.embedded.kernels import use_deterministic_kernels
+from agent_loop.storage.columns import Learned
 from agent_loop.training import metrics as names
-from agent_loop.training.actor import Actor
+from agent_loop.training.actor import TRAIN_LOG_PROBS, Actor
 from agent_loop.training.actor_loss import PastLogProbs
 from agent_loop.training.advantages.estimate import (
     SOURCE,
@@ -35,11 +37,14 @@ from agent_loop.training.distillation.targets import COLUMNS as TEACHER_COLUMNS
 from agent_loop.training.distillation.targets import TeacherTargets
 from agent_loop.training.losses.terms import kl_penalty, masked_mean
 from agent_loop.training.micro_batches import trainable_rows
-from agent_loop.training.passes import ADVANTAGES, IS_TRAINED
-from agent_loop.training.policy import compute_dtype, device_of, load_policy
+from agent_loop.training.policy import compute_dtype, device_of, load_policy, load_reference
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup, RankCommand
-from agent_loop.training.reference import load_reference
+from agent_loop.trajectory import Trajectory
 
+ADVANTAGES = "advantages"
+"""Column that the learner adds to its batch, float32 [B, R]."""
+IS_TRAINED = "is_trained"
+"""Column that the learner adds to its batch, bool [B]: rows that were trained."""
 CRITIC_FOLDER = "critic"
 """Subfolder of a checkpoint with the critic, in the format of `transformers`."""
 LEARNED_COLUMNS = (
@@ -87,7 +92,8 @@ class Learner:
         """Train on the rollout of one step and return metrics.
 
         Args:
-            batch: Batch that `assemble` returned. The columns of `agent_loop.training.passes` are added to it.
+            batch: Batch that `assemble` returned. The advantages, the trained rows and the trainer's log-probs
+                are added as columns.
             baseline_rewards: Reward of a greedy rollout by group, for estimators that need it (`remax`). It includes
                 the rewards of turns times `algorithm.turn_reward_weight`. Groups that are missing or NaN are not
                 trained.
@@ -233,8 +239,7 @@ class Learner:
         return replace(estimate, advantages_BR=advantages_BR, keep_B=keep_B), past
 
     def _set_threads(self) -> None:
-        is_alone = self._process_group.size == 1  # then each thread computes a micro-batch of its own
-        torch.set_num_threads(1 if is_alone else self._config.trainer.num_threads)
+        torch.set_num_threads(self._config.trainer.num_threads)
 
     def _state_dict(self) -> dict[str, Any]:
         state = {"actor": self._actor.state_dict()}
@@ -305,10 +310,6 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, process_group: P
     model_config, seed, dtype = config.model, config.trainer.seed, compute_dtype(config.model)
     if process_group.mesh is not None:  # sharding moves the models to their device, one layer after the other
         model_config = model_config.model_copy(update={"device": "cpu"})
-    # Shards are gathered in one order by all processes, and a GPU runs one kernel after the other.
-    num_threads = (
-        config.trainer.num_threads if process_group.size == 1 and device_of(model_config).type == "cpu" else 1
-    )
     policy = load_policy(model_config, path=None if checkpoint is None else checkpoint.model_path, seed=seed)
     reference = load_reference(config, policy=policy, device=model_config.device)
     actor = Actor(
@@ -319,7 +320,6 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, process_group: P
         dtype=dtype,
         seed=seed,
         process_group=process_group,
-        num_threads=num_threads,
     )
     critic = None
     if estimator_needs(config.algorithm.adv_estimator).critic:
@@ -329,7 +329,6 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, process_group: P
             dtype=dtype,
             seed=seed,
             process_group=process_group,
-            num_threads=num_threads,
         )
     return Learner(config, actor=actor, critic=critic, process_group=process_group)
 
@@ -353,3 +352,24 @@ def _estimate_metrics(estimate: BatchAdvantages, batch: RolloutBatch) -> dict[st
         metrics[names.ADVANTAGE_MEAN] = float(trained_N.mean())
         metrics[names.ADVANTAGE_STD] = float(trained_N.std(correction=0))
     return metrics
+
+
+def learned_of(batch: RolloutBatch, trajectories: Sequence[Trajectory]) -> list[Learned]:
+    """Return what `Learner.learn` wrote to its batch, by trajectory."""
+    held = cast(Any, batch)
+    columns = (held.get(name, None) for name in (ADVANTAGES, IS_TRAINED, TRAIN_LOG_PROBS))
+    advantages_BR, is_trained_B, logprobs_BR = columns
+    learned: list[Learned] = []
+    for row, trajectory in enumerate(trajectories):
+        tokens = slice(len(trajectory.output.response_ids))
+        is_trained = is_trained_B is not None and bool(is_trained_B[row])
+        logprobs = None if logprobs_BR is None else logprobs_BR[row, tokens].numpy()
+        is_known = logprobs is not None and not np.isnan(logprobs).any()
+        learned.append(
+            Learned(
+                advantages=advantages_BR[row, tokens].numpy() if is_trained else None,
+                train_logprobs=logprobs if is_known else None,
+                trained_mask=batch["response_mask"][row, tokens].numpy().astype(bool),
+            )
+        )
+    return learned

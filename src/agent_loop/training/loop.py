@@ -22,11 +22,10 @@ from agent_loop.training.distillation.teachers import Teachers
 from agent_loop.training.evaluation.scores import Evaluation, summarise
 from agent_loop.training.forked import with_branches
 from agent_loop.training.interrupt import Interrupt
-from agent_loop.training.learner import Learner
+from agent_loop.training.learner import Learner, learned_of
 from agent_loop.training.manifest import DataManifest
 from agent_loop.training.metrics import MetricsWriter
 from agent_loop.training.monitor import DeadSteps, EarlyWarnings, refuse_without_lesson
-from agent_loop.training.passes import learned_of
 from agent_loop.training.progress import Progress
 from agent_loop.training.rollouts import Rollouts, RolloutsAhead, StepRollout, StepRollouts, max_staleness
 from agent_loop.training.row_selection import RowSelector

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,10 +73,6 @@ def shape_of(weight: Tensor) -> torch.Size:
     return cast(Any, weight).quant_state.shape if is_quantized(weight) else weight.shape
 
 
-Gradients: TypeAlias = tuple[Tensor | None, ...]
-"""Gradient of each weight; None if the loss does not depend on the weight."""
-
-
 @dataclass(frozen=True, slots=True)
 class MasterWeights:
     """Trained weights of a model, which collect the gradients of its passes."""
@@ -85,21 +81,6 @@ class MasterWeights:
     """Weights by the names of the parameters."""
     copies: Mapping[str, nn.Parameter]
     """Parameters of the model that are copies, in lower precision or on another device."""
-
-    def gradients_of(self, loss: Tensor) -> Gradients:
-        """Return the gradients of a loss without adding them. Not for sharded weights."""
-        parameters = [self.copies.get(name, weight) for name, weight in self.tensors.items()]
-        return torch.autograd.grad(loss, parameters, allow_unused=True)
-
-    def add(self, gradients: Gradients) -> None:
-        """Add gradients, as a backward pass does."""
-        for weight, gradient in zip(self.tensors.values(), gradients, strict=True):
-            if gradient is None:
-                continue
-            if weight.grad is None:
-                weight.grad = gradient.to(weight, copy=True)  # two weights may share one gradient tensor
-            else:
-                weight.grad.add_(gradient.to(weight))
 
     @torch.no_grad()
     def copy_to_model(self) -> None:

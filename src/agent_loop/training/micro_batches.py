@@ -1,14 +1,13 @@
-"""Division of a batch into micro-batches that fit into memory, with little padding.
+"""Division of a batch into micro-batches that fit into memory.
 
 B rows, P prompt width, R response width, W = P + R. In a micro-batch, these are the sizes of its own rows.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +17,9 @@ from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training.prefix_tree.tree import PASS_COST, LongArray, SortedRows
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
 from agent_loop.trajectory.attachments import Attachment
+
+Layout: TypeAlias = Literal["tree", "padded", "alone"]
+"""How the rows of a micro-batch are computed: as a prefix tree, padded to a common width, or one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class MicroBatch:
     attachments: tuple[tuple[Attachment, ...], ...] = ()
     """Attachments of each row, with positions counted from the first column, padding included. Empty if no row has
     any."""
-    shares_prefixes: bool = False
+    is_tree: bool = False
     """The rows are computed as a prefix tree, in which each distinct token is computed once."""
     is_spare: bool = False
     """The rows are also in another micro-batch, so that these count nowhere."""
@@ -90,49 +92,42 @@ def micro_batches(
     rows: Tensor,
     max_tokens: int,
     device: torch.device,
-    share_prefixes: bool = False,
-    pad: bool = True,
-    at_least: int = 1,
+    layout: Layout = "padded",
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Iterator[MicroBatch]:
-    """Yield the rows, longest first, in micro-batches of at most `max_tokens` tokens, or of one row that is longer.
+    """Yield the rows in micro-batches of at most `max_tokens` tokens, or of one row that is longer.
 
-    At most `PASS_COST` tokens of a micro-batch are padding, which counts as tokens. With shared prefixes, rows are in
-    the order of their tokens, and a token of several rows of a micro-batch counts once. Rows of a batch with images are
-    always padded.
+    In a prefix tree, rows are in the order of their tokens, and a token of several rows of a micro-batch counts once.
+    Otherwise the longest rows come first, and padding counts as tokens: at most `PASS_COST` in a micro-batch.
 
     In a process group, these are the micro-batches of this rank's share of the rows. All shares have about the same
     number of tokens to compute. All ranks run the same number of micro-batches: a rank with fewer runs spare ones at
     the end.
 
     Args:
-        batch: Batch that `assemble` returned.
+        batch: Batch that `assemble` returned. If it has images, its rows are padded instead of computed as a tree.
         rows: Indices of the rows to include.
         max_tokens: Maximum number of tokens in a micro-batch.
         device: Device of the tensors.
-        share_prefixes: Compute the rows of a micro-batch as a prefix tree, in which a row alone is one branch.
-        pad: Pad rows to a common width; False gives each row a micro-batch of its own.
-        at_least: Minimum number of micro-batches, as far as there are enough rows. With shared prefixes, there are
-            fewer if another cut would not make the largest micro-batch smaller.
+        layout: Compute the rows of a micro-batch as a prefix tree, padded to a common width, or each alone.
         process_group: Process group that shares the rows.
     """
     prompt_width = batch["prompts"].shape[1]
     attention_mask = batch["attention_mask"]
     prompt_lengths = attention_mask[:, :prompt_width].sum(dim=1)
     response_lengths = attention_mask[:, prompt_width:].sum(dim=1)
-    is_tree = share_prefixes and "attachments" not in batch and len(rows) > 0
+    if layout == "tree" and "attachments" in batch:
+        layout = "padded"
     rows = rows[(prompt_lengths + response_lengths)[rows].argsort(descending=True, stable=True)]
 
     def cut(rows: Tensor) -> Iterator[MicroBatch]:
-        if is_tree:
-            runs = sorted_rows(batch, rows).divided(max_tokens=max_tokens, at_least=at_least)
-            parts = [torch.tensor(run) for run in runs]
-        elif pad:
-            parts = list(_padded_parts(rows, prompt_lengths, response_lengths, max_tokens=max_tokens))
-            num_each = math.ceil(at_least / max(1, len(parts)))
-            parts = [each for part in parts for each in part.tensor_split(num_each) if len(each)]
-        else:
-            parts = [rows[n : n + 1] for n in range(len(rows))]
+        match layout:
+            case "tree":
+                parts = [torch.tensor(run) for run in sorted_rows(batch, rows).divided(max_tokens=max_tokens)]
+            case "padded":
+                parts = _padded_parts(rows, prompt_lengths, response_lengths, max_tokens=max_tokens)
+            case "alone":
+                parts = [rows[n : n + 1] for n in range(len(rows))]
         for part in parts:
             start = prompt_width - int(prompt_lengths[part].max())
             response_width = int(response_lengths[part].max())
@@ -145,15 +140,17 @@ def micro_batches(
                 position_ids=_positions(batch, part, columns).to(device),
                 mask_BR=batch["response_mask"][part, :response_width].to(device),
                 attachments=_attachments(batch, part, first_columns=first_columns),
-                shares_prefixes=is_tree,
+                is_tree=layout == "tree",
             )
 
+    if not len(rows):
+        return
     if process_group.size == 1:
         yield from cut(rows)
         return
     rank, size = process_group.rank, process_group.size
     own_rows = rows[rank::size]
-    if is_tree:
+    if layout == "tree":
         shares = sorted_rows(batch, rows).shares(size)
         own_rows = torch.tensor(shares[rank] if rank < len(shares) else (), dtype=torch.long)
     own = list(cut(own_rows)) if len(own_rows) else []

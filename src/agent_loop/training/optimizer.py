@@ -22,6 +22,8 @@ class Optimizer:
     def __init__(self, weights: MasterWeights, *, config: OptimConfig, seed: int) -> None:
         """Refer to the weights."""
         self.num_updates = 0
+        self.lr = config.lr
+        """Learning rate of the last update that was started."""
         self._config = config
         self._generator = torch.Generator().manual_seed(seed)
         self._weights = weights
@@ -30,21 +32,17 @@ class Optimizer:
 
     def start_update(self) -> float:
         """Set the learning rate of this update and return it."""
-        rate = self._config.lr * self._share_of_rate()
+        config = self._config
+        share = min(1.0, (self.num_updates + 1) / max(1, config.warmup_steps))
+        if config.decay_steps is not None:
+            share *= 1 - min(1.0, self.num_updates / config.decay_steps) * (1 - config.min_lr_share)
+        self.lr = config.lr * share
         for group in self._adamw.param_groups:
-            group["lr"] = rate
-        return rate
+            group["lr"] = self.lr
+        return self.lr
 
     def end_update(self) -> None:
         self.num_updates += 1
-
-    def _share_of_rate(self) -> float:
-        config = self._config
-        risen = min(1.0, (self.num_updates + 1) / max(1, config.warmup_steps))
-        if config.decay_steps is None:
-            return risen
-        fallen = min(1.0, self.num_updates / config.decay_steps) * (1 - config.min_lr_share)
-        return risen * (1 - fallen)
 
     def mini_batches(self, rows: Tensor, *, rollouts_B: Tensor | None = None) -> Iterator[Tensor]:
         """Shuffle the rollouts, divide them into mini-batches, and yield the rows of each, once per epoch."""

@@ -1,37 +1,26 @@
-"""The policy: loading its model, and its log-probs of the tokens of a batch."""
+"""Loading of the policy and of the reference policy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agent_loop.config import ModelConfig
+from agent_loop.config import Config, ModelConfig
 from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded.model_types import logit_scaling
 from agent_loop.servers.embedded.vision import auto_model_class
-from agent_loop.training.adapters import add_adapters, is_adapter_folder, is_low_rank, load_adapters
-from agent_loop.training.forward import SampledTokens, apply_at_head, outputs_at, sampled_tokens
-from agent_loop.training.losses.logprobs import (
-    LinearHead,
-    LogitTransform,
-    TokenLogProbs,
-    blockwise_logprobs,
-    token_logprobs,
-)
+from agent_loop.training.adapters import add_adapters, is_adapter_folder, load_adapters
 from agent_loop.training.master_weights import keep_layout, quantized_loading
-from agent_loop.training.micro_batches import MicroBatch
 
+MAX_NAMED = 3
+"""Number of tokens that an error names."""
 ATTENTION_PARTS = ("attention", "flash_attn")
 """Parts of the names of operations that compute attention."""
 
@@ -138,90 +127,71 @@ def _keep_attention() -> Any:
     return cast(Any, checkpoint).create_selective_checkpoint_contexts(policy)
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseLogProbs:
-    """Log-probs and entropies at the sampled tokens of a micro-batch; 0 elsewhere. All have gradients."""
+def load_vocabulary(path: str, config: Config) -> dict[str, int]:
+    """Return the ids of all tokens of a tokenizer, by their texts."""
+    try:
+        tokenizer = cast(Any, AutoTokenizer).from_pretrained(
+            path, trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{path!r} has no tokenizer that transformers loads: {reason}") from error
+    return dict(tokenizer.get_vocab())
 
-    sampled_BR: Tensor
-    entropy_BR: Tensor
-    """In nats; without a gradient if `entropy_has_gradient` was False."""
-    candidates_BRK: Tensor | None
-    """Log-probs of the candidates in place of each sampled token; None if there were no candidates."""
 
-
-def response_logprobs(
-    model: PreTrainedModel,
-    micro_batch: MicroBatch,
-    *,
-    temperature: float,
-    entropy_has_gradient: bool = True,
-    candidate_ids_BRK: Tensor | None = None,
-) -> ResponseLogProbs:
-    """Return the log-probs of the sampled tokens and of candidates in their places, and the entropy at each place.
-
-    Prompts must not be empty, because the first response token needs a token before it.
-
-    Args:
-        model: The policy or the reference.
-        micro_batch: Rows; the tokens at which `mask_BR` is 1 are computed.
-        temperature: Divisor of the logits.
-        entropy_has_gradient: False computes the entropy for metrics only.
-        candidate_ids_BRK: Token ids whose log-probs are computed before each response token; ids at other tokens are
-            ignored.
-    """
-    tokens = sampled_tokens(model, micro_batch)
-    options: dict[str, Any] = {
-        "token_ids_M": tokens.token_ids_M,
-        "place_M": tokens.place_M,
-        "temperature": temperature,
-        "entropy_has_gradient": entropy_has_gradient,
-        "candidate_ids_MK": None if candidate_ids_BRK is None else candidate_ids_BRK[tokens.mask_BR.bool()],
-    }
-    found = _blockwise(model, tokens, options)
-    if found is None:
-        found = token_logprobs(outputs_at(model, tokens.before_N, tokens.inputs), **options)
-    return ResponseLogProbs(
-        tokens.spread(found.sampled_M),
-        tokens.spread(found.entropy_M),
-        None if found.candidates_MK is None else tokens.spread(found.candidates_MK),
+def refuse_other_vocabulary(own: Mapping[str, int], other: Mapping[str, int], *, key: str, path: str) -> None:
+    """Raise an error unless two vocabularies give each token the same id."""
+    differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+    if not differing:
+        return
+    named = ", ".join(map(repr, differing[:MAX_NAMED]))
+    raise ConfigError(
+        f"{key} is {path!r}, whose vocabulary differs from the policy's in {len(differing)} tokens ({named}, ...), so "
+        "its log-probs are those of other texts; give a model with the same tokenizer"
     )
 
 
-def _blockwise(
-    model: PreTrainedModel, tokens: SampledTokens, options: dict[str, Any]
-) -> TokenLogProbs | None:
-    """Return log-probs that are computed in blocks of the vocabulary; None if the model's head is not known."""
-    scaling, head = logit_scaling(model), cast(Any, model).get_output_embeddings()
-    if scaling is None or not _is_linear(head):
+def load_reference(
+    config: Config, *, policy: PreTrainedModel | None = None, device: str | None = None
+) -> PreTrainedModel | None:
+    """Load the reference policy of the KL penalties; None if no penalty has a weight.
+
+    `placement` may give it the CPU, or a device of its own: the second that this process sees.
+
+    Args:
+        config: All settings.
+        policy: The policy. If it has adapters and the reference is the policy at the start of the run, the result is
+            this model: without its adapters, it is the reference.
+        device: Device to load it to, instead of `model.device`.
+    """
+    if not (config.actor.kl_loss_coef or config.algorithm.kl_reward_coef):
         return None
-    transform = LogitTransform(*scaling)
-
-    def logprobs_of(head: nn.Module, hidden_NH: Tensor) -> TokenLogProbs:
-        return blockwise_logprobs(_linear_head(head, hidden_NH, transform=transform), **options)
-
-    return apply_at_head(model, tokens.before_N, tokens.inputs, logprobs_of)
-
-
-def _linear_head(head: nn.Module, hidden_NH: Tensor, *, transform: LogitTransform) -> LinearHead:
-    """Return the head of a model as products of matrices."""
-    base: Any = getattr(head, "base_layer", head)
-    products = [(hidden_NH, base.weight)]
-    if base is not head:
-        products += _adapter_products(head, hidden_NH)
-    inputs, weights = zip(*products, strict=True)
-    return LinearHead(inputs, weights, base.bias, transform)
-
-
-def _is_linear(head: nn.Module) -> bool:
-    """Return whether this is a linear layer, with or without low-rank adapters."""
-    base: Any = getattr(head, "base_layer", head)
-    if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
-        return False
-    return base is head or is_low_rank(head)
+    path = config.actor.reference_path
+    if policy is not None and config.model.lora_rank and path is None:
+        return policy
+    if path is not None:
+        _check_vocabulary(config, path)
+    placement = config.placement
+    has_own_device = (
+        placement.split is not None and placement.split.reference and torch.cuda.device_count() > 1
+    )
+    if placement.reference == "cpu" or has_own_device:
+        device = "cpu"
+    changes = {
+        "lora_rank": 0,
+        "base_bits": None,
+        "path": path or config.model.path,
+        "device": device or config.model.device,
+    }
+    model = load_policy(config.model.model_copy(update=changes))
+    return cast(Any, model).to("cuda:1") if has_own_device else model
 
 
-def _adapter_products(layer: Any, hidden_NH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    for adapter in () if layer.disable_adapters else layer.active_adapters:
-        if adapter in layer.lora_A:
-            down_NR = functional.linear(hidden_NH, layer.lora_A[adapter].weight)
-            yield down_NR * layer.scaling[adapter], layer.lora_B[adapter].weight
+def _check_vocabulary(config: Config, path: str) -> None:
+    """Compare the tokenizers. A model without a tokenizer is compared by its loader, which needs as many ids."""
+    try:
+        own = load_vocabulary(config.model.tokenizer_path or config.model.path, config)
+        other = load_vocabulary(path, config)
+    except ConfigError:
+        return
+    refuse_other_vocabulary(own, other, key="actor.reference_path", path=path)

@@ -133,11 +133,9 @@ def test_the_loss_is_the_cross_entropy_of_transformers_on_the_same_tokens(config
     assert result.metrics[names.TOKENS_PER_SECOND] * seconds == pytest.approx(num_tokens)
 
 
-@pytest.mark.parametrize("packed", [False, True])
 def test_four_steps_and_two_more_after_a_resume_are_six_steps_bit_for_bit(
-    config: Config, tmp_path: Path, packed: bool
+    config: Config, tmp_path: Path
 ) -> None:
-    config = changed(config, "actor", share_prefixes=packed)
     whole = train(config)
     half = changed(config, "trainer", total_steps=4, run_dir=str(tmp_path / "half"))
     train(half)
@@ -147,15 +145,6 @@ def test_four_steps_and_two_more_after_a_resume_are_six_steps_bit_for_bit(
     assert losses(resumed) == losses(whole)
     expected = weights_of(whole)
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(resumed).items())
-
-
-def test_packed_examples_have_the_same_loss(config: Config, tmp_path: Path) -> None:
-    padded = train(config)
-    packed = train(
-        changed(changed(config, "actor", share_prefixes=True), "trainer", run_dir=str(tmp_path / "packed"))
-    )
-
-    assert losses(packed) == pytest.approx(losses(padded), abs=1e-4)
 
 
 def test_adapters_are_trained_alone(config: Config) -> None:

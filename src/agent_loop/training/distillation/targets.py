@@ -14,9 +14,9 @@ from torch import Tensor
 from agent_loop.config import DistillationConfig
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
+from agent_loop.training.forward import ResponseLogProbs
 from agent_loop.training.losses.terms import kl_penalty, masked_difference
 from agent_loop.training.micro_batches import MicroBatch
-from agent_loop.training.policy import ResponseLogProbs
 
 SMALLEST_REST = 1e-6
 """Least probability of the rest. The rest of a whole distribution is 0, of which rounding would leave about 1e-7."""

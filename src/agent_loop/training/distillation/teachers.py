@@ -20,7 +20,7 @@ from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.scores import TokenScores, checked_scores
 from agent_loop.training.advantages.estimate import SOURCE
-from agent_loop.training.reference import load_vocabulary, refuse_other_vocabulary
+from agent_loop.training.policy import load_vocabulary, refuse_other_vocabulary
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import IntArray, Message
 

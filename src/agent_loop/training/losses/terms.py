@@ -242,16 +242,6 @@ def effective_share(sums: Mapping[str, float | Tensor]) -> float:
     return total * total / (count * squares) if squares else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ValueLoss:
-    """Loss of the critic and its metric; both scalars."""
-
-    loss: Tensor
-    """With gradient."""
-    clip_fraction: Tensor
-    """Share of tokens whose gradient the clip removed."""
-
-
 def value_loss(
     values_BT: Tensor,
     *,
@@ -260,10 +250,11 @@ def value_loss(
     mask_BT: Tensor,
     clip_range: float | None,
     reduce: Aggregation,
-) -> ValueLoss:
+) -> tuple[Tensor, Tensor]:
     """Return half the squared error, or that of the clipped value if it is larger (arXiv 2005.12729, section 3).
 
-    `max((V - R)^2, (clip(V, V_old - range, V_old + range) - R)^2) / 2`
+    `max((V - R)^2, (clip(V, V_old - range, V_old + range) - R)^2) / 2`. The second result is the share of tokens whose
+    gradient the clip removed.
 
     Args:
         values_BT: Values of the critic that is trained, with gradient.
@@ -283,7 +274,5 @@ def value_loss(
         near_BT = torch.clamp(values_BT, old_values_BT - clip_range, old_values_BT + clip_range)
         clipped_BT = (near_BT - returns_BT).square() / 2
         worse_BT, is_clipped_BT = torch.maximum(plain_BT, clipped_BT), clipped_BT > plain_BT
-    return ValueLoss(
-        loss=reduce(worse_BT, mask_BT=mask_BT),
-        clip_fraction=reduce(is_clipped_BT.to(values_BT.dtype), mask_BT=mask_BT),
-    )
+    clip_fraction = reduce(is_clipped_BT.to(values_BT.dtype), mask_BT=mask_BT).detach()
+    return reduce(worse_BT, mask_BT=mask_BT), clip_fraction

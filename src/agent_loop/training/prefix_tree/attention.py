@@ -9,7 +9,6 @@ line; no machine with a GPU has run it. T tokens, H query heads, D numbers per h
 from __future__ import annotations
 
 import importlib
-import re
 from functools import cache
 from typing import Any, cast
 
@@ -28,12 +27,9 @@ from agent_loop.servers.embedded.runner import text_config_of
 from agent_loop.training.prefix_tree.layout import AttentionPlan, TreeLayout, is_visible, lowest_visible
 
 ATTENTION_NAME = "agent_loop_prefix_tree"
-TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Kinds of layers that can be computed over a tree, by their names in `layer_types` of a configuration."""
 MAX_COMPILATIONS = 64
 """Variants of compiled attention: types, windows, gradients and sizes multiply. Beyond torch's own limit of 8,
 FlexAttention would hold the scores of all pairs."""
-_OTHER_LAYERS = re.compile("Mamba|Rwkv|SSM|DeltaNet|LinearAttention|Recurrent|ShortConv|LSTM")
 _plain: Any = cast(Any, AttentionInterface())["sdpa"]
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -41,34 +37,16 @@ _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cp
 
 def use_tree_attention(model: PreTrainedModel) -> None:
     """Set the attention implementation of a model. A vision tower keeps its own."""
-    refuse_other_layers(model)
-    config = text_config_of(model.config)
-    name = ATTENTION_NAME if config is model.config else {"text_config": ATTENTION_NAME}
-    try:
-        cast(Any, model).set_attn_implementation(name)
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"has an attention that cannot be exchanged ({error})") from error
-    if not _uses_tree_attention(model):
-        raise ConfigError("has an attention that cannot be exchanged")
+    is_whole = text_config_of(model.config) is model.config
+    cast(Any, model).set_attn_implementation(ATTENTION_NAME if is_whole else {"text_config": ATTENTION_NAME})
 
 
-def refuse_other_layers(model: PreTrainedModel) -> None:
-    """Raise an error that names the layers that carry a state from token to token, which has no branches."""
-    kinds = [*(getattr(text_config_of(model.config), "layer_types", None) or ())]
-    found = sorted({str(kind) for kind in kinds if kind not in TREE_LAYERS})
-    if not found:
-        names = (type(module).__name__ for module in model.modules() if module is not model)
-        found = sorted({name for name in names if _OTHER_LAYERS.search(name)})
-    if found:
-        raise ConfigError(
-            f"has layers whose state runs from token to token ({', '.join(found)}), and a tree has branches"
-        )
+def uses_tree_attention(model: PreTrainedModel) -> bool:
+    return text_config_of(model.config)._attn_implementation == ATTENTION_NAME
 
 
 def tree_inputs(model: PreTrainedModel, layout: TreeLayout) -> dict[str, Any]:
     """Return the arguments of a model for a tree."""
-    if not _uses_tree_attention(model):
-        raise ValueError(f"{type(model).__name__} computes no prefix trees; call use_tree_attention first")
     return {
         "input_ids": layout.input_ids_T[None],
         "position_ids": layout.depth_T[None],
@@ -76,10 +54,6 @@ def tree_inputs(model: PreTrainedModel, layout: TreeLayout) -> dict[str, Any]:
         "attention_mask": torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=layout.depth_T.device),
         "prefix_tree": layout,
     }
-
-
-def _uses_tree_attention(model: PreTrainedModel) -> bool:
-    return text_config_of(model.config)._attn_implementation == ATTENTION_NAME
 
 
 def _attend(

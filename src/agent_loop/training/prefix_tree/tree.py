@@ -127,38 +127,16 @@ class SortedRows:
         """Number of distinct tokens of all rows."""
         return int(self._added_N.sum())
 
-    def divided(self, *, max_tokens: int, at_least: int = 1) -> list[tuple[int, ...]]:
+    def divided(self, *, max_tokens: int) -> list[tuple[int, ...]]:
         """Divide the rows into runs of at most `max_tokens` distinct tokens, or of one row that is longer.
 
         A run repeats the tokens that its first row shares with the row before. The cuts are those with the fewest
         repeated tokens, where each run costs `PASS_COST` tokens.
-
-        Args:
-            max_tokens: Maximum number of distinct tokens in a run.
-            at_least: Number of runs to aim at, as far as the largest run becomes smaller by it.
         """
-        starts = self._best_starts(max_tokens)
-        if len(starts) < min(at_least, len(self.rows)):
-            starts = self._best_starts(min(max_tokens, self._smallest_maximum(at_least)))
-        return self._runs(starts)
-
-    def shares(self, number: int) -> list[tuple[int, ...]]:
-        """Divide the rows into at most `number` runs whose largest has as few distinct tokens as possible."""
-        return self._runs(self._filled_starts(self._smallest_maximum(number)))
-
-    def _runs(self, starts: Sequence[int]) -> list[tuple[int, ...]]:
-        return [self.rows[start:end] for start, end in pairwise((*starts, len(self.rows)))]
-
-    def _num_tokens(self, starts: LongArray, end: int) -> LongArray:
-        """Return the number of distinct tokens of the runs from each start to `end`, which is excluded."""
-        return self._lengths_N[starts] + self._ends_N[end - 1] - self._ends_N[starts]
-
-    def _best_starts(self, max_tokens: int) -> list[int]:
-        """Return the starts of the runs, by dynamic programming over the end of the last run."""
         num_rows, lowest = len(self.rows), 0
         costs = np.zeros(num_rows + 1, dtype=np.int64)
         last_starts = np.zeros(num_rows + 1, dtype=np.int64)
-        for end in range(1, num_rows + 1):
+        for end in range(1, num_rows + 1):  # of the last run, by dynamic programming
             starts = np.arange(lowest, end)
             sizes = self._num_tokens(starts, end)
             # An earlier start never has fewer tokens, so that a start that is too early stays so.
@@ -172,7 +150,23 @@ class SortedRows:
         while end:
             end = int(last_starts[end])
             starts_found.append(end)
-        return starts_found[::-1]
+        return self._runs(starts_found[::-1])
+
+    def shares(self, number: int) -> list[tuple[int, ...]]:
+        """Divide the rows into at most `number` runs whose largest has as few distinct tokens as possible."""
+        lowest, highest = 1, max(1, self.num_distinct)
+        while lowest < highest:
+            middle = (lowest + highest) // 2
+            is_enough = len(self._filled_starts(middle)) <= number
+            lowest, highest = (lowest, middle) if is_enough else (middle + 1, highest)
+        return self._runs(self._filled_starts(lowest))
+
+    def _runs(self, starts: Sequence[int]) -> list[tuple[int, ...]]:
+        return [self.rows[start:end] for start, end in pairwise((*starts, len(self.rows)))]
+
+    def _num_tokens(self, starts: LongArray, end: int) -> LongArray:
+        """Return the number of distinct tokens of the runs from each start to `end`, which is excluded."""
+        return self._lengths_N[starts] + self._ends_N[end - 1] - self._ends_N[starts]
 
     def _filled_starts(self, max_tokens: int) -> list[int]:
         """Return the starts of runs that are as long as possible, which are the fewest runs."""
@@ -181,12 +175,3 @@ class SortedRows:
             if not starts or int(self._num_tokens(np.array([starts[-1]]), row + 1)[0]) > max_tokens:
                 starts.append(row)
         return starts
-
-    def _smallest_maximum(self, number: int) -> int:
-        """Return the smallest budget with which there are at most `number` runs."""
-        lowest, highest = 1, max(1, self.num_distinct)
-        while lowest < highest:
-            middle = (lowest + highest) // 2
-            is_enough = len(self._filled_starts(middle)) <= number
-            lowest, highest = (lowest, middle) if is_enough else (middle + 1, highest)
-        return lowest

@@ -117,7 +117,6 @@ def _supervised_config(
             "lr": PEAK_LR[size],
             "warmup_steps": WARMUP_STEPS,
             "decay_steps": num_steps,
-            "share_prefixes": True,
         },
         "trainer": {"total_steps": num_steps, "run_dir": str(folder / "run"), "seed": seed},
     }
