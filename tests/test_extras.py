@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from agent_loop.distributed.messages import PackedCompletion, pack_trajectories, unpack_trajectories
 from agent_loop.episode.ledger import TokenLedger
-from agent_loop.recording.serialization import deserialize_completion, serialize_completion
 from agent_loop.recording.values import pack, unpack
 from agent_loop.rollout.batch import assemble, assemble_jagged
 from agent_loop.rollout.jobs import Job
 from agent_loop.storage import StoredRun, to_trajectory, write_trajectories
 from agent_loop.storage.json_lines import read_lines, write_lines
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
+from agent_loop.trajectory.codec import decode_completion, encode_completion
 from agent_loop.types import Origin, TokenArrays, TokenChunk, TokenOutput, as_token_ids, same_arrays
 from tests.harness import examples
 
@@ -102,7 +102,7 @@ def test_an_aborted_completion_and_its_continuation_join_to_the_whole(
 @given(completions())
 def test_the_journal_and_messages_between_processes_keep_all_arrays(output: TokenOutput) -> None:
     for read in (
-        deserialize_completion(unpack(pack(serialize_completion(output)))),
+        decode_completion(unpack(pack(encode_completion(output)))),
         PackedCompletion.pack(output).unpack(),
     ):
         assert read == output

@@ -17,7 +17,6 @@ from agent_loop.config import Config
 from agent_loop.distributed.messages import PackedCompletion, pack_trajectories, unpack_trajectories
 from agent_loop.episode.ledger import TokenLedger
 from agent_loop.errors import ServerDied, TrainingError
-from agent_loop.recording.serialization import deserialize_completion, serialize_completion
 from agent_loop.recording.values import pack, unpack
 from agent_loop.rollout.batch import assemble, assemble_jagged
 from agent_loop.rollout.jobs import Job
@@ -31,6 +30,7 @@ from agent_loop.training.metrics import MODEL_TOKENS
 from agent_loop.training.monitor import refuse_without_lesson
 from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
+from agent_loop.trajectory.codec import decode_completion, encode_completion
 from agent_loop.types import FORCED, Origin, TokenChunk, TokenOutput, as_logprobs, as_token_ids
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
@@ -127,7 +127,7 @@ def test_branches_that_share_forced_tokens_train_on_no_token_twice() -> None:
 def test_the_journal_processes_and_files_keep_the_marks(tmp_path: Path) -> None:
     output = ask(scripted())
     for read in (
-        deserialize_completion(unpack(pack(serialize_completion(output)))),
+        decode_completion(unpack(pack(encode_completion(output)))),
         PackedCompletion.pack(output).unpack(),
     ):
         assert read == output

@@ -12,8 +12,7 @@ import yaml
 
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.recording.record import RecordKind
-from agent_loop.recording.serialization import deserialize_completion
-from agent_loop.trajectory.codec import from_plain
+from agent_loop.trajectory.codec import decode_completion, from_plain
 from tests.agents.programs import AGENTS, TASK
 from tests.agents.test_programs import CHECK
 from tests.cli.project import make_project
@@ -70,7 +69,7 @@ def recorded_conversations(records: list[dict[str, Any]]) -> dict[tuple[str, int
     tokens: dict[tuple[str, int], list[int]] = {}
     for record in records:
         if record["is"] == RecordKind.COMPLETION:
-            new = deserialize_completion(record["got"]).token_ids
+            new = decode_completion(record["got"]).token_ids
         elif record["is"] in (RecordKind.PROMPT, RecordKind.OBSERVATION):
             new = from_plain(record["got"], Encoded).token_ids
         else:

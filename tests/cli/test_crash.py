@@ -18,9 +18,8 @@ import yaml
 
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.recording.record import RecordKind
-from agent_loop.recording.serialization import deserialize_completion
 from agent_loop.training.metrics import read_metrics
-from agent_loop.trajectory.codec import from_plain
+from agent_loop.trajectory.codec import decode_completion, from_plain
 from tests.cli.project import make_project
 from tests.rollout.journaled import records_of
 
@@ -122,7 +121,7 @@ def tokens_by_row(records: list[dict[str, Any]]) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     for record in records:
         if record["is"] == RecordKind.COMPLETION:
-            tokens.setdefault(record["row"], []).extend(deserialize_completion(record["got"]).token_ids)
+            tokens.setdefault(record["row"], []).extend(decode_completion(record["got"]).token_ids)
         elif record["is"] in (RecordKind.PROMPT, RecordKind.OBSERVATION):
             encoded = from_plain(record["got"], Encoded)
             tokens.setdefault(record["row"], []).extend(map(int, encoded.token_ids))

@@ -52,7 +52,6 @@ class ProgramHarness:
         *,
         reward: Any = None,
         template: ChatTemplate | None = None,
-        new_log: Any = None,
         loop: Mapping[str, Any] | None = None,
         **limits: Any,
     ) -> None:

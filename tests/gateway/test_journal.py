@@ -10,10 +10,10 @@ import openai
 import pytest
 
 from agent_loop.recording.record import RecordKind
-from agent_loop.recording.serialization import deserialize_completion
 from agent_loop.recording.values import unpack
 from agent_loop.rollout.journal.file import HEADER, framed, read_records
 from agent_loop.trajectory import IncidentKind
+from agent_loop.trajectory.codec import decode_completion
 from tests.helpers import user
 from tests.rollout.harness import WorkerHarness
 from tests.rollout.journaled import RandomScript, facts, records_of, run_journaled
@@ -63,7 +63,7 @@ def test_completions_from_before_the_crash_are_replayed(tmp_path: Path, share: f
     assert [t.output.failure for t in again] == [None] * len(again)
     sampled = {tuple(s.token_ids.tolist()) for t in again for s in t.output.segments}
     assert kept
-    assert all(tuple(deserialize_completion(record["got"]).token_ids) in sampled for record in kept)
+    assert all(tuple(decode_completion(record["got"]).token_ids) in sampled for record in kept)
     assert script.num_requests <= NUM_REQUESTS - len(kept)
 
 

@@ -55,7 +55,7 @@ def test_a_resumed_conversation_keeps_its_opening_unless_it_restarts(
     [whole] = run_journaled(path, make_harness(Guide(on_replay=on_replay, words="old")), ROWS)
     assert whole.output.messages[0]["content"] == "Begin.\n\nold 1"
     payloads = read_records(path.read_bytes()).payloads
-    num_kept = [unpack(payload)["is"] for payload in payloads].index(RecordKind.INTERACTION) + 1
+    num_kept = [unpack(payload)["is"] for payload in payloads].index(RecordKind.OBSERVATION) + 1
     path.write_bytes(HEADER + b"".join(framed(payload) for payload in payloads[:num_kept]))
 
     guide = Guide(on_replay=on_replay, words="new")

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent_loop.episode.turn_log import ReplayMismatch
 from agent_loop.errors import EpisodeError
+from agent_loop.recording.record import RowRecord
+from agent_loop.recording.row_log import ReplayMismatch
 from agent_loop.recording.values import pack, unpack
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
@@ -206,7 +207,8 @@ def test_a_cancellation_before_the_start_keeps_the_whole_record() -> None:
     part = cut_in("calls", runner)
     again = run_virtual(runner.run(partial_output=part, cancel_after_s=0))
     assert again.response_ids.tolist() == part.response_ids.tolist()
-    assert again.extra_fields["agent_data"] == part.extra_fields["agent_data"]
+    kept, before = (RowRecord.of(each.extra_fields["agent_data"]).entries for each in (again, part))
+    assert [pack(entry.as_record()) for entry in kept] == [pack(entry.as_record()) for entry in before]
     empty = run_virtual(runner.run(cancel_after_s=0))
     assert (empty.stop_reason, len(empty.response_ids)) == (StopReason.CANCELLED, 0)
     assert run_virtual(runner.run(partial_output=empty)).stop_reason is StopReason.ANSWERED

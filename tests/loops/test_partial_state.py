@@ -8,8 +8,8 @@ from uuid import uuid4
 
 import pytest
 
-from agent_loop.episode.turn_log import ReplayMismatch
 from agent_loop.integrations import verl
+from agent_loop.recording.row_log import ReplayMismatch
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
-from msgspec import structs
 
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.loops import SingleTurnAgentLoop, registry
-from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry, register
 
 LOOPS = """
@@ -109,10 +106,3 @@ def test_redefining_a_loop_replaces_it_without_a_warning() -> None:
             pass
 
         assert LoopRegistry().get("again").loop_class is Again
-
-
-def test_the_context_of_a_trajectory_has_every_field_of_its_workers_context() -> None:
-    placeholders = {name: cast(Any, object()) for name in LoopContext.__struct_fields__}
-    context = LoopContext(**placeholders)
-    own = {name: cast(Any, object()) for name in ("server_manager", "new_log", "completions")}
-    assert context.of_trajectory(**own) == structs.replace(context, **own)

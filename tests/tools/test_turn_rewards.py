@@ -159,8 +159,8 @@ def test_a_branch_has_the_rewards_of_the_turns_it_shares_and_its_own() -> None:
 
 def test_feedback_survives_the_journal_and_is_written_to_records() -> None:
     [trajectory, *_] = run_forks()
-    form = unpack(pack(serialize_trajectories([trajectory], find_episode=lambda segments: None)))
-    [read] = deserialize_trajectories(form, episodes={}, row=trajectory.row, group=0, rollout=0)
+    form = unpack(pack(serialize_trajectories([trajectory])))
+    [read] = deserialize_trajectories(form, row=trajectory.row, group=0, rollout=0)
     assert read.output.feedback == trajectory.output.feedback
     record = as_line(trajectory)
     assert record["feedback"][0]["place"] == trajectory.output.feedback[0].place

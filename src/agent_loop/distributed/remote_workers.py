@@ -13,7 +13,6 @@ from agent_loop.distributed.job_batch import JobBatch, JobChunk
 from agent_loop.distributed.ray_module import ActorLost
 from agent_loop.distributed.remote_worker import RemoteWorker
 from agent_loop.errors import AgentLoopError, RolloutError
-from agent_loop.recording.record import Discard
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.jobs import Job
@@ -31,7 +30,7 @@ def _with_log(job: Job) -> Job:
     The batch remembers what a row's worker recorded, so that the row's next worker resumes it, and does not repeat
     calls of tools with `on_replay: once`.
     """
-    return job if job.log is not None else replace(job, log=RowLog(job.job_id, sink=Discard()))
+    return job if job.log is not None else replace(job, log=RowLog(job.job_id))
 
 
 class RemoteWorkers:

@@ -10,9 +10,9 @@ from typing import Any
 from uuid import uuid4
 
 from agent_loop.episode.deadlines import Cancellation
-from agent_loop.episode.turn_log import TurnLog
 from agent_loop.errors import EpisodeError, ToolBug, WorkspaceError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
+from agent_loop.recording.row_log import EpisodeLog, LoggedCall
 from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.concurrency import CallAborted, run_together
 from agent_loop.tools.results import ToolResult
@@ -37,7 +37,7 @@ class TrajectoryEnvironment:
         *,
         tools: ToolSession | None,
         interaction: InteractionSession | None,
-        log: TurnLog,
+        log: EpisodeLog,
         cancellation: Cancellation,
     ) -> None:
         self.feedback: list[Feedback] = []
@@ -49,7 +49,7 @@ class TrajectoryEnvironment:
         self._log = log
         self._cancellation = cancellation
 
-    def new_instance(self, log: TurnLog, *, num_feedback: int) -> TrajectoryEnvironment:
+    def new_instance(self, log: EpisodeLog, *, num_feedback: int) -> TrajectoryEnvironment:
         """Return an environment with new tool and interaction instances and the first `num_feedback` entries of
         `feedback`."""
         trajectory = uuid4().hex
@@ -186,15 +186,16 @@ class TrajectoryEnvironment:
     ) -> ToolResult:
         on_replay = tools.on_replay(call.name)
         with waiting_for(WaitKind.TOOL, call.name, details={"place": place, "number": number}):
-            return await self._log.tool_result(
+            logged = LoggedCall(
                 call,
-                turn=turn,
-                number=number,
+                num_messages=0,
+                result_type=ToolResult,
                 on_replay=on_replay,
-                is_read_later=tools.is_read_later(call.name),
                 execute=partial(self._cancellation.call, partial(tools.execute, call), on_replay=on_replay),
                 prepare=partial(tools.open, call.name),
+                is_read_later=tools.is_read_later(call.name),
             )
+            return await self._log.call(logged, turn=turn, number=number)
 
     async def _reply_of(
         self,
@@ -205,12 +206,15 @@ class TrajectoryEnvironment:
     ) -> InteractionReply:
         on_replay = interaction.on_replay
         with waiting_for(WaitKind.INTERACTION):
-            return await self._log.interaction_reply(
+            logged = LoggedCall(
+                None,
                 num_messages=num_messages,
+                result_type=InteractionReply,
                 on_replay=on_replay,
-                respond=partial(self._cancellation.call, respond, on_replay=on_replay),
+                execute=partial(self._cancellation.call, respond, on_replay=on_replay),
                 prepare=interaction.open,
             )
+            return await self._log.call(logged)
 
 
 async def _run_concurrently(

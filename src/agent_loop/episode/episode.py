@@ -18,10 +18,10 @@ from agent_loop.episode.environment import TrajectoryEnvironment
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.episode.sampling import TurnRequest, TurnSampler
 from agent_loop.episode.transcript import Transcript
-from agent_loop.episode.turn_log import NoTurnLog, TurnLog
 from agent_loop.episode.turns import Completion, EpisodeMark, EpisodeStopped
 from agent_loop.errors import EpisodeError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
+from agent_loop.recording.row_log import EpisodeLog, RowLog
 from agent_loop.runtime.concurrency import CallAborted
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.session import ToolResult, ToolSession
@@ -64,7 +64,7 @@ class Episode:
         tool_schemas: Sequence[Mapping[str, Any]] = (),
         interaction: InteractionSession | None = None,
         request_id: str | None = None,
-        log: TurnLog | None = None,
+        log: EpisodeLog | None = None,
         cancellation: asyncio.Event | None = None,
     ) -> None:
         self.request_id = request_id or uuid4().hex
@@ -76,7 +76,7 @@ class Episode:
         if server_manager.decode is None:
             server_manager.decode = template.encoder.decode
         self._cancelled = cancellation
-        self._log = log or NoTurnLog()
+        self._log = log or RowLog("trajectory").new_episode()
         cancelling = Cancellation(cancellation)
         self._sampler = TurnSampler(server_manager, request_id=self.request_id, event=cancelling.event)
         self._environment = TrajectoryEnvironment(
@@ -332,7 +332,6 @@ class Episode:
         if reward_score is None and self._environment.verdicts:
             reward_score = sum(self._environment.verdicts)
         segments = self._transcript.ledger.segments()
-        self._log.link_segments(segments)
         stop_reason = StopReason.FAILED if failure else self.stop_reason or StopReason.ANSWERED
         return AgentLoopOutput(
             segments=segments,

@@ -43,7 +43,7 @@ class Transcript:
         self.turn_start = 0
         """Number of tokens before the last assistant turn."""
 
-    def mark(self, *, num_feedback: int, log_position: Any) -> EpisodeMark:
+    def mark(self, *, num_feedback: int, log_position: int) -> EpisodeMark:
         """Return the current position."""
         return EpisodeMark(
             num_tokens=len(self.ledger),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec import Struct
 
@@ -54,5 +53,5 @@ class EpisodeMark(Struct, frozen=True):
     last_message: Message | None
     """Last message at this position."""
     num_feedback: int
-    log_position: Any
-    """Position in the episode's log, as its `TurnLog.position` returned it."""
+    log_position: int
+    """Position in the episode's log."""

@@ -8,16 +8,12 @@ import re
 import shutil
 import tempfile
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from msgspec import structs
-
-from agent_loop.chat.multimodal import Encoded
-from agent_loop.episode.turn_log import TurnLog
 from agent_loop.errors import ConfigError, DataError, WorkspaceError
 from agent_loop.interactions.simulated_user import text_of
 from agent_loop.loops.base import LoopContext
@@ -199,9 +195,9 @@ class HarnessLoop(ProgramLoop):
             max_branches: Maximum number of conversations of a run.
             accept_as_wish: Names of request parameters that the agent may send although they cannot be honoured.
         """
-        super().__init__(
-            self._with_stable_log(context), max_branches=max_branches, accept_as_wish=accept_as_wish
-        )
+        super().__init__(context, max_branches=max_branches, accept_as_wish=accept_as_wish)
+        if context.log is not None and self.volatile:
+            context.log.volatile = re.compile(self.volatile)
         self._workspace = workspace
         self.executable = executable or self.program
         self.arguments = list(arguments)
@@ -235,14 +231,6 @@ class HarnessLoop(ProgramLoop):
         task = task_of(row)
         async with open_workspace(settings, key=_key_of(row)) as workspace:
             yield _HarnessProgram(self, task, workspace, settings.check)
-
-    @classmethod
-    def _with_stable_log(cls, context: LoopContext) -> LoopContext:
-        new_log = context.new_log
-        if new_log is None or not cls.volatile:
-            return context
-        volatile = re.compile(cls.volatile)
-        return structs.replace(context, new_log=lambda: StableLog.wrap(new_log(), volatile))
 
     @classmethod
     def missing(cls, executable: str) -> str:
@@ -325,48 +313,3 @@ def _key_of(row: Row) -> str:
     return hashlib.sha256(
         f"{trajectory_id} {row.get('raw_prompt')} {row.get('workspace')}".encode()
     ).hexdigest()[:16]
-
-
-PLACEHOLDER = "*"
-
-
-class StableLog:
-    """Log that compares messages without the texts that differ whenever a program runs.
-
-    A resumed program runs its own tools again, and tells the model today's date. Its messages then match the recorded
-    ones, and the tokens are those on record, with the texts that the model saw before.
-
-    Args:
-        log: The log that records.
-        volatile: Matches the texts that are left out of the comparison.
-    """
-
-    def __init__(self, log: TurnLog, volatile: re.Pattern[str]) -> None:
-        self._log = log
-        self._volatile = volatile
-
-    @classmethod
-    def wrap(cls, log: TurnLog, volatile: re.Pattern[str]) -> TurnLog:
-        """Return the log as a `TurnLog`. What this class does not define is done by the wrapped log."""
-        return cast(TurnLog, cls(log, volatile))
-
-    def tokens(
-        self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
-    ) -> Awaitable[Encoded]:
-        return self._log.tokens(self._stable(messages), encode=encode)
-
-    def branch(self, *, at: Any) -> TurnLog:
-        return self.wrap(self._log.branch(at=at), self._volatile)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._log, name)
-
-    def _stable(self, value: Any) -> Any:
-        """Return a JSON value whose strings have placeholders for volatile texts."""
-        if isinstance(value, str):
-            return self._volatile.sub(PLACEHOLDER, value)
-        if isinstance(value, Mapping):
-            return {name: self._stable(each) for name, each in cast(Mapping[str, Any], value).items()}
-        if isinstance(value, list | tuple):
-            return [self._stable(each) for each in cast(Sequence[Any], value)]
-        return value

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 from uuid import uuid4
 
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
 
 from agent_loop.chat.messages import shown_tool
 from agent_loop.chat.template import ChatTemplate
@@ -17,10 +17,10 @@ from agent_loop.config import Config, MultiTurnConfig
 from agent_loop.environments.factory import EnvironmentFactory
 from agent_loop.episode import Episode
 from agent_loop.episode.limits import EpisodeLimits
-from agent_loop.episode.turn_log import TurnLog
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.registry import read_interaction_name
 from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
+from agent_loop.recording.row_log import EpisodeLog, RowLog
 from agent_loop.servers.completion_memory import CompletionMemory, RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.base import BaseTool
@@ -41,22 +41,16 @@ class LoopContext(Struct, frozen=True):
     environments: Mapping[str, EnvironmentFactory] = field(default_factory=dict[str, EnvironmentFactory])
     settings: Config | None = None
     """All settings of the run, for loops that read them by other names. None if they are unknown."""
-    new_log: Callable[[], TurnLog] | None = None
-    """Returns the log of the next episode. None if no journal is kept."""
+    log: RowLog | None = None
+    """Log of the trajectory. None records nothing."""
     completions: CompletionMemory | None = None
     """Remembers the completions that `loop.server_manager` returns, for loops that work on token ids."""
     cancellation: asyncio.Event | None = None
     """Shared by trajectories that are cancelled together. Once it is set, their episodes end with `cancelled`."""
 
-    def of_trajectory(
-        self,
-        server_manager: AsyncLLMServerManager,
-        *,
-        new_log: Callable[[], TurnLog] | None,
-        completions: CompletionMemory,
-    ) -> LoopContext:
-        """Return the context of one trajectory."""
-        return structs.replace(self, server_manager=server_manager, new_log=new_log, completions=completions)
+    def new_log(self) -> EpisodeLog | None:
+        """Return the log of the trajectory's next episode. None records nothing."""
+        return None if self.log is None else self.log.new_episode()
 
 
 class AgentLoopBase(ABC):
@@ -157,7 +151,7 @@ class AgentLoopBase(ABC):
             tools=session,
             tool_schemas=[shown_tool(tool.tool_schema) for tool in tools.values() if tool.is_shown],
             interaction=self._interaction_session(interaction_kwargs, trajectory=trajectory),
-            log=None if self.context.new_log is None else self.context.new_log(),
+            log=self.context.new_log(),
             cancellation=self.context.cancellation,
         )
         return self.last_episode

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from msgspec import structs
 
 from agent_loop.episode import EpisodeStopped
-from agent_loop.episode.turn_log import ReplayMismatch, TurnLog
 from agent_loop.errors import EpisodeError
 from agent_loop.loops.registry import register
 from agent_loop.loops.tool_agent import ToolAgentLoop
-from agent_loop.recording.combined_log import CombinedLog
-from agent_loop.recording.record import Memory, RowRecord
-from agent_loop.recording.row_log import RowLog
+from agent_loop.recording.row_log import ReplayMismatch, RowLog
 from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind
 from agent_loop.types import Row, StopReason
 
@@ -60,27 +57,28 @@ class AsyncPartialToolAgentLoop(ToolAgentLoop):
         """
         if partial_output is not None and partial_output.stop_reason is not StopReason.CANCELLED:
             return partial_output
-        memory = Memory(_recorded(partial_output))
         event = cancellation_event or self.context.cancellation
-        log = RowLog("trajectory", sink=memory, record=_read(memory.payloads), cancellation=event)
-        self.context = structs.replace(
-            self.context, cancellation=event, new_log=_lanes(log, below=self.context.new_log)
-        )
+        log = self.context.log or RowLog("trajectory")
+        self.context = structs.replace(self.context, cancellation=event, log=log)
+        try:
+            log.continue_from(_recorded(partial_output), cancellation=event)
+        except (KeyError, TypeError, ValueError) as error:
+            raise EpisodeError(
+                'extra_fields["agent_data"] is not the record of a cancelled trajectory; pass the output on unchanged'
+            ) from error
         output = await self._resume(log, sampling_params, row)
         if partial_output is not None:
             output = _joined(partial_output, output)
         is_cancel = output.stop_reason is StopReason.CANCELLED
         fields: dict[str, Any] = {"is_cancel": is_cancel, "state": self.state.value}
         if is_cancel:
-            fields["agent_data"] = list(memory.payloads)
+            fields["agent_data"] = list(log.copies or ())
         return replace(output, extra_fields={**output.extra_fields, **fields})
 
     async def _resume(self, log: RowLog, sampling_params: dict[str, Any], row: Row) -> AgentLoopOutput:
         try:
             return await self._run_part(sampling_params, row)
         except ReplayMismatch:
-            if log.mismatch is None:  # the mismatch is with the journal
-                raise
             why = log.mismatch
         if log.only_once is not None:
             raise ReplayMismatch(
@@ -88,7 +86,7 @@ class AsyncPartialToolAgentLoop(ToolAgentLoop):
             )
         log.restart(why=why)
         output = await self._run_part(sampling_params, row)
-        return output.noted(Incident(IncidentKind.RESTARTED, f"started again after a cancellation: {why}"))
+        return output.noted(Incident(IncidentKind.RESTARTED, f"started again: {why}"))
 
     async def _run_part(self, sampling_params: dict[str, Any], row: Row) -> AgentLoopOutput:
         try:
@@ -106,25 +104,6 @@ def _recorded(output: AgentLoopOutput | None) -> Sequence[bytes]:
             "something other than the event cancelled it; omit it to start again"
         )
     return output.extra_fields["agent_data"]
-
-
-def _read(payloads: Sequence[bytes]) -> RowRecord:
-    try:
-        return RowRecord.of(payloads)
-    except (KeyError, TypeError, ValueError) as error:
-        raise EpisodeError(
-            'extra_fields["agent_data"] is not the record of a cancelled trajectory; pass the output on unchanged'
-        ) from error
-
-
-def _lanes(log: RowLog, *, below: Callable[[], TurnLog] | None) -> Callable[[], TurnLog]:
-    """Return a function that makes the logs of episodes. Each log also writes to the journal's, if one is kept."""
-
-    def new_episode() -> TurnLog:
-        lane = log.new_episode()
-        return lane if below is None else CombinedLog(lane, below())
-
-    return new_episode
 
 
 def _joined(before: AgentLoopOutput, output: AgentLoopOutput) -> AgentLoopOutput:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
-from agent_loop.chat.multimodal import Encoded
-from agent_loop.episode.ledger import TokenLedger
-from agent_loop.recording.serialization import (
-    deserialize_completion,
-    deserialize_prefix,
-    deserialize_trajectories,
-)
+from agent_loop.recording.serialization import deserialize_trajectories
 from agent_loop.recording.values import unpack
-from agent_loop.trajectory import Segment, Trajectory
-from agent_loop.trajectory.codec import from_plain
-from agent_loop.types import Origin, Row, StopReason
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import Row, StopReason
 
 
 class RecordKind(StrEnum):
@@ -27,8 +20,7 @@ class RecordKind(StrEnum):
     """Identity of the rollout that the journal belongs to. The first record."""
     PROMPT = "prompt"
     OBSERVATION = "observation"
-    INTERACTION = "interaction"
-    """Tokens that the interaction added. Tokens that tools added are an `OBSERVATION`."""
+    """Tokens of a reply to the model."""
     COMPLETION_BEGAN = "completion_began"
     """Tokens that were sampled before the completion was aborted."""
     COMPLETION = "completion"
@@ -40,6 +32,8 @@ class RecordKind(StrEnum):
     """Rewards of the tools when the trajectory was interrupted."""
     BRANCH = "branch"
     """An episode that begins with the first tokens of another episode."""
+    RESUMED = "resumed"
+    """All records of the cancelled run that the row resumes."""
     RESTART = "restart"
     """The row starts again. Its earlier records are ignored."""
     END = "end"
@@ -75,6 +69,10 @@ class RecordEntry(NamedTuple):
 
     The record of the start of a call or a reply has a mapping here if the tool or interaction can be used only once.
     Its key `what` names the tool or interaction."""
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the entry as the content of a record."""
+        return {"is": self.kind, "at": self.position, "asked": self.asked, "got": self.got}
 
 
 @dataclass(slots=True)
@@ -113,6 +111,8 @@ class RowRecord:
             self.entries, self.end = [], None
         elif kind is RecordKind.END:
             self.end = payload["got"]
+        elif kind is RecordKind.RESUMED:
+            self.entries += RowRecord.of(payload["got"]).entries
         else:
             self.entries.append(
                 RecordEntry(kind, RecordPosition(*payload["at"]), payload["asked"], payload["got"])
@@ -130,34 +130,10 @@ class RowRecord:
         )
 
     def trajectories(self, row: Row, *, group: int, rollout: int) -> list[Trajectory]:
-        """Return the finished trajectories with their recorded tokens."""
+        """Return the trajectories of a row that has ended."""
         if self.end is None:
             return []
-        episodes = self._episodes() if not self.end["segments"] else {}
-        return deserialize_trajectories(self.end, episodes=episodes, row=row, group=group, rollout=rollout)
-
-    def _episodes(self) -> dict[int, Sequence[Segment]]:
-        ledgers: dict[int, TokenLedger] = {}
-        for kind, (episode, _, _), _, got in self.entries:
-            if got is None:
-                continue
-            if kind is RecordKind.BRANCH:
-                ledgers[episode] = ledgers[got["parent"]].fork(got["num_tokens"])
-            elif kind is RecordKind.COMPLETION:
-                ledgers[episode].append(deserialize_prefix(got), origin=Origin.PREFIX)
-                ledgers[episode].append_completion(deserialize_completion(got))
-            elif kind in _ORIGINS:
-                encoded = from_plain(got, Encoded)
-                ledger = ledgers.setdefault(episode, TokenLedger())
-                ledger.append(encoded.token_ids, origin=_ORIGINS[kind], attachments=encoded.attachments)
-        return {episode: ledger.segments() for episode, ledger in ledgers.items()}
-
-
-_ORIGINS = {
-    RecordKind.PROMPT: Origin.PROMPT,
-    RecordKind.OBSERVATION: Origin.TOOL,
-    RecordKind.INTERACTION: Origin.INTERACTION,
-}
+        return deserialize_trajectories(self.end, row=row, group=group, rollout=rollout)
 
 
 class Sink(Protocol):
@@ -181,27 +157,3 @@ class Sink(Protocol):
             JournalError: A record could not be written.
         """
         ...
-
-
-class Memory:
-    """List of records in this process. Implements `Sink`."""
-
-    def __init__(self, payloads: Iterable[bytes] = ()) -> None:
-        self.payloads = list(payloads)
-        """All records in packed form, oldest first."""
-
-    def append(self, payload: bytes) -> None:
-        self.payloads.append(payload)
-
-    async def flushed(self, *, to_disk: bool = False) -> None:
-        pass
-
-
-class Discard:
-    """Sink that drops all records. Implements `Sink`."""
-
-    def append(self, payload: bytes) -> None:
-        pass
-
-    async def flushed(self, *, to_disk: bool = False) -> None:
-        pass

@@ -10,20 +10,19 @@ from typing import Any
 
 from agent_loop.errors import DataError
 from agent_loop.interactions.session import InteractionReply
-from agent_loop.recording.serialization import serialize_completion
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import AgentLoopOutput, Feedback, Incident, IncidentKind, Segment, Trajectory
-from agent_loop.trajectory.codec import to_plain
+from agent_loop.trajectory.codec import encode_completion, to_plain
 from agent_loop.types import Message, Origin, StopReason, TokenChunk, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedResponses:
-    """Recorded responses of a trajectory as plain values. The responses of each kind are in order."""
+    """Recorded responses of a trajectory as bytes and plain values. The responses of each kind are in order."""
 
-    completions: Sequence[Mapping[str, Any]]
-    """One completion per assistant turn."""
+    completions: Sequence[bytes]
+    """One completion per assistant turn, encoded by the codec of trajectories."""
     calls: Sequence[Sequence[Mapping[str, Any]]]
     """Tool results of each turn with calls."""
     call_turns: Sequence[int]
@@ -75,7 +74,7 @@ def extract_responses(trajectory: Trajectory) -> RecordedResponses:
     replies = _replies(trajectory, messages_after, ends=[end for _, end in turns])
     return RecordedResponses(
         completions=[
-            serialize_completion(_completion(output, run, turn=n)) for n, (run, _) in enumerate(turns, 1)
+            encode_completion(_completion(output, run, turn=n)) for n, (run, _) in enumerate(turns, 1)
         ],
         calls=[results for _, results in calls],
         call_turns=[turn for turn, _ in calls],

@@ -7,18 +7,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from agent_loop.chat.multimodal import Encoded
-from agent_loop.episode.turn_log import ReplayMismatch
-from agent_loop.recording.record import Memory, RecordEntry, RecordKind, RecordPosition
+from agent_loop.recording.record import RecordEntry, RecordKind, RecordPosition
 from agent_loop.recording.recorded_responses import RecordedResponses
-from agent_loop.recording.row_log import BEGINNINGS, EpisodeLog, RowLog
-from agent_loop.runtime.instances import OnReplay
+from agent_loop.recording.row_log import BEGINNINGS, EpisodeLog, LoggedCall, ReplayMismatch, RowLog
 from agent_loop.types import Message
 
 
 class ReplayLog(RowLog):
     """Log that returns recorded completions, tool results and replies in order, without comparing the requests.
 
-    Prompts and observations are encoded again.
+    Prompts and observations are encoded again. Nothing is recorded.
 
     Args:
         trajectory_id: `group=.../rollout=...`.
@@ -28,10 +26,8 @@ class ReplayLog(RowLog):
     """
 
     def __init__(self, trajectory_id: str, recorded: RecordedResponses, *, continue_live: bool) -> None:
-        super().__init__(trajectory_id, sink=Memory())
+        super().__init__(trajectory_id)
         self.continue_live = continue_live
-        self.refused: str | None = None
-        """The first request beyond the record; None if there was none."""
         self._responses_of: Mapping[RecordKind, Sequence[Any]] = {
             RecordKind.COMPLETION: recorded.completions,
             RecordKind.CALL_ENDED: recorded.calls,
@@ -39,8 +35,19 @@ class ReplayLog(RowLog):
         }
         self._turns: defaultdict[RecordKind, list[tuple[int, int]]] = defaultdict(list)
 
+    @property
+    def is_kept(self) -> bool:
+        return True
+
     def new_episode(self) -> EpisodeLog:
         return _ReplayEpisodeLog(self)
+
+    def restart(self, *, why: str | None) -> None:
+        super().restart(why=why)
+        self._turns.clear()
+
+    def keep(self, kind: RecordKind, position: RecordPosition, *, asked: str, got: Any) -> None:
+        pass
 
     def recorded(self, kind: RecordKind, position: RecordPosition, asked: str) -> RecordEntry | None:
         """Return the next recorded response of this kind; None if there is none and the request is made live.
@@ -65,7 +72,6 @@ class ReplayLog(RowLog):
 
     def mismatched(self, why: str) -> ReplayMismatch:
         """Return the error that fails the row. A replayed row is not restarted."""
-        self.refused = self.refused or why
         return ReplayMismatch(why)
 
 
@@ -83,17 +89,6 @@ class _ReplayEpisodeLog(EpisodeLog):
         self.next_turn()
         return await encode()
 
-    def kept_verdicts(self) -> Mapping[str, float | None]:
-        return {}
-
-    async def _rebuild(
-        self,
-        what: str,
-        on_replay: OnReplay,
-        *,
-        is_read_later: bool = True,
-        again: Callable[[], Awaitable[object]],
-        prepare: Callable[[], Awaitable[object]],
-    ) -> None:
+    async def _rebuild(self, call: LoggedCall[Any], result: Any) -> None:
         if self._replay.continue_live:
-            await super()._rebuild(what, on_replay, is_read_later=is_read_later, again=again, prepare=prepare)
+            await super()._rebuild(call, result)

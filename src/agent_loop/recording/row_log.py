@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
 
 from agent_loop.chat.multimodal import Encoded
-from agent_loop.episode.turn_log import ReplayMismatch, TurnLog
-from agent_loop.interactions.session import InteractionReply
-from agent_loop.recording import serialization
+from agent_loop.errors import AgentLoopError
 from agent_loop.recording.record import RecordEntry, RecordKind, RecordPosition, RowRecord, Sink
-from agent_loop.recording.serialization import deserialize_completion, serialize_completion
+from agent_loop.recording.serialization import serialize_trajectories
 from agent_loop.recording.values import Unstorable, digest, pack
 from agent_loop.runtime.concurrency import CallAborted
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.results import ToolResult
-from agent_loop.trajectory import Incident, IncidentKind, Segment, Trajectory
-from agent_loop.trajectory.codec import from_plain, to_plain
-from agent_loop.types import Message, SamplingParams, TokenIds, TokenOutput, ToolCall, as_token_ids
+from agent_loop.trajectory import Incident, IncidentKind, Trajectory
+from agent_loop.trajectory.codec import decode_completion, encode_completion, from_plain, to_plain
+from agent_loop.types import Message, SamplingParams, TokenIds, TokenOutput, ToolCall
 
 logger = logging.getLogger(__name__)
-AnswerT = TypeVar("AnswerT")
+ResultT = TypeVar("ResultT")
 
 NOT_RUN = frozenset({IncidentKind.UNKNOWN_TOOL, IncidentKind.INVALID_ARGUMENTS})
 """Incidents of calls that did not reach the tool."""
-
-
 AFTER_ALL_TURNS = -1
 """Turn in the record of the tools' rewards at an interruption. The last record of this turn is used."""
-
 BEGINNINGS = {
     RecordKind.COMPLETION_BEGAN: RecordKind.COMPLETION,
     RecordKind.CALL_BEGAN: RecordKind.CALL_ENDED,
@@ -43,23 +41,52 @@ BEGINNINGS = {
 """Kind of the record that follows each start, unless the run is interrupted."""
 
 
+class ReplayMismatch(AgentLoopError):
+    """Raised when an episode differs from its record, or when a recorded step cannot be repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedCall(Generic[ResultT]):
+    """Call of a tool, or request for a reply of the interaction."""
+
+    tool: ToolCall | None
+    """The call of a tool; None for the interaction."""
+    num_messages: int
+    """Number of messages of the conversation, which identifies a request for a reply."""
+    result_type: type[ResultT]
+    on_replay: OnReplay
+    """How the call is replayed."""
+    execute: Callable[[], Awaitable[ResultT]]
+    """Runs the call."""
+    prepare: Callable[[], Awaitable[object]]
+    """Creates the instance of the tool or the interaction, without a call."""
+    is_read_later: bool = True
+    """Whether the instance's state is read after its last call, for a reward."""
+
+    @property
+    def what(self) -> str:
+        return "the interaction" if self.tool is None else f"tool {self.tool.name!r}"
+
+    @property
+    def asked(self) -> str:
+        """Digest of the request."""
+        tool = self.tool
+        return str(self.num_messages) if tool is None else digest([tool.name, tool.arguments])
+
+
 class RowLog:
     """Log of one row, used by one attempt at a time. Single use.
+
+    Without a sink, the log records nothing and runs every step, until `continue_from` is called.
 
     Args:
         trajectory_id: `group=.../rollout=...`.
         sink: Receives new records.
-        record: Records from before a crash or a cancellation.
-        cancellation: Once this event is set, completions, calls and replies without a record raise `CallAborted`.
+        record: Records from before a crash.
     """
 
     def __init__(
-        self,
-        trajectory_id: str,
-        *,
-        sink: Sink,
-        record: RowRecord | None = None,
-        cancellation: asyncio.Event | None = None,
+        self, trajectory_id: str, *, sink: Sink | None = None, record: RowRecord | None = None
     ) -> None:
         self.mismatch: str | None = None
         """Reason why the record cannot be replayed, so that the row has to start again; else None."""
@@ -67,19 +94,46 @@ class RowLog:
         """Tool or interaction that can be used only once and may have been used. The row then cannot start again."""
         self.is_cut = False
         """Whether a cancellation interrupted the restoration of recorded state."""
+        self.copies: list[bytes] | None = None
+        """All records of the row, once `continue_from` was called."""
+        self.volatile: re.Pattern[str] | None = None
+        """Matches texts of messages that are left out when a request is compared with the recorded one."""
         self._row = trajectory_id
         self._sink = sink
-        self._cancellation = cancellation
+        self._cancellation: asyncio.Event | None = None
         self.record = record or RowRecord()
         """Records to replay."""
-        self._answers: Mapping[RecordPosition, RecordEntry] = self.record.entries_by_position()
-        for entry in self.record.entries:
-            if entry.kind in (RecordKind.CALL_BEGAN, RecordKind.REPLY_BEGAN) and entry.got is not None:
-                self.only_once = str(entry.got["what"])
+        self._answers: Mapping[RecordPosition, RecordEntry] = {}
+        self._replay(self.record)
         self._claimed: set[int] = set()
         """Numbers of the episodes that have begun."""
         self._num_records = self.record.num_records
-        self._held: dict[int, tuple[Sequence[Segment], int]] = {}
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the log records, so that the row can be resumed from it."""
+        return self._sink is not None or self.copies is not None
+
+    def continue_from(self, payloads: Sequence[bytes], *, cancellation: asyncio.Event | None) -> None:
+        """Replay the records of a cancelled run of this row, and copy all records to `copies`.
+
+        If the journal holds records of the row, they are replayed instead. They include those of the cancelled run.
+
+        Args:
+            payloads: The records of the cancelled run.
+            cancellation: Once this event is set, completions, calls and replies without a record raise `CallAborted`.
+
+        Raises:
+            KeyError, TypeError, ValueError: The payloads are not records.
+        """
+        self._cancellation = cancellation
+        record = self.record
+        if not self._answers:
+            record = RowRecord.of(payloads)
+            self._replay(record)
+            if payloads:  # one record, so that a crash keeps all of them or none
+                self._append({"is": RecordKind.RESUMED, "got": list(payloads)})
+        self.copies = [pack(entry.as_record()) for entry in record.entries]
 
     def extended(self, payloads: Iterable[bytes]) -> RowLog:
         """Return the log of the row's next attempt, with the records that another process appended."""
@@ -100,17 +154,19 @@ class RowLog:
         self._append({"is": RecordKind.RESTART, "why": why})
         self._answers = {}
         self._claimed.clear()
-        self._held.clear()
         self.mismatch = None
+        if self.copies is not None:
+            self.copies.clear()
 
     async def end(self, trajectories: Sequence[Trajectory]) -> None:
         """Record the row's result. After this returns, the result survives a crash of the process."""
+        if self._sink is None:
+            return
         try:
-            form = serialization.serialize_trajectories(trajectories, find_episode=self._find_episode)
-            self._append({"is": RecordKind.END, "got": form})
+            self._append({"is": RecordKind.END, "got": serialize_trajectories(trajectories)})
         except Unstorable as error:
             logger.warning("%s cannot be recorded as finished: its result contains %s", self._row, error)
-        await self._sink.flushed()
+        await self.flushed()
 
     # -- for its episodes ------------------------------------------------------------------------------------------
 
@@ -178,32 +234,49 @@ class RowLog:
 
     def take_over(self, payload: bytes) -> None:
         """Append a packed record that another process wrote for this row."""
-        self._sink.append(payload)
+        if self._sink is not None:
+            self._sink.append(payload)
 
     async def flushed(self, *, to_disk: bool = False) -> None:
         """Wait until all records survive a crash of this process or, with `to_disk`, of this machine."""
-        await self._sink.flushed(to_disk=to_disk)
+        if self._sink is not None:
+            await self._sink.flushed(to_disk=to_disk)
 
-    def hold(self, segments: Sequence[Segment], *, episode: int) -> None:
-        """Note that an episode recorded the tokens of these segments."""
-        self._held[id(segments)] = (segments, episode)
+    def digest(self, messages: Sequence[Message]) -> str:
+        """Return the digest of messages, without their volatile texts."""
+        return digest(messages if self.volatile is None else _without(self.volatile, messages))
 
     @property
     def _is_cancelled(self) -> bool:
         return self.is_cut or (self._cancellation is not None and self._cancellation.is_set())
 
-    def _find_episode(self, segments: Sequence[Segment]) -> int | None:
-        held = self._held.get(id(segments))
-        return None if held is None else held[1]
+    def _replay(self, record: RowRecord) -> None:
+        self._answers = record.entries_by_position()
+        for entry in record.entries:
+            if entry.kind in (RecordKind.CALL_BEGAN, RecordKind.REPLY_BEGAN) and entry.got is not None:
+                self.only_once = str(entry.got["what"])
 
     def _append(self, record: Mapping[str, Any]) -> None:
         """Append a record with the row's next number. The reader detects missing records by their numbers."""
-        self._sink.append(pack({**record, "row": self._row, "n": self._num_records}))
+        if not self.is_kept:
+            return
+        payload = pack({**record, "row": self._row, "n": self._num_records})
         self._num_records += 1
+        if self.copies is not None:
+            self.copies.append(payload)
+        if self._sink is not None:
+            self._sink.append(payload)
 
 
 class EpisodeLog:
-    """Log of one episode. Implements `TurnLog`."""
+    """Log of one episode: its steps in order.
+
+    The episode calls a method for each step. The method returns the recorded result if there is one. Otherwise it runs
+    the step, records the result and returns it.
+
+    Methods raise `ReplayMismatch` if the step differs from the recorded step, and `CallAborted` if the row was
+    cancelled and there is no result.
+    """
 
     def __init__(self, row: RowLog) -> None:
         self._row = row
@@ -214,28 +287,41 @@ class EpisodeLog:
         self._lost: str | None = None
         """Tool whose replies were replayed although its state was not restored; None if there is none."""
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the log records, so that the episode can be resumed from it."""
+        return self._row.is_kept
+
     def position(self) -> int:
+        """Return the current position, for `branch`."""
         return self._num_tokens
 
-    def branch(self, *, at: int) -> TurnLog:
+    def branch(self, *, at: int) -> EpisodeLog:
+        """Return the log of an episode that branches off at a position."""
         episode = self._row.new_episode()
-        parent = {"parent": self._number, "num_tokens": at}
-        asked = digest(parent)
-        episode._claim_number(RecordKind.BRANCH, asked)
-        position = episode._position(episode.next_turn())
-        if self._row.recorded(RecordKind.BRANCH, position, asked) is None:
-            self._row.keep(RecordKind.BRANCH, position, asked=asked, got=parent)
-        episode._num_tokens = at
+        if self._row.is_kept:
+            parent = {"parent": self._number, "num_tokens": at}
+            asked = digest(parent)
+            episode._claim_number(RecordKind.BRANCH, asked)
+            position = episode._position(episode.next_turn())
+            if self._row.recorded(RecordKind.BRANCH, position, asked) is None:
+                self._row.keep(RecordKind.BRANCH, position, asked=asked, got=parent)
+            episode._num_tokens = at
         return episode
 
     def next_turn(self) -> int:
+        """Return the number of the next turn, for the `turn` of `call`."""
         self._num_turns += 1
         return self._num_turns - 1
 
     async def tokens(
         self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
     ) -> Encoded:
-        kind, asked = RecordKind.PROMPT if not self._num_tokens else _kind_of(messages), digest(messages)
+        """Return the tokens of a prompt or of a reply to the model."""
+        if not self._row.is_kept:
+            return await encode()
+        asked = self._row.digest(messages)
+        kind = RecordKind.OBSERVATION if self._num_tokens else RecordKind.PROMPT
         self._claim_number(kind, asked)
         position = self._position(self.next_turn())
         entry = self._row.recorded(kind, position, asked)
@@ -243,7 +329,7 @@ class EpisodeLog:
             encoded = await encode()
             self._row.keep(kind, position, asked=asked, got=to_plain(encoded))
         else:
-            encoded = from_plain(_got(entry), Encoded)
+            encoded = from_plain(entry.got, Encoded)
         self._num_tokens += len(encoded.token_ids)
         return encoded
 
@@ -255,97 +341,77 @@ class EpisodeLog:
         prefix: TokenIds,
         sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
     ) -> TokenOutput:
-        prefix_ids = as_token_ids(prefix)
-        request = f"{num_context} {params}" + (f" {prefix_ids.tolist()}" if len(prefix_ids) else "")
+        """Return the completion of a context of `num_context` tokens and a prefix.
+
+        Args:
+            params: Sampling parameters of the turn.
+            num_context: Number of tokens of the context, without the prefix.
+            prefix: Tokens with which the turn begins, and which the model did not sample.
+            sample: Samples a completion. Called with the recorded part of an aborted completion, it returns the rest.
+        """
+        if not self._row.is_kept:
+            return await sample(None)
+        request = f"{num_context} {params}" + (f" {list(prefix)}" if len(prefix) else "")
         position, asked = self._position(self.next_turn()), digest(request)
         entry = self._row.recorded(RecordKind.COMPLETION, position, asked)
-        output = None if entry is None else deserialize_completion(_got(entry))
+        output = None if entry is None else decode_completion(entry.got)
         if output is None or output.stop_reason == "aborted":
             rest = await sample(output)
             output = rest if output is None else output.then(rest)
             is_cut = output.stop_reason == "aborted"
             kind = RecordKind.COMPLETION_BEGAN if is_cut else RecordKind.COMPLETION
-            self._row.keep(kind, position, asked=asked, got=serialize_completion(output, prefix=prefix_ids))
+            got = encode_completion(output, logprob_type=np.float32)
+            self._row.keep(kind, position, asked=asked, got=got)
             if is_cut:
                 return output
-        self._num_tokens += len(prefix_ids) + len(output.token_ids)
+        self._num_tokens += len(prefix) + len(output.token_ids)
         return output
 
-    async def tool_result(
-        self,
-        call: ToolCall,
-        *,
-        turn: int,
-        number: int,
-        on_replay: OnReplay,
-        is_read_later: bool,
-        execute: Callable[[], Awaitable[ToolResult]],
-        prepare: Callable[[], Awaitable[object]],
-    ) -> ToolResult:
-        position, asked = self._position(turn, number), digest([call.name, call.arguments])
-        entry = self._row.recorded(RecordKind.CALL_ENDED, position, asked)
-        what = f"tool {call.name!r}"
-        if entry is not None and entry.kind is RecordKind.CALL_ENDED:
-            result = from_plain(_got(entry), ToolResult)
-            if result.incident is None or result.incident.kind not in NOT_RUN:
-                is_read_later = is_read_later and call.name not in self.kept_verdicts()
-                await self._rebuild(
-                    what, on_replay, is_read_later=is_read_later, again=execute, prepare=prepare
-                )
+    async def call(self, call: LoggedCall[ResultT], *, turn: int | None = None, number: int = 0) -> ResultT:
+        """Return the result of a call.
+
+        Args:
+            call: The call.
+            turn: Number of the turn, from `next_turn`. None is a turn of its own.
+            number: Index of the call in its turn.
+        """
+        row, on_replay = self._row, call.on_replay
+        if not row.is_kept:
+            if on_replay is OnReplay.ONCE:
+                row.only_once = call.what
+            return await call.execute()
+        is_tool, asked = call.tool is not None, call.asked
+        position = self._position(self.next_turn() if turn is None else turn, number)
+        ended = RecordKind.CALL_ENDED if is_tool else RecordKind.REPLY
+        entry = row.recorded(ended, position, asked)
+        if entry is not None and entry.kind is ended:
+            result = from_plain(entry.got, call.result_type)
+            await self._rebuild(call, result)
             return result
-        self._refuse_if_state_is_lost(what, on_replay)
+        if is_tool:
+            self._refuse_if_state_is_lost(call)
         if entry is None:
-            await self._begin(what, RecordKind.CALL_BEGAN, position, asked, on_replay)
-            result = await execute()
+            await self._begin(call, position, asked)
+            result = await call.execute()
         elif on_replay is OnReplay.ONCE:
-            result = _interrupted(call)
+            result = cast(ResultT, self._interrupted(call))
         else:
-            self._refuse_if_lost(what, on_replay)
-            result = await execute()
-        self._row.keep(RecordKind.CALL_ENDED, position, asked=asked, got=to_plain(result))
+            self._refuse_if_lost(call)
+            result = await call.execute()
+        row.keep(ended, position, asked=asked, got=to_plain(result))
         return result
 
-    async def interaction_reply(
-        self,
-        *,
-        num_messages: int,
-        on_replay: OnReplay,
-        respond: Callable[[], Awaitable[InteractionReply]],
-        prepare: Callable[[], Awaitable[object]],
-    ) -> InteractionReply:
-        position, asked = self._position(self.next_turn()), str(num_messages)
-        entry = self._row.recorded(RecordKind.REPLY, position, asked)
-        what = "the interaction"
-        if entry is not None and entry.kind is RecordKind.REPLY:
-            await self._rebuild(what, on_replay, again=respond, prepare=prepare)
-            return from_plain(_got(entry), InteractionReply)
-        if entry is None:
-            await self._begin(what, RecordKind.REPLY_BEGAN, position, asked, on_replay)
-        elif on_replay is OnReplay.ONCE:
-            raise self._row.mismatched(
-                "the interaction was interrupted while it replied, and can be used only once"
-            )
-        else:
-            self._refuse_if_lost(what, on_replay)
-        reply = await respond()
-        self._row.keep(RecordKind.REPLY, position, asked=asked, got=to_plain(reply))
-        return reply
-
-    is_kept = True
-
     def keep_verdicts(self, verdicts: Mapping[str, float | None]) -> None:
+        """Record the rewards, by tool, of a cancelled episode's tools whose state cannot be restored."""
         got = {**self.kept_verdicts(), **verdicts}
         self._row.keep(RecordKind.VERDICTS, self._position(AFTER_ALL_TURNS), asked="", got=got)
 
     def kept_verdicts(self) -> Mapping[str, float | None]:
-        position = self._position(AFTER_ALL_TURNS)
-        entry = self._row.recorded(RecordKind.VERDICTS, position, "")
-        return {} if entry is None else _got(entry)
-
-    def link_segments(self, segments: Sequence[Segment]) -> None:
-        # A prompt or an observation over the length limit is on record, but is not part of the episode's tokens.
-        if sum(map(len, segments)) == self._num_tokens:
-            self._row.hold(segments, episode=self._number)
+        """Return the rewards, by tool, that were recorded when the episode was cancelled."""
+        if not self._row.is_kept:
+            return {}
+        entry = self._row.recorded(RecordKind.VERDICTS, self._position(AFTER_ALL_TURNS), "")
+        return {} if entry is None else entry.got
 
     def _claim_number(self, kind: RecordKind, asked: str) -> None:
         """Set the number of the episode, by its first request."""
@@ -355,71 +421,76 @@ class EpisodeLog:
     def _position(self, turn: int, number: int = 0) -> RecordPosition:
         return RecordPosition(self._number, turn, number)
 
-    async def _begin(
-        self, what: str, kind: RecordKind, position: RecordPosition, asked: str, on_replay: OnReplay
-    ) -> None:
-        """Record the start of a call or a reply if repeating the call or reply is not allowed."""
-        if on_replay not in (OnReplay.ONCE, OnReplay.RESTART):
+    async def _begin(self, call: LoggedCall[Any], position: RecordPosition, asked: str) -> None:
+        """Record the start of a call if repeating the call is not allowed."""
+        if call.on_replay not in (OnReplay.ONCE, OnReplay.RESTART):
             return
-        is_once = on_replay is OnReplay.ONCE
+        is_once = call.on_replay is OnReplay.ONCE
         if is_once:
-            self._row.only_once = what
+            self._row.only_once = call.what
             doubt = self._row.record.doubt
             if doubt is not None:
-                raise self._row.mismatched(f"{what} may have been used before: {doubt}")
-        self._row.keep(kind, position, asked=asked, got={"what": what} if is_once else None)
+                raise self._row.mismatched(f"{call.what} may have been used before: {doubt}")
+        kind = RecordKind.REPLY_BEGAN if call.tool is None else RecordKind.CALL_BEGAN
+        self._row.keep(kind, position, asked=asked, got={"what": call.what} if is_once else None)
         await self._row.flushed(to_disk=is_once)
 
-    def _refuse_if_lost(self, what: str, on_replay: OnReplay) -> None:
-        if on_replay is OnReplay.RESTART:
-            raise self._row.mismatched(f"{what} was used before, and its on_replay does not allow a replay")
+    def _interrupted(self, call: LoggedCall[Any]) -> ToolResult:
+        """Return the result of a call that began, and must not be repeated."""
+        if call.tool is None:
+            raise self._row.mismatched(
+                "the interaction was interrupted while it replied, and can be used only once"
+            )
+        effect = "it may or may not have taken effect, and was not run again"
+        detail = f"the run was interrupted while {call.tool.name} ran; {effect}"
+        incident = Incident(IncidentKind.INTERRUPTED_CALL, detail)
+        return ToolResult(ToolResponse(text=f"Error: {detail}"), incident=incident)
 
-    def _refuse_if_state_is_lost(self, what: str, on_replay: OnReplay) -> None:
+    def _is_state_unread(self, call: LoggedCall[Any]) -> bool:
+        """Return whether nothing reads a tool's state after its recorded calls."""
+        tool = call.tool
+        return tool is not None and (not call.is_read_later or tool.name in self.kept_verdicts())
+
+    def _refuse_if_lost(self, call: LoggedCall[Any]) -> None:
+        if call.on_replay is OnReplay.RESTART:
+            raise self._row.mismatched(
+                f"{call.what} was used before, and its on_replay does not allow a replay"
+            )
+
+    def _refuse_if_state_is_lost(self, call: LoggedCall[Any]) -> None:
         """Refuse a new call if the state of any tool was not restored.
 
         Tools of one trajectory may share state. Only tools without state, or with restored state, may be called then.
         """
-        if self._lost is not None and on_replay not in (OnReplay.RECORDED, OnReplay.RERUN):
+        if self._lost is not None and call.on_replay not in (OnReplay.RECORDED, OnReplay.RERUN):
             raise self._row.mismatched(
-                f"{what} is called after {self._lost}, whose state cannot be restored; the tools may share state"
+                f"{call.what} is called after {self._lost}, whose state cannot be restored; the tools may share state"
             )
 
-    async def _rebuild(
-        self,
-        what: str,
-        on_replay: OnReplay,
-        *,
-        is_read_later: bool = True,
-        again: Callable[[], Awaitable[object]],
-        prepare: Callable[[], Awaitable[object]],
-    ) -> None:
-        """Restore the state that a tool or interaction had after its recorded response, if the state is read later."""
-        if on_replay is OnReplay.RESTART and not is_read_later:
-            self._lost = what
+    async def _rebuild(self, call: LoggedCall[Any], result: Any) -> None:
+        """Restore the state that a tool or interaction had after its recorded result, if the state is read later."""
+        if isinstance(result, ToolResult) and result.incident is not None and result.incident.kind in NOT_RUN:
             return
-        self._refuse_if_lost(what, on_replay)
+        if call.on_replay is OnReplay.RESTART and self._is_state_unread(call):
+            self._lost = call.what
+            return
+        self._refuse_if_lost(call)
         try:
-            await (again() if on_replay is OnReplay.RERUN else prepare())
+            await (call.execute() if call.on_replay is OnReplay.RERUN else call.prepare())
         except CallAborted:
             self._row.is_cut = True
         except Exception as error:
-            raise self._row.mismatched(f"{what} could not be replayed: {describe_error(error)}") from error
+            raise self._row.mismatched(
+                f"{call.what} could not be replayed: {describe_error(error)}"
+            ) from error
 
 
-def _kind_of(messages: Sequence[Message]) -> RecordKind:
-    """Return whether a tool or the interaction wrote the messages."""
-    is_tool_reply = any(message["role"] == "tool" for message in messages)
-    return RecordKind.OBSERVATION if is_tool_reply else RecordKind.INTERACTION
-
-
-def _got(entry: RecordEntry) -> Any:
-    assert entry.got is not None  # `recorded` raises for responses that could not be recorded.
-    return entry.got
-
-
-def _interrupted(call: ToolCall) -> ToolResult:
-    effect = "it may or may not have taken effect, and was not run again"
-    detail = f"the run was interrupted while {call.name} ran; {effect}"
-    return ToolResult(
-        ToolResponse(text=f"Error: {detail}"), incident=Incident(IncidentKind.INTERRUPTED_CALL, detail)
-    )
+def _without(volatile: re.Pattern[str], value: Any) -> Any:
+    """Return a JSON value whose strings have placeholders for volatile texts."""
+    if isinstance(value, str):
+        return volatile.sub("*", value)
+    if isinstance(value, Mapping):
+        return {name: _without(volatile, each) for name, each in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_without(volatile, each) for each in cast("Sequence[Any]", value)]
+    return value

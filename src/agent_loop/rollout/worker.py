@@ -11,7 +11,6 @@ from msgspec import structs
 
 from agent_loop.episode import EpisodeStopped
 from agent_loop.episode.deadlines import FINISH_GRACE_S
-from agent_loop.episode.turn_log import NoTurnLog, TurnLog
 from agent_loop.errors import ConfigError, JournalError
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
@@ -199,14 +198,15 @@ class AgentLoopWorker:
         If the record from before a crash does not match its replay, the row starts from its prompt. A row that used
         something that may be used only once is never run again.
         """
-        log, unkept = job.log, NoTurnLog()
+        log = job.log or RowLog(job.job_id)
+        if job.recorded is not None:
+            log = ReplayLog(job.job_id, job.recorded, continue_live=True)
         incidents: list[Incident] = []
         num_retries, has_restarted = 0, False
         while True:
-            attempt = await self._run_loop(job, context, unkept=unkept)
-            only_once = unkept.only_once if log is None else log.only_once
-            if log is not None and log.mismatch is not None:
-                if has_restarted or only_once is not None:
+            attempt = await self._run_loop(job, context, log=log)
+            if log.mismatch is not None:
+                if has_restarted or log.only_once is not None:
                     attempt = _failed_replay(log, attempt)
                     break
                 has_restarted = True
@@ -218,8 +218,8 @@ class AgentLoopWorker:
             is_cancelled = context.cancellation is not None and context.cancellation.is_set()
             if failure is None or num_retries == self._retries or is_cancelled:
                 break
-            if only_once is not None:
-                attempt = attempt.explained(only_once=only_once)
+            if log.only_once is not None:
+                attempt = attempt.explained(only_once=log.only_once)
                 break
             if not await wait_for_retry(
                 num_retries,
@@ -229,18 +229,11 @@ class AgentLoopWorker:
                 break
             num_retries += 1
             incidents.append(retried(failure))
-            if log is not None:
-                log.restart(why=failure.error)
+            log.restart(why=failure.error)
         return attempt.noted(incidents)
 
-    async def _run_loop(self, job: Job, context: LoopContext, *, unkept: NoTurnLog) -> Attempt:
-        """Run the loop once. Its errors become data; a cancellation of the batch is raised.
-
-        Args:
-            job: The trajectory to run.
-            context: Context of the loop.
-            unkept: Log of the episodes if no journal is kept.
-        """
+    async def _run_loop(self, job: Job, context: LoopContext, *, log: RowLog) -> Attempt:
+        """Run the loop once. Its errors become data; a cancellation of the batch is raised."""
         loop: AgentLoopBase | None = None
 
         async def run() -> Attempt:
@@ -249,13 +242,7 @@ class AgentLoopWorker:
             returned = await loop.run(dict(job.sampling_params), **copied(dict(job.columns)))
             return self._accepted(returned, loop, job, completions=completions)
 
-        new_log: Callable[[], TurnLog]
-        if job.recorded is not None:
-            new_log = ReplayLog(job.job_id, job.recorded, continue_live=True).new_episode
-        else:
-            new_log = (lambda: unkept) if job.log is None else job.log.new_episode
         limits = context.limits.with_deadline(job.row.get(TIMEOUT_COLUMN))
-        context = structs.replace(context, limits=limits)
         timeout_s = limits.deadline_s
         if timeout_s is not None:
             timeout_s += DEADLINE_GRACE_S + _check_time_s(job.row)
@@ -263,7 +250,9 @@ class AgentLoopWorker:
         decode = context.template.encoder.decode
         try:
             with context.server_manager.scope(seed=job.seed, decode=decode) as server_manager:
-                context = context.of_trajectory(server_manager, new_log=new_log, completions=completions)
+                context = structs.replace(
+                    context, server_manager=server_manager, limits=limits, log=log, completions=completions
+                )
                 return await run_bounded(
                     run, timeout_s=timeout_s, name="agent loop", grace_s=loop_grace_s(context)
                 )

@@ -72,14 +72,13 @@ class Branches:
     ) -> Branch:
         """Return a new branch that starts with these messages."""
         self._refuse_if_full()
-        new_log = self._context.new_log
         episode = Episode(
             messages,
             template=template,
             server_manager=self._context.server_manager,
             limits=self._limits,
             tool_schemas=tools,
-            log=None if new_log is None else new_log(),
+            log=self._context.new_log(),
         )
         return self._added(episode)
 

@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from agent_loop.episode import EpisodeStopped
-from agent_loop.episode.turn_log import ReplayMismatch
 from agent_loop.errors import AgentLoopError, JournalError, RequestError, ServerError
 from agent_loop.loops.base import LoopContext
+from agent_loop.recording.row_log import ReplayMismatch
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.serve.branches import Branches, GatewayBug, LimitReached, limit_error
 from agent_loop.serve.chat_requests import ChatCompletionRequest

@@ -19,7 +19,7 @@ from agent_loop.recording.values import Unstorable, pack, unpack
 from agent_loop.training import metrics as names
 from agent_loop.training.advantages.estimate import estimator_needs
 from agent_loop.training.samplers import LoadedSampler, RowHistory, RowResult, SamplerContext, load_sampler
-from agent_loop.trajectory import Segment, Trajectory
+from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 
 logger = logging.getLogger(__name__)
@@ -64,10 +64,7 @@ class ReplayBuffer:
             rollouts.setdefault(trajectory.rollout, []).append(trajectory)
         try:
             data = pack(
-                [
-                    [rollout, serialize_trajectories(branches, find_episode=_no_episode)]
-                    for rollout, branches in rollouts.items()
-                ]
+                [[rollout, serialize_trajectories(branches)] for rollout, branches in rollouts.items()]
             )
         except Unstorable as error:
             logger.warning(
@@ -102,7 +99,7 @@ class ReplayBuffer:
             trajectory
             for rollout, form in unpack(stored.data)
             for trajectory in deserialize_trajectories(
-                form, episodes={}, row=rows[stored.row], group=group, rollout=rollout
+                form, row=rows[stored.row], group=group, rollout=rollout
             )
         ]
 
@@ -127,10 +124,6 @@ class ReplayBuffer:
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Load the groups that `state_dict` returned."""
         self._groups = {(group["step"], group["group"]): StoredGroup(**group) for group in state}
-
-
-def _no_episode(segments: Sequence[Segment]) -> None:
-    """Return no episode, so that the tokens are stored with the trajectories."""
 
 
 STATE_FILE = Path("rows") / "state.bin"

@@ -16,7 +16,6 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config, load_config
 from agent_loop.errors import AgentLoopError, DataError
 from agent_loop.recording.recorded_responses import RecordedResponses, extract_responses
-from agent_loop.recording.serialization import deserialize_completion, serialize_completion
 from agent_loop.rollout.components import load_template
 from agent_loop.rollout.replay import replay_trajectory
 from agent_loop.runtime.describe import one_line
@@ -26,6 +25,7 @@ from agent_loop.storage.run import StoredRun
 from agent_loop.storage.writer import write_trajectories
 from agent_loop.training.checkpoint import list_checkpoints
 from agent_loop.training.export import evaluated_model
+from agent_loop.trajectory.codec import decode_completion, encode_completion
 from agent_loop.types import TokenOutput
 from agent_loop.viewer.forks import ForkJob
 
@@ -74,9 +74,9 @@ def _with_text(recorded: RecordedResponses, job: ForkJob, config: Config) -> Rec
         )
     template = load_template(config)
     turn = recorded.completions[job.turn - 1]
-    sampled = deserialize_completion(turn).token_ids
+    sampled = decode_completion(turn).token_ids
     if job.text != template.decode(sampled):  # unedited text may encode to other tokens
-        turn = serialize_completion(TokenOutput(_edited(job.text, template, sampled=sampled), None, "stop"))
+        turn = encode_completion(TokenOutput(_edited(job.text, template, sampled=sampled), None, "stop"))
     before = recorded.before(job.turn)
     return replace(before, completions=[*before.completions, turn])
 

@@ -23,7 +23,7 @@ from agent_loop.errors import JournalError
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.runtime.describe import describe_error
 
-FORMAT = 6
+FORMAT = 7
 MAGIC = b"agent-loop journal ".ljust(28, b".")
 HEADER = MAGIC + struct.pack("<I", FORMAT)
 CLOSE_TIMEOUT_S = 60.0
