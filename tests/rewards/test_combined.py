@@ -20,7 +20,6 @@ from agent_loop.rollout.failures import failure_of
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
-from agent_loop.training.monitor import refuse_without_reward
 from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, FailureKind, IncidentKind, Trajectory
 from agent_loop.types import Row
@@ -135,11 +134,6 @@ def test_a_failed_part_is_named_and_leaves_no_reward(
     assert failure_of(caught.value).kind is kind
 
 
-def test_a_sum_that_is_too_large_is_refused(task: Path) -> None:
-    with pytest.raises(RewardError, match=r"the sum of reward\.functions is 3000"):
-        single(task, a={"function": "huge", "weight": 3.0})
-
-
 def test_a_judge_can_be_a_part(task: Path, tmp_path: Path) -> None:
     async def main() -> Score:
         async with judging(lambda _: answer("yes")) as judge:
@@ -238,13 +232,6 @@ def test_the_others_of_a_group_keep_their_rewards_if_infrastructure_fails_for_on
     assert [t.reward for t in trajectories] == [1.0, None, 3.0, 4.0]
 
 
-def test_incidents_of_a_part_are_kept_on_their_trajectories(task: Path) -> None:
-    trajectories = grouped(load_rewards(config_of(task, batch=True, odd="hostile")), n=2)
-
-    kinds = [[incident.kind for incident in t.output.incidents] for t in trajectories]
-    assert kinds == [[IncidentKind.UNSTORABLE_VALUE]] * 2
-
-
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -282,10 +269,3 @@ def test_each_part_is_a_metric_and_a_column_of_the_batch(task: Path) -> None:
     batch = assemble(trajectories, pad_token_id=0)
     assert list(batch["correct"]) == [0.0, 0.0, 0.0, 1.0]
     assert list(batch["correct.said"]) == ["1", "2", "3", "4"]
-
-
-def test_a_run_whose_only_reward_is_a_sum_can_learn(task: Path) -> None:
-    rows = [{"raw_prompt": user("count")}]
-    with pytest.raises(ConfigError, match="nothing gives a reward"):
-        refuse_without_reward(Config(), rows)
-    refuse_without_reward(Config(reward=config_of(task, correct="right")), rows)

@@ -25,46 +25,21 @@ SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
-def adapt(
-    function: Callable[..., Any], signature: inspect.Signature, *, is_batch: bool
-) -> Callable[..., Any] | None:
-    """Return a reward function of this package that calls one with verl's parameters; None if it has others.
-
-    Args:
-        is_batch: Whether the returned function takes `(outputs, rows)`, and the given one verl's lists.
-
-    Raises:
-        ConfigError: The function has the parameters of the other form.
-    """
-    names, others = (BATCH, SINGLE) if is_batch else (SINGLE, BATCH)
-    if others[1] in signature.parameters:
-        remedy = "leave reward.batch out" if is_batch else "set reward.batch=true"
-        raise ConfigError(
-            f"the reward function takes {signature}, as verl calls it for "
-            f"{'one solution' if is_batch else 'a batch'}; {remedy}"
-        )
-    if names[1] not in signature.parameters:
-        return None
+def _from_verl(function: Callable[..., Any], signature: inspect.Signature, *, is_batch: bool) -> Any:
+    """Return a reward function of this package that calls one with verl's parameters."""
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    names = BATCH if is_batch else SINGLE
     accepted = [n for n, name in enumerate(names) if takes_any or name in signature.parameters]
 
-    def call(columns: Sequence[Any]) -> Any:
-        return function(**{names[n]: columns[n] for n in accepted})
+    async def call(columns: Sequence[Any]) -> Any:
+        return await call_function(function, **{names[n]: columns[n] for n in accepted})
 
-    def score(output: AgentLoopOutput, row: Row) -> Any:
-        return call(_arguments(output, row))
+    async def score(output: AgentLoopOutput, row: Row) -> Any:
+        return await call(_arguments(output, row))
 
-    def score_all(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
-        return call([list(column) for column in zip(*map(_arguments, outputs, rows), strict=True)])
+    async def score_all(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
+        return await call([list(column) for column in zip(*map(_arguments, outputs, rows), strict=True)])
 
-    async def score_async(output: AgentLoopOutput, row: Row) -> Any:
-        return await score(output, row)
-
-    async def score_all_async(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
-        return await score_all(outputs, rows)
-
-    if inspect.iscoroutinefunction(function):
-        return score_all_async if is_batch else score_async
     return score_all if is_batch else score
 
 
@@ -82,11 +57,7 @@ def _arguments(output: AgentLoopOutput, row: Row) -> tuple[Any, str, Any, dict[s
 def response_text(output: AgentLoopOutput, row: Row) -> str:
     """Return the text after the prompt, as verl passes it: completions, calls in `<tool_call>` tags, and replies."""
     prompt = row.get("raw_prompt")
-    start = (
-        len(cast(Sequence[Any], prompt))
-        if isinstance(prompt, Sequence) and not isinstance(prompt, str)
-        else 0
-    )
+    start = len(cast(list[Any], prompt)) if isinstance(prompt, list | tuple) else 0
     response = output.messages[start:]
     if not any(message.get("role") == "assistant" for message in response):
         response = [message for message in output.messages if message.get("role") == "assistant"]
@@ -223,8 +194,7 @@ def load_reward(reference: str, *, timeout_s: float) -> RewardFunction:
     """
     if is_judged_file(reference):
         return RewardFunction(load_rubric(reference).score, timeout_s=None, name=reference)
-    function = _load(reference, form=_SINGLE)
-    return RewardFunction(function, timeout_s=timeout_s, name=reference)
+    return RewardFunction(_load(reference, is_batch=False), timeout_s=timeout_s, name=reference)
 
 
 def load_batch_reward(reference: str, *, timeout_s: float) -> BatchRewardFunction:
@@ -239,8 +209,7 @@ def load_batch_reward(reference: str, *, timeout_s: float) -> BatchRewardFunctio
     """
     if is_judged_file(reference):
         return BatchRewardFunction(load_ranking(reference).score, timeout_s=None, name=reference)
-    function = _load(reference, form=_BATCH)
-    return BatchRewardFunction(function, timeout_s=timeout_s, name=reference)
+    return BatchRewardFunction(_load(reference, is_batch=True), timeout_s=timeout_s, name=reference)
 
 
 def read_score(returned: Any, *, source: str) -> Score:
@@ -253,24 +222,19 @@ def read_score(returned: Any, *, source: str) -> Score:
     Raises:
         RewardError: The value is not a reward.
     """
-    if not isinstance(returned, Mapping):
-        return Score(_read_reward(returned, what=f"{source} returned"))
-    values = dict(cast(Mapping[str, Any], returned))
-    for key in REWARD_NAMES:
-        if key in values:
-            reward = values.pop(key)
-            extra = plain_mapping(values, where=f"reward_extra of {source}")
-            return Score(_read_reward(reward, what=f"{source} returned {key}"), extra)
-    raise RewardError(f"{source} returned a mapping with the keys {sorted(map(str, values))}; add 'reward'")
-
-
-def _read_reward(value: Any, *, what: str) -> float:
+    what, value, values = f"{source} returned", returned, dict[str, Any]()
+    if isinstance(returned, Mapping):
+        values = dict(cast(Mapping[str, Any], returned))
+        key = next((name for name in REWARD_NAMES if name in values), None)
+        if key is None:
+            raise RewardError(f"{what} a mapping with the keys {sorted(map(str, values))}; add 'reward'")
+        what, value = f"{what} {key}", values.pop(key)
     number = as_reward(value)
     if number is None:
         raise RewardError(
             f"{what} {describe_value(value)}; return a finite number, or a mapping with 'reward' {REWARD_LIMIT}"
         )
-    return number
+    return Score(number, plain_mapping(values, where=f"reward_extra of {source}"))
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -293,15 +257,11 @@ async def _run_function(
 def _listed(returned: Any, *, count: int, source: str) -> list[Any]:
     """Return what a batch reward function returned as a list."""
     is_list = isinstance(returned, Collection) and not isinstance(returned, str | bytes | Mapping | Set)
-    if not is_list:
+    values = list(cast("Collection[Any]", returned)) if is_list else None
+    if values is None or len(values) != count:
+        found = describe_value(returned) if values is None else f"{len(values)} values"
         raise RewardError(
-            f"{source} returned {describe_value(returned)}; return a list with one reward for each of the {count} "
-            "outputs"
-        )
-    values = list(cast("Collection[Any]", returned))
-    if len(values) != count:
-        raise RewardError(
-            f"{source} returned {len(values)} values for {count} outputs; return one for each, in their order"
+            f"{source} returned {found} for {count} outputs; return a list with one reward for each, in their order"
         )
     return values
 
@@ -315,51 +275,31 @@ def _result(value: Any, *, source: str) -> ScoreResult:
     return ScoreResult(score, incidents=tuple(notes.incidents))
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """How a reward function is called. The names of its parameters show which form a function has."""
-
-    parameters: tuple[str, str]
-    returns: str
-    for_others: str
-    """Remedy for a function of the other form."""
-
-    def __str__(self) -> str:
-        return f"({', '.join(self.parameters)})"
-
-
-_SINGLE = _Form(
-    ("output", "row"), "float | dict", "set reward.batch=true (`--batch` of `agent-loop rescore`)"
-)
-_BATCH = _Form(
-    ("outputs", "rows"),
-    "list of float | dict",
-    "leave reward.batch=true out (`--batch` of `agent-loop rescore`)",
-)
-
-
-def _load(reference: str, *, form: _Form) -> Callable[..., Any]:
+def _load(reference: str, *, is_batch: bool) -> Callable[..., Any]:
+    own, other = ("outputs", "rows"), ("output", "row")
+    returns, remedy, names, other_names = "list of float | dict", "leave reward.batch=true out", BATCH, SINGLE
+    if not is_batch:
+        own, other, names, other_names = other, own, SINGLE, BATCH
+        returns, remedy = "float | dict", "set reward.batch=true"
+    form = f"({', '.join(own)})"
     function = load_object(reference, key=FUNCTION_KEY)
     if not callable(function) or isinstance(function, type):
         kind = "a class" if isinstance(function, type) else f"an object of type {type(function).__name__}"
-        raise ConfigError(
-            f"{FUNCTION_KEY} is {reference!r}, {kind}; name a function {form} -> {form.returns}"
-        )
+        raise ConfigError(f"{FUNCTION_KEY} is {reference!r}, {kind}; name a function {form} -> {returns}")
     try:
         signature = inspect.signature(function)
     except ValueError:
         return function
-    adapted = adapt(function, signature, is_batch=form is _BATCH)
-    if adapted is not None:
-        return adapted
     called = f"{FUNCTION_KEY} is {reference!r}, which takes {signature}; it is called as {form}: "
+    parameters = {*[*signature.parameters][:2]}
+    if other_names[1] in signature.parameters or (parameters & {*other} and not parameters & {*own}):
+        raise ConfigError(
+            f"{called}{remedy} (`--batch` of `agent-loop rescore`), or name its parameters {form}"
+        )
+    if names[1] in signature.parameters:
+        return _from_verl(function, signature, is_batch=is_batch)
     try:
         signature.bind(None, None)
     except TypeError as error:
         raise ConfigError(f"{called}{error}") from None
-    other = _SINGLE if form is _BATCH else _BATCH
-    names = list(signature.parameters)[:2]
-    is_other = any(name == its for name, its in zip(names, other.parameters, strict=False))
-    if is_other and not set(names) & set(form.parameters):
-        raise ConfigError(f"{called}{form.for_others}, or name its parameters {form}")
     return function
