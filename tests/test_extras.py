@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from agent_loop.distributed.messages import PackedCompletion, pack_trajectories, unpack_trajectories
 from agent_loop.episode.ledger import TokenLedger
 from agent_loop.recording.values import pack, unpack
-from agent_loop.rollout.batch import assemble, assemble_jagged
+from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.jobs import Job
 from agent_loop.storage import StoredRun, to_trajectory, write_trajectories
 from agent_loop.storage.json_lines import read_lines, write_lines
@@ -144,7 +144,7 @@ rows = st.lists(st.lists(completions() | st.integers(1, 3), max_size=4), min_siz
 @given(rows)
 def test_a_batch_has_a_column_for_each_array(parts: list[list[TokenOutput | int]]) -> None:
     trajectories = [trajectory(*each, rollout=number) for number, each in enumerate(parts)]
-    batch, jagged = assemble(trajectories, pad_token_id=99), assemble_jagged(trajectories)
+    batch = assemble(trajectories, pad_token_id=99)
     if not batch["response_mask"].any():
         assert "pair" not in batch.keys()  # noqa: SIM118
         return
@@ -153,11 +153,6 @@ def test_a_batch_has_a_column_for_each_array(parts: list[list[TokenOutput | int]
     assert batch["pair"].dtype == torch.float32
     assert torch.equal(batch["position"].long(), ids * mask)
     assert torch.equal(batch["pair"].long(), torch.stack([ids, -ids], dim=-1) * mask[..., None])
-    for number, each in enumerate(trajectories):
-        start, end = len(each.output.prompt_ids), len(each.output.response_ids)
-        row = jagged["pair"].unbind()[number]
-        assert not row[:start].any()
-        assert torch.equal(row[start:], batch["pair"][number, :end])
 
 
 def test_a_column_is_absent_if_a_sampled_token_lacks_the_value() -> None:
@@ -186,6 +181,6 @@ def test_tokens_shared_by_branches_have_their_value_only_in_the_branch_that_trai
 
 def test_an_array_with_the_name_of_a_column_gets_a_prefix() -> None:
     named = TokenOutput.from_chunks([TokenChunk([4], [-0.1], extras={"reward": np.array([0.25])})])
-    for batch in (assemble([trajectory(named)], pad_token_id=99), assemble_jagged([trajectory(named)])):
-        assert batch["reward"].tolist() == [1.0]
-        assert "extras.reward" in batch.keys()  # noqa: SIM118
+    batch = assemble([trajectory(named)], pad_token_id=99)
+    assert batch["reward"].tolist() == [1.0]
+    assert "extras.reward" in batch.keys()  # noqa: SIM118

@@ -18,7 +18,7 @@ from agent_loop.distributed.messages import PackedCompletion, pack_trajectories,
 from agent_loop.episode.ledger import TokenLedger
 from agent_loop.errors import ServerDied, TrainingError
 from agent_loop.recording.values import pack, unpack
-from agent_loop.rollout.batch import assemble, assemble_jagged
+from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.jobs import Job
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.manager import AsyncLLMServerManager
@@ -108,9 +108,8 @@ def test_forced_tokens_have_mask_0_and_stay_sampled_tokens() -> None:
 def test_batches_train_only_on_tokens_that_were_chosen() -> None:
     plain = TokenOutput([3, 4], [0.0, -0.2], "stop")
     trajectories = [of(ask(scripted()), 1, plain), of(plain, rollout=1)]
-    padded, jagged = assemble(trajectories, pad_token_id=PAD), assemble_jagged(trajectories)
+    padded = assemble(trajectories, pad_token_id=PAD)
     assert padded["response_mask"].tolist() == [[1, 0, 1, 0, 0, 1, 1], [1, 1, 0, 0, 0, 0, 0]]
-    assert jagged["response_mask"].unbind()[0].tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 1]
     assert padded["weight_versions"][0].tolist() == [0, 0, 0, 0, -1, 0, 0]
 
 

@@ -154,9 +154,7 @@ def test_the_command_prints_places_and_memory_and_ends_with_1_if_something_does_
     assert done.exit_code == 1
     assert "smallest change: set model.lora_rank=32" in done.output
 
-    done = CliRunner().invoke(
-        app, ["plan", *options, "model.lora_rank=32", "--rollout-speed", "20000", "--json"]
-    )
+    done = CliRunner().invoke(app, ["plan", *options, "model.lora_rank=32", "--json"])
     found = json.loads(done.output)
     assert done.exit_code == 0
     assert found["places"] == {

@@ -19,7 +19,7 @@ from agent_loop.rewards.function import RewardFunction, read_score
 from agent_loop.rollout.batch import assemble
 from agent_loop.runtime.numeric import MAX_REWARD
 from agent_loop.tools.results import read_reward
-from agent_loop.training.advantages.estimate import estimate_advantages
+from agent_loop.training.advantages.estimate import estimate_advantages, load_estimator
 from agent_loop.training.advantages.groups import grpo_advantages, rloo_advantages
 from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.trajectory import AgentLoopOutput, Feedback, Trajectory
@@ -144,7 +144,9 @@ def test_a_reward_that_is_not_finite_in_the_batch_counts_as_missing(estimator: A
     clean["reward"][2] = math.nan
 
     found, expected = (
-        estimate_advantages(collect_rewards(each, config=config, response_length=9), config=config)
+        estimate_advantages(
+            collect_rewards(each, config=config, response_length=9), estimator=load_estimator(config)
+        )
         for each in (spoilt, clean)
     )
 

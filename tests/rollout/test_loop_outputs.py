@@ -212,7 +212,7 @@ def test_a_weight_version_set_by_a_loop_is_kept() -> None:
     assert [s.weight_version for s in output.response_segments] == [2]
 
 
-@pytest.mark.parametrize("pad_to", ["longest", "limits", "none"])
+@pytest.mark.parametrize("pad_to", ["longest", "limits"])
 def test_a_response_over_its_limit_is_cut_and_reported_and_the_batch_is_complete(pad_to: str) -> None:
     long = text_reply("one two three four five six seven " * 40)
     rows = [question(), question(num_turns=2), question(edit=lambda fields: AgentLoopOutput(**fields))]
@@ -228,7 +228,7 @@ def test_a_response_over_its_limit_is_cut_and_reported_and_the_batch_is_complete
         assert len(output.answer) < 200
 
 
-@pytest.mark.parametrize("pad_to", ["longest", "limits", "none"])
+@pytest.mark.parametrize("pad_to", ["longest", "limits"])
 def test_a_prompt_over_its_limit_ends_its_row_with_prompt_length(pad_to: str) -> None:
     rows = [question(raw_prompt=user("word " * 200)), question()]
     batch, trajectories = run_manager(

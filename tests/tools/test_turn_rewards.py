@@ -19,7 +19,7 @@ from agent_loop.recording.values import pack, unpack
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble
 from agent_loop.tools.base import BaseTool, ToolResponse
-from agent_loop.training.advantages.estimate import estimate_advantages
+from agent_loop.training.advantages.estimate import estimate_advantages, load_estimator
 from agent_loop.training.advantages.groups import turn_advantages
 from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.training.step_metrics import feedback_metrics
@@ -239,7 +239,7 @@ def advantages_of_turns(trajectories: Sequence[Trajectory], *, weight: float) ->
     """Return the turn advantages of trajectories with equal rewards, whose own advantages are zero."""
     config = AlgorithmConfig(turn_reward_weight=weight, norm_adv_by_std_in_grpo=False)
     rewards = collect_rewards(assemble(trajectories, pad_token_id=0), config=config, response_length=1000)
-    return estimate_advantages(rewards, config=config).advantages_BR
+    return estimate_advantages(rewards, estimator=load_estimator(config)).advantages_BR
 
 
 def test_turn_advantages_are_weighted_by_the_config() -> None:

@@ -88,16 +88,6 @@ def tiny_named(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name.replace(".base_layer.", "."), value) for name, value in model.named_parameters()]
 
 
-def test_a_changed_base_weight_has_another_base_id(tmp_path: Path) -> None:
-    actor = actor_of(tmp_path)
-    first = adapted(actor).base_id
-    with torch.no_grad():
-        dict(tiny_named(actor.model))[NAME].add_(1.0)
-    second = adapted(actor)
-    assert second.base_id != first
-    assert_merged(second, actor.model)
-
-
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 @pytest.mark.parametrize("names", [["one"], ["one", "other"]])
 def test_embeddings_transposed_layers_and_several_adapters_are_sent_as_factors(names: list[str]) -> None:

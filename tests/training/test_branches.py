@@ -20,7 +20,7 @@ from torch import Tensor
 from agent_loop.config import ActorConfig, AggregationMode, AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.actor import Actor
-from agent_loop.training.advantages.estimate import estimate_advantages
+from agent_loop.training.advantages.estimate import estimate_advantages, load_estimator
 from agent_loop.training.advantages.groups import (
     has_signal,
     rollouts_of_rows,
@@ -124,7 +124,7 @@ def estimated(
     rewards = collect_rewards(batch, config=settings, response_length=99)
     found = estimate_advantages(
         rewards,
-        config=settings,
+        estimator=load_estimator(settings),
         values_BR=torch.zeros(batch["responses"].shape),
         baselines_B=0.25 * batch["group"].float(),
     )
@@ -477,9 +477,9 @@ def test_with_one_branch_per_rollout_the_result_is_the_same_as_without_branches(
     rewards = collect_rewards(batch, config=config, response_length=99)
     options = {"values_BR": torch.zeros(batch["responses"].shape), "baselines_B": torch.zeros(len(batch))}
 
-    found = estimate_advantages(rewards, config=config, **options)
+    found = estimate_advantages(rewards, estimator=load_estimator(config), **options)
     plain = estimate_advantages(
-        replace(rewards, rollouts_B=None, shared_turns_B=None), config=config, **options
+        replace(rewards, rollouts_B=None, shared_turns_B=None), estimator=load_estimator(config), **options
     )
 
     assert torch.equal(found.advantages_BR, plain.advantages_BR)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
-from agent_loop.training.advantages.estimate import BatchAdvantages, estimate_advantages
+from agent_loop.training.advantages.estimate import BatchAdvantages, estimate_advantages, load_estimator
 from agent_loop.training.advantages.rewards import Rewards, collect_rewards, overlong_penalty
 from agent_loop.training.advantages.turns import discounted_returns, gae
 from tests.harness import examples
@@ -44,7 +44,7 @@ def batch() -> RolloutBatch:
 
 
 def estimate(batch: RolloutBatch, config: AlgorithmConfig, **options: Any) -> BatchAdvantages:
-    return estimate_advantages(collect(batch, config), config=config, **options)
+    return estimate_advantages(collect(batch, config), estimator=load_estimator(config), **options)
 
 
 def collect(batch: RolloutBatch, config: AlgorithmConfig, **options: Any) -> Rewards:
@@ -194,7 +194,7 @@ def test_grpo_adds_the_process_advantage_and_subtracts_the_kl_of_whole_rows(batc
     config = AlgorithmConfig(kl_reward_coef=0.1, norm_adv_by_std_in_grpo=False)
     rewards = collect(batch, config, kl_BR=kl_BR)
 
-    found = estimate_advantages(rewards, config=config)
+    found = estimate_advantages(rewards, estimator=load_estimator(config))
 
     scores = {row: float(batch["reward"][row] - 0.1 * kl_BR[row].sum()) for row in scored_rows(batch)}
     groups = batch["group"].tolist()

@@ -15,7 +15,7 @@ from msgspec import structs
 from agent_loop.config import AlgorithmConfig, Config
 from agent_loop.rollout.batch import assemble
 from agent_loop.training import metrics as names
-from agent_loop.training.advantages.estimate import estimate_advantages
+from agent_loop.training.advantages.estimate import estimate_advantages, load_estimator
 from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.training.evaluation.scores import summarise
 from agent_loop.training.learner import load_learner
@@ -66,7 +66,7 @@ def trained(trajectories: Sequence[Trajectory], estimator: Any) -> dict[Name, li
     )
     found = estimate_advantages(
         collect_rewards(batch, config=config, response_length=99),
-        config=config,
+        estimator=load_estimator(config),
         values_BR=torch.zeros(batch["responses"].shape),
         baselines_B=0.25 * batch["group"].float(),
     )

@@ -16,7 +16,7 @@ from agent_loop.registries import FunctionRegistry
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import Advantages, Rewards, TokenLoss, advantage_estimator, policy_loss
 from agent_loop.training.actor import Actor
-from agent_loop.training.advantages.estimate import estimate_advantages, estimator_needs
+from agent_loop.training.advantages.estimate import estimate_advantages, estimator_needs, load_estimator
 from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.training.losses.policy import load_policy_loss
 from agent_loop.training.ppo_trainer import PPOTrainer
@@ -46,7 +46,7 @@ def stores_of(registry: FunctionRegistry) -> list[dict[Any, Any]]:
 def estimate(batch: RolloutBatch, name: str, **inputs: Tensor) -> Tensor:
     config = AlgorithmConfig(adv_estimator=name)
     rewards = collect_rewards(batch, config=config, response_length=9)
-    return estimate_advantages(rewards, config=config, **inputs).advantages_BR
+    return estimate_advantages(rewards, estimator=load_estimator(config), **inputs).advantages_BR
 
 
 def update(batch: RolloutBatch, name: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ import torch
 
 from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
-from agent_loop.training.advantages.estimate import estimate_advantages
+from agent_loop.training.advantages.estimate import estimate_advantages, load_estimator
 from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.training.rollouts import with_variance
 from agent_loop.training.step_metrics import rollout_metrics
@@ -57,7 +57,7 @@ def batch_of(trajectories: list[Trajectory]) -> RolloutBatch:
 def advantages(trajectories: list[Trajectory], estimator: str) -> torch.Tensor:
     config = AlgorithmConfig(adv_estimator=estimator)
     rewards = collect_rewards(batch_of(trajectories), config=config, response_length=8)
-    return estimate_advantages(rewards, config=config).advantages_BR[:, 0]
+    return estimate_advantages(rewards, estimator=load_estimator(config)).advantages_BR[:, 0]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])

@@ -43,13 +43,6 @@ def finite(value: float | None) -> float | None:
     return value
 
 
-def above_0(value: float | None) -> float | None:
-    """Refuse an option that is not a finite number above 0. A callback of options."""
-    if value is not None and not 0 < value < math.inf:
-        raise typer.BadParameter(f"{value} is not a finite number above 0")
-    return value
-
-
 ConfigArgument = Annotated[Path, typer.Argument(help="YAML file.")]
 OverridesArgument = Annotated[
     list[str] | None,

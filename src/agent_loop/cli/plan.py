@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from agent_loop.cli.arguments import ConfigArgument, OverridesArgument, above_0, read_config
+from agent_loop.cli.arguments import ConfigArgument, OverridesArgument, read_config
 from agent_loop.cli.verbosity import print_line
 from agent_loop.config import Config
 from agent_loop.planning.fit import (
@@ -25,7 +25,6 @@ from agent_loop.planning.fit import (
 from agent_loop.planning.sizes import ModelShape, read_shape
 
 EXIT_DOES_NOT_FIT = 1
-HOUR_S = 3600
 
 
 def plan_command(
@@ -42,13 +41,6 @@ def plan_command(
     model: Annotated[
         str | None,
         typer.Option(help="A `config.json`, or a folder with one.", show_default="that of `model.path`"),
-    ] = None,
-    rollout_speed: Annotated[
-        float | None,
-        typer.Option(callback=above_0, help="Tokens per second that all servers sample together."),
-    ] = None,
-    train_speed: Annotated[
-        float | None, typer.Option(callback=above_0, help="Tokens per second that the trainer trains on.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
@@ -74,7 +66,7 @@ def plan_command(
         values = _as_json(found, settings, shape, change=change)
         typer.echo(json.dumps(values, indent=2))
     else:
-        _print(found, settings, shape, machine, speeds=(rollout_speed, train_speed), change=change)
+        _print(found, settings, shape, machine, change=change)
     if found.faults:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
@@ -85,7 +77,6 @@ def _print(
     shape: ModelShape,
     machine: Machine,
     *,
-    speeds: tuple[float | None, float | None],
     change: tuple[str, ...] | None,
 ) -> None:
     console = Console(highlight=False, soft_wrap=True)
@@ -97,15 +88,13 @@ def _print(
     for name, where in _places(plan, config).items():
         parts.add_row(name, where)
     console.print(parts)
+    memory = Table("where", "phase", "GB each", "what")
     for load in plan.loads:
-        title = f"{place(load).removeprefix('the ')}, {load.phase}"
-        table = Table("GB each" if len(load.devices) > 1 else "GB", "", title=title, title_justify="left")
         for name, value in load.parts.items():
-            table.add_row(f"{value / GB:.2f}", name)
-        table.add_section()
-        table.add_row(f"{load.total / GB:.2f}", f"of {load.capacity / GB:.2f}")
-        console.print(table)
-    for line in _notes(plan, config, machine, speeds):
+            memory.add_row(place(load), load.phase, f"{value / GB:.2f}", name)
+        memory.add_row("", "", f"{load.total / GB:.2f}", f"of {load.capacity / GB:.2f}", end_section=True)
+    console.print(memory)
+    for line in _notes(plan, config, machine):
         print_line(console, line)
     for fault in plan.faults:
         print_line(console, f"does not fit: {fault}", style="bold red")
@@ -134,10 +123,8 @@ def _places(plan: Plan, config: Config) -> dict[str, str]:
     return places or {"servers and trainer": "as the process that starts them"}
 
 
-def _notes(
-    plan: Plan, config: Config, machine: Machine, speeds: tuple[float | None, float | None]
-) -> list[str]:
-    """Return lines about concurrency, host memory, tokens and time."""
+def _notes(plan: Plan, config: Config, machine: Machine) -> list[str]:
+    """Return lines about concurrency, host memory and tokens."""
     rollout, steps = config.rollout, config.trainer.total_steps
     rows = config.data.train_batch_size * rollout.n
     sampled = rows * rollout.response_length
@@ -148,13 +135,7 @@ def _notes(
         "trained tokens",
     ]
     if machine.devices:
-        lines.insert(1, f"loading takes {plan.host_bytes / GB:.0f} GB of host memory per node")
-    seconds = [count / speed for count, speed in zip((sampled, trained), speeds, strict=True) if speed]
-    if seconds:
-        per_step = max(seconds) if config.trainer.mode == "async" else sum(seconds)
-        lines.append(
-            f"at most {per_step:.0f} s per step and {per_step * steps / HOUR_S:.1f} h in total, at these speeds"
-        )
+        lines.append(f"loading takes {plan.host_bytes / GB:.0f} GB of host memory per node")
     return lines
 
 

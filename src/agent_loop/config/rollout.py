@@ -175,9 +175,8 @@ class RolloutConfig(Section):
     truncate_prompt: Literal["no", "left", "right"] = "no"
     """End the trajectory of a longer prompt (`no`), or remove the beginning (`left`) or the end (`right`) of the
     prompt."""
-    pad_to: Literal["longest", "limits", "none"] = "longest"
-    """Width of the batches of `generate_sequences`: that of the longest row, or `prompt_length` + `response_length`.
-    `none` returns nested tensors."""
+    pad_to: Literal["longest", "limits"] = "longest"
+    """Width of the batches of `generate_sequences`: that of the longest row, or `prompt_length` + `response_length`."""
     free_cache_engine: bool = True
     """Put the servers to sleep between rollouts."""
     trajectory_timeout_s: PositiveSeconds | None = 600.0

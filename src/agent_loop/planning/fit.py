@@ -30,7 +30,6 @@ Change: TypeAlias = tuple[str, ...]
 """Overrides that belong together."""
 MAX_CHANGES = 3
 LORA_RANK = 32
-LOWEST_SHARE = 0.15
 HIGHER_SHARES = (0.5, 0.7, 0.85, 0.9, 0.92)
 """Shares of the memory for an engine whose KV cache is too small."""
 
@@ -207,16 +206,8 @@ def _host_load(config: Config, machine: Machine, update: UpdateMemory, server: M
 
 
 def place(load: Load) -> str:
-    """Return where a load is, with `0-5` for a run of numbers of devices."""
-    if load.devices == ("cpu",):
-        return "the machine"
-    first, last, names = load.devices[0], load.devices[-1], ",".join(load.devices)
-    node, _, start = first.rpartition(":")
-    prefix = f"{node}:" if node else ""
-    if len(load.devices) > 2 and start.isdigit():
-        run = tuple(f"{prefix}{int(start) + number}" for number in range(len(load.devices)))
-        names = f"{first}-{last.rpartition(':')[2]}" if run == load.devices else names
-    return f"device {names}"
+    """Return where a load is."""
+    return "the machine" if load.devices == ("cpu",) else f"device {','.join(load.devices)}"
 
 
 def smallest_change(config: Config, shape: ModelShape, *, machine: Machine) -> Change | None:
@@ -253,18 +244,20 @@ def _options(config: Config, shape: ModelShape, machine: Machine) -> Iterator[li
     option = _share_option(config)
     if option is not None and machine.devices:
         name, share = option
-        key, count = f"rollout.engine_kwargs.{name}", rollout.num_servers
-        lower = [round(share - 0.05 * step, 2) for step in range(1, 20)]
-        changes = [(f"{key}={value}",) for value in lower if value >= LOWEST_SHARE]
+        changes = [
+            (f"rollout.engine_kwargs.{name}={round(share - 0.05 * step, 2)}",) for step in range(1, 20)
+        ]
         plans = [(each, make_plan(apply(config, each), shape, machine=machine)) for each in changes]
-        yield [each for each, plan in plans if plan.concurrent_rows >= count]
-        yield [(f"{key}={value}",) for value in HIGHER_SHARES if value > share]
+        yield [each for each, plan in plans if plan.concurrent_rows >= rollout.num_servers]
+        yield [(f"rollout.engine_kwargs.{name}={value}",) for value in HIGHER_SHARES if value > share]
     if not actor.gradient_checkpointing:
         yield [("actor.gradient_checkpointing=true",)]
-    halves = [actor.max_tokens_per_micro_batch >> shift for shift in range(1, 8)]
-    budgets = [budget for budget in halves if budget > row]
-    budgets += [row] if row < actor.max_tokens_per_micro_batch else []
-    yield [(f"actor.max_tokens_per_micro_batch={budget}",) for budget in budgets]
+    budgets = [max(row, actor.max_tokens_per_micro_batch >> shift) for shift in range(1, 8)]
+    yield [
+        (f"actor.max_tokens_per_micro_batch={budget}",)
+        for budget in dict.fromkeys(budgets)
+        if budget < actor.max_tokens_per_micro_batch
+    ]
     if rollout.engine in TENSOR_PARALLEL_OPTIONS and not rollout.server_urls and machine.devices:
         own = config.placement.tensor_parallel_size or 1
         devices = rollout.num_servers * own
@@ -275,10 +268,8 @@ def _options(config: Config, shape: ModelShape, machine: Machine) -> Iterator[li
         ]
     is_single = config.trainer.num_processes == 1
     if is_single and machine.devices:
-        if actor.optimizer_bits == 32:
-            yield [("actor.optimizer_bits=8",)]
-        if not actor.optimizer_on_host:
-            yield [("actor.optimizer_on_host=true",)]
+        yield [("actor.optimizer_bits=8",)]
+        yield [("actor.optimizer_on_host=true",)]
     if config.model.dtype == "float32":
         yield [("model.dtype=bfloat16",)]
     if not config.model.lora_rank:

@@ -1,11 +1,8 @@
-"""Batches of tensors: padded, or nested without padding.
-
-Shapes: B rows, P prompt width, R response width, W = P + R. N tokens in all, M of them in responses.
-"""
+"""Batches of padded tensors. B rows, P prompt width, R response width, W = P + R."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -16,9 +13,9 @@ from tensordict import NonTensorStack, TensorDict
 
 from agent_loop.config import RolloutConfig
 from agent_loop.errors import DataError
-from agent_loop.rollout.flat_tokens import FlatTokens, IndexArray
 from agent_loop.trajectory import AgentLoopMetrics, Trajectory, branch_weights
 from agent_loop.trajectory.attachments import position_ids
+from agent_loop.types import Origin
 
 RolloutBatch: TypeAlias = TensorDict
 """Result of `assemble`, whose docstring lists the columns."""
@@ -43,7 +40,6 @@ TENSOR_COLUMNS = (
     "num_turns",
     "__num_turns__",
 )
-JAGGED_COLUMNS = (*TENSOR_COLUMNS, "prompt_length", "response_length")
 
 
 def make_batch(
@@ -51,15 +47,11 @@ def make_batch(
 ) -> RolloutBatch:
     """Return the batch, padded as `rollout.pad_to` says, with the timing metrics in `batch["timing"]`."""
     fixed = config.pad_to == "limits"
-    batch = (
-        assemble_jagged(trajectories)
-        if config.pad_to == "none"
-        else assemble(
-            trajectories,
-            pad_token_id=pad_token_id,
-            prompt_width=config.prompt_length if fixed else None,
-            response_width=config.response_length if fixed else None,
-        )
+    batch = assemble(
+        trajectories,
+        pad_token_id=pad_token_id,
+        prompt_width=config.prompt_length if fixed else None,
+        response_width=config.response_length if fixed else None,
     )
     batch.set_non_tensor("timing", timing_metrics(trajectories))
     return batch
@@ -102,89 +94,41 @@ def assemble(
     Raises:
         DataError: A prompt or a response is longer than the width given.
     """
-    flat = FlatTokens(trajectories)
+    outputs = [t.output for t in trajectories]
     prompt_width = _width(
-        flat.prompt_lengths_B, prompt_width, trajectories=trajectories, what="prompt", key="prompt_length"
+        [len(o.prompt_ids) for o in outputs], prompt_width, trajectories, what="prompt", key="prompt_length"
     )
     response_width = _width(
-        flat.response_lengths_B,
+        [len(o.response_ids) for o in outputs],
         response_width,
-        trajectories=trajectories,
+        trajectories,
         what="response",
         key="response_length",
     )
-    whole_B, first_B = flat.lengths_B, prompt_width - flat.prompt_lengths_B
-    whole, response = (len(first_B), prompt_width + response_width), (len(first_B), response_width)
-    input_ids = _padded(
-        flat.token_ids_N, whole_B, first_B=first_B, shape=whole, dtype=np.int64, fill=pad_token_id
-    )
-    position_ids_BW = np.arange(whole[1]) - first_B[:, None]
-    is_token_BW = (position_ids_BW >= 0) & (position_ids_BW < whole_B[:, None])
+    num_rows, width = len(outputs), prompt_width + response_width
+    input_ids_BW = np.full((num_rows, width), pad_token_id, np.int64)
+    attention_mask_BW = np.zeros((num_rows, width), np.int64)
+    for row, output in enumerate(outputs):
+        first, end = prompt_width - len(output.prompt_ids), prompt_width + len(output.response_ids)
+        input_ids_BW[row, first:prompt_width] = output.prompt_ids
+        input_ids_BW[row, prompt_width:end] = output.response_ids
+        attention_mask_BW[row, first:end] = 1
     columns: dict[str, NDArray[Any]] = {
-        "prompts": input_ids[:, :prompt_width],
-        "responses": input_ids[:, prompt_width:],
-        "input_ids": input_ids,
-        "attention_mask": is_token_BW.astype(np.int64),
-        "position_ids": position_ids_BW * is_token_BW,
+        "prompts": input_ids_BW[:, :prompt_width],
+        "responses": input_ids_BW[:, prompt_width:],
+        "input_ids": input_ids_BW,
+        "attention_mask": attention_mask_BW,
+        "position_ids": (attention_mask_BW.cumsum(axis=1) - 1) * attention_mask_BW,
+        **_response_columns(trajectories, width=response_width),
+        **_row_columns(trajectories),
     }
-    for name, values_M, fill in _response_values(flat, taken=TENSOR_COLUMNS):
-        columns[name] = _padded(
-            values_M,
-            flat.response_lengths_B,
-            first_B=np.zeros_like(first_B),
-            shape=(*response, *values_M.shape[1:]),
-            dtype=values_M.dtype,
-            fill=fill,
-        )
-    columns |= _turn_columns(trajectories, width=response_width) | _row_columns(trajectories)
-    if any(a.positions is not None for t in trajectories for a in t.output.attachments):
+    if any(a.positions is not None for o in outputs for a in o.attachments):
         columns["multi_modal_position_ids"] = _positions_in_3d(
-            trajectories, first_B=first_B, width=prompt_width + response_width
+            trajectories, prompt_width=prompt_width, width=width
         )
-    batch = TensorDict(
-        {name: as_tensor(array) for name, array in columns.items()}, batch_size=[len(trajectories)]
-    )
-    _set_objects(batch, trajectories, taken={*TENSOR_COLUMNS, *columns})
-    return batch
-
-
-def assemble_jagged(trajectories: Sequence[Trajectory]) -> RolloutBatch:
-    """Return a batch of nested tensors. Each row is a trajectory's prompt and response, in the given order.
-
-    Args:
-        trajectories: At least one trajectory.
-
-    Returns:
-        Nested tensors [B, lengths], which share their offsets: `batch["input_ids"].values()` is [N] and
-        `.offsets()` [B + 1], the `cu_seqlens` of attention without padding. int64: `input_ids`, `position_ids` (each
-        row from 0), `response_mask` (1 = sampled by the model; 0 for tokens that a grammar forced). int32:
-        `weight_versions`, -1 where no model sampled the token. float32: `rollout_log_probs`, 0 where no model sampled
-        the token; absent unless every sampled token has one. The extras of segments as in
-        `assemble`, with values [N, ...]. Also int64 `prompt_length` and `response_length`
-        [B], and the columns [B] of `assemble`.
-    """
-    flat = FlatTokens(trajectories)
-    offsets = torch.zeros(len(trajectories) + 1, dtype=torch.int64)
-    offsets[1:] = as_tensor(np.cumsum(flat.lengths_B))
-
-    def nested(values_N: NDArray[Any]) -> torch.Tensor:
-        return torch.nested.nested_tensor_from_jagged(as_tensor(values_N), offsets)
-
-    counted_N = _counted(flat.lengths_B)
-    is_response_N = counted_N >= np.repeat(flat.prompt_lengths_B, flat.lengths_B)
-    columns: dict[str, Any] = {
-        "input_ids": nested(flat.token_ids_N.astype(np.int64)),
-        "position_ids": nested(counted_N),
-        "prompt_length": as_tensor(flat.prompt_lengths_B),
-        "response_length": as_tensor(flat.response_lengths_B),
-    }
-    for name, values_M, fill in _response_values(flat, taken=JAGGED_COLUMNS):
-        values_N = np.full((len(is_response_N), *values_M.shape[1:]), fill, values_M.dtype)
-        values_N[is_response_N] = values_M
-        columns[name] = nested(values_N)
-    columns |= {name: as_tensor(values_B) for name, values_B in _row_columns(trajectories).items()}
-    batch = TensorDict(columns, batch_size=[len(trajectories)])
-    _set_objects(batch, trajectories, taken={*JAGGED_COLUMNS, *columns})
+    batch = TensorDict({name: as_tensor(array) for name, array in columns.items()}, batch_size=[num_rows])
+    for name, values in _object_columns(trajectories, taken={*TENSOR_COLUMNS, *columns}).items():
+        batch.set(name, NonTensorStack(*values))
     return batch
 
 
@@ -231,78 +175,78 @@ def as_tensor(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _response_values(flat: FlatTokens, *, taken: Collection[str]) -> Iterator[tuple[str, NDArray[Any], int]]:
-    """Yield each column with a value per token of the responses: name, values [M, ...], and the value elsewhere."""
-    yield "response_mask", flat.is_model_M.astype(np.int64), 0
-    yield "weight_versions", flat.weight_versions_M, -1
-    logprobs_M = flat.logprobs_M
-    if logprobs_M is not None:
-        yield "rollout_log_probs", logprobs_M, 0
-    for name in flat.extra_names:
-        yield f"extras.{name}" if name in taken else name, flat.extra_M(name), 0
+def _response_columns(trajectories: Sequence[Trajectory], *, width: int) -> dict[str, NDArray[Any]]:
+    """Return the columns with a value for each token of the responses."""
+    shape = (len(trajectories), width)
+    columns: dict[str, NDArray[Any]] = {
+        "response_mask": np.zeros(shape, np.int64),
+        "weight_versions": np.full(shape, -1, np.int32),
+        "turn_rewards": np.zeros(shape, np.float32),
+        "has_turn_reward": np.zeros(shape, np.bool_),
+    }
+    if all(t.output.response_logprobs is not None for t in trajectories):
+        columns["rollout_log_probs"] = np.zeros(shape, np.float32)
+    extras = _extra_columns(trajectories, shape=shape)
+    trained: set[int] = set()
+    for row, trajectory in enumerate(trajectories):
+        output, end = trajectory.output, 0
+        for segment in output.response_segments:
+            start, end = end, end + len(segment)
+            is_sampled = segment.origin is Origin.MODEL and len(segment) > 0
+            if is_sampled and id(segment) not in trained:  # else another branch trains it
+                columns["response_mask"][row, start:end] = output.response_mask[start:end]
+                for name, values in extras.items():
+                    values[row, start:end] = segment.extras[name]
+        if trajectory.branch is not None and trajectory.reward is not None:
+            trained.update(map(id, output.response_segments))
+        columns["weight_versions"][row, :end] = output.weight_versions
+        if "rollout_log_probs" in columns:
+            columns["rollout_log_probs"][row, :end] = output.response_logprobs
+        for feedback in output.feedback:
+            if feedback.reward is not None and feedback.place is not None:
+                columns["turn_rewards"][row, feedback.place] += feedback.reward
+                columns["has_turn_reward"][row, feedback.place] = True
+    return columns | {
+        f"extras.{name}" if name in TENSOR_COLUMNS else name: values for name, values in extras.items()
+    }
 
 
-def _counted(lengths_B: IndexArray) -> IndexArray:
-    """Return the position of each token in its row, shape [N]."""
-    starts_B = np.cumsum(lengths_B) - lengths_B
-    return np.arange(int(lengths_B.sum())) - np.repeat(starts_B, lengths_B)
-
-
-def _padded(
-    values: NDArray[Any],
-    lengths_B: IndexArray,
-    *,
-    first_B: IndexArray,
-    shape: tuple[int, ...],
-    dtype: Any,
-    fill: int = 0,
-) -> NDArray[Any]:
-    """Return a column of `fill` with a run of the values in each row. `first_B` is the position of each run."""
-    padded = np.full(shape, fill, dtype) if fill else np.zeros(shape, dtype)
-    end = 0
-    for row, first, length in zip(padded, first_B.tolist(), lengths_B.tolist(), strict=True):
-        start, end = end, end + length
-        row[first : first + length] = values[start:end]
-    return padded
+def _extra_columns(trajectories: Sequence[Trajectory], *, shape: tuple[int, int]) -> dict[str, NDArray[Any]]:
+    """Return a column of zeros for each extra that every sampled token has, with the same shape for all tokens."""
+    segments = (s for t in trajectories for s in t.output.response_segments)
+    first, *others = [s.extras for s in segments if s.origin is Origin.MODEL and len(s)] or [{}]
+    columns: dict[str, NDArray[Any]] = {}
+    for name, array in first.items():
+        if all(name in other and other[name].shape[1:] == array.shape[1:] for other in others):
+            dtype = np.result_type(array.dtype, *(other[name].dtype for other in others)).newbyteorder("=")
+            columns[name] = np.zeros((*shape, *array.shape[1:]), dtype)
+    return columns
 
 
 def _positions_in_3d(
-    trajectories: Sequence[Trajectory], *, first_B: IndexArray, width: int
+    trajectories: Sequence[Trajectory], *, prompt_width: int, width: int
 ) -> NDArray[np.int64]:
     """Shape [B, 3, W]; 0 where there is no token."""
     positions = np.zeros((len(trajectories), 3, width), np.int64)
-    for row, (trajectory, first) in enumerate(zip(trajectories, first_B.tolist(), strict=True)):
+    for row, trajectory in enumerate(trajectories):
         output = trajectory.output
-        num_tokens = sum(map(len, output.segments))
-        if num_tokens:
-            positions[row, :, first : first + num_tokens] = position_ids(num_tokens, output.attachments)
+        first, end = prompt_width - len(output.prompt_ids), prompt_width + len(output.response_ids)
+        if first < end:
+            positions[row, :, first:end] = position_ids(end - first, output.attachments)
     return positions
 
 
-def _turn_columns(trajectories: Sequence[Trajectory], *, width: int) -> dict[str, NDArray[Any]]:
-    shape = (len(trajectories), width)
-    rewards_BR, has_reward_BR = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
-    for row, trajectory in enumerate(trajectories):
-        for feedback in trajectory.output.feedback:
-            if feedback.reward is not None and feedback.place is not None:
-                rewards_BR[row, feedback.place] += feedback.reward
-                has_reward_BR[row, feedback.place] = True
-    return {"turn_rewards": rewards_BR, "has_turn_reward": has_reward_BR}
-
-
 def _width(
-    lengths_B: IndexArray, width: int | None, *, trajectories: Sequence[Trajectory], what: str, key: str
+    lengths: Sequence[int], width: int | None, trajectories: Sequence[Trajectory], *, what: str, key: str
 ) -> int:
-    longest = int(lengths_B.max(initial=0))
-    if width is None:
-        return longest
-    if longest > width:
-        row = int(np.argmax(lengths_B > width))
+    longest = max(lengths, default=0)
+    if width is not None and longest > width:
+        row = lengths.index(longest)
         raise DataError(
-            f"the {what} of {trajectories[row].trajectory_id} has {lengths_B[row]} tokens, over the batch's width of "
-            f"{width}; raise rollout.{key}, or set rollout.pad_to=longest"
+            f"the {what} of {trajectories[row].trajectory_id} has {longest} tokens, over the batch's width of {width}; "
+            f"raise rollout.{key}, or set rollout.pad_to=longest"
         )
-    return width
+    return longest if width is None else width
 
 
 def _row_columns(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
@@ -317,12 +261,6 @@ def _row_columns(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
         "num_turns": num_turns,
         "__num_turns__": num_turns,
     }
-
-
-def _set_objects(batch: TensorDict, trajectories: Sequence[Trajectory], *, taken: Collection[str]) -> None:
-    """Add the columns of objects to a batch. A name that is taken gets a prefix."""
-    for name, values in _object_columns(trajectories, taken=taken).items():
-        batch.set(name, NonTensorStack(*values))
 
 
 def _object_columns(trajectories: Sequence[Trajectory], *, taken: Collection[str]) -> dict[str, list[Any]]:

@@ -139,8 +139,7 @@ class AgentLoopManager:
 
         Returns:
             A `tensordict.TensorDict` with one row per trajectory, ordered by row, then sample; `batch["timing"]` holds
-            the timing metrics. See `agent_loop.rollout.batch.assemble` for the fields, and `assemble_jagged` beside it
-            for those of `rollout.pad_to=none`.
+            the timing metrics. See `agent_loop.rollout.batch.assemble` for the fields.
 
         Raises:
             RolloutError: More trajectories failed than `rollout.max_failed_share` allows.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -175,69 +175,50 @@ class AdaptedModel:
     """Source of the base weights and factors that servers receive."""
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, process_group: ProcessGroup) -> None:
-        """Refer to a model with low-rank adapters.
+        """Refer to a model with low-rank adapters, whose other weights do not change.
 
         Args:
             model: The model.
             dtype: Dtype of the weights that servers receive.
-            process_group: Process group over which the model is sharded. With several ranks, rank 0 copies the base to
-                CPU memory at the first call of `weights`. With one rank, the base shares the model's memory, and gets a
-                new id if it has been written to. It is in CPU memory too if the model's files have other weights, or
+            process_group: Process group over which the model is sharded. With one rank, the base shares the model's
+                memory. It is in CPU memory if there are several ranks, if the model's files have other weights, or if
                 weights of few bits were dequantised.
         """
         self._model = model
         self._dtype = dtype
         self._process_group = process_group
         self._file_names = _file_names(model) or {}
-        self._is_copied = has_own_names(model) or any(map(is_quantized, model.parameters()))
-        self._base: dict[str, Tensor] = {}
-        self._base_id = ""
-        self._places: list[tuple[int, int]] = []
+        self._base: dict[str, Tensor] | None = None
+        self._base_id = secrets.token_hex(8)
 
     @torch.no_grad()
     def weights(self) -> AdaptedWeights:
         """Return the base and the current factors. All ranks must call this; only rank 0 gets factors."""
-        if self._process_group.mesh is None:
-            self._update_base_id()
-        elif not self._base_id:
-            self._gather_base()
+        if self._base is None:
+            self._base = self._make_base()
         factors: dict[str, Factors] = {}
         for name, layer in cast(Any, self._model).named_modules():
             if hasattr(layer, "base_layer") and (found := _factors_of(layer)) is not None:
                 factors[self._file_names[f"{name}.weight"]] = found
-        return AdaptedWeights(
-            self._base, base_id=self._base_id, factors=factors if self._process_group.rank == 0 else {}
-        )
+        is_first = self._process_group.rank == 0
+        return AdaptedWeights(self._base, base_id=self._base_id, factors=factors if is_first else {})
 
-    def _update_base_id(self) -> None:
-        tensors = list(self._below_adapters())
-        places = [(tensor.data_ptr(), cast(Any, tensor)._version) for _, tensor in tensors]
-        if places != self._places:
-            self._places, self._base_id = places, secrets.token_hex(8)
-            self._base = dict(self._for_servers(tensors, device="cpu" if self._is_copied else None))
-
-    def _gather_base(self) -> None:
-        gathered = ((name, whole(tensor)) for name, tensor in self._below_adapters())
-        for name, tensor in self._for_servers(gathered):
-            if self._process_group.rank == 0:  # copied, because gathered weights are freed after a forward
-                self._base[name] = tensor.to("cpu", copy=True)
-        self._base_id = secrets.token_hex(8)
-
-    def _for_servers(
-        self, weights: Iterable[tuple[str, Tensor]], *, device: str | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights by the names of the files and in the dtype for servers. Buffers keep their dtype."""
+    def _make_base(self) -> dict[str, Tensor]:
+        """Return the base by the names of the files and in the dtype for servers. Buffers keep their dtype."""
+        is_sharded = self._process_group.mesh is not None
+        is_copied = has_own_names(self._model) or any(map(is_quantized, self._model.parameters()))
         buffers = {name for name, _ in self._model.named_buffers()}
-        cast_weights = (
-            (
-                name,
-                dequantized(tensor).to(
-                    device or tensor.device, tensor.dtype if name in buffers else self._dtype
-                ),
-            )
-            for name, tensor in weights
-        )
-        return to_file_weights(self._model, cast_weights)
+
+        def for_servers(name: str, weight: Tensor) -> Tensor:
+            device = "cpu" if is_copied else weight.device
+            return dequantized(whole(weight)).to(device, weight.dtype if name in buffers else self._dtype)
+
+        weights = ((name, for_servers(name, weight)) for name, weight in self._below_adapters())
+        base: dict[str, Tensor] = {}
+        for name, weight in to_file_weights(self._model, weights):
+            if self._process_group.rank == 0:  # gathered weights are freed after a forward
+                base[name] = weight.to("cpu", copy=True) if is_sharded else weight
+        return base
 
     def _below_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights that are not adapters, by the names that they have without adapters."""

@@ -75,7 +75,7 @@ class Learner:
     ) -> None:
         """Take ownership of the actor, and of the critic that some estimators need."""
         self._estimators = load_estimators(config.algorithm)
-        self._estimator = self._estimators.of_run
+        self._estimator = self._estimators[None]
         self._config = config
         self._actor = actor
         self._critic = critic
@@ -247,8 +247,7 @@ class Learner:
 
     def _named_columns(self, batch: RolloutBatch) -> list[str]:
         """Return the columns that settings of the estimators name, or that the estimator needs."""
-        algorithm = self._config.algorithm
-        settings = [algorithm, *(algorithm.of_source(source) for source in algorithm.by_data_source)]
+        settings = [estimator.config for estimator in self._estimators.values()]
         columns = [column for each in settings for column in part_columns(batch, each.reward_parts).values()]
         if self._estimator.needs.forks:
             columns.append(FORKED_TURN)

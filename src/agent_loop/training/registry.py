@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from agent_loop.errors import AlgorithmError
 from agent_loop.registries import FunctionRegistry, RegisteredFunction
-from agent_loop.runtime.describe import describe_error
+from agent_loop.runtime.describe import describe_error, describe_value
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -166,6 +166,17 @@ def row_sampler(name: str) -> Callable[[FunctionT], FunctionT]:
         return function
 
     return decorate
+
+
+def check_shape(value: Any, shapes: Sequence[list[int]], *, what: str, where: str) -> None:
+    """Raise an error unless a value that a function returned is a tensor of one of these shapes."""
+    from torch import Tensor  # late: settings name estimators and losses where torch is not loaded
+
+    expected = f"return a tensor of shape {' or '.join(map(str, shapes))}"
+    if not isinstance(value, Tensor):
+        raise AlgorithmError(f"{where} {describe_value(value)} as {what}; {expected}")
+    if list(value.shape) not in shapes:
+        raise AlgorithmError(f"{where} {what} of shape {list(value.shape)}; {expected}")
 
 
 def call(registered: RegisteredFunction, *args: Any, key: str, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -197,14 +198,18 @@ def fork(rewards: Rewards, *, config: AlgorithmConfig, turns: Turns) -> Advantag
     The own turns of a continuation get its reward minus the mean of the rewards of the other continuations of the state
     and of the trajectory that it forks; 0 if `config.fork.train` is false.
     """
-    rollouts = _Rollouts(rewards, turns)
-    totals_B = _totals(rewards, turns, rollouts)
+    main_of, forked = _mains(rewards, turns), cast(list[int], cast(Any, turns.forked_B).tolist())
+    totals_B = _totals(rewards, turns, main_of)
     num_turns_B = turns.is_turn_BT.sum(dim=1)
     values_BT = torch.full((len(totals_B), turns.states_BT.shape[1] + 1), torch.nan, dtype=torch.float64)
     of_mains_B = torch.where(turns.forked_B < 0, totals_B, torch.nan)
     values_BT[:, 0] = _values_of_prompts(of_mains_B, rewards)
     values_BT[torch.arange(len(totals_B)), num_turns_B] = totals_B
-    for (main, turn), rows in rollouts.states(~totals_B.isnan()).items():
+    continuations: dict[tuple[int, int], list[int]] = {}  # rows that continue a scored trajectory at a turn
+    for row, main in main_of.items():
+        if not totals_B[[row, main]].isnan().any():
+            continuations.setdefault((main, forked[row]), []).append(row)
+    for (main, turn), rows in continuations.items():
         sum_of_rewards = totals_B[rows].sum()
         values_BT[main, turn] = sum_of_rewards / len(rows)
         if config.fork.train:
@@ -215,13 +220,24 @@ def fork(rewards: Rewards, *, config: AlgorithmConfig, turns: Turns) -> Advantag
     return Advantages(advantages_BR, in_groups_B | (advantages_BR != 0).any(dim=1))
 
 
-def _totals(rewards: Rewards, turns: Turns, rollouts: _Rollouts) -> Tensor:
+def _mains(rewards: Rewards, turns: Turns) -> dict[int, int]:
+    """Return the row of the trajectory that a continuation forks, by the row of the continuation."""
+    rollouts_B = torch.arange(len(rewards.groups_B)) if rewards.rollouts_B is None else rewards.rollouts_B
+    numbers = [cast(Any, each_B).tolist() for each_B in (rollouts_B, turns.forked_B)]
+    pairs: list[tuple[int, int]] = list(zip(*numbers, strict=True))
+    mains = {rollout: row for row, (rollout, forked) in enumerate(pairs) if forked < 0}
+    return {
+        row: mains[rollout] for row, (rollout, forked) in enumerate(pairs) if forked >= 0 and rollout in mains
+    }
+
+
+def _totals(rewards: Rewards, turns: Turns, main_of: Mapping[int, int]) -> Tensor:
     """Return the total reward of each row, [B] float64; NaN if it was not scored.
 
     The total of a continuation includes the penalties of the tokens that it shares, which are trained in another row.
     """
     totals_B = rewards.per_row().clone()
-    for row, main in rollouts.main_of.items():
+    for row, main in main_of.items():
         is_shared_R = (turns.numbers_BR[main] < turns.forked_B[row]) & rewards.mask_BR[main].bool()
         totals_B[row] -= rewards.penalties_BR[main][is_shared_R].double().sum()
     return totals_B
@@ -239,30 +255,6 @@ def _values_of_prompts(of_mains_B: Tensor, rewards: Rewards) -> Tensor:
     )
     means_B = (of_groups_B - own_B) / (num_rollouts_B - 1)
     return torch.where((num_rollouts_B > 1.5) & ~of_mains_B.isnan(), means_B, torch.nan)
-
-
-class _Rollouts:
-    """Rows of the trajectories that are forked, and of their continuations."""
-
-    def __init__(self, rewards: Rewards, turns: Turns) -> None:
-        numbers_B = torch.arange(len(rewards.groups_B)) if rewards.rollouts_B is None else rewards.rollouts_B
-        numbers: list[int] = cast(Any, numbers_B).tolist()
-        self._forked: list[int] = cast(Any, turns.forked_B).tolist()
-        mains = {number: row for row, number in enumerate(numbers) if self._forked[row] < 0}
-        self.main_of = {
-            row: mains[number]
-            for row, number in enumerate(numbers)
-            if self._forked[row] >= 0 and number in mains
-        }
-        """Row of the trajectory that a continuation forks, by the row of the continuation."""
-
-    def states(self, is_scored_B: Tensor) -> dict[tuple[int, int], list[int]]:
-        """Return the rows of the scored continuations of each state: a row of a scored trajectory, and a turn."""
-        states: dict[tuple[int, int], list[int]] = {}
-        for row, main in self.main_of.items():
-            if is_scored_B[row] and is_scored_B[main]:
-                states.setdefault((main, self._forked[row]), []).append(row)
-        return states
 
 
 def _differences(values_BT: Tensor) -> Tensor:

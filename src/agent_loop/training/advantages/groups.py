@@ -13,16 +13,14 @@ from torch import Tensor
 
 from agent_loop.rollout.batch import RolloutBatch
 
+EPSILON = 1e-6
+"""Keeps the division by a standard deviation finite."""
+
 
 def grpo_advantages(
-    rewards_B: Tensor,
-    *,
-    groups_B: Tensor,
-    rollouts_B: Tensor | None = None,
-    norm_by_std: bool = True,
-    eps: float = 1e-6,
+    rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | None = None, norm_by_std: bool = True
 ) -> Tensor:
-    """Return the advantage of each row over its group: `(r - mean(group)) / (std(group) + eps)`, float32.
+    """Return the advantage of each row over its group: `(r - mean(group)) / (std(group) + EPSILON)`, float32.
 
     The formula is that of DeepSeekMath (arXiv 2402.03300, section 4.1.2); without the division it is that of
     Dr. GRPO (arXiv 2503.20783). The mean and the standard deviation are over rollouts. The latter is the sample's
@@ -33,28 +31,20 @@ def grpo_advantages(
         groups_B: Number of the group of each row.
         rollouts_B: Number, within the group, of the rollout of each row. None: each row is a rollout.
         norm_by_std: Divide by the standard deviation.
-        eps: Keeps the division finite.
 
     A group with fewer than two rollouts, or without two different rewards, gets exactly 0.
     """
     return compared_rewards(
-        rewards_B, groups_B=groups_B, rollouts_B=rollouts_B, norm_by_std=norm_by_std, eps=eps
+        rewards_B, groups_B=groups_B, rollouts_B=rollouts_B, norm_by_std=norm_by_std
     ).float()
 
 
 def compared_rewards(
-    rewards_B: Tensor,
-    *,
-    groups_B: Tensor,
-    rollouts_B: Tensor | None = None,
-    norm_by_std: bool = True,
-    eps: float = 1e-6,
+    rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | None = None, norm_by_std: bool = True
 ) -> Tensor:
     """Return the result of `grpo_advantages` in float64, for sums of several."""
-    weights_B = share_weights(~rewards_B.isnan(), groups_B=groups_B, rollouts_B=rollouts_B)
-    group = _Groups(rewards_B, groups_B, weights_B)
-    compared_B = group.compared_B(norm_by_std=norm_by_std, eps=eps)
-    return torch.where(group.has_rivals_B & group.differs_B, compared_B, 0.0)
+    group = _Groups.of_rows(rewards_B, groups_B, rollouts_B)
+    return torch.where(group.has_signal_B, group.compared_B(norm_by_std=norm_by_std), 0.0)
 
 
 def rloo_advantages(rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | None = None) -> Tensor:
@@ -68,15 +58,13 @@ def rloo_advantages(rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor |
 
     A group with fewer than two rollouts, or without two different rewards, gets exactly 0.
     """
-    weights_B = share_weights(~rewards_B.isnan(), groups_B=groups_B, rollouts_B=rollouts_B)
-    group = _Groups(rewards_B, groups_B, weights_B)
+    group = _Groups.of_rows(rewards_B, groups_B, rollouts_B)
     rollout_means_B = group.rewards_B
     if rollouts_B is not None:
-        numbers_B = pair_numbers(groups_B, rollouts_B)
-        rollout_means_B = _Groups(rewards_B, numbers_B, weights_B).mean_B
+        rollout_means_B = _Groups(rewards_B, pair_numbers(groups_B, rollouts_B), group.weights_B).mean_B
     over_others_B = (rollout_means_B - group.mean_B) * group.count_B / (group.count_B - 1).clamp(min=1)
     advantages_B = over_others_B + (group.rewards_B - rollout_means_B)
-    return torch.where(group.has_rivals_B & group.differs_B, advantages_B, 0.0).float()
+    return torch.where(group.has_signal_B, advantages_B, 0.0).float()
 
 
 def turn_advantages(
@@ -86,7 +74,6 @@ def turn_advantages(
     groups_B: Tensor,
     rollouts_B: Tensor | None = None,
     norm_by_std: bool = True,
-    eps: float = 1e-6,
 ) -> Tensor:
     """Return the process advantage of each token: of its turn and later turns, against the group; [B, R] float32.
 
@@ -108,7 +95,6 @@ def turn_advantages(
         groups_B=groups_B,
         rollouts_B=rollouts_B,
         norm_by_std=norm_by_std,
-        eps=eps,
     )
     return scores_BR.flip(1).cumsum(1).flip(1)
 
@@ -120,7 +106,6 @@ def compared_turns(
     groups_B: Tensor,
     rollouts_B: Tensor | None = None,
     norm_by_std: bool,
-    eps: float = 1e-6,
 ) -> Tensor:
     """Return the rewards of turns minus the mean of their group; [B, R] float32, 0 at other tokens.
 
@@ -130,7 +115,7 @@ def compared_turns(
     rows_N, places_N = is_rewarded_BR.nonzero(as_tuple=True)
     weights_B = share_weights(is_rewarded_BR.any(dim=1), groups_B=groups_B, rollouts_B=rollouts_B)
     group = _Groups(turn_rewards_BR[rows_N, places_N], groups_B[rows_N], weights_B[rows_N])
-    compared_N = group.compared_B(norm_by_std=norm_by_std, eps=eps)
+    compared_N = group.compared_B(norm_by_std=norm_by_std)
     scores_BR = torch.zeros(turn_rewards_BR.shape, dtype=torch.float32)
     scores_BR[rows_N, places_N] = torch.where(group.differs_B, compared_N, 0.0).float()
     return scores_BR
@@ -144,7 +129,6 @@ def step_advantages(
     groups_B: Tensor,
     rollouts_B: Tensor | None = None,
     norm_by_std: bool = True,
-    eps: float = 1e-6,
 ) -> Tensor:
     """Return the advantage of each turn over the turns of its group with the same anchor, [B, T] float32.
 
@@ -164,13 +148,13 @@ def step_advantages(
     anchors_N = pair_numbers(groups_B[rows_N], anchors_BT[rows_N, turns_N])
     weights_N = torch.ones(len(rows_N), dtype=torch.float64)
     if rollouts_B is not None:
-        weights_N /= _count_rows(rows_N, keys_N=pair_numbers(rollouts_B[rows_N], anchors_N))
+        keys_N = pair_numbers(rollouts_B[rows_N], anchors_N)
+        rows_of_keys_2M: Tensor = cast(Any, torch).unique(torch.stack([keys_N, rows_N]), dim=1)
+        weights_N /= torch.bincount(rows_of_keys_2M[0])[keys_N]
     group = _Groups(returns_BT[rows_N, turns_N], anchors_N, weights_N)
-    compared_N = group.compared_B(norm_by_std=norm_by_std, eps=eps)
+    compared_N = group.compared_B(norm_by_std=norm_by_std)
     advantages_BT = torch.zeros(returns_BT.shape, dtype=torch.float32)
-    advantages_BT[rows_N, turns_N] = torch.where(
-        group.has_rivals_B & group.differs_B, compared_N, 0.0
-    ).float()
+    advantages_BT[rows_N, turns_N] = torch.where(group.has_signal_B, compared_N, 0.0).float()
     return advantages_BT
 
 
@@ -180,9 +164,7 @@ def has_signal(rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | None
     It has one if the row and another rollout of the group are scored, and not all rewards of the group are equal.
     The arguments are those of `grpo_advantages`.
     """
-    weights_B = share_weights(~rewards_B.isnan(), groups_B=groups_B, rollouts_B=rollouts_B)
-    group = _Groups(rewards_B, groups_B, weights_B)
-    return group.has_rivals_B & group.differs_B
+    return _Groups.of_rows(rewards_B, groups_B, rollouts_B).has_signal_B
 
 
 def pair_numbers(first_B: Tensor, second_B: Tensor) -> Tensor:
@@ -207,46 +189,40 @@ def share_weights(counts_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | No
     return counts_B / num_rows.clamp(min=1)
 
 
-def _count_rows(rows_N: Tensor, *, keys_N: Tensor) -> Tensor:
-    """Return for each key the number of different rows that have it; int64 [N]."""
-    different_2M: Tensor = cast(Any, torch).unique(torch.stack([keys_N, rows_N]), dim=1)
-    return torch.bincount(different_2M[0])[keys_N]
-
-
 class _Groups:
     """Weighted statistics of the rewards of each row's group, in float64: equal rewards must stay equal."""
 
     def __init__(self, rewards_B: Tensor, groups_B: Tensor, weights_B: Tensor) -> None:
         self.rewards_B = rewards_B.double()
-        self._weights_B = weights_B
+        self.weights_B = weights_B
         self._counts_B = weights_B > 0
         self._index_B: Tensor = cast(Any, torch).unique(groups_B, return_inverse=True)[1]
         self.count_B = self._sum_B(torch.ones_like(self.rewards_B))
         """Sum of the weights, which is the number of rollouts."""
         self.mean_B = self._sum_B(self.rewards_B) / self.count_B.clamp(min=1)
-
-    @property
-    def has_rivals_B(self) -> Tensor:
-        """Bool: rows that count, in groups in which another rollout counts too."""
-        return self._counts_B & (self.count_B > 1 + 1e-6)  # a sum of shares of 1 may be a bit larger than 1
-
-    @property
-    def differs_B(self) -> Tensor:
-        """Bool: rows that count, in groups whose rewards are not all equal."""
         highest_B = self._reduce_B(self.rewards_B, "amax", fill=-torch.inf)
         lowest_B = self._reduce_B(self.rewards_B, "amin", fill=torch.inf)
-        return self._counts_B & (highest_B > lowest_B)
+        self.differs_B = self._counts_B & (highest_B > lowest_B)
+        """Bool: rows that count, in groups whose rewards are not all equal."""
+        self.has_signal_B = self.differs_B & (self.count_B > 1 + 1e-6)  # a sum of shares may be a bit over 1
+        """Bool: those of groups in which another rollout counts too."""
 
-    def compared_B(self, *, norm_by_std: bool, eps: float) -> Tensor:
+    @classmethod
+    def of_rows(cls, rewards_B: Tensor, groups_B: Tensor, rollouts_B: Tensor | None) -> _Groups:
+        """Return the groups of rows, where a row with NaN does not count."""
+        weights_B = share_weights(~rewards_B.isnan(), groups_B=groups_B, rollouts_B=rollouts_B)
+        return cls(rewards_B, groups_B, weights_B)
+
+    def compared_B(self, *, norm_by_std: bool) -> Tensor:
         """Return the rewards minus the mean of their group, with `norm_by_std` divided by its standard deviation."""
         centred_B = torch.where(self._counts_B, self.rewards_B - self.mean_B, 0.0)
         if not norm_by_std:
             return centred_B
         variance_B = self._sum_B(centred_B**2) / (self.count_B - 1).clamp(min=1)
-        return centred_B / (variance_B.sqrt() + eps)
+        return centred_B / (variance_B.sqrt() + EPSILON)
 
     def _sum_B(self, values_B: Tensor) -> Tensor:
-        return self._reduce_B(values_B * self._weights_B, "sum", fill=0.0)
+        return self._reduce_B(values_B * self.weights_B, "sum", fill=0.0)
 
     def _reduce_B(self, values_B: Tensor, operation: str, *, fill: float) -> Tensor:
         values_B = torch.where(self._counts_B, values_B, fill)

@@ -13,9 +13,8 @@ from torch import Tensor
 from agent_loop.config import ActorConfig, Divergence, Level
 from agent_loop.errors import AlgorithmError
 from agent_loop.registries import RegisteredFunction
-from agent_loop.runtime.describe import describe_value
 from agent_loop.training.losses.terms import masked_difference
-from agent_loop.training.registry import POLICY_LOSSES, call, policy_loss
+from agent_loop.training.registry import POLICY_LOSSES, call, check_shape, policy_loss
 
 RESERVED_METRICS = frozenset({"loss", "ppo_kl", "entropy", "kl_loss", "grad_norm", "lr"})
 """Metrics of the actor that a policy loss cannot return."""
@@ -133,7 +132,7 @@ def token_loss(
     result = returned if isinstance(returned, TokenLoss) else TokenLoss(returned)
     where = f"{POLICY_LOSSES.key}={loss.name} returned"
     for name, values_BT in {"a loss": result.loss_BT, **result.metrics}.items():
-        _check_shape(values_BT, logprobs_BT, what=name, where=where)
+        check_shape(values_BT, [list(logprobs_BT.shape)], what=name, where=where)
     reserved = sorted(RESERVED_METRICS & set(result.metrics))
     if reserved:
         raise AlgorithmError(f"{where} the metric {reserved[0]!r}, which the actor computes; rename it")
@@ -141,31 +140,16 @@ def token_loss(
         raise AlgorithmError(f"{where} a loss without a gradient; compute it from logprobs_BT")
     is_trained_BT = mask_BT.bool()
     is_bad_BT = is_trained_BT & ~result.loss_BT.isfinite()
-    if is_bad_BT.any() and not _has_nan(
-        logprobs_BT, old_logprobs_BT, advantages_BT, is_trained_BT=is_trained_BT
-    ):
+    inputs = (logprobs_BT, old_logprobs_BT, advantages_BT)
+    has_nan = any(bool((each_BT.isnan() & is_trained_BT).any()) for each_BT in inputs)
+    if (
+        is_bad_BT.any() and not has_nan
+    ):  # a NaN comes of an update that diverged, and the loss is not at fault
         raise AlgorithmError(
             f"{where} a loss that is not finite at {int(is_bad_BT.sum())} trained tokens; return finite values "
             "(agent_loop.training.masked_difference bounds log-ratios)"
         )
     return result
-
-
-def _check_shape(values_BT: Any, like_BT: Tensor, *, what: str, where: str) -> None:
-    expected = list(like_BT.shape)
-    if not isinstance(values_BT, Tensor):
-        raise AlgorithmError(
-            f"{where} {describe_value(values_BT)} as {what}; return a tensor of shape {expected}, one value per token"
-        )
-    if list(values_BT.shape) != expected:
-        raise AlgorithmError(
-            f"{where} {what} of shape {list(values_BT.shape)}; return a tensor of shape {expected}, one value per token"
-        )
-
-
-def _has_nan(*inputs: Tensor, is_trained_BT: Tensor) -> bool:
-    """Return whether an input holds a NaN, as after an update that diverged; then the loss is not at fault."""
-    return any(bool((values_BT.isnan() & is_trained_BT).any()) for values_BT in inputs)
 
 
 @policy_loss("cispo")
