@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import MistralConfig
 
-from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
-from agent_loop.servers.embedded.kernels import use_deterministic_kernels
+from agent_loop.servers.embedded import EmbeddedServer
+from agent_loop.servers.embedded.runner import use_deterministic_kernels
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import (
     SIZES,
@@ -116,8 +115,3 @@ def test_deterministic_kernels_are_enabled_on_a_gpu_only(monkeypatch: pytest.Mon
     assert calls == []
     use_deterministic_kernels(torch.device("cuda"))
     assert calls == [True]
-
-
-def test_a_shared_cache_is_rejected_for_a_deterministic_engine() -> None:
-    with pytest.raises(ConfigError, match="cache is 'shared', but deterministic is true"):
-        EmbeddedConfig(deterministic=True, cache="shared")

@@ -209,27 +209,6 @@ def test_a_seeded_completion_resumed_on_another_server_equals_the_uninterrupted_
     assert rest.stop_reason == whole.stop_reason
 
 
-def test_seeds_may_be_any_integers(model: Any) -> None:
-    seeds = [0, 1, -1, 2**62, 2**63 + 5]
-    outputs = [
-        one_completion(model, SamplingParams(max_tokens=20, seed=seed), prompt=random_prompt(12)).token_ids
-        for seed in seeds
-    ]
-    assert len({tuple(output) for output in outputs}) == len(seeds)
-
-
-def test_a_prompt_of_sampled_tokens_only_is_rejected(model: Any) -> None:
-    params = SamplingParams(max_tokens=3, num_sampled=12)
-    with pytest.raises(ServerError, match="num_sampled is 12, but the prompt has 12 tokens"):
-        one_completion(model, params, prompt=random_prompt(12))
-
-
-def test_without_a_seed_the_config_seed_decides(model: Any) -> None:
-    prompt, params = random_prompt(12), SamplingParams(max_tokens=30)
-    first, same, other = (one_completion(model, params, prompt=prompt, seed=seed) for seed in (1, 1, 2))
-    assert first.token_ids == same.token_ids != other.token_ids
-
-
 def test_a_stop_token_ends_the_completion_and_is_returned(model: Any) -> None:
     prompt = random_prompt(12)
     free = one_completion(model, GREEDY, prompt=prompt)
@@ -268,11 +247,6 @@ def test_a_completion_ends_at_max_model_len(model: Any, max_tokens: int | None) 
     output = one_completion(model, params, prompt=random_prompt(40), max_model_len=64)
     assert len(output.token_ids) == 24
     assert output.stop_reason == "length"
-
-
-def test_a_prompt_that_leaves_room_for_one_token_gets_one_token(model: Any) -> None:
-    output = one_completion(model, GREEDY, prompt=random_prompt(63), max_model_len=64)
-    assert len(output.token_ids) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from agent_loop.servers.embedded.grammar import GrammarCompiler
 from agent_loop.servers.embedded.sampling import sample_rows
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 from tests.helpers import small_tokenizer
-from tests.servers.tiny_embedded import joined, tiny_model, weights_of
+from tests.servers.tiny_embedded import joined, tiny_model
 
 TOKENIZER = small_tokenizer()
 VOCAB_SIZE = len(TOKENIZER) + 5
@@ -152,25 +151,6 @@ def test_a_completion_resumed_anywhere_is_the_uninterrupted_one(folder: Path) ->
     asyncio.run(scenario())
 
 
-def test_a_weight_update_in_the_middle_keeps_the_position_in_the_schema(folder: Path) -> None:
-    async def scenario() -> None:
-        server = server_of(folder)
-        weights = weights_of(tiny_model(vocab_size=VOCAB_SIZE, seed=5, initializer_range=0.02))
-        requests = [params(seed) for seed in range(6)]
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(complete_all(server, requests))
-            while server.stats.decoded_tokens < 12:
-                await server.abort("unknown session")
-            await server.update_weights(weights.items(), weight_version=1)
-        await server.close()
-        outputs = running.result()
-        assert any(len(output.chunks) == 2 for output in outputs)
-        for output in outputs:
-            json.loads(text_of(output))
-
-    asyncio.run(scenario())
-
-
 def test_an_aborted_completion_keeps_its_tokens_and_an_abort_during_compilation_is_not_lost(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,20 +191,6 @@ def test_stop_tokens_are_allowed_only_where_the_text_is_complete(folder: Path) -
         assert with_letter.stop_reason == "stop"
         assert without_stops.stop_reason == "stop"
         assert TOKENIZER.decode(without_stops.token_ids) == '"ho"'
-
-    asyncio.run(scenario())
-
-
-def test_a_greedy_completion_takes_the_likeliest_allowed_token(folder: Path) -> None:
-    async def scenario() -> None:
-        server = server_of(folder)
-        output = await server.generate(PROMPT, params(temperature=0.0, max_tokens=40, top_logprobs=4), "s")
-        await server.close()
-        tops, logprobs = output.extras["top_token_ids"], output.extras["top_logprobs"]
-        assert tops[:, 0].tolist() == output.token_ids
-        assert np.isfinite(logprobs).all()
-        forced = output.chunks[0].with_forced().extras["forced"].astype(bool)
-        assert (logprobs[forced, 1] == -9999).all()
 
     asyncio.run(scenario())
 
@@ -342,18 +308,6 @@ def test_min_p_keeps_the_candidates_near_the_likeliest_and_the_log_probs_of_all(
     assert counts[2:].tolist() == [0, 0]
     assert counts[0] / counts.sum() == pytest.approx(0.5 / 0.76, abs=0.01)
     assert {round(row.logprob, 4) for row in rows} == {round(float(p), 4) for p in probs[0, :2].log()}
-
-
-def test_a_stream_of_a_constrained_completion_has_all_its_tokens(folder: Path) -> None:
-    async def scenario() -> None:
-        server = server_of(folder)
-        chunks = [chunk async for chunk in server.stream(PROMPT, params(6), "s")]
-        whole = await server.generate(PROMPT, params(6), "t")
-        await server.close()
-        assert TokenOutput.from_chunks(chunks).token_ids == whole.token_ids
-        assert all(later.stop_reason or later.token_ids for _, later in pairwise(chunks))
-
-    asyncio.run(scenario())
 
 
 @pytest.mark.nightly

@@ -64,31 +64,6 @@ def test_an_aborted_queued_request_returns_no_tokens(model: Any) -> None:
     asyncio.run(main())
 
 
-def test_abort_of_an_unknown_session_does_nothing(model: Any) -> None:
-    async def main() -> None:
-        async with serving(model) as server:
-            await server.abort("unknown session")
-            await server.abort("unknown session")
-
-    asyncio.run(main())
-
-
-def test_cancelling_generate_frees_the_slot(model: Any) -> None:
-    async def main() -> None:
-        async with serving(model, max_slots=1) as server:
-            task = asyncio.create_task(server.generate(random_prompt(9), LONG, "a"))
-            await wait_until_decoded(server, 3)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            # The session can send another request immediately.
-            output = await server.generate(random_prompt(9), GREEDY, "a")
-            assert len(output.token_ids) == 20
-            assert (await server.health()).num_running == 0
-
-    asyncio.run(main())
-
-
 def test_a_session_runs_one_completion_at_a_time(model: Any) -> None:
     async def main() -> None:
         async with serving(model) as server, asyncio.TaskGroup() as group:

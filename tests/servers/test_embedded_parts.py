@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.servers.embedded.attention import PrefillChunk, PrefillGroup
+from agent_loop.servers.embedded.attention import KVCache, LayerShape
 from agent_loop.servers.embedded.batch import pack_step
-from agent_loop.servers.embedded.cache import KVCache, LayerShape
 from agent_loop.servers.embedded.slots import Placement, PrefixInPrefill, Slot, SlotTable
 from agent_loop.types import IntArray
 from tests.harness import examples
@@ -52,7 +51,7 @@ def test_attention_over_any_mix_of_slots_equals_plain_attention_of_each_slot(
     got = batch.attention.attend(0, query=query, key=key, value=value, scaling=None)
     assert got.shape == (1, num_tokens, HEADS, DIM)
     row = 0
-    for slot, count in batch.advances:
+    for slot, count in batch.chunks:
         end = slot.num_cached + count
         positions = torch.arange(slot.num_cached, end)
         assert batch.position_ids[0, row : row + count].tolist() == positions.tolist()
@@ -77,20 +76,11 @@ def test_a_step_has_all_decoding_rows_and_at_most_chunk_tokens_of_prefill(
     cache = KVCache([SHAPE], num_slots=NUM_SLOTS, max_model_len=MAX_LEN)
     batch = pack_step(slots, cache=cache, chunk_tokens=chunk_tokens)
     decoding = [slot for slot in slots if slot.num_tokens - slot.num_cached == 1]
-    in_step = [slot for slot, _ in batch.advances]
+    in_step = [slot for slot, _ in batch.chunks]
     assert {id(slot) for slot in decoding} <= {id(slot) for slot in in_step}
-    assert sum(count for slot, count in batch.advances if slot not in decoding) <= chunk_tokens
-    complete = [slot for slot, count in batch.advances if slot.num_cached + count == slot.num_tokens]
+    assert sum(count for slot, count in batch.chunks if slot not in decoding) <= chunk_tokens
+    complete = [slot for slot, count in batch.chunks if slot.num_cached + count == slot.num_tokens]
     assert list(batch.sampled_slots) == complete
-
-
-def test_scattered_slots_are_gathered_unless_reading_the_whole_range_is_cheaper() -> None:
-    scattered = [busy_slot(index, num_cached=5, num_new=1) for index in (0, 3)]
-    for key_dim, is_gathered in ((2, True), (2**20, False)):
-        shape = LayerShape(1, key_dim, 2, torch.float32, torch.device("cpu"))
-        cache = KVCache([shape], num_slots=4, max_model_len=8)
-        (group,) = pack_step(scattered, cache=cache, chunk_tokens=0).attention.groups
-        assert isinstance(group.slots, slice) != is_gathered
 
 
 def test_short_chunks_of_similar_length_are_computed_in_one_call() -> None:
@@ -100,13 +90,9 @@ def test_short_chunks_of_similar_length_are_computed_in_one_call() -> None:
 
     batch = pack_step(slots, cache=cache, chunk_tokens=1000)
 
-    assert [slot.index for slot, _ in batch.advances] == [0, 3, 5, 2, 4, 1, 6]
-    shorter, longer, *separate = batch.attention.chunks
-    assert [chunk.slots.tolist() for chunk in (shorter, longer) if isinstance(chunk, PrefillGroup)] == [
-        [0, 3, 5],
-        [2, 4],
-    ]
-    assert [chunk.slot for chunk in separate if isinstance(chunk, PrefillChunk)] == [1, 6]
+    assert [slot.index for slot, _ in batch.chunks] == [0, 3, 5, 2, 4, 1, 6]
+    assert [group.slots.tolist() for group in batch.attention.groups] == [[0, 3, 5], [2, 4]]  # pyright: ignore
+    assert [chunk.slot for chunk in batch.attention.chunks] == [1, 6]
 
 
 @st.composite

@@ -46,20 +46,6 @@ def test_the_second_turn_of_a_session_prefills_only_new_tokens(model: Any) -> No
     asyncio.run(main())
 
 
-def test_many_sessions_reuse_their_own_slots(model: Any) -> None:
-    async def main() -> None:
-        async with serving(model, max_slots=16) as server:
-            firsts = [random_prompt(20 + i, seed=i) for i in range(16)]
-            drafts = await generate_all(server, firsts, GREEDY)
-            before = server.stats
-            seconds = [joined(p, d.token_ids, [7, 8, 9]) for p, d in zip(firsts, drafts, strict=True)]
-            for prompt, answer in zip(seconds, await generate_all(server, seconds, GREEDY), strict=True):
-                assert_exact(model, prompt, answer)
-            assert server.stats.prefilled_tokens - before.prefilled_tokens == 16 * 4
-
-    asyncio.run(main())
-
-
 def test_the_prompt_of_a_group_is_prefilled_once(model: Any) -> None:
     async def main() -> None:
         async with serving(model, prefill_chunk_tokens=32) as server:
@@ -70,19 +56,6 @@ def test_the_prompt_of_a_group_is_prefilled_once(model: Any) -> None:
             assert server.stats.reused_tokens == 7 * 99
             assert len({tuple(output.token_ids) for output in outputs}) == 8
             for output in outputs:
-                assert_exact(model, prompt, output)
-
-    asyncio.run(main())
-
-
-def test_a_shared_prefix_of_several_requests_is_computed_once(model: Any) -> None:
-    async def main() -> None:
-        async with serving(model) as server:
-            shared = random_prompt(60)
-            prompts = [joined(shared, [100 + i], random_prompt(9, seed=i)) for i in range(6)]
-            outputs = await generate_all(server, prompts, GREEDY)
-            assert server.stats.prefilled_tokens == 70 + 5 * 10
-            for prompt, output in zip(prompts, outputs, strict=True):
                 assert_exact(model, prompt, output)
 
     asyncio.run(main())
@@ -114,20 +87,6 @@ def test_a_new_session_gets_the_slot_of_an_ended_session_before_that_of_a_live_o
             assert server.stats.reused_tokens == 0
             await server.generate(joined(prompts["kept"], kept.token_ids, [3]), GREEDY, "kept")
             assert server.stats.reused_tokens == 30 + 20 - 1
-
-    asyncio.run(main())
-
-
-def test_a_session_without_its_slot_is_computed_again(model: Any) -> None:
-    async def main() -> None:
-        async with serving(model, max_slots=1) as server:
-            first = random_prompt(30)
-            draft = await server.generate(first, GREEDY, "a")
-            await server.generate(random_prompt(30, seed=1), GREEDY, "b")
-            second = joined(first, draft.token_ids, [3])
-            answer = await server.generate(second, GREEDY, "a")
-            assert server.stats.reused_tokens == 0
-            assert_exact(model, second, answer)
 
     asyncio.run(main())
 

@@ -57,25 +57,6 @@ def test_a_weight_update_splits_an_in_flight_completion_into_two_versions(model:
     asyncio.run(main())
 
 
-def test_recomputed_requests_continue_with_the_logprobs_of_the_new_weights(model: Any) -> None:
-    other = tiny_model(seed=1)
-
-    async def main() -> None:
-        async with serving(model, recompute_kv_on_update=True) as server, asyncio.TaskGroup() as group:
-            prompt = random_prompt(9)
-            task = group.create_task(server.generate(prompt, LONG, "a"))
-            await wait_until_decoded(server, 5)
-            await server.update_weights(weights_of(other).items(), weight_version=1)
-            output = await task
-            num_old = len(output.chunks[0].token_ids)
-            expected = full_forward_logprobs(other, prompt, output.token_ids)[num_old:]
-            assert output.log_probs is not None
-            assert output.log_probs[num_old:] == pytest.approx(expected, abs=1e-4)
-            assert output.num_preempted == 1
-
-    asyncio.run(main())
-
-
 def test_no_cache_of_old_weights_is_reused(model: Any) -> None:
     other = tiny_model(seed=1)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agent_loop.chat.template import load_chat_template
-from agent_loop.errors import ConfigError, SamplingParamsError
+from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
@@ -88,11 +88,6 @@ def test_a_server_without_the_ability_is_refused_by_name(server: AsyncServerBase
         ConfigError, match=rf"rollout.top_logprobs is 5, which server '{server.name}' .* does not"
     ):
         refuse_sampling_params(server, SamplingParams(top_logprobs=5))
-
-
-def test_a_negative_number_is_refused() -> None:
-    with pytest.raises(SamplingParamsError, match="top_logprobs is -1"):
-        SamplingParams(top_logprobs=-1)
 
 
 def test_a_rollout_has_the_likeliest_tokens_in_its_batch_and_its_files(tmp_path: Path) -> None:

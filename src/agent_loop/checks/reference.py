@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agent_loop.servers.embedded.file_names import to_file_weights
+from agent_loop.servers.embedded.weights import to_file_weights
 from agent_loop.types import FloatArray
 
 NEAR_TIE = 2e-3

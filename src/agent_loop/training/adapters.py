@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded.file_names import has_own_names, to_file_weights
+from agent_loop.servers.embedded.weights import has_own_names, to_file_weights
 from agent_loop.training.master_weights import dequantized, is_quantized, shape_of, whole
 from agent_loop.training.process_group import ProcessGroup
 from agent_loop.weights import AdaptedWeights, Factors

@@ -16,7 +16,7 @@ from agent_loop.config import Config, OptimConfig
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.batch import TENSOR_COLUMNS, RolloutBatch
 from agent_loop.rollout.forks import FORKED_TURN
-from agent_loop.servers.embedded.kernels import use_deterministic_kernels
+from agent_loop.servers.embedded.runner import use_deterministic_kernels
 from agent_loop.storage.columns import Learned
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import TRAIN_LOG_PROBS, Actor

@@ -1,4 +1,4 @@
-"""Attention over the slots of a KV cache, registered as an attention implementation of `transformers`.
+"""KV cache of slots, and attention over it, registered as an attention implementation of `transformers`.
 
 A model with the attention `ATTENTION_NAME` calls `_attend` in every layer with the tokens of one step, packed into a
 single row. The caller of the model passes an `AttentionContext` as `attention_context`, which computes the attention.
@@ -15,7 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import AttentionInterface
 
 from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded.cache import KVCache, LayerShape
 from agent_loop.servers.embedded.config import CONTEXT
 
 ATTENTION_NAME = "agent_loop_slots"
@@ -24,6 +23,64 @@ UNSUPPORTED_OPTIONS = {
     "s_aux": "attention sinks",
     "position_bias": "a position bias",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Shapes and type of the keys and values that one attention layer stores per token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class KVCache:
+    """One tensor of keys and one of values per layer, each [slots, kv_heads, max_len, head_dim].
+
+    The cache is allocated as zeros and must never contain NaN. Attention reads masked positions past the end of a
+    sequence, and a masked NaN is still NaN.
+    """
+
+    def __init__(self, layers: list[LayerShape], *, num_slots: int, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.kv_head_counts = frozenset(layer.num_kv_heads for layer in layers)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for layer in layers:
+            rows = (num_slots, layer.num_kv_heads, max_model_len)
+            self.keys.append(torch.zeros((*rows, layer.key_dim), dtype=layer.dtype, device=layer.device))
+            self.values.append(torch.zeros((*rows, layer.value_dim), dtype=layer.dtype, device=layer.device))
+        # Views with one row per slot, head and position, because writing rows by index is fastest.
+        self._key_rows = [keys.view(-1, keys.shape[-1]) for keys in self.keys]
+        self._value_rows = [values.view(-1, values.shape[-1]) for values in self.values]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def write(self, layer: int, *, rows: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store the keys and values of new tokens.
+
+        Args:
+            layer: Number of the layer.
+            rows: Indices of the rows to write, [tokens * kv_heads].
+            key: Shape [1, kv_heads, tokens, head_dim].
+            value: Shape [1, kv_heads, tokens, head_dim].
+        """
+        self._key_rows[layer].index_copy_(0, rows, key[0].transpose(0, 1).reshape(-1, key.shape[-1]))
+        self._value_rows[layer].index_copy_(0, rows, value[0].transpose(0, 1).reshape(-1, value.shape[-1]))
+
+    def copy_prefix(self, *, source: int, target: int, start: int, end: int) -> None:
+        """Copy the positions from `start` to `end` of slot `source` to slot `target`."""
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, start:end] = tensor[source, :, start:end]
+
+    def zero(self, slot: int) -> None:
+        """Set the cache of a slot to zero."""
+        for tensor in (*self.keys, *self.values):
+            tensor[slot] = 0
 
 
 class AttentionContext(Protocol):
@@ -44,24 +101,24 @@ class AttentionContext(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Rows with one new token each, computed by one attention call."""
+class SlotGroup:
+    """Slots with a few new tokens each, padded to the same number and computed by one attention call."""
 
-    row_start: int
-    row_end: int
+    rows: Tensor
+    """Rows of the step, [slots * count]. Padding repeats a row of the group."""
+    kept: Tensor | None
+    """Indices into `rows` that are not padding, in the order of the step; None if none is padding."""
     slots: slice | Tensor
-    """A slice of slots is read in place; an index tensor, [rows], is gathered first."""
+    """A slice of slots is read in place; an index tensor, [slots], is gathered first."""
     length: int
-    """Length of the longest row, including its new token."""
+    """Length of the longest sequence, including its new tokens."""
     mask: Tensor | None
-    """Mask that is added to the scores, [slots, 1, 1, length]. None if all rows have the same length."""
-    positions_in_range: Tensor | None = None
-    """Positions of the rows within the slice, [rows]. None if the slice has no other slots."""
+    """Mask that is added to the scores, [slots, 1, count, length]. None if nothing is hidden."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Consecutive new tokens of one slot."""
+    """Many consecutive new tokens of one slot."""
 
     row_start: int
     row_end: int
@@ -73,22 +130,6 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillGroup:
-    """Short chunks, padded to the longest and computed by one attention call."""
-
-    rows: Tensor
-    """Rows of the step, [chunks * count]. Padding repeats a row of its chunk."""
-    kept: Tensor
-    """Indices into `rows` that are not padding, in the order of the step."""
-    slots: Tensor
-    """Slot of each chunk, [chunks]."""
-    length: int
-    """Length of the longest sequence, including its chunk."""
-    mask: Tensor
-    """Mask that is added to the scores, [chunks, 1, count, length]."""
-
-
-@dataclass(frozen=True, slots=True)
 class SlotAttention:
     """Attention of one step: writes the new tokens to the cache, then reads the cache."""
 
@@ -96,8 +137,8 @@ class SlotAttention:
     max_model_len: int
     cache_rows: dict[int, Tensor]
     """Argument `rows` of `KVCache.write` for the new tokens, by number of KV heads."""
-    groups: tuple[DecodeGroup, ...]
-    chunks: tuple[PrefillChunk | PrefillGroup, ...]
+    groups: tuple[SlotGroup, ...]
+    chunks: tuple[PrefillChunk, ...]
 
     def attend(
         self, layer: int, *, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
@@ -105,13 +146,10 @@ class SlotAttention:
         self.cache.write(layer, rows=self.cache_rows[key.shape[1]], key=key, value=value)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         parts = [
-            _decode(group, query=query, keys=keys, values=values, scaling=scaling) for group in self.groups
+            _attend_group(g, query=query, keys=keys, values=values, scaling=scaling) for g in self.groups
         ]
         parts += [
-            (_prefill_group if isinstance(chunk, PrefillGroup) else _prefill)(
-                cast(Any, chunk), query=query, keys=keys, values=values, scaling=scaling
-            )
-            for chunk in self.chunks
+            _attend_chunk(c, query=query, keys=keys, values=values, scaling=scaling) for c in self.chunks
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
@@ -132,32 +170,38 @@ class ShapeProbe:
         ).transpose(1, 2)
 
 
-def _decode(
-    group: DecodeGroup, *, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
+def _attend_group(
+    group: SlotGroup, *, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
 ) -> Tensor:
-    """Compute decoding rows. Query heads that share a KV head are computed as tokens of one query head.
+    """Compute a group. Query heads that share a KV head are computed as tokens of one query head.
 
     Returns:
-        Shape [rows, heads, value_dim].
+        Shape [kept, heads, value_dim].
     """
-    num_rows, num_kv_heads = group.row_end - group.row_start, keys.shape[1]
-    query_rows = query[0, :, group.row_start : group.row_end].transpose(0, 1)
-    query_rows = query_rows.reshape(num_rows, num_kv_heads, -1, query.shape[-1])
+    num_heads, num_kv_heads = query.shape[1], keys.shape[1]
+    num_sharing = num_heads // num_kv_heads
     if isinstance(group.slots, slice):
         keys, values = keys[group.slots, :, : group.length], values[group.slots, :, : group.length]
     else:
         keys = keys[:, :, : group.length].index_select(0, group.slots)
         values = values[:, :, : group.length].index_select(0, group.slots)
-    if group.positions_in_range is not None:
-        spread = query_rows.new_zeros((keys.shape[0], *query_rows.shape[1:]))
-        query_rows = spread.index_copy_(0, group.positions_in_range, query_rows)
-    attended = scaled_dot_product_attention(query_rows, keys, values, attn_mask=group.mask, scale=scaling)
-    if group.positions_in_range is not None:
-        attended = attended.index_select(0, group.positions_in_range)
-    return attended.reshape(num_rows, -1, values.shape[-1])
+    num_slots, count = len(keys), len(group.rows) // len(keys)
+    query_rows = query[0].index_select(1, group.rows).view(num_heads, num_slots, count, -1).transpose(0, 1)
+    mask = group.mask
+    if mask is not None and count > 1:
+        mask = mask.unsqueeze(2).expand(-1, -1, num_sharing, -1, -1).flatten(2, 3)
+    attended = scaled_dot_product_attention(
+        query_rows.reshape(num_slots, num_kv_heads, num_sharing * count, -1),
+        keys,
+        values,
+        attn_mask=mask,
+        scale=scaling,
+    )
+    rows = attended.reshape(num_slots, num_heads, count, -1).transpose(1, 2).flatten(0, 1)
+    return rows if group.kept is None else rows.index_select(0, group.kept)
 
 
-def _prefill(
+def _attend_chunk(
     chunk: PrefillChunk, *, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
 ) -> Tensor:
     """Compute a chunk with the KV heads as the batch. A KV head is expanded, not copied, for the query heads that share
@@ -181,30 +225,6 @@ def _prefill(
     return attended.flatten(0, 1).transpose(0, 1)
 
 
-def _prefill_group(
-    group: PrefillGroup, *, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
-) -> Tensor:
-    """Compute a group of short chunks. Query heads that share a KV head are computed as in `_decode`.
-
-    Returns:
-        Shape [kept, heads, value_dim].
-    """
-    num_heads, num_kv_heads = query.shape[1], keys.shape[1]
-    num_chunks, _, count, _ = group.mask.shape
-    query_rows = query[0].index_select(1, group.rows).view(num_heads, num_chunks, count, -1).transpose(0, 1)
-    num_sharing = num_heads // num_kv_heads
-    mask = group.mask.unsqueeze(2).expand(-1, -1, num_sharing, -1, -1).flatten(2, 3)
-    attended = scaled_dot_product_attention(
-        query_rows.reshape(num_chunks, num_kv_heads, num_sharing * count, -1),
-        keys[:, :, : group.length].index_select(0, group.slots),
-        values[:, :, : group.length].index_select(0, group.slots),
-        attn_mask=mask,
-        scale=scaling,
-    )
-    rows = attended.reshape(num_chunks, num_heads, count, -1).transpose(1, 2).flatten(0, 1)
-    return rows.index_select(0, group.kept)
-
-
 def _attend(
     module: Any,
     query: Tensor,
@@ -222,22 +242,16 @@ def _attend(
             "keyword arguments to its attention, or other code called a model that an embedded server owns; "
             "give the server its own copy"
         )
-    _check_options(module, attention_context, sliding_window=sliding_window, options=options)
-    attended = attention_context.attend(module.layer_idx, query=query, key=key, value=value, scaling=scaling)
-    return attended, None
-
-
-def _check_options(
-    module: Any, context: AttentionContext, *, sliding_window: int | None, options: dict[str, Any]
-) -> None:
-    if sliding_window is not None and sliding_window < context.max_model_len:
+    if sliding_window is not None and sliding_window < attention_context.max_model_len:
         raise ConfigError(
             f"{type(module).__name__} has a sliding window of {sliding_window} tokens, below {CONTEXT} of "
-            f"{context.max_model_len} tokens"
+            f"{attention_context.max_model_len} tokens"
         )
     for option, meaning in UNSUPPORTED_OPTIONS.items():
         if options.get(option) is not None:
             raise ConfigError(f"{type(module).__name__} uses {meaning} ({option})")
+    attended = attention_context.attend(module.layer_idx, query=query, key=key, value=value, scaling=scaling)
+    return attended, None
 
 
 # No mask function is registered under the name: `transformers` then builds no mask.

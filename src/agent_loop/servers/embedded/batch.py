@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -13,15 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_loop.servers.embedded.attention import DecodeGroup, PrefillChunk, PrefillGroup, SlotAttention
-from agent_loop.servers.embedded.cache import KVCache
+from agent_loop.servers.embedded.attention import KVCache, PrefillChunk, SlotAttention, SlotGroup
 from agent_loop.servers.embedded.slots import Slot
 from agent_loop.servers.embedded.vision import ImageRows, PromptImages
 
 SHORTEST_BUCKET = 256
-"""Decoding rows up to this length are computed together. Longer rows are grouped by similar length."""
+"""Sequences up to this length are computed together. Longer ones are grouped by similar length."""
 NO_IMAGES: Mapping[int, PromptImages] = {}
-SHORTEST_CHUNK = 7
 SHORT_CHUNK = 64
 """Largest number of new tokens in a chunk that is computed together with others. The sequence may have up to
 `SHORTEST_BUCKET` tokens."""
@@ -31,8 +28,25 @@ CPU)."""
 LONG_GATHER_BYTES = 32 * 2**20
 """Size from which `LONG_GATHER_COST` applies, because glibc then allocates fresh memory for each copy."""
 
-Chunk: TypeAlias = tuple[Slot, int]
-"""A slot, and the number of its tokens that the step computes."""
+
+class Chunk(NamedTuple):
+    """New tokens of one slot."""
+
+    slot: Slot
+    count: int
+    """Number of the slot's tokens that the step computes."""
+
+    @property
+    def end(self) -> int:
+        """Length of the sequence, including the chunk."""
+        return self.slot.num_cached + self.count
+
+    @property
+    def is_short(self) -> bool:
+        return self.count <= SHORT_CHUNK and self.end <= SHORTEST_BUCKET
+
+
+_Group: TypeAlias = list[Chunk]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +62,9 @@ class StepBatch:
     """Slots whose next token is sampled after this step, in the order of their logits."""
     logit_rows: Tensor | None
     """Rows whose logits are needed, [sampled_slots]; None for all."""
-    advances: tuple[tuple[Slot, int], ...]
-    """Number of tokens that the step adds to the cache of each slot."""
+    chunks: tuple[Chunk, ...]
+    """Number of tokens that the step adds to the cache of each slot, in the order of the rows."""
     image_rows: tuple[ImageRows, ...] = ()
-
-
-class _GroupPlan(NamedTuple):
-    slots: list[Slot]
-    """Slots in ascending order of index."""
-    length: int
-    """Length of the longest row."""
-    span: int
-    """Number of slots from the first index to the last."""
-    is_range: bool
-    """Whether all slots of the span are read in place, instead of only `slots` by index."""
-    cost: float
-    """Estimated cost, in tokens read in place."""
 
 
 def pack_step(
@@ -81,187 +82,159 @@ def pack_step(
         chunk_tokens: Largest number of prompt tokens in the step.
         images: Images of the prompts that have some, by index of the slot.
     """
-    decoding = [slot for slot in busy if slot.num_tokens - slot.num_cached == 1]
-    plans = _plan_groups(decoding, cache=cache)
-    rows = [slot for plan in plans for slot in plan.slots]
-    short, long = _split_by_length(
-        _cut_chunks((slot for slot in busy if slot.is_prefilling), budget=chunk_tokens)
-    )
-    chunks = [chunk for group in (*short, long) for chunk in group]
-    advances = [(slot, 1) for slot in rows] + chunks
-    counts = np.array([count for _, count in advances])
+    token_bytes = cache.keys[0][0, :, 0].nbytes
+    decoding = [Chunk(slot, 1) for slot in busy if slot.num_tokens - slot.num_cached == 1]
+    prefilling = _cut_chunks((slot for slot in busy if slot.is_prefilling), budget=chunk_tokens)
+    long = [chunk for chunk in prefilling if not chunk.is_short]
+    short = _grouped((chunk for chunk in prefilling if chunk.is_short), key=_count_class)
+    groups = _decode_groups(decoding, token_bytes=token_bytes) + short
+    chunks = [chunk for group in (*groups, long) for chunk in group]
+    counts = np.array([chunk.count for chunk in chunks])
     ends = np.cumsum(counts)
-    slot_ids = np.repeat([slot.index for slot, _ in advances], counts)
+    slot_ids = np.repeat([chunk.slot.index for chunk in chunks], counts)
     # The position of a token is its row in the step, shifted by the number of tokens that its slot has cached.
-    shifts = np.array([slot.num_cached for slot, _ in advances]) - (ends - counts)
+    shifts = np.array([chunk.slot.num_cached for chunk in chunks]) - (ends - counts)
     positions: NDArray[np.int64] = np.arange(int(ends[-1])) + np.repeat(shifts, counts)
-    token_ids = np.concatenate([s.tokens[s.num_cached : s.num_cached + count] for s, count in advances])
+    token_ids = np.concatenate([chunk.slot.tokens[chunk.slot.num_cached : chunk.end] for chunk in chunks])
     device = cache.keys[0].device
-    is_sampled = [slot.num_cached + count == slot.num_tokens for slot, count in advances]
+    is_sampled = [chunk.end == chunk.slot.num_tokens for chunk in chunks]
     logit_rows = ends[is_sampled] - 1
+    num_long = sum(chunk.count for chunk in long)
     attention = SlotAttention(
         cache=cache,
         max_model_len=cache.max_model_len,
         cache_rows={
-            heads: _to(
-                device,
-                array=_cache_rows(
-                    slot_ids, positions=positions, num_heads=heads, max_model_len=cache.max_model_len
-                ),
-            )
+            heads: _to(device, _cache_rows(slot_ids, positions, heads, max_model_len=cache.max_model_len))
             for heads in cache.kv_head_counts
         },
-        groups=tuple(_decode_groups(plans, cache=cache)),
-        chunks=(
-            *_prefill_groups(short, first_row=len(rows), cache=cache),
-            *_prefill_chunks(long, end_row=int(ends[-1]), cache=cache),
-        ),
+        groups=tuple(_slot_groups(groups, cache=cache, token_bytes=token_bytes)),
+        chunks=tuple(_prefill_chunks(long, row=int(ends[-1]) - num_long, cache=cache)),
     )
     return StepBatch(
-        token_ids=_to(device, array=token_ids.astype(np.int64)).unsqueeze(0),
-        position_ids=_to(device, array=_model_positions(positions, advances, images)).unsqueeze(-2),
+        token_ids=_to(device, token_ids.astype(np.int64)).unsqueeze(0),
+        position_ids=_to(device, _model_positions(positions, chunks, images)).unsqueeze(-2),
         attention=attention,
-        sampled_slots=tuple(slot for (slot, _), sampled in zip(advances, is_sampled, strict=True) if sampled),
-        logit_rows=None if len(logit_rows) == len(token_ids) else _to(device, array=logit_rows),
-        advances=tuple(advances),
-        image_rows=_image_rows(advances, images) if images else (),
+        sampled_slots=tuple(chunk.slot for chunk, s in zip(chunks, is_sampled, strict=True) if s),
+        logit_rows=None if len(logit_rows) == len(token_ids) else _to(device, logit_rows),
+        chunks=tuple(chunks),
+        image_rows=_image_rows(chunks, images) if images else (),
     )
 
 
 def _model_positions(
-    positions: NDArray[np.int64], advances: Sequence[tuple[Slot, int]], images: Mapping[int, PromptImages]
+    positions: NDArray[np.int64], chunks: Sequence[Chunk], images: Mapping[int, PromptImages]
 ) -> NDArray[np.int64]:
     """Return the model's position ids: [tokens], or [3, tokens] if images have three-dimensional positions."""
     if not any(prompt.positions is not None for prompt in images.values()):
         return positions
     model_positions = np.tile(positions, (3, 1))
     row = 0
-    for slot, count in advances:
-        if slot.index in images:
-            between = images[slot.index].positions_between(slot.num_cached, slot.num_cached + count)
-            model_positions[:, row : row + count] = between
-        row += count
+    for chunk in chunks:
+        if chunk.slot.index in images:
+            between = images[chunk.slot.index].positions_between(chunk.slot.num_cached, chunk.end)
+            model_positions[:, row : row + chunk.count] = between
+        row += chunk.count
     return model_positions
 
 
-def _image_rows(
-    advances: Sequence[tuple[Slot, int]], images: Mapping[int, PromptImages]
-) -> tuple[ImageRows, ...]:
+def _image_rows(chunks: Sequence[Chunk], images: Mapping[int, PromptImages]) -> tuple[ImageRows, ...]:
     found: list[ImageRows] = []
     row = 0
-    for slot, count in advances:
-        if slot.index in images:
-            start, end = slot.num_cached, slot.num_cached + count
-            found += images[slot.index].rows_between(start, end, first_row=row)
-        row += count
+    for chunk in chunks:
+        if chunk.slot.index in images:
+            found += images[chunk.slot.index].rows_between(chunk.slot.num_cached, chunk.end, first_row=row)
+        row += chunk.count
     return tuple(found)
 
 
-def _cut_chunks(prefilling: Iterable[Slot], *, budget: int) -> list[Chunk]:
-    chunks: list[Chunk] = []
+def _cut_chunks(prefilling: Iterable[Slot], *, budget: int) -> _Group:
+    chunks: _Group = []
     for slot in prefilling:
         if budget <= 0:
             break
         count = min(slot.num_tokens - slot.num_cached, budget)
-        chunks.append((slot, count))
+        chunks.append(Chunk(slot, count))
         budget -= count
     return chunks
 
 
-def _plan_groups(decoding: Iterable[Slot], *, cache: KVCache) -> list[_GroupPlan]:
+def _decode_groups(decoding: _Group, *, token_bytes: int) -> list[_Group]:
     """Group all rows in one call, or in one call for each class of similar lengths, whichever reads less."""
-    slots = sorted(decoding, key=attrgetter("index"))
-    if not slots:
+    if not decoding:
         return []
-    token_bytes = cache.keys[0][0, :, 0].nbytes
-    together = _plan(slots, token_bytes=token_bytes)
-    if together.length <= SHORTEST_BUCKET:
+    [together] = _grouped(decoding, key=lambda chunk: 0)
+    if max(chunk.end for chunk in decoding) <= SHORTEST_BUCKET:
         return [together]
-    by_length = groupby(sorted(slots, key=_length_class), key=_length_class)
-    separate = [_plan(list(group), token_bytes=token_bytes) for _, group in by_length]
-    return [together] if together.cost <= sum(plan.cost for plan in separate) else separate
+    separate = _grouped(together, key=_length_class)
+    cost = sum(_read_cost(group, token_bytes=token_bytes).cost for group in separate)
+    return [together] if _read_cost(together, token_bytes=token_bytes).cost <= cost else separate
 
 
-def _plan(slots: list[Slot], *, token_bytes: int) -> _GroupPlan:
-    """Plan one call for the slots."""
-    span = slots[-1].index - slots[0].index + 1
-    length = max([slot.num_tokens for slot in slots])
-    num_tokens = length * len(slots)
-    is_long = num_tokens * token_bytes >= LONG_GATHER_BYTES
-    as_range, by_index = length * span, num_tokens * (LONG_GATHER_COST if is_long else GATHER_COST)
-    return _GroupPlan(slots, length, span, is_range=as_range <= by_index, cost=min(as_range, by_index))
+def _grouped(chunks: Iterable[Chunk], *, key: Callable[[Chunk], int]) -> list[_Group]:
+    """Return groups of chunks with the same key, each in the order of their slots."""
+    ordered = sorted(chunks, key=lambda chunk: (key(chunk), chunk.slot.index))
+    return [list(group) for _, group in groupby(ordered, key=key)]
 
 
-def _length_class(slot: Slot) -> int:
-    return max(slot.num_tokens, SHORTEST_BUCKET).bit_length()
+def _length_class(chunk: Chunk) -> int:
+    return max(chunk.end, SHORTEST_BUCKET).bit_length()
 
 
-def _decode_groups(plans: Iterable[_GroupPlan], *, cache: KVCache) -> Iterable[DecodeGroup]:
+def _count_class(chunk: Chunk) -> int:
+    return max(7, chunk.count - 1).bit_length()
+
+
+class _ReadCost(NamedTuple):
+    cost: float
+    """Estimated cost of a group, in tokens read in place."""
+    is_range: bool
+    """Whether all slots from the first to the last are read in place, instead of only the group's by index."""
+
+
+def _read_cost(group: _Group, *, token_bytes: int) -> _ReadCost:
+    indices, length = [chunk.slot.index for chunk in group], max(chunk.end for chunk in group)
+    is_long = length * len(group) * token_bytes >= LONG_GATHER_BYTES
+    as_range = length * (max(indices) - min(indices) + 1)
+    by_index = length * len(group) * (LONG_GATHER_COST if is_long else GATHER_COST)
+    return _ReadCost(min(as_range, by_index), as_range <= by_index)
+
+
+def _slot_groups(groups: Iterable[_Group], *, cache: KVCache, token_bytes: int) -> Iterable[SlotGroup]:
     device, dtype = cache.keys[0].device, cache.keys[0].dtype
     row = 0
-    for plan in plans:
-        first, count = plan.slots[0].index, len(plan.slots)
-        offsets = np.array([slot.index for slot in plan.slots]) - first
-        is_spread = plan.is_range and plan.span > count
-        lengths = np.full(plan.span if plan.is_range else count, plan.length)
-        lengths[offsets if plan.is_range else np.arange(count)] = [slot.num_tokens for slot in plan.slots]
-        mask = None
-        if lengths.min() < plan.length:
-            is_past_end = np.arange(plan.length) >= lengths[:, None]
-            mask = _additive(_to(device, array=is_past_end), dtype=dtype)[:, None, None]
-        yield DecodeGroup(
-            row_start=row,
-            row_end=row + count,
-            slots=slice(first, first + plan.span) if plan.is_range else _to(device, array=offsets + first),
-            length=plan.length,
-            mask=mask,
-            positions_in_range=_to(device, array=offsets) if is_spread else None,
-        )
-        row += count
-
-
-def _split_by_length(chunks: Sequence[Chunk]) -> tuple[list[list[Chunk]], list[Chunk]]:
-    """Return groups of short chunks of similar length, and the other chunks."""
-
-    def is_short(chunk: Chunk) -> bool:
-        slot, count = chunk
-        return count <= SHORT_CHUNK and slot.num_cached + count <= SHORTEST_BUCKET
-
-    def length_class(chunk: Chunk) -> int:
-        return max(SHORTEST_CHUNK, chunk[1] - 1).bit_length()
-
-    short = sorted(filter(is_short, chunks), key=length_class)
-    groups = [list(group) for _, group in groupby(short, key=length_class)]
-    return groups, [chunk for chunk in chunks if not is_short(chunk)]
-
-
-def _prefill_groups(
-    groups: Iterable[Sequence[Chunk]], *, first_row: int, cache: KVCache
-) -> Iterable[PrefillGroup]:
-    device, dtype = cache.keys[0].device, cache.keys[0].dtype
-    row = first_row
-    for chunks in groups:
-        counts, starts = (
-            np.array(numbers) for numbers in zip(*((n, s.num_cached) for s, n in chunks), strict=True)
-        )
-        length, steps = int((starts + counts).max()), np.arange(int(counts.max()))
-        is_kept = steps < counts[:, None]
-        indices = np.minimum(steps, counts[:, None] - 1)  # padding repeats the chunk's last token
+    for group in groups:
+        counts = np.array([chunk.count for chunk in group])
+        starts = np.array([chunk.slot.num_cached for chunk in group])
+        slots = np.array([chunk.slot.index for chunk in group])
         first_rows = row + np.cumsum(counts) - counts
-        is_future = np.arange(length) > (starts[:, None] + indices)[:, :, None]
-        yield PrefillGroup(
-            rows=_to(device, array=(first_rows[:, None] + indices).ravel()),
-            kept=_to(device, array=np.flatnonzero(is_kept)),
-            slots=_to(device, array=np.array([slot.index for slot, _ in chunks])),
+        # In place, the slots between those of the group are computed too, with rows that are dropped.
+        is_range = counts.max() == 1 and _read_cost(group, token_bytes=token_bytes).is_range
+        places = slots - slots[0] if is_range else np.arange(len(group))
+        num_slots, length = int(places[-1]) + 1, int((starts + counts).max())
+        steps = np.minimum(
+            np.arange(int(counts.max())), counts[:, None] - 1
+        )  # repeats the chunk's last token
+        rows = np.full((num_slots, steps.shape[1]), row)
+        rows[places] = first_rows[:, None] + steps
+        is_kept = np.zeros(rows.shape, np.bool_)
+        is_kept[places] = np.arange(steps.shape[1]) < counts[:, None]
+        last_seen = np.full(rows.shape, length - 1)
+        last_seen[places] = starts[:, None] + steps
+        mask = None
+        if int(last_seen.min()) < length - 1:
+            mask = _additive(_to(device, np.arange(length) > last_seen[:, :, None]), dtype=dtype).unsqueeze(1)
+        yield SlotGroup(
+            rows=_to(device, rows.ravel()),
+            kept=None if is_kept.all() else _to(device, np.flatnonzero(is_kept)),
+            slots=slice(int(slots[0]), int(slots[0]) + num_slots) if is_range else _to(device, slots),
             length=length,
-            mask=_additive(_to(device, array=is_future), dtype=dtype).unsqueeze(1),
+            mask=mask,
         )
         row += int(counts.sum())
 
 
-def _prefill_chunks(chunks: Sequence[Chunk], *, end_row: int, cache: KVCache) -> Iterable[PrefillChunk]:
+def _prefill_chunks(chunks: Iterable[Chunk], *, row: int, cache: KVCache) -> Iterable[PrefillChunk]:
     device, dtype = cache.keys[0].device, cache.keys[0].dtype
-    row = end_row - sum(count for _, count in chunks)
     for slot, count in chunks:
         length, mask = slot.num_cached + count, None
         if slot.num_cached:
@@ -272,7 +245,7 @@ def _prefill_chunks(chunks: Sequence[Chunk], *, end_row: int, cache: KVCache) ->
 
 
 def _cache_rows(
-    slot_ids: NDArray[np.int64], *, positions: NDArray[np.int64], num_heads: int, max_model_len: int
+    slot_ids: NDArray[np.int64], positions: NDArray[np.int64], num_heads: int, *, max_model_len: int
 ) -> NDArray[np.int64]:
     heads = np.arange(num_heads)
     return ((slot_ids[:, None] * num_heads + heads) * max_model_len + positions[:, None]).ravel()
@@ -284,5 +257,5 @@ def _additive(is_hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _to(device: torch.device, *, array: NDArray[np.generic]) -> Tensor:
+def _to(device: torch.device, array: NDArray[np.generic]) -> Tensor:
     return cast(Any, torch).from_numpy(array).to(device)

@@ -6,7 +6,7 @@ The engine consumes requests and produces outcomes, and never waits. It is not t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,18 +17,18 @@ from agent_loop.seeds import derived_seed
 from agent_loop.servers.embedded.backend import ComputationBackend
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.grammar import without_forbidden
-from agent_loop.servers.embedded.penalties import with_penalties
-from agent_loop.servers.embedded.request import EngineRequest
+from agent_loop.servers.embedded.request import EngineRequest, ScoreRequest
 from agent_loop.servers.embedded.runner import ModelRunner
-from agent_loop.servers.embedded.sampling import SampledRow, sample_rows
-from agent_loop.servers.embedded.scoring import ScoreQueue, ScoreRequest
+from agent_loop.servers.embedded.sampling import SampledRow, sample_rows, with_penalties
+from agent_loop.servers.embedded.scoring import ScoreQueue
 from agent_loop.servers.embedded.vision import FeaturesError
 from agent_loop.servers.embedded.weights import load_weights
 from agent_loop.servers.scores import TokenScores
-from agent_loop.types import ServerStopReason, TokenOutput
+from agent_loop.types import ServerStopReason, TokenChunk
 
 AnyRequest: TypeAlias = EngineRequest | ScoreRequest
-RequestOutcome: TypeAlias = TokenOutput | TokenScores | ServerError
+RequestOutcome: TypeAlias = list[TokenChunk] | TokenScores | ServerError
+"""The last chunks of a completion, the scores of a text, or why the request failed."""
 
 
 @dataclass(slots=True)
@@ -75,8 +75,9 @@ class EmbeddedEngine:
         return len(self._running)
 
     @property
-    def num_slots(self) -> int:
-        return self._config.max_slots
+    def kv_cache_share(self) -> float:
+        """Share of the slots in use."""
+        return len(self._running) / self._config.max_slots
 
     @property
     def num_waiting(self) -> int:
@@ -85,11 +86,6 @@ class EmbeddedEngine:
     @property
     def has_work(self) -> bool:
         return bool(self._running or self._queued or self._scores)
-
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of the KV cache in bytes; 0 while asleep."""
-        return self.backend.num_bytes
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -133,7 +129,7 @@ class EmbeddedEngine:
             self._finish(request, "aborted")
 
     def abort_session(self, request_id: str) -> None:
-        for request in self._requests():
+        for request in (*self._running, *self._queued):
             if request.request_id == request_id:
                 self.abort(request)
 
@@ -143,7 +139,13 @@ class EmbeddedEngine:
     def step(self) -> None:
         """Admit queued requests, compute and sample the next tokens of the running requests, and compute a chunk of
         the texts to score."""
-        self._admit()
+        # A request that can copy a prefix still in prefill waits for the prefix; later requests may start before it.
+        postponed: list[EngineRequest] = []
+        while self._queued and self.backend.has_room:
+            request = self._queued.popleft()
+            if not self._start(request):
+                postponed.append(request)
+        self._queued.extendleft(reversed(postponed))
         if self._running:
             output = self.backend.step()
             self.stats.steps += output.num_forwards
@@ -158,7 +160,7 @@ class EmbeddedEngine:
         return finished
 
     def update_weights(self, weights: Mapping[str, Tensor], *, weight_version: int) -> None:
-        """Load new weights. In-flight requests continue with their cache, or compute it again if so configured.
+        """Load new weights. In-flight requests continue with their cache.
 
         Raises:
             WeightsError: The weights do not fit the model. Nothing was changed.
@@ -167,11 +169,8 @@ class EmbeddedEngine:
         self.weight_version = weight_version
         self.backend.drop_idle()
         self._scores.restart()
-        for request in list(self._running):
-            if self._config.recompute_kv_on_update:
-                self._restart(request)
-            else:
-                self.backend.mark_stale(request)
+        for request in self._running:
+            self.backend.mark_stale(request)
 
     def sleep(self) -> None:
         """Free the caches and offload the weights.
@@ -207,21 +206,6 @@ class EmbeddedEngine:
         self._sessions.clear()
         self._runner.hand_back()
 
-    def _requests(self) -> Iterable[EngineRequest]:
-        return (*self._running, *self._queued)
-
-    def _admit(self) -> None:
-        """Start queued requests while there is room.
-
-        A request that can copy a prefix still in prefill waits for the prefix; later requests may start before it.
-        """
-        postponed: list[EngineRequest] = []
-        while self._queued and self.backend.has_room:
-            request = self._queued.popleft()
-            if not self._start(request):
-                postponed.append(request)
-        self._queued.extendleft(reversed(postponed))
-
     def _start(self, request: EngineRequest) -> bool:
         try:
             if not self.backend.admit(request):
@@ -232,13 +216,6 @@ class EmbeddedEngine:
         self.stats.reused_tokens += request.num_cached_tokens
         self._running[request] = None
         return True
-
-    def _restart(self, request: EngineRequest) -> None:
-        request.num_preempted += 1
-        try:
-            self.backend.restart(request)
-        except FeaturesError as error:
-            self._finish(request, self._error(str(error), request))
 
     def _score(self) -> None:
         ended, num_tokens = self._scores.step()
@@ -285,10 +262,11 @@ class EmbeddedEngine:
         self._running.pop(request, None)
         self.backend.release(request, discard=isinstance(how, ServerError))
         self._sessions.discard(request.request_id)
-        outcome = (
-            how if isinstance(how, ServerError) else request.output(how, weight_version=self.weight_version)
-        )
-        self._finished.append((request, outcome))
+        if isinstance(how, ServerError):
+            self._finished.append((request, how))
+        else:
+            chunks = request.take_last_chunks(how, weight_version=self.weight_version)
+            self._finished.append((request, chunks))
 
     def _refuse_if_asleep(self, request: AnyRequest) -> None:
         if self._is_asleep:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent_loop.servers.embedded.backend import CacheKind, StepOutput, TextPrefill
+from agent_loop.servers.embedded.backend import CacheKind, ComputationBackend, StepOutput
 from agent_loop.servers.embedded.config import EmbeddedConfig
-from agent_loop.servers.embedded.request import EngineRequest
+from agent_loop.servers.embedded.request import EngineRequest, ScoreRequest
 from agent_loop.servers.embedded.runner import ModelRunner
 from agent_loop.types import IntArray
 
@@ -43,7 +43,7 @@ class _Sequence:
         return count < len(prompt_ids) and np.array_equal(self.tokens[:count], prompt_ids[:count])
 
 
-class PerRequestBackend:
+class PerRequestBackend(ComputationBackend):
     """Computes each request in separate forwards: first the whole prompt, then token by token.
 
     The logits of a request depend only on its own tokens and the weights, never on other requests. With
@@ -116,8 +116,19 @@ class PerRequestBackend:
             num_prompt_tokens=num_prompt_tokens,
         )
 
-    def prefill(self, texts: Sequence[TextPrefill], *, chunk_tokens: int) -> list[Tensor]:
-        return [self._prefill(text, chunk_tokens=chunk_tokens) for text in texts]
+    def prefill(self, texts: Sequence[ScoreRequest], *, chunk_tokens: int) -> list[Tensor]:
+        logits: list[Tensor] = []
+        for text in texts:
+            start, end = text.num_computed, min(text.num_computed + chunk_tokens, len(text.tokens))
+            first, text.num_computed = max(start, min(text.first, end - 1)), end
+            if self.resumes_turns:
+                rows, text.cache = self._runner.cached_logits(
+                    text.tokens[start:end], cache=text.cache, num_logits=end - first
+                )
+            else:
+                rows = self._runner.plain_logits(text.tokens[:end], first=first)
+            logits.append(rows[max(text.first - first, 0) :])
+        return logits
 
     def append(self, request: EngineRequest, token_id: int) -> None:
         sequence = self._running[request]
@@ -126,19 +137,10 @@ class PerRequestBackend:
 
     def release(self, request: EngineRequest, *, discard: bool = False) -> None:
         sequence = self._running.pop(request, None)
-        if (
-            sequence is None
-            or discard
-            or sequence.is_stale
-            or sequence.cache is None
-            or not self.resumes_turns
-        ):
+        if sequence is None or discard or sequence.is_stale:
             return
-        self._idle[request.request_id] = sequence
-
-    def restart(self, request: EngineRequest) -> None:
-        sequence = self._running[request]
-        sequence.cache, sequence.num_cached = None, 0
+        if self.resumes_turns and sequence.cache is not None:
+            self._idle[request.request_id] = sequence
 
     def mark_stale(self, request: EngineRequest) -> None:
         self._running[request].is_stale = True
@@ -148,17 +150,6 @@ class PerRequestBackend:
 
     def drop_idle(self) -> None:
         self._idle.clear()
-
-    def _prefill(self, text: TextPrefill, *, chunk_tokens: int) -> Tensor:
-        start, text.num_computed = text.num_computed, min(text.num_computed + chunk_tokens, len(text.tokens))
-        end, first = text.num_computed, max(start, min(text.first, text.num_computed - 1))
-        if self.resumes_turns:
-            logits, text.cache = self._runner.cached_logits(
-                text.tokens[start:end], cache=text.cache, num_cached=start, num_logits=end - first
-            )
-        else:
-            logits = self._runner.plain_logits(text.tokens[:end], first=first)
-        return logits[max(text.first - first, 0) :]
 
     def _next_logits(self, sequence: _Sequence) -> Tensor:
         """Compute the tokens that are not cached, and return the logits after the last token, [vocab]."""
@@ -171,7 +162,7 @@ class PerRequestBackend:
 
     def _extend(self, sequence: _Sequence, *, end: int) -> Tensor:
         logits, sequence.cache = self._runner.cached_logits(
-            sequence.tokens[sequence.num_cached : end], cache=sequence.cache, num_cached=sequence.num_cached
+            sequence.tokens[sequence.num_cached : end], cache=sequence.cache
         )
         sequence.num_cached = end
         return logits[0]
@@ -179,16 +170,14 @@ class PerRequestBackend:
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield all tensors of a cache of any type."""
+    parts: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from _tensors_in_each(cast(dict[Any, Any], value).values())
+        parts = cast(dict[Any, Any], value).values()
     elif isinstance(value, (list, tuple)):
-        yield from _tensors_in_each(cast(Iterable[Any], value))
+        parts = cast(Iterable[Any], value)
     elif type(value).__module__.startswith("transformers."):
-        yield from _tensors_in_each(cast(dict[str, Any], vars(value)).values())
-
-
-def _tensors_in_each(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        yield from _tensors_in(value)
+        parts = cast(dict[str, Any], vars(value)).values()
+    for part in parts:
+        yield from _tensors_in(part)

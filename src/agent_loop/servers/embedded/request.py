@@ -6,17 +6,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from agent_loop.errors import BadPrompt, SamplingParamsError
 from agent_loop.servers.embedded.grammar import Grammar
-from agent_loop.servers.embedded.penalties import Penalties
-from agent_loop.servers.embedded.sampling import uniform_at, uniform_stream
+from agent_loop.servers.embedded.sampling import Penalties, uniform_at, uniform_stream
 from agent_loop.servers.embedded.vision import (
     VISION_MODELS,
     FeaturesError,
     PromptImages,
     build_prompt_images,
 )
+from agent_loop.servers.prompt_limits import PromptLimits
+from agent_loop.servers.scores import TokenScores
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import (
     IntArray,
@@ -37,9 +43,7 @@ LOWEST_TEMPERATURE = 1e-4
 class EngineLimits:
     """Limits of the requests that an engine accepts."""
 
-    server: str
-    max_model_len: int
-    vocab_size: int
+    prompt: PromptLimits
     eos_token_ids: frozenset[int]
     image_token_id: int | None = None
     """Token id of the model's image placeholders; None if images are not supported."""
@@ -76,15 +80,14 @@ class EngineRequest:
     weight_versions: list[int] = field(default_factory=list[int])
     extras: list[TokenArrays] = field(default_factory=list[TokenArrays])
     """Further values of each token, without the axis of tokens."""
-    num_preempted: int = 0
     num_cached_tokens: int = 0
     """Number of prompt tokens that were in the cache when the request was admitted."""
 
     submitted_at: float = field(default_factory=time.monotonic)
     prefill_s: float | None = None
     """Seconds from `submitted_at` to the first token."""
-    num_streamed: int = 0
-    """Number of tokens that were already streamed to the caller."""
+    num_taken: int = 0
+    """Number of tokens that were already delivered to the caller."""
     _stream: int | None = None
 
     @property
@@ -121,35 +124,26 @@ class EngineRequest:
             return "stop"
         return "length" if len(self.token_ids) >= self.max_new_tokens else None
 
-    def output(self, stop_reason: ServerStopReason, *, weight_version: int) -> TokenOutput:
-        """Return the completion so far.
+    def take_new_chunks(self) -> list[TokenChunk]:
+        """Return the tokens since the last call, as one chunk per weight version."""
+        start, self.num_taken = self.num_taken, len(self.token_ids)
+        return self._chunks_from(start)
+
+    def take_last_chunks(self, stop_reason: ServerStopReason, *, weight_version: int) -> list[TokenChunk]:
+        """Return the tokens since the last call. The last chunk has the stop reason.
 
         Args:
             stop_reason: Why the completion ends.
             weight_version: Version to report for a completion without tokens.
         """
-        end = self._end(stop_reason, weight_version=weight_version)
-        return TokenOutput.from_chunks([*self._chunks_from(0), end])
-
-    def take_new_chunks(self) -> list[TokenChunk]:
-        """Return the tokens since the last call for a streamed completion, as one chunk per weight version."""
-        start, self.num_streamed = self.num_streamed, len(self.token_ids)
-        return self._chunks_from(start)
-
-    def take_last_chunks(self, output: TokenOutput) -> list[TokenChunk]:
-        """Return the last tokens of a streamed completion that has ended. The last chunk has the stop reason."""
-        end = self._end(output.stop_reason, weight_version=output.weight_version)
-        return list(TokenOutput.from_chunks([*self.take_new_chunks(), end]).chunks)
-
-    def _end(self, stop_reason: ServerStopReason, *, weight_version: int) -> TokenChunk:
-        return TokenChunk(
+        end = TokenChunk(
             [],
             [],
             weight_version=weight_version,
             stop_reason=stop_reason,
-            num_preempted=self.num_preempted,
             num_cached_tokens=self.num_cached_tokens,
         )
+        return list(TokenOutput.from_chunks([*self.take_new_chunks(), end]).chunks)
 
     def _chunks_from(self, start: int) -> list[TokenChunk]:
         chunks: list[TokenChunk] = []
@@ -168,6 +162,69 @@ class EngineRequest:
         return chunks
 
 
+class ScoredRows(NamedTuple):
+    """Scores of consecutive tokens of a text, on the CPU."""
+
+    logprobs: Tensor
+    """Shape [rows]."""
+    top_ids: Tensor
+    """Shape [rows, K]."""
+    top_logprobs: Tensor
+    """Shape [rows, K]."""
+    is_finite: bool
+    """False if a row's logits contain NaN or positive infinity."""
+
+
+@dataclass(slots=True, eq=False)
+class ScoreRequest:
+    """A text to score, and its scores so far. It is computed in chunks, without a slot, in the engine's thread."""
+
+    token_ids: IntArray
+    """The whole text, shape [num_tokens], at least `start` + 1 tokens."""
+    start: int
+    """Index of the first token to score."""
+    num_top: int
+    """Number of likeliest tokens at each place."""
+    tokens: IntArray = field(init=False)
+    """Tokens to compute: all but the last one, which predicts nothing that is asked for."""
+    num_computed: int = 0
+    cache: Any = None
+    """The backend's cache of the computed tokens; None before the first chunk."""
+    rows: list[ScoredRows] = field(default_factory=list[ScoredRows])
+    request_id: str = ""
+    """Empty: a score has no session."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = self.token_ids.copy()  # torch reads writable arrays only
+        self.tokens = self.token_ids[:-1]
+
+    @property
+    def first(self) -> int:
+        """Index of the first token after which the logits are needed."""
+        return self.start - 1
+
+    @property
+    def num_left(self) -> int:
+        """Number of tokens that are not computed."""
+        return len(self.tokens) - self.num_computed
+
+    def restart(self) -> None:
+        """Drop the computed tokens and their scores."""
+        self.num_computed, self.cache = 0, None
+        self.rows.clear()
+
+    def scores(self) -> TokenScores:
+        """Return the scores of the whole text."""
+        logprobs = torch.cat([rows.logprobs for rows in self.rows]).numpy()
+        if not self.num_top:
+            return TokenScores(logprobs)
+        return TokenScores(
+            logprobs,
+            torch.cat([rows.top_ids for rows in self.rows]).numpy().astype(np.int32),
+            torch.cat([rows.top_logprobs for rows in self.rows]).numpy(),
+        )
+
+
 def build_request(
     request_id: str,
     *,
@@ -184,29 +241,19 @@ def build_request(
         SamplingParamsError: The server does not support a sampling parameter.
     """
     prompt_ids = as_token_ids(prompt_ids)
-    num_tokens, longest = len(prompt_ids), limits.max_model_len - 1
+    room = limits.prompt.check(request_id, prompt_ids=prompt_ids)
 
     def bad_prompt(message: str) -> BadPrompt:
-        return BadPrompt(message, server=limits.server, request_id=request_id)
+        return BadPrompt(message, server=limits.prompt.server, request_id=request_id)
 
-    if num_tokens == 0:
-        raise bad_prompt("the prompt is empty; give at least one token")
-    if num_tokens > longest:
-        raise bad_prompt(
-            f"the prompt has {num_tokens} tokens, but max_model_len {limits.max_model_len} leaves room for {longest} "
-            "and one sampled token; raise rollout.prompt_length or rollout.response_length, or shorten the prompt"
+    if 0 < params.temperature < LOWEST_TEMPERATURE:
+        raise SamplingParamsError(
+            f"temperature is {params.temperature}; give 0 (greedy) or at least {LOWEST_TEMPERATURE}"
         )
-    lowest, highest = int(prompt_ids.min()), int(prompt_ids.max())
-    if lowest < 0 or highest >= limits.vocab_size:
+    if params.num_sampled >= len(prompt_ids):
         raise bad_prompt(
-            f"the prompt has token id {lowest if lowest < 0 else highest}, but the model's vocabulary ends at "
-            f"{limits.vocab_size - 1}; give ids of this model's tokenizer"
-        )
-    _check_params(params)
-    if params.num_sampled >= num_tokens:
-        raise bad_prompt(
-            f"num_sampled is {params.num_sampled}, but the prompt has {num_tokens} tokens; give the tokens before the "
-            "completion too"
+            f"num_sampled is {params.num_sampled}, but the prompt has {len(prompt_ids)} tokens; give the tokens before "
+            "the completion too"
         )
     images = None
     if attachments:
@@ -224,7 +271,6 @@ def build_request(
             )
         except FeaturesError as error:
             raise bad_prompt(str(error)) from error
-    room = limits.max_model_len - num_tokens
     return EngineRequest(
         request_id=request_id,
         prompt_ids=prompt_ids if images is None else images.cache_keys,
@@ -235,10 +281,3 @@ def build_request(
         max_new_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
         seed=params.seed,
     )
-
-
-def _check_params(params: SamplingParams) -> None:
-    if 0 < params.temperature < LOWEST_TEMPERATURE:
-        raise SamplingParamsError(
-            f"temperature is {params.temperature}; give 0 (greedy) or at least {LOWEST_TEMPERATURE}"
-        )

@@ -4,8 +4,9 @@ attention."""
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.attention import ATTENTION_NAME
 from agent_loop.servers.embedded.config import CONTEXT, EmbeddedConfig
-from agent_loop.servers.embedded.kernels import use_deterministic_kernels
 from agent_loop.servers.embedded.model_types import refusal, rope_parameters
 from agent_loop.servers.embedded.vision import VISION_MODELS
 from agent_loop.types import IntArray
@@ -76,10 +76,6 @@ class ModelRunner:
         """Whether the model's positions are time, height and width."""
         return any("mrope_section" in rope for rope in rope_parameters(self.text_config))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
     @torch.inference_mode()
     def plain_logits(self, token_ids: Sequence[int] | IntArray, *, first: int = 0) -> Tensor:
         """Return the logits after each token from index `first` on, computed without a cache, [tokens - first,
@@ -91,9 +87,7 @@ class ModelRunner:
         return output.logits[0, -count:]
 
     @torch.inference_mode()
-    def cached_logits(
-        self, token_ids: IntArray, *, cache: Any, num_cached: int, num_logits: int = 1
-    ) -> tuple[Tensor, Any]:
+    def cached_logits(self, token_ids: IntArray, *, cache: Any, num_logits: int = 1) -> tuple[Tensor, Any]:
         """Continue a sequence with the model's own cache. Return the last logits, [num_logits, vocab], and the new
         cache."""
         options: dict[str, Any] = {} if cache is None else dict([cache])
@@ -123,10 +117,9 @@ class ModelRunner:
             self.switch_attention(self._plain_attention)
 
     def offload(self) -> None:
-        """Move the weights to host memory if configured, and release the free memory of the device."""
+        """Move the weights to host memory, and release the free memory of the device."""
         if self.device.type == "cuda":
-            if self._config.offload_weights_on_sleep:
-                self.model.to("cpu")
+            self.model.to("cpu")
             torch.cuda.empty_cache()
 
     def load(self) -> None:
@@ -176,6 +169,18 @@ def _check_model(model: Any, *, config: EmbeddedConfig) -> None:
 def text_config_of(model_config: Any) -> Any:
     """Return the configuration of the language model, which is the whole configuration of a text model."""
     return getattr(model_config, "text_config", None) or model_config
+
+
+def use_deterministic_kernels(device: torch.device) -> None:
+    """Use deterministic GPU kernels in this process. Kernels without a deterministic version raise an error.
+
+    Does nothing on a CPU, whose kernels are always deterministic.
+    """
+    if device.type == "cuda":
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # (cuBLAS reads it once, at its first use)
+        cast(Any, torch).use_deterministic_algorithms(True)
 
 
 def _choose_device(config: EmbeddedConfig) -> torch.device:

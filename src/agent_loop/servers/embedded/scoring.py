@@ -3,67 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from agent_loop.servers.embedded.backend import ComputationBackend, TextPrefill
-from agent_loop.servers.scores import TokenScores
+from agent_loop.servers.embedded.backend import ComputationBackend
+from agent_loop.servers.embedded.request import ScoredRows, ScoreRequest
 from agent_loop.types import IntArray
 
 ROWS_AT_ONCE = 64
 """Number of rows whose log-softmax is computed at once, which bounds the memory of float32 copies."""
-
-
-class ScoredRows(NamedTuple):
-    """Scores of consecutive tokens of a text, on the CPU."""
-
-    logprobs: Tensor
-    """Shape [rows]."""
-    top_ids: Tensor
-    """Shape [rows, K]."""
-    top_logprobs: Tensor
-    """Shape [rows, K]."""
-    is_finite: bool
-    """False if a row's logits contain NaN or positive infinity."""
-
-
-@dataclass(slots=True, eq=False)
-class ScoreRequest:
-    """A text to score, and its scores so far. Only the engine's thread writes to it."""
-
-    token_ids: IntArray
-    """The whole text, shape [num_tokens], at least `start` + 1 tokens."""
-    start: int
-    num_top: int
-    text: TextPrefill = field(init=False)
-    rows: list[ScoredRows] = field(default_factory=list[ScoredRows])
-    request_id: str = ""
-    """Empty: a score has no session."""
-
-    def __post_init__(self) -> None:
-        self.token_ids = self.token_ids.copy()  # torch reads writable arrays only
-        # The last token predicts nothing that is asked for.
-        self.text = TextPrefill(self.token_ids[:-1], first=self.start - 1)
-
-    def restart(self) -> None:
-        """Drop the scores so far."""
-        self.text.restart()
-        self.rows.clear()
-
-    def scores(self) -> TokenScores:
-        """Return the scores of the whole text."""
-        logprobs = torch.cat([rows.logprobs for rows in self.rows]).numpy()
-        if not self.num_top:
-            return TokenScores(logprobs)
-        return TokenScores(
-            logprobs,
-            torch.cat([rows.top_ids for rows in self.rows]).numpy().astype(np.int32),
-            torch.cat([rows.top_logprobs for rows in self.rows]).numpy(),
-        )
 
 
 class ScoreQueue:
@@ -103,30 +52,30 @@ class ScoreQueue:
     def step(self) -> tuple[list[ScoreRequest], int]:
         """Compute a chunk. Return the requests that have ended, and the number of computed tokens."""
         batch = self._next_batch()
-        num_left = sum(request.text.num_left for request in batch)
-        logits = self._backend.prefill([request.text for request in batch], chunk_tokens=self._chunk_tokens)
+        num_left = sum(request.num_left for request in batch)
+        logits = self._backend.prefill(batch, chunk_tokens=self._chunk_tokens)
         for request, rows in zip(batch, logits, strict=True):
-            end = request.text.num_computed + 1
+            end = request.num_computed + 1
             targets = request.token_ids[end - len(rows) : end]
             for first in range(0, len(rows), ROWS_AT_ONCE):
                 part = slice(first, first + ROWS_AT_ONCE)
                 request.rows.append(_score_rows(rows[part], targets=targets[part], num_top=request.num_top))
-        ended = [request for request in batch if not request.text.num_left]
+        ended = [request for request in batch if not request.num_left]
         for request in ended:
             self._queued.remove(request)
-            request.text.restart()
-        return ended, num_left - sum(request.text.num_left for request in batch if request not in ended)
+            request.cache = None
+        return ended, num_left - sum(request.num_left for request in batch)
 
     def _next_batch(self) -> list[ScoreRequest]:
         """Return the first request, and the following ones as long as all fit into one chunk."""
         batch: list[ScoreRequest] = []
         room = self._chunk_tokens
         for request in self._queued:
-            room -= request.text.num_left
-            if batch and (room < 0 or request.text.num_computed):
+            room -= request.num_left
+            if batch and (room < 0 or request.num_computed):
                 break
             batch.append(request)
-            if request.text.num_computed:  # it has a cache of its own
+            if request.num_computed:  # it has a cache of its own
                 break
         return batch
 

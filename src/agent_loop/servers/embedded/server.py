@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import fields, replace
 from os import PathLike
 from typing import Any
@@ -29,16 +29,16 @@ from agent_loop.servers.embedded.engine import EmbeddedEngine, EngineStats
 from agent_loop.servers.embedded.grammar import GrammarCompiler
 from agent_loop.servers.embedded.model_types import proved_cache, short_window
 from agent_loop.servers.embedded.per_request_backend import PerRequestBackend
-from agent_loop.servers.embedded.request import EngineLimits, EngineRequest, build_request
+from agent_loop.servers.embedded.request import EngineLimits, ScoreRequest, build_request
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.servers.embedded.sampling import SAMPLING_ABILITIES
-from agent_loop.servers.embedded.scoring import ScoreRequest
 from agent_loop.servers.embedded.shared_cache_backend import SharedCacheBackend
 from agent_loop.servers.embedded.thread import EngineThread
 from agent_loop.servers.embedded.vision import auto_model_class
+from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.scores import TokenScores, checked_text, scores_of_no_token
 from agent_loop.trajectory.attachments import Attachment
-from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
+from agent_loop.types import IntArray, SamplingParams, TokenChunk
 
 NO_CONFIG = EmbeddedConfig()
 logger = logging.getLogger(__name__)
@@ -64,8 +64,7 @@ class EmbeddedServer(AsyncServerBase):
     its weights in `update_weights`. Give a copy if other code needs the model. `close` restores the attention.
 
     Log-probs are `log_softmax(logits / temperature)` before top-k and top-p; greedy completions have the log-probs of
-    temperature 1. Requests are never preempted for memory: `num_preempted` counts only the recomputations of
-    `EmbeddedConfig.recompute_kv_on_update`.
+    temperature 1. Requests are never preempted.
     """
 
     def __init__(
@@ -97,9 +96,7 @@ class EmbeddedServer(AsyncServerBase):
         runner = ModelRunner(model, config=config)
         try:
             self._limits = EngineLimits(
-                server=name,
-                max_model_len=config.max_model_len,
-                vocab_size=runner.vocab_size,
+                prompt=PromptLimits(name, config.max_model_len, runner.vocab_size),
                 image_token_id=runner.image_token_id,
                 counts_in_3d=runner.counts_in_3d,
                 eos_token_ids=_eos_token_ids(model) if eos_token_ids is None else frozenset(eos_token_ids),
@@ -184,23 +181,7 @@ class EmbeddedServer(AsyncServerBase):
     @property
     def cache_bytes(self) -> int:
         """Memory of the KV cache in bytes; 0 while asleep."""
-        return self._engine.cache_bytes
-
-    async def generate(
-        self,
-        prompt_ids: IntArray,
-        sampling_params: SamplingParams,
-        request_id: str,
-        *,
-        attachments: Sequence[Attachment] = (),
-    ) -> TokenOutput:
-        request = await self._request(prompt_ids, sampling_params, request_id, attachments)
-        future = self._thread.submit(request)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._thread.abort(request)
-            raise
+        return self._engine.backend.num_bytes
 
     async def stream(
         self,
@@ -210,40 +191,48 @@ class EmbeddedServer(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
-        request = await self._request(prompt_ids, sampling_params, request_id, attachments)
-        stream = self._thread.submit_streamed(request)
-        try:
-            while not stream.has_ended:
-                for chunk in await stream.next_chunks():
-                    yield chunk
-        finally:
-            if not stream.has_ended:
-                self._thread.abort(request)
+        refuse_params_of_request(sampling_params, abilities=self.abilities, server=self.name)
+        request = build_request(
+            request_id,
+            prompt_ids=prompt_ids,
+            params=sampling_params,
+            limits=self._limits,
+            attachments=attachments,
+        )
+        if sampling_params.json_schema and self._compiler is not None:
+            self._aborted_early[request_id] = False
+            try:
+                request.grammar = await run_in_thread(
+                    self._compiler.grammar,
+                    sampling_params.json_schema,
+                    stop_token_ids=request.stop_token_ids,
+                    sampled=request.sampled_before,
+                )
+            finally:
+                request.is_aborted = self._aborted_early.pop(request_id, False)
+        async with aclosing(self._thread.stream(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        limits = self._limits.prompt
         text = checked_text(
             token_ids,
             start=start,
             top_logprobs=top_logprobs,
             server=self.name,
-            vocab_size=self._limits.vocab_size,
-            max_model_len=self._limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
         )
         if self._limits.image_token_id is not None and (text == self._limits.image_token_id).any():
             raise BadPrompt(
                 "the text to score has placeholders of images, which score does not take; score texts without images",
                 server=self.name,
             )
-        num_top = min(top_logprobs, self._limits.vocab_size)
+        num_top = min(top_logprobs, limits.vocab_size)
         if start == len(text):
             return scores_of_no_token(num_top)
-        request = ScoreRequest(text, start=start, num_top=num_top)
-        future = self._thread.submit_score(request)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._thread.cancel_score(request)
-            raise
+        return await self._thread.score(ScoreRequest(text, start=start, num_top=num_top))
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._aborted_early:
@@ -279,39 +268,11 @@ class EmbeddedServer(AsyncServerBase):
             num_waiting=self._engine.num_waiting,
             weight_version=self._engine.weight_version,
             detail=reason or "",
-            kv_cache_share=self._engine.num_running / self._engine.num_slots,
+            kv_cache_share=self._engine.kv_cache_share,
         )
 
     async def close(self) -> None:
         await run_in_thread(self._stop)
-
-    async def _request(
-        self,
-        prompt_ids: IntArray,
-        sampling_params: SamplingParams,
-        request_id: str,
-        attachments: Sequence[Attachment],
-    ) -> EngineRequest:
-        refuse_params_of_request(sampling_params, abilities=self.abilities, server=self.name)
-        request = build_request(
-            request_id,
-            prompt_ids=prompt_ids,
-            params=sampling_params,
-            limits=self._limits,
-            attachments=attachments,
-        )
-        if sampling_params.json_schema and self._compiler is not None:
-            compiler, self._aborted_early[request_id] = self._compiler, False
-            try:
-                request.grammar = await run_in_thread(
-                    compiler.grammar,
-                    sampling_params.json_schema,
-                    stop_token_ids=request.stop_token_ids,
-                    sampled=request.sampled_before,
-                )
-            finally:
-                request.is_aborted = self._aborted_early.pop(request_id, False)
-        return request
 
 
 def embedded_config(spec: ServerSpec) -> EmbeddedConfig:

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from agent_loop.servers.embedded.backend import CacheKind, StepOutput, TextPrefill
-from agent_loop.servers.embedded.batch import pack_step
-from agent_loop.servers.embedded.cache import KVCache
+from agent_loop.errors import ConfigError
+from agent_loop.servers.embedded.attention import (
+    ATTENTION_NAME,
+    AttentionContext,
+    KVCache,
+    LayerShape,
+    ShapeProbe,
+)
+from agent_loop.servers.embedded.backend import CacheKind, ComputationBackend, StepOutput
+from agent_loop.servers.embedded.batch import StepBatch, pack_step
 from agent_loop.servers.embedded.config import EmbeddedConfig
-from agent_loop.servers.embedded.request import EngineRequest
+from agent_loop.servers.embedded.request import EngineRequest, ScoreRequest
 from agent_loop.servers.embedded.runner import ModelRunner
-from agent_loop.servers.embedded.slot_model import SlotModel
 from agent_loop.servers.embedded.slots import PrefixInPrefill, Slot, SlotTable
+from agent_loop.servers.embedded.vision import media_features
+
+PLAIN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+"""Types of layers that store keys and values. The forward rejects a sliding window shorter than the context."""
 
 
-class SharedCacheBackend:
+class SharedCacheBackend(ComputationBackend):
     """Continuous batching over a fixed number of slots.
 
     A request keeps its slot until it ends, and a slot has room for the longest allowed sequence. So no request is ever
@@ -26,13 +37,17 @@ class SharedCacheBackend:
 
     Raises:
         ConfigError: Attention over slots does not support the model.
+        Exception: The model's own code raised it.
     """
 
     kind: CacheKind = "shared"
     resumes_turns = True
 
     def __init__(self, runner: ModelRunner, *, config: EmbeddedConfig) -> None:
-        self._model = SlotModel(runner, max_model_len=config.max_model_len)
+        others = set(getattr(runner.text_config, "layer_types", None) or ()) - PLAIN_LAYER_TYPES
+        if others:
+            raise ConfigError(f"it has layers of type {', '.join(sorted(others))}")
+        self._runner = runner
         self._config = config
         self._cache: KVCache | None = None
         self._slots = SlotTable(num_slots=config.max_slots, max_model_len=config.max_model_len)
@@ -41,6 +56,12 @@ class SharedCacheBackend:
         """Running requests by index of their slot."""
         self._awaited: dict[EngineRequest, PrefixInPrefill] = {}
         """Prefixes in prefill that queued requests wait for, to copy them."""
+        runner.switch_attention(ATTENTION_NAME)
+        try:
+            self._layers = self._probe_layers()
+        except Exception:
+            runner.restore_attention()
+            raise
         self.allocate()
 
     @property
@@ -54,7 +75,7 @@ class SharedCacheBackend:
     def allocate(self) -> None:
         if self._cache is None:
             self._cache = KVCache(
-                self._model.layers, num_slots=self._config.max_slots, max_model_len=self._config.max_model_len
+                self._layers, num_slots=self._config.max_slots, max_model_len=self._config.max_model_len
             )
 
     def free(self) -> None:
@@ -92,9 +113,9 @@ class SharedCacheBackend:
             chunk_tokens=self._config.prefill_chunk_tokens,
             images={i: r.images for i, r in self._request_in.items() if r.images is not None},
         )
-        logits = self._model.forward(batch)
+        logits = self._forward_batch(batch)
         num_prompt_tokens = 0
-        for slot, count in batch.advances:
+        for slot, count in batch.chunks:
             num_prompt_left = len(self._request_in[slot.index].prompt_ids) - slot.num_cached
             num_prompt_tokens += max(0, min(count, num_prompt_left))
             slot.num_cached += count
@@ -105,13 +126,12 @@ class SharedCacheBackend:
             num_prompt_tokens=num_prompt_tokens,
         )
 
-    def prefill(self, texts: Sequence[TextPrefill], *, chunk_tokens: int) -> list[Tensor]:
+    def prefill(self, texts: Sequence[ScoreRequest], *, chunk_tokens: int) -> list[Tensor]:
         # The texts have a cache of their own, so that they evict no session from the slots.
         cache = texts[0].cache
         if cache is None:
             longest = max(len(text.tokens) for text in texts)
-            cache = KVCache(self._model.layers, num_slots=len(texts), max_model_len=longest)
-            texts[0].cache = cache
+            cache = texts[0].cache = KVCache(self._layers, num_slots=len(texts), max_model_len=longest)
         slots = [
             Slot(i, text.tokens, num_tokens=len(text.tokens), num_cached=text.num_computed, is_busy=True)
             for i, text in enumerate(texts)
@@ -122,7 +142,7 @@ class SharedCacheBackend:
         parts: dict[int, slice] = {}
         """Range of `kept` that belongs to each text."""
         row = 0
-        for slot, count in batch.advances:
+        for slot, count in batch.chunks:
             text = texts[slot.index]
             text.num_computed += count
             row += count
@@ -130,7 +150,7 @@ class SharedCacheBackend:
             parts[slot.index] = slice(len(kept), len(kept) + num_kept)
             kept += range(row - num_kept, row)
         logit_rows = torch.tensor(kept, dtype=torch.long, device=cache.keys[0].device)
-        logits = self._model.forward(replace(batch, logit_rows=logit_rows))
+        logits = self._forward_batch(replace(batch, logit_rows=logit_rows))
         return [logits[parts[number]] for number in range(len(texts))]
 
     def append(self, request: EngineRequest, token_id: int) -> None:
@@ -149,10 +169,6 @@ class SharedCacheBackend:
                 self._cache.zero(slot.index)
         self._slots.release(slot)
 
-    def restart(self, request: EngineRequest) -> None:
-        self._slot_of[request].num_cached = 0
-        self._compute_image_features(request, first_token=0)
-
     def mark_stale(self, request: EngineRequest) -> None:
         self._slot_of[request].is_stale = True
 
@@ -162,6 +178,57 @@ class SharedCacheBackend:
     def drop_idle(self) -> None:
         self._slots.drop_idle()
 
+    @torch.inference_mode()
     def _compute_image_features(self, request: EngineRequest, *, first_token: int) -> None:
-        if request.images is not None:
-            self._model.compute_image_features(request.images, first_token=first_token)
+        """Compute the features of the images and videos that have placeholders from `first_token` on."""
+        images = request.images
+        if images is None:
+            return
+        images.features.clear()
+        media = zip(images.attachments, images.placeholder_indices, strict=True)
+        for number, (attachment, indices) in enumerate(media):
+            if indices[-1] >= first_token:
+                images.features[number] = media_features(
+                    self._runner.model, attachment, num_placeholders=len(indices)
+                )
+
+    @torch.inference_mode()
+    def _forward_batch(self, batch: StepBatch) -> Tensor:
+        """Compute a step and return the logits of its sampled slots, [rows, vocab]."""
+        inputs = {"input_ids": batch.token_ids}
+        if batch.image_rows:
+            embeds: Tensor = self._runner.model.get_input_embeddings()(batch.token_ids.clamp(min=0))
+            for rows, features in batch.image_rows:
+                embeds[0, rows] = features
+            inputs = {"inputs_embeds": embeds}
+        return self._forward(inputs, batch.position_ids, context=batch.attention, logit_rows=batch.logit_rows)
+
+    def _forward(
+        self,
+        inputs: dict[str, Tensor],
+        position_ids: Tensor,
+        *,
+        context: AttentionContext,
+        logit_rows: Tensor | None = None,
+    ) -> Tensor:
+        output: Any = self._runner.model(
+            **inputs,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=0 if logit_rows is None else logit_rows,
+            attention_context=context,
+        )
+        return output.logits[0]
+
+    @torch.inference_mode()
+    def _probe_layers(self) -> list[LayerShape]:
+        """Return the shapes that each layer stores, from a forward of two tokens."""
+        probe = ShapeProbe(max_model_len=self._config.max_model_len)
+        two_tokens = torch.arange(2, device=self._runner.device).unsqueeze(0)
+        self._forward({"input_ids": two_tokens}, two_tokens, context=probe)
+        num_layers = int(self._runner.text_config.num_hidden_layers)
+        if sorted(probe.layers) != list(range(num_layers)):
+            raise ConfigError(
+                f"only {len(probe.layers)} of its {num_layers} layers use a replaceable attention implementation"
+            )
+        return [probe.layers[layer] for layer in range(num_layers)]

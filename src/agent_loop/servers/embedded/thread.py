@@ -1,8 +1,7 @@
 """Thread of an engine, and the calls from event loops to it.
 
 The thread runs the commands of all event loops between two steps, and waits for commands while the engine has no work.
-After each step it makes one call per event loop, which delivers the results of ended requests and the new tokens of
-streamed ones.
+After a step it makes one call per event loop, which delivers the results of ended requests and new tokens.
 """
 
 from __future__ import annotations
@@ -10,59 +9,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 import torch
 
 from agent_loop.errors import AgentLoopError, ServerDied
-from agent_loop.servers.embedded.engine import AnyRequest, EmbeddedEngine, RequestOutcome
-from agent_loop.servers.embedded.request import EngineRequest
-from agent_loop.servers.embedded.scoring import ScoreRequest
+from agent_loop.servers.embedded.engine import AnyRequest, EmbeddedEngine
+from agent_loop.servers.embedded.request import EngineRequest, ScoreRequest
 from agent_loop.servers.scores import TokenScores
-from agent_loop.types import TokenChunk, TokenOutput
+from agent_loop.types import TokenChunk
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
 """Seconds that `stop` waits for the running step."""
+STREAM_INTERVAL_S = 0.001
+"""Seconds between two deliveries of new tokens, for each running request. Each delivery wakes the request's task."""
 
 
-class TokenStream:
-    """Chunks of a streamed completion, received on the event loop of the caller."""
+@dataclass(frozen=True, slots=True)
+class _Receiver:
+    """Receiver of results on the event loop of its caller. An exception is a result, too."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[list[TokenChunk] | BaseException] = asyncio.Queue()
-        self.has_ended = False
-        """Whether the last chunk was returned, or the error raised."""
-
-    async def next_chunks(self) -> list[TokenChunk]:
-        """Wait for the next chunks and return them. The last chunk has a stop reason.
-
-        Raises:
-            ServerError: The engine failed the request.
-        """
-        chunks = await self._queue.get()
-        if isinstance(chunks, BaseException):
-            self.has_ended = True
-            raise chunks
-        self.has_ended = chunks[-1].stop_reason is not None
-        return chunks
-
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop of the caller."""
-        return self._loop
-
-    def put(self, chunks: list[TokenChunk] | BaseException) -> None:
-        """Add chunks, or the error that ends the stream. Called on the event loop of the caller."""
-        self._queue.put_nowait(chunks)
-
-
-_Receiver: TypeAlias = asyncio.Future[Any] | TokenStream
+    loop: asyncio.AbstractEventLoop
+    receive: Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +46,7 @@ class _Command:
     run: Callable[[EmbeddedEngine], Any]
     receiver: _Receiver | None = None
     request: AnyRequest | None = None
-    """Request whose result the receiver gets, instead of the result of `run`."""
+    """Request whose results the receiver gets, instead of the result of `run`."""
 
 
 _Delivery: TypeAlias = tuple[_Receiver, Any]
@@ -79,7 +55,10 @@ _STOP = _Command(run=lambda engine: None)
 
 
 class EngineThread:
-    """Runs an engine. Commands run between two steps, in the order of their calls."""
+    """Runs an engine. Commands run between two steps, in the order of their calls.
+
+    The methods raise `ServerDied` if the thread has ended.
+    """
 
     def __init__(self, engine: EmbeddedEngine, *, name: str, num_threads: int) -> None:
         self._engine = engine
@@ -90,8 +69,7 @@ class EngineThread:
         self._end_reason: str | None = None
         self._cause: BaseException | None = None
         self._receivers: dict[AnyRequest, _Receiver] = {}
-        self._streams: dict[EngineRequest, TokenStream] = {}
-        """The receivers of streamed requests."""
+        self._next_tokens_at = 0.0
         self._executing: _Receiver | None = None
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
@@ -101,61 +79,46 @@ class EngineThread:
         """Why the thread has ended; None while it runs."""
         return self._end_reason
 
-    def call(self, run: Callable[[EmbeddedEngine], Any]) -> asyncio.Future[Any]:
-        """Call a function with the engine in its thread. The future receives the result or an `AgentLoopError`.
+    async def call(self, run: Callable[[EmbeddedEngine], Any]) -> Any:
+        """Call a function with the engine in its thread. Return the result, or raise its `AgentLoopError`."""
+        future = asyncio.get_running_loop().create_future()
+        self._enqueue(_Command(run, _receiver_of(future)))
+        return await future
 
-        Raises:
-            ServerDied: The thread has ended.
-        """
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._enqueue(_Command(run=run, receiver=future))
-        return future
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk]:
+        """Run a request and yield its tokens. Leaving the iteration early aborts the request."""
+        results: asyncio.Queue[list[TokenChunk] | BaseException] = asyncio.Queue()
+        receiver = _Receiver(asyncio.get_running_loop(), results.put_nowait)
+        self._enqueue(_Command(lambda engine: engine.submit(request), receiver, request))
+        has_ended = False
+        try:
+            while not has_ended:
+                chunks = await results.get()
+                has_ended = isinstance(chunks, BaseException) or chunks[-1].stop_reason is not None
+                if isinstance(chunks, BaseException):
+                    raise chunks
+                for chunk in chunks:
+                    yield chunk
+        finally:
+            if not has_ended:
+                self.notify(lambda engine: engine.abort(request))
 
-    def submit(self, request: EngineRequest) -> asyncio.Future[TokenOutput]:
-        """Queue a request. The future receives its completion.
-
-        Raises:
-            ServerDied: The thread has ended.
-        """
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._submit(request, future)
-        return future
-
-    def submit_streamed(self, request: EngineRequest) -> TokenStream:
-        """Queue a request. The stream receives its tokens as they are sampled.
-
-        Raises:
-            ServerDied: The thread has ended.
-        """
-        stream = TokenStream()
-        self._submit(request, stream)
-        return stream
-
-    def submit_score(self, request: ScoreRequest) -> asyncio.Future[TokenScores]:
-        """Queue a text to score. The future receives its scores.
-
-        Raises:
-            ServerDied: The thread has ended.
-        """
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._enqueue(
-            _Command(run=lambda engine: engine.submit_score(request), receiver=future, request=request)
-        )
-        return future
+    async def score(self, request: ScoreRequest) -> TokenScores:
+        """Score a text. Cancelling the call cancels the request."""
+        future = asyncio.get_running_loop().create_future()
+        submit = _Command(lambda engine: engine.submit_score(request), _receiver_of(future), request)
+        self._enqueue(submit)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.notify(lambda engine: engine.cancel_score(request))
+            raise
 
     def notify(self, run: Callable[[EmbeddedEngine], object]) -> None:
         """Call a function with the engine in its thread, without a result. Does nothing if the thread has ended."""
         with self._lock:
             if self._end_reason is None:
-                self._inbox.put(_Command(run=run))
-
-    def abort(self, request: EngineRequest) -> None:
-        """Abort a request whose caller no longer waits for it."""
-        self.notify(lambda engine: engine.abort(request))
-
-    def cancel_score(self, request: ScoreRequest) -> None:
-        """Cancel a text to score whose caller no longer waits for it."""
-        self.notify(lambda engine: engine.cancel_score(request))
+                self._inbox.put(_Command(run))
 
     def stop(self) -> None:
         """Stop the thread after the running step. Pending calls and requests fail."""
@@ -165,16 +128,10 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._thread.join(STOP_TIMEOUT_S)
 
-    def _submit(self, request: EngineRequest, receiver: _Receiver) -> None:
-        self._enqueue(
-            _Command(run=lambda engine: engine.submit(request), receiver=receiver, request=request),
-            request_id=request.request_id,
-        )
-
-    def _enqueue(self, command: _Command, *, request_id: str = "") -> None:
+    def _enqueue(self, command: _Command) -> None:
         with self._lock:
             if self._end_reason is not None:
-                raise self._error(request_id)
+                raise self._error(command.request)
             self._inbox.put(command)
 
     def _run(self) -> None:
@@ -209,53 +166,46 @@ class EngineThread:
         except AgentLoopError as error:
             result = error
         self._executing = None
-        if command.request is not None and receiver is not None and result is None:
-            self._receivers[command.request] = receiver
-            if isinstance(receiver, TokenStream) and isinstance(command.request, EngineRequest):
-                self._streams[command.request] = receiver
+        if receiver is None:
             return
-        if receiver is not None:
+        if command.request is not None and result is None:
+            self._receivers[command.request] = receiver
+        else:
             self._deliver_new()  # deliver the requests that an abort ended before its own result
             _deliver([(receiver, result)])
 
     def _deliver_new(self) -> None:
-        deliveries: list[_Delivery] = []
-        for request, outcome in self._engine.take_finished():
-            deliveries.append((self._receivers.pop(request), self._delivered(request, outcome)))
-        deliveries += [
-            (stream, chunks)
-            for request, stream in self._streams.items()
-            if (chunks := request.take_new_chunks())
+        deliveries: list[_Delivery] = [
+            (self._receivers.pop(request), outcome) for request, outcome in self._engine.take_finished()
         ]
+        now = time.monotonic()
+        if now >= self._next_tokens_at:
+            self._next_tokens_at = now + STREAM_INTERVAL_S * len(self._receivers)
+            for request, receiver in self._receivers.items():
+                if isinstance(request, EngineRequest) and (chunks := request.take_new_chunks()):
+                    deliveries.append((receiver, chunks))
         _deliver(deliveries)
-
-    def _delivered(self, request: AnyRequest, outcome: RequestOutcome) -> Any:
-        """Return what the receiver gets: the last chunks of a streamed completion, else the outcome."""
-        if not isinstance(request, EngineRequest) or self._streams.pop(request, None) is None:
-            return outcome
-        return request.take_last_chunks(outcome) if isinstance(outcome, TokenOutput) else outcome
 
     def _end(self, reason: str, *, cause: BaseException | None = None) -> None:
         with self._lock:
             self._end_reason, self._cause = reason, cause
         deliveries: list[_Delivery] = [
-            (receiver, self._error(request.request_id)) for request, receiver in self._receivers.items()
+            (receiver, self._error(request)) for request, receiver in self._receivers.items()
         ]
         self._receivers.clear()
-        self._streams.clear()
         if self._executing is not None:
-            deliveries.append((self._executing, self._error("")))
+            deliveries.append((self._executing, self._error()))
         while not self._inbox.empty():
             command = self._inbox.get()
             if command.receiver is not None:
-                request_id = "" if command.request is None else command.request.request_id
-                deliveries.append((command.receiver, self._error(request_id)))
+                deliveries.append((command.receiver, self._error(command.request)))
         try:
             self._engine.release()
         finally:
             _deliver(deliveries)
 
-    def _error(self, request_id: str) -> ServerDied:
+    def _error(self, request: AnyRequest | None = None) -> ServerDied:
+        request_id = "" if request is None else request.request_id
         error = ServerDied(
             f"{self._end_reason}; start a new server", server=self._name, request_id=request_id
         )
@@ -263,25 +213,31 @@ class EngineThread:
         return error
 
 
+def _receiver_of(future: asyncio.Future[Any]) -> _Receiver:
+    return _Receiver(future.get_loop(), partial(_resolve, future))
+
+
+def _resolve(future: asyncio.Future[Any], result: Any) -> None:
+    if future.done():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
 def _deliver(deliveries: list[_Delivery]) -> None:
     """Deliver results on the event loops of their receivers, with one call per loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_Delivery]] = {}
     for receiver, result in deliveries:
-        by_loop.setdefault(receiver.get_loop(), []).append((receiver, result))
+        by_loop.setdefault(receiver.loop, []).append((receiver, result))
     for loop, deliveries_of_loop in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_resolve, deliveries_of_loop)
+            loop.call_soon_threadsafe(_receive, deliveries_of_loop)
         except RuntimeError:
             logger.debug("an event loop closed before it received %d results", len(deliveries_of_loop))
 
 
-def _resolve(deliveries: list[_Delivery]) -> None:
+def _receive(deliveries: list[_Delivery]) -> None:
     for receiver, result in deliveries:
-        if isinstance(receiver, TokenStream):
-            receiver.put(result)
-        elif receiver.done():
-            continue
-        elif isinstance(result, BaseException):
-            receiver.set_exception(result)
-        else:
-            receiver.set_result(result)
+        receiver.receive(result)
