@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from zlib import crc32
 
-from agent_loop.servers.balancer import LoadBalancer, ServerState, SessionState
+from agent_loop.servers.balancer import LoadBalancer, ServerState, SessionState, SlotGrant
 
 
 class _Unqueued(LoadBalancer):
-    keeps_queue = False
+    def add_server(self, name: str, *, max_in_flight: int | None = None) -> list[SlotGrant]:
+        return super().add_server(name)
 
 
 class RoundRobin(_Unqueued):

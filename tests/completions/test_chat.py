@@ -9,6 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from agent_loop.errors import ChatTemplateError, RequestError, ServerError, ServerTimeout
+from agent_loop.serve.chat import chat_completion, stream_chat_completion
 from agent_loop.serve.chat_requests import ChatCompletionRequest
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
@@ -28,9 +29,12 @@ def test_a_server_and_a_pool_return_the_same_completion(make) -> None:
     async def scenario() -> None:
         server = ScriptedServer([tool_call_reply("add", a=1)])
         who = make(server)
-        reply = await who.chat_completion(request(tools=TOOLS), template=TEMPLATE)
+        reply = await chat_completion(request(tools=TOOLS), template=TEMPLATE, sampler=who)
         assert reply.choices[0].finish_reason == "tool_calls"
-        parts = [part async for part in who.stream_chat_completion(request(tools=TOOLS), template=TEMPLATE)]
+        parts = [
+            part
+            async for part in stream_chat_completion(request(tools=TOOLS), template=TEMPLATE, sampler=who)
+        ]
         assert (
             parts[-1].choices[0].delta.tool_calls[0].function
             == reply.choices[0].message.tool_calls[0].function
@@ -44,7 +48,7 @@ def test_the_callers_session_stays_open_and_other_sessions_end() -> None:
     async def scenario() -> None:
         server = ScriptedServer(lambda _: text_reply("Yes."))
         pool = AsyncLLMServerManager([server])
-        reply = await pool.chat_completion(request(session_id="mine", n=3), template=TEMPLATE)
+        reply = await chat_completion(request(session_id="mine", n=3), template=TEMPLATE, sampler=pool)
         assert [choice.message.content for choice in reply.choices] == ["Yes."] * 3
         assert (server.num_sessions, pool.balancer.num_sessions) == (1, 1)
         pool.end_session("mine")
@@ -59,7 +63,7 @@ def test_closing_a_stream_releases_the_lease() -> None:
             lambda r: text_reply("No.", latency_s=0.0 if len(server.requests) == 1 else math.inf)
         )
         pool = AsyncLLMServerManager([server])
-        async with aclosing(pool.stream_chat_completion(request(n=4), template=TEMPLATE)) as parts:
+        async with aclosing(stream_chat_completion(request(n=4), template=TEMPLATE, sampler=pool)) as parts:
             await anext(parts)
             assert server.num_running == 3
         assert (pool.balancer.num_leases, pool.balancer.num_sessions, server.num_running) == (0, 0, 0)
@@ -72,7 +76,7 @@ def test_a_stream_that_hangs_ends_at_the_pools_time_limit() -> None:
         server = ScriptedServer([text_reply("No.", latency_s=math.inf)])
         pool = AsyncLLMServerManager([server], request_timeout_s=60)
         with pytest.raises(ServerTimeout):
-            async for _ in pool.stream_chat_completion(request(), template=TEMPLATE):
+            async for _ in stream_chat_completion(request(), template=TEMPLATE, sampler=pool):
                 pass
         assert asyncio.get_running_loop().time() == pytest.approx(60)
         assert (pool.balancer.num_leases, server.num_running) == (0, 0)
@@ -92,7 +96,7 @@ def test_one_of_several_that_fails_fails_the_request_and_frees_the_others() -> N
         server = ScriptedServer(script)
         pool = AsyncLLMServerManager([server])
         with pytest.raises(ServerError, match="broken"):
-            await pool.chat_completion(request(n=3), template=TEMPLATE)
+            await chat_completion(request(n=3), template=TEMPLATE, sampler=pool)
         assert (pool.balancer.num_leases, server.num_running) == (0, 0)
 
     run_virtual(scenario())
@@ -109,7 +113,7 @@ def test_an_aborted_completion_is_an_error() -> None:
 
     async def expect_abort(server: ScriptedServer) -> str:
         with pytest.raises(ServerError) as caught:
-            await server.chat_completion(request(session_id="mine"), template=TEMPLATE)
+            await chat_completion(request(session_id="mine"), template=TEMPLATE, sampler=server)
         return str(caught.value)
 
     run_virtual(scenario())
@@ -118,7 +122,7 @@ def test_an_aborted_completion_is_an_error() -> None:
 def test_a_special_token_that_stops_the_model_is_not_shown_and_others_are() -> None:
     def content_of(tokens: str, **fields) -> str | None:
         server = ScriptedServer([ScriptedReply(encoded(tokens))])
-        reply = run_virtual(server.chat_completion(request(**fields), template=TEMPLATE))
+        reply = run_virtual(chat_completion(request(**fields), template=TEMPLATE, sampler=server))
         return reply.choices[0].message.content
 
     assert content_of("Yes.<|endoftext|>") == "Yes."
@@ -148,7 +152,7 @@ def test_a_special_token_that_stops_the_model_is_not_shown_and_others_are() -> N
 def test_invalid_messages_are_refused_with_the_reason(message: dict, words: str) -> None:
     server = ScriptedServer([text_reply("Yes.")])
     with pytest.raises(RequestError, match=words):
-        run_virtual(server.chat_completion(request(messages=[message]), template=TEMPLATE))
+        run_virtual(chat_completion(request(messages=[message]), template=TEMPLATE, sampler=server))
     assert not server.requests
 
 
@@ -166,7 +170,7 @@ def test_text_parts_are_one_text_and_arguments_are_mappings() -> None:
     asked = request(
         messages=[{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call]}]
     )
-    run_virtual(server.chat_completion(asked, template=TEMPLATE))
+    run_virtual(chat_completion(asked, template=TEMPLATE, sampler=server))
     expected = [
         *user("one\ntwo"),
         {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from itertools import count
 from typing import Any
 
@@ -13,7 +13,7 @@ from agent_loop.errors import BadServerReply, ServerDied, ServerError
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
-from agent_loop.types import IntArray, SamplingParams, TokenOutput, as_token_ids
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
 HANGS = ScriptedReply([1], latency_s=float("inf"))
 PARAMS = SamplingParams(temperature=0.5, max_tokens=7)
@@ -157,10 +157,12 @@ def test_closing_ends_all_requests_and_waits_for_them() -> None:
 class Breaks(ScriptedServer):
     """Server that fails in different ways, selected by the name of the session."""
 
-    async def generate(
+    async def stream(
         self, prompt_ids: IntArray, sampling_params: SamplingParams, request_id: str, **_: Any
-    ) -> TokenOutput:
+    ) -> AsyncGenerator[TokenChunk]:
         match request_id:
+            case "never":
+                yield TokenChunk([], [])
             case "refuses":
                 raise ServerError("too hot", server=self.name)
             case "dies":

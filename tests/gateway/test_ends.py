@@ -14,7 +14,7 @@ import pytest
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind
-from agent_loop.types import StopReason, TokenChunk, TokenOutput
+from agent_loop.types import StopReason, TokenChunk
 from tests.gateway.harness import ADD, MODEL, ProgramHarness, echo, in_order, job, origins
 from tests.gateway.test_conversations import client_of
 from tests.helpers import encoded, text_reply, tool_call_reply, user
@@ -205,9 +205,6 @@ def test_the_number_of_conversations_is_limited() -> None:
 
 
 class WithoutLogProbs(ScriptedServer):
-    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        return replace(await super().generate(*args, **kwargs), logprobs=None)
-
     async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[TokenChunk]:
         async for chunk in super().stream(*args, **kwargs):
             yield replace(chunk, logprobs=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from simulation.cluster import SimulatedCluster, simulate
@@ -14,9 +14,11 @@ from simulation.workload import Workload
 
 from agent_loop.rollout.admission import AdmissionControl
 from agent_loop.rollout.gate import AdmissionGate
+from agent_loop.servers.base import AsyncServerBase
+from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.pool import ServerUsage
 from agent_loop.testing import run_virtual
-from agent_loop.types import TokenOutput
+from agent_loop.types import IntArray, TokenOutput
 
 
 def usage_with_recomputation(num_turns: int) -> ServerUsage:
@@ -105,13 +107,20 @@ def test_recomputed_tokens_do_not_lower_the_bound_while_the_caches_have_room() -
     assert updated(control, usage_with_recomputation(25), num_in_flight=25, num_waiting=10, demand=0.8) == 25
 
 
-def test_a_completion_reports_how_many_tokens_were_recomputed() -> None:
-    output = TokenOutput([1, 2, 3], None, "stop", num_preempted=1, num_cached_tokens=40)
-    usage = ServerUsage().with_completion(output, num_prompt_tokens=120, num_known_tokens=100)
-    assert usage == ServerUsage(num_turns=1, num_sampled_tokens=3, num_recomputed_tokens=60 + 120)
-    without_counts = TokenOutput([1, 2, 3], None, "stop")
-    usage = ServerUsage().with_completion(without_counts, num_prompt_tokens=120, num_known_tokens=100)
-    assert usage.num_recomputed_tokens == 0
+def test_a_pool_counts_the_tokens_that_its_servers_recompute() -> None:
+    class Recomputes(AsyncServerBase):
+        async def generate(self, prompt_ids: IntArray, *_: Any) -> TokenOutput:
+            if len(prompt_ids) < 120:
+                return TokenOutput([1, 2, 3], None, "stop")
+            return TokenOutput([1, 2, 3], None, "stop", num_preempted=1, num_cached_tokens=40)
+
+    async def main() -> None:
+        manager = AsyncLLMServerManager([Recomputes()])
+        for num_tokens in (97, 120):
+            await manager.generate("s", prompt_ids=[1] * num_tokens, sampling_params={})
+        assert manager.pool.usage == ServerUsage(2, 6, num_recomputed_tokens=60 + 120)
+
+    run_virtual(main())
 
 
 def test_the_bound_grows_while_servers_are_idle_even_after_costly_rounds() -> None:

@@ -148,13 +148,6 @@ class HostileServer(ScriptedServer):
         reply = self._replies[int(number.split("<")[0])]
         return replace(reply, error=None) if reply.error is ServerDied and self.name != "s0" else reply
 
-    async def generate(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        reply = self._hostile(prompt_ids)
-        if reply is None:
-            return await super().generate(prompt_ids, *args, **kwargs)
-        await reply.wait()
-        return reply.create(TokenOutput)
-
     async def stream(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         reply = self._hostile(prompt_ids)
         if reply is None:

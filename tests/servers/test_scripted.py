@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from agent_loop.servers.base import Ability
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
-from agent_loop.types import SamplingParams, TokenOutput
+from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
 
 IDS = np.array([1, 2], np.int32)
 
@@ -96,22 +97,6 @@ def test_errors_name_the_server_and_the_request() -> None:
         ask(server)
 
 
-def test_a_sleeping_or_closed_server_rejects_requests() -> None:
-    async def scenario() -> None:
-        server = ScriptedServer([ScriptedReply([1])])
-        await server.sleep()
-        with pytest.raises(ServerError, match="asleep"):
-            await server.generate(IDS, SamplingParams(), "s")
-        await server.wake_up()
-        await server.generate(IDS, SamplingParams(), "s")
-        await server.close()
-        assert not (await server.health()).is_alive
-        with pytest.raises(ServerError, match="closed"):
-            await server.generate(IDS, SamplingParams(), "s")
-
-    run_virtual(scenario())
-
-
 def test_closing_the_server_fails_running_requests() -> None:
     async def scenario() -> None:
         server = ScriptedServer([ScriptedReply([1], latency_s=math.inf)])
@@ -131,20 +116,14 @@ def test_closing_the_server_fails_running_requests() -> None:
     [
         ({"temprature": 1}, "did you mean 'temperature'"),
         ({"temperature": -1}, "0 \\(greedy\\) or more"),
-        ({"temperature": float("inf")}, "0 \\(greedy\\) or more, and finite"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": "hot"}, "give numbers"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
-        ({"stop_token_ids": 5}, "give numbers"),
         ({"top_p": 0}, "more than 0"),
         ({"top_k": 0}, "-1 \\(no limit\\)"),
         ({"max_tokens": 0}, "at least 1"),
         ({"presence_penalty": 2.5}, "presence_penalty is 2.5; give 0"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
         ({"min_p": 1.5}, "min_p is 1.5"),
-        ({"min_p": -0.1}, "min_p is -0.1"),
         ({"json_schema": "{"}, "which is not JSON"),
-        ({"json_schema": "[1]"}, "JSON text of an object"),
     ],
 )
 def test_invalid_sampling_parameters_are_refused(params: dict, complaint: str) -> None:
@@ -180,8 +159,8 @@ def test_a_parameter_is_refused_by_a_server_without_the_ability_for_it(
 
 def test_a_pool_refuses_for_servers_that_ignore_parameters_they_do_not_know() -> None:
     class Careless(ScriptedServer):
-        async def generate(self, *_: Any, **__: Any) -> TokenOutput:
-            return TokenOutput([1], [-0.5], "stop")
+        async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[TokenChunk]:
+            yield TokenChunk([1], [-0.5], stop_reason="stop")
 
     async def scenario() -> None:
         manager = AsyncLLMServerManager([Careless([])])

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -47,21 +47,12 @@ class SpellingServer(ScriptedServer):
     async def stream(
         self, prompt_ids, sampling_params, request_id, *, attachments=()
     ) -> AsyncGenerator[TokenChunk]:
-        output = await self.generate(prompt_ids, sampling_params, request_id)
-        last = len(output.token_ids) - 1
-        for position, token in enumerate(output.token_ids):
-            await asyncio.sleep(0)
-            if self._hangs and position == last:
-                await self._hang(request_id)
-            reason = output.stop_reason if position == last else None
-            yield TokenChunk([token], [-0.5], stop_reason=reason)
-
-    async def _hang(self, request_id: str) -> None:
-        never = self._aborts[request_id] = asyncio.Event()
-        try:
-            await never.wait()
-        finally:
-            del self._aborts[request_id]
+        async with aclosing(super().stream(prompt_ids, sampling_params, request_id)) as chunks:
+            async for chunk in chunks:
+                await asyncio.sleep(0)
+                if self._hangs and chunk.stop_reason is not None:
+                    await self._aborts[request_id].wait()
+                yield chunk
 
 
 @cache

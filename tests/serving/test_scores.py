@@ -70,12 +70,12 @@ def test_texts_are_spread_over_the_servers_and_another_one_replaces_a_dead_one()
         plain = ScriptedServer([], name="c")
         manager = AsyncLLMServerManager([plain, first, second])
         first.die()
-        scores = await manager.scorer.score([1, 2, 3], start=2)
+        scores = await manager.score([1, 2, 3], start=2)
         assert scores.logprobs.tolist() == [np.float32(math.log(0.5))]
         assert [len(server.scored) for server in (plain, first, second)] == [0, 0, 1]
         second.die()
         with pytest.raises(ServerDied):
-            await manager.scorer.score([1, 2, 3])
+            await manager.score([1, 2, 3])
 
     run_virtual(scenario())
 
@@ -88,8 +88,8 @@ def test_the_reply_of_a_server_is_checked() -> None:
     async def scenario() -> None:
         manager = AsyncLLMServerManager([Wrong([], scorer=half)])
         with pytest.raises(BadServerReply, match=r"logprobs has shape \[7\], expected \[2\]"):
-            await manager.scorer.score([1, 2, 3])
+            await manager.score([1, 2, 3])
         with pytest.raises(ServerError, match="no server can score"):
-            await AsyncLLMServerManager([ScriptedServer([])]).scorer.score([1, 2])
+            await AsyncLLMServerManager([ScriptedServer([])]).score([1, 2])
 
     run_virtual(scenario())

@@ -14,7 +14,7 @@ from agent_loop.distributed.partial_completions import PartialCompletions, pack_
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.user_code import run_bounded
-from agent_loop.servers.base import Ability, AsyncServerBase
+from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.in_flight import InFlightRequest
 from agent_loop.servers.reply_check import bad_reply
 from agent_loop.trajectory.attachments import Attachment
@@ -124,11 +124,9 @@ class ServerFrontend:
         }
 
     async def _complete(self, request: InFlightRequest) -> PackedCompletion | PackedError:
-        streams = Ability.STREAMING in self.server.abilities
-        sample = request.stream_from if streams else request.generate_from
-        name = f"server {self.server.name!r}"
+        sample, name = partial(request.sample_on, self.server), f"server {self.server.name!r}"
         try:
-            output = await run_bounded(partial(sample, self.server), timeout_s=None, name=name)
+            output = await run_bounded(sample, timeout_s=None, name=name)
         except AgentLoopError as error:
             if isinstance(error, ServerDied):
                 error.chunks = request.chunks

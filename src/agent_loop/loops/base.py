@@ -21,7 +21,6 @@ from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.registry import read_interaction_name
 from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
 from agent_loop.recording.row_log import EpisodeLog, RowLog
-from agent_loop.servers.completion_memory import CompletionMemory, RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
@@ -43,8 +42,6 @@ class LoopContext(Struct, frozen=True):
     """All settings of the run, for loops that read them by other names. None if they are unknown."""
     log: RowLog | None = None
     """Log of the trajectory. None records nothing."""
-    completions: CompletionMemory | None = None
-    """Remembers the completions that `loop.server_manager` returns, for loops that work on token ids."""
     cancellation: asyncio.Event | None = None
     """Shared by trajectories that are cancelled together. Once it is set, their episodes end with `cancelled`."""
 
@@ -93,8 +90,7 @@ class AgentLoopBase(ABC):
     @cached_property
     def server_manager(self) -> AsyncLLMServerManager:
         """The servers, for loops that handle token ids themselves."""
-        manager, completions = self.context.server_manager, self.context.completions
-        return manager if completions is None else RememberingServerManager(manager, completions)
+        return self.context.server_manager
 
     @abstractmethod
     async def run(

@@ -249,10 +249,10 @@ class AgentLoopWorker:
         completions = CompletionMemory()
         decode = context.template.encoder.decode
         try:
-            with context.server_manager.scope(seed=job.seed, decode=decode) as server_manager:
-                context = structs.replace(
-                    context, server_manager=server_manager, limits=limits, log=log, completions=completions
-                )
+            with context.server_manager.scope(
+                seed=job.seed, decode=decode, completions=completions
+            ) as server_manager:
+                context = structs.replace(context, server_manager=server_manager, limits=limits, log=log)
                 return await run_bounded(
                     run, timeout_s=timeout_s, name="agent loop", grace_s=loop_grace_s(context)
                 )

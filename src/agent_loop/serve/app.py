@@ -99,9 +99,7 @@ class _PoolApp:
         self.stopping = asyncio.Event()
         self.metrics = Metrics()
         self.calls = CallRecord()
-        self.sampler = MeteredSampler(
-            served.pool.sampler, metrics=self.metrics, max_model_len=served.max_model_len
-        )
+        self.sampler = MeteredSampler(served.pool, metrics=self.metrics, max_model_len=served.max_model_len)
         self.sessions = _SessionTable(self.sampler)
 
     def routes(self) -> list[ApiRoute]:
@@ -144,7 +142,7 @@ class _PoolApp:
                 score_prompts(
                     body,
                     template=self.served.template,
-                    scorer=self.served.pool.scorer,
+                    manager=self.served.pool,
                     max_model_len=self.served.max_model_len,
                 )
             )

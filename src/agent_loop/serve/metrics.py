@@ -117,7 +117,10 @@ class MeteredSampler:
     ) -> TokenOutput:
         self._check(prompt_ids)
         output = await self._sampler.generate(
-            prompt_ids, sampling_params, request_id, attachments=attachments
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            sampling_params=sampling_params,
+            attachments=attachments,
         )
         self._metrics.prompt_tokens.inc(len(prompt_ids))
         self._metrics.completion_tokens.inc(len(output.token_ids))
@@ -134,7 +137,12 @@ class MeteredSampler:
         self._check(prompt_ids)
         started = time.perf_counter()
         has_first_chunk = False
-        chunks = self._sampler.stream(prompt_ids, sampling_params, request_id, attachments=attachments)
+        chunks = self._sampler.stream(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            sampling_params=sampling_params,
+            attachments=attachments,
+        )
         async with aclosing(chunks):
             async for chunk in chunks:
                 if not has_first_chunk:

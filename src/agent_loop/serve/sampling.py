@@ -28,19 +28,19 @@ class Sampler(Protocol):
 
     async def generate(
         self,
+        *,
+        request_id: str,
         prompt_ids: IntArray,
         sampling_params: SamplingParams,
-        request_id: str,
-        *,
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput: ...
 
     def stream(
         self,
+        *,
+        request_id: str,
         prompt_ids: IntArray,
         sampling_params: SamplingParams,
-        request_id: str,
-        *,
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]: ...
 
@@ -93,14 +93,19 @@ async def token_chunks(
 
     Without `is_streamed`, the server returns all tokens at the end, which is cheaper.
     """
-    # Servers without support for attachments may lack the argument.
-    more: dict[str, Any] = {"attachments": attachments} if attachments else {}
+    request: dict[str, Any] = {
+        "request_id": request_id,
+        "prompt_ids": prompt_ids,
+        "sampling_params": sampling_params,
+    }
+    if attachments:  # servers without support for attachments may lack the argument
+        request["attachments"] = attachments
     if not is_streamed:
-        output = await sampler.generate(prompt_ids, sampling_params, request_id, **more)
+        output = await sampler.generate(**request)
         for chunk in output.chunks:
             yield _unless_aborted(chunk, request_id)
         return
-    async with aclosing(sampler.stream(prompt_ids, sampling_params, request_id, **more)) as chunks:
+    async with aclosing(sampler.stream(**request)) as chunks:
         async for chunk in chunks:
             yield _unless_aborted(chunk, request_id)
 

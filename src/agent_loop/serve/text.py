@@ -20,9 +20,9 @@ from agent_loop.serve.chat_replies import (
 )
 from agent_loop.serve.chat_requests import CompletionRequest
 from agent_loop.serve.sampling import ChunkDecoder, DecodedChunk, Sampler, completion_session, token_chunks
+from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.prompt_logprobs import MINUS_INFINITY
 from agent_loop.servers.scores import TokenScores, checked_text
-from agent_loop.servers.text_scorer import TextScorer
 from agent_loop.types import IntArray, as_token_ids
 
 DEFAULT_MAX_TOKENS = 16
@@ -197,7 +197,7 @@ async def score_prompts(
     request: CompletionRequest,
     *,
     template: ChatTemplate,
-    scorer: TextScorer,
+    manager: AsyncLLMServerManager,
     max_model_len: int | None,
 ) -> Mapping[str, Any]:
     """Return the response to a request with `prompt_logprobs`: the log-probs of the tokens of each prompt.
@@ -208,7 +208,7 @@ async def score_prompts(
     Args:
         request: A request whose `is_scored` is true.
         template: Chat template of the model. Only its tokenizer is used.
-        scorer: Scores the prompts.
+        manager: Servers that score the prompts.
         max_model_len: Maximum number of tokens of a prompt; None leaves the check to the servers.
     """
     num_top = request.prompt_logprobs or 0
@@ -216,7 +216,7 @@ async def score_prompts(
         checked_text(prompt, start=1, top_logprobs=num_top, server="", max_model_len=max_model_len)
         for prompt in prompts_of(request, template=template)
     ]
-    scores = await run_together(scorer.score(prompt, top_logprobs=num_top) for prompt in prompts)
+    scores = await run_together(manager.score(prompt, top_logprobs=num_top) for prompt in prompts)
     places = [_places(prompt, each) for prompt, each in zip(prompts, scores, strict=True)]
     choice: dict[str, Any] = {"text": "", "finish_reason": "length", "token_ids": []}
     return {

@@ -73,7 +73,7 @@ class AbortAndResumeServer(AsyncServerBase):
             while not request.is_finished:
                 await self._is_open.wait()
                 if state.is_aborted:
-                    request.abort(weight_version=_last_version(request))
+                    request.abort()
                     yield request.chunks[-1]
                     return
                 state.is_interrupted = False
@@ -150,7 +150,3 @@ class AbortAndResumeServer(AsyncServerBase):
             with suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_AGAIN_S):
                     await self._is_idle.wait()
-
-
-def _last_version(request: InFlightRequest) -> int:
-    return request.chunks[-1].weight_version if request.chunks else 0

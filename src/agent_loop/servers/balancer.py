@@ -99,9 +99,6 @@ class LoadBalancer:
     A subclass may override `rank` and `choose`.
     """
 
-    keeps_queue: bool = True
-    """Whether requests beyond a server's slots are queued in the balancer; otherwise they are queued in the server."""
-
     def __init__(self, servers: Iterable[str] = (), *, config: BalancerConfig | None = None) -> None:
         self.config = config or BalancerConfig()
         self.mean_tokens = self.config.expected_tokens
@@ -190,12 +187,7 @@ class LoadBalancer:
 
         A later `release`, `add_server` or `grant_free_slots` returns the grant of a queued request.
         """
-        lease = self._leases.get(request.id)
-        if lease is not None or request.id in self._queued:
-            return lease
-        session = self._sessions.get(request.session)
-        if session is None:
-            session = self._sessions[request.session] = SessionState(request.session)
+        session = self._sessions.setdefault(request.session, SessionState(request.session))
         session.num_tokens = request.num_prompt_tokens
         free = [server for server in self._servers.values() if server.has_free_slot]
         server = self.choose(session, best=min(free, key=self.rank)) if free else None
@@ -227,13 +219,11 @@ class LoadBalancer:
             session.num_cached = lease.request.num_prompt_tokens + num_new_tokens
         return self._grant_slots_of(server)
 
-    def end_session(self, session: str) -> str | None:
-        """Forget a session and return the name of its server."""
+    def end_session(self, session: str) -> None:
+        """Forget a session."""
         known = self._sessions.pop(session, None)
-        if known is None or known.server is None:
-            return None
-        known.server.num_sessions -= 1
-        return known.server.name
+        if known is not None and known.server is not None:
+            known.server.num_sessions -= 1
 
     # -- membership ------------------------------------------------------------------------------------------------
 
@@ -248,27 +238,23 @@ class LoadBalancer:
         """
         if name in self._servers:
             raise ConfigError(f"there are two servers with the name {name!r}; give each server a unique name")
-        limit = (max_in_flight if self.keeps_queue else None) or float("inf")
+        limit = max_in_flight or float("inf")
         server = self._servers[name] = ServerState(name, next(self._order), limit, next(self._order))
         return self._grant_slots_of(server)
 
-    def remove_server(self, name: str) -> list[str]:
-        """Remove a server with its slots, and return the ids of its sessions.
+    def remove_server(self, name: str) -> None:
+        """Remove a server with its slots.
 
-        The next request of each of these sessions goes to another server, which computes the whole context. Sessions
-        on other servers stay there.
+        The next request of each of its sessions goes to another server, which computes the whole context. Sessions on
+        other servers stay there.
         """
         server = self._servers.pop(name, None)
         if server is None:
-            return []
-        for lease in [lease for lease in self._leases.values() if lease.server == name]:
-            del self._leases[lease.request.id]
-        moved: list[str] = []
-        for session_id, session in self._sessions.items():
+            return
+        self._leases = {key: lease for key, lease in self._leases.items() if lease.server != name}
+        for session in self._sessions.values():
             if session.server is server:
                 session.server, session.num_cached = None, 0
-                moved.append(session_id)
-        return moved
 
     def set_external_requests(self, name: str, num_requests: int) -> None:
         """Set the number of requests that a server has from other clients."""

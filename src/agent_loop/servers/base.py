@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import ModelConfig, OnWeightUpdate, WeightTransfer
-from agent_loop.errors import ConfigError, SamplingParamsError, ServerError, WeightsError, did_you_mean
+from agent_loop.errors import (
+    BadServerReply,
+    ConfigError,
+    SamplingParamsError,
+    ServerError,
+    WeightsError,
+    did_you_mean,
+)
 from agent_loop.servers.scores import TokenScores
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
@@ -21,7 +28,7 @@ from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 if TYPE_CHECKING:
     import torch
 
-    from agent_loop.serve.chat_replies import ChatCompletion, ChatCompletionChunk
+    from agent_loop.serve.chat_replies import ChatCompletion
     from agent_loop.serve.chat_requests import ChatCompletionRequest
 
 
@@ -295,7 +302,11 @@ class AsyncServerBase:
         if type(self).generate is AsyncServerBase.generate:
             raise TypeError(f"{type(self).__name__} defines neither stream nor generate; define one of them")
         more: dict[str, Any] = {"attachments": attachments} if attachments else {}
-        output = await self.generate(prompt_ids, sampling_params, request_id, **more)
+        output: Any = await self.generate(prompt_ids, sampling_params, request_id, **more)
+        if not isinstance(output, TokenOutput):
+            raise BadServerReply(
+                f"generate returned a {type(output).__name__}, not a TokenOutput", server=self.name
+            )
         for chunk in output.chunks:
             yield chunk
 
@@ -334,17 +345,6 @@ class AsyncServerBase:
         from agent_loop.serve.chat import chat_completion  # late: `serve` is above this layer
 
         return await chat_completion(request, template=template, sampler=self)
-
-    async def stream_chat_completion(
-        self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
-    ) -> AsyncGenerator[ChatCompletionChunk]:
-        """Yield the chunks of a chat completion as they are sampled. Leaving the iteration aborts the request."""
-        from agent_loop.serve.chat import stream_chat_completion  # late: `serve` is above this layer
-
-        chunks = stream_chat_completion(request, template=template, sampler=self)
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                yield chunk
 
     async def abort(self, request_id: str) -> None:
         """Abort the running completion of a session. `generate` returns the tokens so far, stop reason `aborted`.

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 from msgspec import Struct, structs
 
-from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.trajectory.attachments import Attachment
 from agent_loop.trajectory.segments import Segment
-from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, TokenOutput, as_token_ids
+from agent_loop.types import IntArray, TokenOutput, as_token_ids
 
 
 class ReceivedCompletion(Struct, frozen=True, eq=False):
-    """A completion and the context in which it was sampled."""
+    """A completion that a loop received."""
 
-    num_context: int
-    """Number of context tokens."""
-    context_hash: int
     token_ids: IntArray
     """Shape [num_tokens]."""
     segments: tuple[Segment, ...]
@@ -47,25 +40,24 @@ class CompletionMemory:
 
     def __init__(self) -> None:
         self._completions: list[ReceivedCompletion] = []
-        self._by_num_context: defaultdict[int, list[ReceivedCompletion]] = defaultdict(list)
+        # By hash: keeping all contexts would need memory quadratic in the conversation's length.
+        self._by_context: defaultdict[int, list[ReceivedCompletion]] = defaultdict(list)
 
     @property
     def last_version(self) -> int | None:
         """Weight version of the newest completion; None before the first."""
         return self._completions[-1].segments[-1].weight_version if self._completions else None
 
-    def add(self, output: TokenOutput, *, num_context: int, context_hash: int) -> None:
-        """Add a completion. Empty completions are not kept."""
+    def add(self, output: TokenOutput, *, context: IntArray) -> None:
+        """Add a completion of a context. Empty completions are not kept."""
         if not output.token_ids:
             return
         completion = ReceivedCompletion(
-            num_context=num_context,
-            context_hash=context_hash,
             token_ids=as_token_ids(output.token_ids),
             segments=tuple([Segment.of_model(chunk) for chunk in output.chunks]),
         )
         self._completions.append(completion)
-        self._by_num_context[num_context].append(completion)
+        self._by_context[hash(context.tobytes())].append(completion)
 
     def recognise(self, run: IntArray, *, context: IntArray) -> list[Segment] | None:
         """Return the sampled tokens at the start of `run`, in one segment per weight version.
@@ -73,13 +65,10 @@ class CompletionMemory:
         Completions that were sampled in `context` are preferred. Otherwise the longest match in any context is used;
         its segments have no log-probs, because a trainer would compute other values. Returns None without a match.
         """
-        candidates = self._by_num_context.get(len(context))
-        if candidates:
-            context_hash = hash_context(context)
-            exact = [c for c in candidates if c.context_hash == context_hash]
-            completion, num_tokens = _longest_match(exact, run)
-            if completion is not None:
-                return completion.first(num_tokens)
+        exact = self._by_context.get(hash(context.tobytes()), ())
+        completion, num_tokens = _longest_match(exact, run)
+        if completion is not None:
+            return completion.first(num_tokens)
         completion, num_tokens = _longest_match(self._completions, run)
         if completion is None:
             return None
@@ -90,73 +79,6 @@ class CompletionMemory:
         run_bytes = run.tobytes()
         starts = [_find(completion.token_ids.tobytes(), run_bytes) for completion in self._completions]
         return min([start for start in starts if start is not None], default=len(run))
-
-
-class RememberingServerManager(AsyncLLMServerManager):
-    """Client of all servers that adds each completion to a memory. A token-level loop then need not
-    return log-probs and weight versions.
-
-    Args:
-        manager: Manager of the servers. Its scope ends the sessions that begin here.
-        memory: Memory for the completions.
-    """
-
-    def __init__(self, manager: AsyncLLMServerManager, memory: CompletionMemory) -> None:
-        super().__init__(
-            manager.pool,
-            request_timeout_s=manager._request_timeout_s,
-            vocab_size=manager._vocab_size,
-            decode=manager.decode,
-        )
-        self._sessions = manager._sessions
-        self._seeds = manager._seeds
-        self._memory = memory
-
-    async def generate(
-        self,
-        request_id: str,
-        *,
-        prompt_ids: TokenIds,
-        sampling_params: Mapping[str, Any] | SamplingParams,
-        attachments: Sequence[Attachment] = (),
-    ) -> TokenOutput:
-        """See `AsyncLLMServerManager.generate`."""
-        context = as_token_ids(prompt_ids)
-        num_context, context_hash = len(context), hash_context(context)
-        output = await super().generate(
-            request_id, prompt_ids=context, sampling_params=sampling_params, attachments=attachments
-        )
-        self._memory.add(output, num_context=num_context, context_hash=context_hash)
-        return output
-
-    async def stream(
-        self,
-        request_id: str,
-        *,
-        prompt_ids: TokenIds,
-        sampling_params: Mapping[str, Any] | SamplingParams,
-        attachments: Sequence[Attachment] = (),
-    ) -> AsyncGenerator[TokenChunk]:
-        """See `AsyncLLMServerManager.stream`."""
-        context = as_token_ids(prompt_ids)
-        num_context, context_hash = len(context), hash_context(context)
-        chunks: list[TokenChunk] = []
-        stream = super().stream(
-            request_id, prompt_ids=context, sampling_params=sampling_params, attachments=attachments
-        )
-        try:
-            async with aclosing(stream):
-                async for chunk in stream:
-                    chunks.append(chunk)
-                    yield chunk
-        finally:
-            output = TokenOutput.from_chunks(chunks)
-            self._memory.add(output, num_context=num_context, context_hash=context_hash)
-
-
-def hash_context(token_ids: IntArray) -> int:
-    """Return a hash of a context. Keeping all contexts would need memory quadratic in the conversation's length."""
-    return hash(token_ids.tobytes())
 
 
 def _longest_match(

@@ -55,11 +55,12 @@ class HttpClient:
 
     async def get_json(self, path: str, *, timeout_s: float | None = None) -> Any:
         """Return the JSON of a GET request. Errors are those of `post_json`."""
-        return await self._json("GET", path, body=None, request_id="", timeout_s=timeout_s)
+        return self._parsed(await self.get_text(path, timeout_s=timeout_s), path=path)
 
     async def get_text(self, path: str, *, timeout_s: float | None = None) -> str:
         """Return the text of a GET request. Errors are those of `post_json`."""
-        return await self._text("GET", path, body=None, request_id="", timeout_s=timeout_s)
+        async with self._response("GET", path, timeout_s=timeout_s) as response:
+            return await response.text()
 
     async def post_json(
         self,
@@ -77,7 +78,10 @@ class HttpClient:
             ServerTimeout: The response took longer than `timeout_s`.
             BadServerReply: The response is not JSON.
         """
-        return await self._json("POST", path, body=body or {}, request_id=request_id, timeout_s=timeout_s)
+        request = self._response("POST", path, body=body or {}, request_id=request_id, timeout_s=timeout_s)
+        async with request as response:
+            text = await response.text()
+        return self._parsed(text, path=path, request_id=request_id)
 
     async def stream_events(
         self,
@@ -94,20 +98,16 @@ class HttpClient:
         Raises:
             ServerError: See `post_json`. The time limit applies to each event.
         """
-        limit_s = timeout_s or self._timeout_s
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=limit_s, sock_read=limit_s)
-        self._refuse_if_closed(request_id)
-        with self._typed_errors(path, request_id=request_id, timeout_s=limit_s):
-            async with self._request(
-                "POST", path, body=body, request_id=request_id, limits=limits
-            ) as response:
-                async for line in response.content:
-                    field, _, value = line.decode().strip().partition(":")
-                    if field != "data":
-                        continue
-                    if value.strip() == "[DONE]":
-                        return
-                    yield self._parsed(value, path=path, request_id=request_id)
+        async with self._response(
+            "POST", path, body=body, request_id=request_id, timeout_s=timeout_s, is_streamed=True
+        ) as response:
+            async for line in response.content:
+                field, _, value = line.decode().strip().partition(":")
+                if field != "data":
+                    continue
+                if value.strip() == "[DONE]":
+                    return
+                yield self._parsed(value, path=path, request_id=request_id)
 
     @contextmanager
     def validating(self, path: str) -> Generator[None]:
@@ -133,46 +133,22 @@ class HttpClient:
         if self._session is not None:
             await self._session.close()
 
-    async def _json(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: Mapping[str, Any] | None,
-        request_id: str,
-        timeout_s: float | None,
-    ) -> Any:
-        text = await self._text(method, path, body=body, request_id=request_id, timeout_s=timeout_s)
-        return self._parsed(text, path=path, request_id=request_id) if text.strip() else None
-
-    async def _text(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: Mapping[str, Any] | None,
-        request_id: str,
-        timeout_s: float | None,
-    ) -> str:
-        limit_s = timeout_s or self._timeout_s
-        limits = aiohttp.ClientTimeout(total=limit_s)
-        self._refuse_if_closed(request_id)
-        with self._typed_errors(path, request_id=request_id, timeout_s=limit_s):
-            async with self._request(
-                method, path, body=body, request_id=request_id, limits=limits
-            ) as response:
-                return await response.text()
-
     @asynccontextmanager
-    async def _request(
+    async def _response(
         self,
         method: str,
         path: str,
         *,
-        body: Mapping[str, Any] | None,
-        request_id: str,
-        limits: aiohttp.ClientTimeout,
+        body: Mapping[str, Any] | None = None,
+        request_id: str = "",
+        timeout_s: float | None,
+        is_streamed: bool = False,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """Send a request and yield its response. Errors, also those of reading it, are raised as `ServerError`."""
+        if self._is_closed:
+            raise ServerDied(
+                "the client was closed; create a new one", server=self._server, request_id=request_id
+            )
         if self._session is None:
             # No limit on connections: the engine queues requests, and a queue here would delay control calls.
             self._session = aiohttp.ClientSession(
@@ -180,28 +156,29 @@ class HttpClient:
                 headers=self._headers,
                 read_bufsize=MAX_LINE_BYTES,
             )
-        async with self._session.request(method, self.url + path, json=body, timeout=limits) as response:
-            self._responses.add(response)
-            try:
-                if not response.ok:
-                    text = one_line(await response.text(), max_length=500)
-                    raise HttpStatusError(
-                        f"{method} {path} returned {response.status} {response.reason}: {text}",
-                        status=response.status,
-                        server=self._server,
-                        request_id=request_id,
-                    )
-                yield response
-            finally:
-                self._responses.discard(response)
+        limit_s = timeout_s or self._timeout_s
+        timeout = aiohttp.ClientTimeout(
+            total=None if is_streamed else limit_s, sock_connect=limit_s, sock_read=limit_s
+        )
+        with self._typed_errors(path, request_id=request_id, timeout_s=limit_s):
+            async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+                self._responses.add(response)
+                try:
+                    if not response.ok:
+                        text = one_line(await response.text(), max_length=500)
+                        raise HttpStatusError(
+                            f"{method} {path} returned {response.status} {response.reason}: {text}",
+                            status=response.status,
+                            server=self._server,
+                            request_id=request_id,
+                        )
+                    yield response
+                finally:
+                    self._responses.discard(response)
 
-    def _refuse_if_closed(self, request_id: str) -> None:
-        if self._is_closed:
-            raise ServerDied(
-                "the client was closed; create a new one", server=self._server, request_id=request_id
-            )
-
-    def _parsed(self, text: str, *, path: str, request_id: str) -> Any:
+    def _parsed(self, text: str, *, path: str, request_id: str = "") -> Any:
+        if not text.strip():
+            return None
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -213,37 +190,23 @@ class HttpClient:
 
     @contextmanager
     def _typed_errors(self, path: str, *, request_id: str, timeout_s: float) -> Generator[None]:
+        def named(kind: type[ServerError], what: str) -> ServerError:
+            return kind(what, server=self._server, request_id=request_id)
+
         try:
             yield
         except TimeoutError as error:
-            raise ServerTimeout(
-                f"no response from {self.url}{path} within {timeout_s:g} s",
-                server=self._server,
-                request_id=request_id,
-            ) from error
+            what = f"no response from {self.url}{path} within {timeout_s:g} s"
+            raise named(ServerTimeout, what) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerDied(
-                f"{self.url}{path} cannot be reached ({describe_error(error)}); check that the server is running",
-                server=self._server,
-                request_id=request_id,
-            ) from error
+            what = f"{self.url}{path} cannot be reached ({describe_error(error)}); check that the server is running"
+            raise named(ServerDied, what) from error
         except RuntimeError as error:  # raised by aiohttp if the session was closed while the request began
             if not self._is_closed:
                 raise
-            raise ServerDied(
-                f"the client was closed ({describe_error(error)})",
-                server=self._server,
-                request_id=request_id,
-            ) from error
+            raise named(ServerDied, f"the client was closed ({describe_error(error)})") from error
         except UnicodeDecodeError as error:
-            raise BadServerReply(
-                f"{path} returned bytes that are not UTF-8",
-                server=self._server,
-                request_id=request_id,
-            ) from error
+            raise named(BadServerReply, f"{path} returned bytes that are not UTF-8") from error
         except (ValueError, HttpProcessingError) as error:  # raised by aiohttp for a line that is too long
-            raise BadServerReply(
-                f"{path} did not return an event stream ({describe_error(error)})",
-                server=self._server,
-                request_id=request_id,
-            ) from error
+            what = f"{path} did not return an event stream ({describe_error(error)})"
+            raise named(BadServerReply, what) from error

@@ -1,4 +1,4 @@
-"""In-flight request: one completion, sampled by one server or by several in succession."""
+"""In-flight requests: one completion, and the leases under which servers sample it."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from agent_loop.chat.detokenizer import StopTextEnd
-from agent_loop.errors import BadServerReply, ServerDied
-from agent_loop.runtime.activity import note_progress
-from agent_loop.servers.base import AsyncServerBase, refuse_params_of_request
+from agent_loop.errors import BadServerReply, SamplingParamsError, ServerDied, ServerError, ServerTimeout
+from agent_loop.runtime.activity import WaitKind, note_progress, waiting_for
+from agent_loop.runtime.describe import describe_error
+from agent_loop.runtime.user_code import run_bounded
+from agent_loop.servers.balancer import SlotGrant, SlotRequest
+from agent_loop.servers.base import Ability, AsyncServerBase, refuse_params_of_request
 from agent_loop.servers.reply_check import ReplyCheck, bad_reply
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
-
-MAX_EMPTY_CHUNKS = 10_000
-"""Number of consecutive chunks without a token after which a stream fails."""
 
 
 class InFlightRequest:
     """One completion and its tokens so far. Another server can resume the completion from those tokens.
 
-    `ReplyCheck` checks every reply here before other code sees it: completions, streamed chunks, and the chunks of
-    servers that died.
+    `ReplyCheck` checks every chunk here before other code sees it, also those of servers that died.
 
     Args:
         params: How to sample.
         prompt_ids: The whole context, shape [num_tokens].
         session: Id of the session.
         attachments: Everything attached to the context, counted from its first token, in order.
-        check: Checks the replies; None checks without a vocabulary size.
-        is_streamed: Whether servers stream the tokens as they are sampled.
-        on_chunk: Called with each chunk of a streamed completion.
-        stop_text_end: Ends a streamed completion with a stop text.
+        check: Checks the chunks; None checks without a vocabulary size.
+        on_chunk: Called with each chunk.
+        stop_text_end: Ends the completion with a stop text.
     """
 
     def __init__(
@@ -43,24 +42,21 @@ class InFlightRequest:
         params: SamplingParams,
         prompt_ids: IntArray,
         session: str,
-        attachments: Sequence[Attachment],
+        attachments: Sequence[Attachment] = (),
         *,
         check: ReplyCheck | None = None,
-        is_streamed: bool = False,
         on_chunk: Callable[[TokenChunk], None] | None = None,
         stop_text_end: StopTextEnd | None = None,
     ) -> None:
         self.params = params
         self.prompt_ids = prompt_ids
         self.session = session
-        self.is_streamed = is_streamed
         self.chunks: list[TokenChunk] = []
-        """Chunks that were streamed, or that servers sampled before they died."""
+        """Chunks so far, of all servers."""
         self.num_tokens = 0
         """Number of tokens in `chunks`."""
         self.num_servers_lost = 0
         """Number of servers that died during this request."""
-        self._output: TokenOutput | None = None
         self._attempt = 0
         """Number of the current attempt. Replies to earlier attempts are rejected."""
         self._check = check or ReplyCheck()
@@ -72,14 +68,12 @@ class InFlightRequest:
     @property
     def is_finished(self) -> bool:
         """Whether nothing is left to sample."""
-        return self._output is not None or (bool(self.chunks) and self.chunks[-1].stop_reason is not None)
+        return bool(self.chunks) and self.chunks[-1].stop_reason is not None
 
     @property
     def output(self) -> TokenOutput:
-        """The whole completion, once the request is finished."""
-        if self._output is None:
-            self._output = TokenOutput.from_chunks(self.chunks)
-        return self._output
+        """The completion so far."""
+        return TokenOutput.from_chunks(self.chunks)
 
     def add(self, chunk: TokenChunk) -> None:
         """Add a checked chunk, or its part up to the end of a stop text."""
@@ -90,51 +84,37 @@ class InFlightRequest:
         if self._on_chunk is not None:
             self._on_chunk(chunk)
 
-    async def generate_from(self, server: AsyncServerBase) -> TokenOutput:
+    async def sample_on(self, server: AsyncServerBase) -> TokenOutput:
         """Sample the rest of the completion on a server. Return the tokens that this server sampled.
 
-        Raises:
-            BadServerReply: The reply is not a completion of the prompt.
-        """
-        attempt = self._begin_attempt()
-        prompt_ids, params = self._rest()
-        refuse_params_of_request(params, abilities=server.abilities, server=server.name)
-        reply = await server.generate(prompt_ids, params, self.session, **self._more)
-        output = self._check.output(
-            reply, server=server.name, request_id=self.session, max_tokens=params.max_tokens
-        )
-        self._refuse_late_reply(attempt, server)
-        if self.params.json_schema:
-            output = TokenOutput.from_chunks([self._with_forced(chunk) for chunk in output.chunks])
-        self._output = TokenOutput.from_chunks([*self.chunks, *output.chunks]) if self.chunks else output
-        return output
-
-    async def stream_from(self, server: AsyncServerBase) -> TokenOutput:
-        """Stream the rest of the completion from a server. Return the tokens that this server sampled.
-
-        If the server does not report `prefill_s`, the time to its first token is recorded.
+        If a server that streams does not report `prefill_s`, the time to its first token is recorded.
 
         Raises:
             BadServerReply: A chunk is not a part of a completion of the prompt, or the stream ended too early.
+            ServerDied: The server ignored its cancellation, and the request was resumed elsewhere.
         """
-        attempt, clock = self._begin_attempt(), asyncio.get_running_loop().time
-        first, began, took_s, num_parts = len(self.chunks), clock(), 0.0, 0
+        self._attempt += 1
+        attempt, first, clock = self._attempt, len(self.chunks), asyncio.get_running_loop().time
+        began, is_timed = clock(), Ability.STREAMING in server.abilities
         async with aclosing(self.stream_rest(server)) as chunks:
             async for chunk in chunks:
-                self._refuse_late_reply(attempt, server)
+                if attempt != self._attempt:
+                    raise ServerDied(
+                        "its reply came after the request was moved to another server",
+                        server=server.name,
+                        request_id=self.session,
+                    )
+                if is_timed and chunk.token_ids:
+                    is_timed = False
+                    if chunk.prefill_s is None:
+                        chunk = replace(chunk, prefill_s=clock() - began)
                 self.add(chunk)
                 note_progress()
-                num_parts += bool(chunk.token_ids)
-                if not took_s and num_parts:
-                    took_s = clock() - began
-                if num_parts == 2 and self.chunks[first].prefill_s is None:
-                    self.chunks[first] = replace(self.chunks[first], prefill_s=took_s)
                 if self.is_finished and chunk.stop_reason is None:
                     break  # at a stop text
-        self._refuse_late_reply(attempt, server)
         if not self.is_finished:
             raise self._bad("the stream ended without a stop reason", server.name)
-        return TokenOutput.from_chunks(self.chunks[first:]) if first else self.output
+        return TokenOutput.from_chunks(self.chunks[first:])
 
     async def stream_rest(self, server: AsyncServerBase) -> AsyncGenerator[TokenChunk]:
         """Yield checked chunks of the rest of the completion. The caller adds them.
@@ -149,14 +129,9 @@ class InFlightRequest:
             if inspect.iscoroutine(stream):
                 stream.close()
             raise self._bad(f"stream returned a {type(stream).__name__}, not an async generator", server.name)
-        num_empty = 0
         async with aclosing(cast("AsyncGenerator[Any]", stream)) as chunks:
             async for reply in chunks:
-                chunk = self._checked(reply, server.name)
-                num_empty = 0 if chunk.token_ids else num_empty + 1
-                if num_empty > MAX_EMPTY_CHUNKS:
-                    raise self._bad(f"stream yielded {MAX_EMPTY_CHUNKS} chunks without a token", server.name)
-                yield chunk
+                yield self._checked(reply, server.name)
 
     def add_partial(self, chunks: Any, *, server: str) -> None:
         """Add the tokens that a server sampled before it died.
@@ -178,43 +153,28 @@ class InFlightRequest:
 
         Finishes the request if it already has `max_tokens` tokens.
         """
-        self._begin_attempt()
-        self._output = None
+        self._attempt += 1
         if self.is_finished:
             return
-        version = self.chunks[-1].weight_version if self.chunks else 0
         if self.params.max_tokens is not None and self.num_tokens >= self.params.max_tokens:
-            self.add(TokenChunk([], [], weight_version=version, stop_reason="length"))
+            self.add(self._empty_chunk(stop_reason="length"))
         else:
-            self.chunks.append(TokenChunk([], [], weight_version=version, num_preempted=1))
+            self.chunks.append(self._empty_chunk(num_preempted=1))
 
-    def abort(self, *, weight_version: int) -> None:
+    def abort(self) -> None:
         """Finish the request with the tokens sampled so far and the stop reason `aborted`."""
-        self.add(TokenChunk([], [], weight_version=weight_version, stop_reason="aborted"))
+        self.add(self._empty_chunk(stop_reason="aborted"))
 
-    def _begin_attempt(self) -> int:
-        self._attempt += 1
-        return self._attempt
+    def _empty_chunk(self, **fields: Any) -> TokenChunk:
+        version = self.chunks[-1].weight_version if self.chunks else 0
+        return TokenChunk([], [], weight_version=version, **fields)
 
-    def _refuse_late_reply(self, attempt: int, server: AsyncServerBase) -> None:
-        """Raise `ServerDied` if the request was resumed elsewhere because the server ignored its cancellation."""
-        if attempt != self._attempt:
-            raise ServerDied(
-                "its reply came after the request was moved to another server",
-                server=server.name,
-                request_id=self.session,
-            )
-
-    def _checked(self, chunk: Any, server: str, *, after: Sequence[TokenChunk] = ()) -> TokenChunk:
-        num_before = self.num_tokens + sum(len(c.token_ids) for c in after)
+    def _checked(self, reply: Any, server: str, *, after: Sequence[TokenChunk] = ()) -> TokenChunk:
+        num_before = self.num_tokens + sum(len(chunk.token_ids) for chunk in after)
         limit = None if self.params.max_tokens is None else self.params.max_tokens - num_before
-        checked = self._check.chunk(chunk, server=server, request_id=self.session, max_tokens=limit)
+        chunk = self._check.chunk(reply, server=server, request_id=self.session, max_tokens=limit)
         if self.is_finished or (after and after[-1].stop_reason is not None):
             raise self._bad("it sent a chunk after its stop reason", server)
-        return self._with_forced(checked)
-
-    def _with_forced(self, chunk: TokenChunk) -> TokenChunk:
-        """Mark the tokens that the request's grammar forced. One rule for all servers."""
         return chunk.with_forced() if self.params.json_schema else chunk
 
     def _bad(self, what: str, server: str) -> BadServerReply:
@@ -227,3 +187,89 @@ class InFlightRequest:
         sampled = [token for chunk in self.chunks for token in chunk.token_ids]
         prompt_ids = as_token_ids([*self.prompt_ids.tolist(), *sampled])
         return prompt_ids, self.params.after(len(sampled))
+
+
+class Lease:
+    """Lease on a server for one request. Single use; `ServerPool.complete` acquires and releases it.
+
+    Args:
+        request: The completion to sample.
+        slot_request: The request as the balancer sees it.
+        timeout_s: Time limit of the lease, waiting in the queue included; None sets no limit.
+    """
+
+    server: AsyncServerBase | None = None
+    """The leased server; None while the request is queued."""
+    output: TokenOutput | None = None
+    """Tokens that this server sampled, once it has completed the request."""
+    num_known_tokens: int = 0
+    """Number of prompt tokens that the server has computed or sampled before."""
+    _timeout: asyncio.Timeout | None = None
+    _loss: ServerDied | None = None
+
+    def __init__(
+        self, request: InFlightRequest, slot_request: SlotRequest, *, timeout_s: float | None
+    ) -> None:
+        self.request = request
+        self.slot_request = slot_request
+        self._timeout_s = timeout_s or 0.0
+        self._clock = asyncio.get_running_loop().time
+        self.ends_at = None if timeout_s is None else self._clock() + timeout_s
+
+    def grant(self, server: AsyncServerBase, grant: SlotGrant) -> None:
+        """Assign the server. Called by the pool."""
+        self.server, self.num_known_tokens = server, grant.num_known_tokens
+
+    async def sample(self) -> None:
+        """Sample the rest of the request on the leased server.
+
+        The server's code runs in a separate task, so that a server that mishandles its task cannot affect the caller.
+
+        Raises:
+            ServerTimeout: The time limit passed.
+            ServerDied: The server died or was lost.
+            BadServerReply: The reply is not a completion of the prompt, or the server raised something other than
+                `ServerError` or `SamplingParamsError`.
+        """
+        request, server = self.request, self.server
+        assert server is not None, "the pool grants the lease first"
+        if self._loss is not None:
+            raise self._loss
+        details: dict[str, Any] = {"num_prompt_tokens": self.slot_request.num_prompt_tokens}
+        timeout = self._timeout = asyncio.timeout_at(self.ends_at)
+        try:
+            with waiting_for(WaitKind.GENERATE, server.name, details=details):
+                async with timeout:
+                    sample = partial(request.sample_on, server)
+                    self.output = await run_bounded(sample, timeout_s=None, name=f"server {server.name!r}")
+        except (ServerError, SamplingParamsError):
+            raise
+        except Exception as error:
+            if timeout.expired():
+                raise self._loss or self._time_limit_error(server.name) from None
+            raise bad_reply(
+                f"it raised {describe_error(error)}", server=server.name, request_id=request.session
+            ) from error
+        finally:
+            self._timeout = None
+        details |= {
+            "num_tokens": len(self.output.token_ids),
+            "num_cached_tokens": self.output.num_cached_tokens,
+            "num_preempted": self.output.num_preempted,
+            "prefill_s": self.output.prefill_s,
+        }
+
+    def lose_server(self, reason: str) -> None:
+        """Make `sample` raise `ServerDied`. Called by the pool when it has lost the server."""
+        assert self.server is not None
+        self._loss = ServerDied(reason, server=self.server.name, request_id=self.request.session)
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(self._clock())
+
+    def _time_limit_error(self, server: str) -> ServerTimeout:
+        return ServerTimeout(
+            f"the completion took longer than {self._timeout_s:g} s; raise rollout.request_timeout_s, or check "
+            "what delays the server",
+            server=server,
+            request_id=self.request.session,
+        )

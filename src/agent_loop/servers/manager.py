@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
 from agent_loop.chat.detokenizer import StopTextEnd
-from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import SamplingParamsError, ServerDied, ServerError
 from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.seeds import CompletionSeeds
 from agent_loop.servers.balancer import LoadBalancer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
+from agent_loop.servers.completion_memory import CompletionMemory
 from agent_loop.servers.in_flight import InFlightRequest
-from agent_loop.servers.pool import RequestAborted, ServerPool
+from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.reply_check import ReplyCheck
-from agent_loop.servers.text_scorer import TextScorer
+from agent_loop.servers.scores import TokenScores, checked_scores, checked_text
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, TokenOutput, as_token_ids
 
 if TYPE_CHECKING:
     import torch
-
-    from agent_loop.serve.chat_replies import ChatCompletion, ChatCompletionChunk
-    from agent_loop.serve.chat_requests import ChatCompletionRequest
-    from agent_loop.serve.sampling import Sampler
 
 
 class AsyncLLMServerManager:
@@ -62,9 +59,11 @@ class AsyncLLMServerManager:
         """Decoder of the tokenizer; None if requests cannot have stop texts."""
         self._check = ReplyCheck(vocab_size)
         self._request_timeout_s = request_timeout_s
-        self._sessions = Sessions()
-        self.scorer = TextScorer(self._available_servers, vocab_size=vocab_size)
-        """Scores texts on the servers that are not lost."""
+        self._completions: CompletionMemory | None = None
+        self._sessions: set[str] = set()
+        self._is_over = False
+        self._num_scoring: Counter[str] = Counter()
+        """Number of texts that each server scores for this manager."""
         self._seeds: CompletionSeeds | None = None
 
     @property
@@ -101,8 +100,7 @@ class AsyncLLMServerManager:
             BadServerReply: The reply is not a completion of the prompt, or the server raised something other than
                 `ServerError` or `SamplingParamsError`.
         """
-        request = self._new_request(request_id, prompt_ids, sampling_params, attachments)
-        return await self._complete(request)
+        return await self._complete(self._new_request(request_id, prompt_ids, sampling_params, attachments))
 
     async def stream(
         self,
@@ -131,35 +129,48 @@ class AsyncLLMServerManager:
             while (chunk := await chunks.get()) is not None:
                 yield chunk
 
-    async def chat_completion(
-        self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
-    ) -> ChatCompletion:
-        """Return the completion of an OpenAI chat request. The caller ends the session of a request with `session_id`.
+    async def score(self, token_ids: TokenIds, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        """Return the scores of a text, from the server with the fewest texts, or another one if that server dies.
+
+        See `AsyncServerBase.score`.
 
         Raises:
-            RequestError: The request has an unknown or unsupported field.
-            ChatTemplateError: The template does not accept the messages.
-            ServerError: See `generate`.
+            ServerError: No server can score, or the server failed.
+            ServerDied: All servers that can score have died.
+            BadServerReply: The reply of the server does not fit the text.
         """
-        from agent_loop.serve.chat import chat_completion  # late: `serve` is above this layer
-
-        return await chat_completion(request, template=template, sampler=self.sampler)
-
-    async def stream_chat_completion(
-        self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
-    ) -> AsyncGenerator[ChatCompletionChunk]:
-        """Yield the chunks of a chat completion as they are sampled. Leaving the iteration aborts the request."""
-        from agent_loop.serve.chat import stream_chat_completion  # late: `serve` is above this layer
-
-        chunks = stream_chat_completion(request, template=template, sampler=self.sampler)
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                yield chunk
-
-    @property
-    def sampler(self) -> Sampler:
-        """The pool as a `Sampler`, for code that also works on one server."""
-        return _ManagerSampler(self)
+        text = checked_text(
+            token_ids, start=start, top_logprobs=top_logprobs, server="", vocab_size=self._vocab_size
+        )
+        left = [
+            server
+            for server in self._pool.servers
+            if Ability.SCORE in server.abilities and server.name not in self._pool.lost
+        ]
+        if not left:
+            raise ServerError(
+                "no server can score the tokens of a text; use a server with the ability 'score', such as embedded, "
+                "vllm or sglang"
+            )
+        while True:
+            server = min(left, key=lambda server: self._num_scoring[server.name])
+            self._num_scoring[server.name] += 1
+            try:
+                reply = await server.score(text, start=start, top_logprobs=top_logprobs)
+            except ServerDied:
+                left.remove(server)
+                if not left:
+                    raise
+                continue
+            finally:
+                self._num_scoring[server.name] -= 1
+            return checked_scores(
+                reply,
+                num_scores=len(text) - start,
+                top_logprobs=top_logprobs,
+                server=server.name,
+                vocab_size=self._vocab_size,
+            )
 
     @property
     def servers(self) -> Sequence[AsyncServerBase]:
@@ -188,23 +199,36 @@ class AsyncLLMServerManager:
         self._sessions.discard(request_id)
         self._pool.end_session(request_id)
 
+    @contextmanager
     def scope(
-        self, *, seed: int | None = None, decode: Callable[[Sequence[int]], str] | None = None
-    ) -> ScopedServerManager:
-        """Return a manager of the same servers for use in a `with` statement, at whose end its sessions end.
+        self,
+        *,
+        seed: int | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        completions: CompletionMemory | None = None,
+    ) -> Generator[AsyncLLMServerManager]:
+        """Yield a manager of the same servers whose sessions end with the body.
 
         Args:
             seed: Seed from which the seeds of completions without one are derived; None derives none.
             decode: Decoder of the tokenizer; None keeps this manager's.
+            completions: Memory that gets each completion, so that a token-level loop need not return log-probs and
+                weight versions.
         """
-        scoped = ScopedServerManager(
+        scoped = AsyncLLMServerManager(
             self._pool,
             request_timeout_s=self._request_timeout_s,
             vocab_size=self._vocab_size,
             decode=decode or self.decode,
         )
         scoped._seeds = None if seed is None else CompletionSeeds(seed)
-        return scoped
+        scoped._completions = completions
+        try:
+            yield scoped
+        finally:
+            scoped._is_over = True
+            for request_id in scoped._sessions:
+                self._pool.end_session(request_id)
 
     def next_seed(self, context: IntArray) -> int | None:
         """Return the seed of this scope's next completion of a context.
@@ -237,9 +261,6 @@ class AsyncLLMServerManager:
         """Close all servers."""
         await self._pool.close()
 
-    def _available_servers(self) -> list[AsyncServerBase]:
-        return [server for server in self._pool.servers if server.name not in self._pool.lost]
-
     def _new_request(
         self,
         request_id: str,
@@ -249,7 +270,7 @@ class AsyncLLMServerManager:
         *,
         on_chunk: Callable[[TokenChunk], None] | None = None,
     ) -> InFlightRequest:
-        """Begin the session and return its next request. The request is streamed if `on_chunk` is given."""
+        """Begin the session and return its next request."""
         params, context = SamplingParams.parse(sampling_params), as_token_ids(prompt_ids)
         if params.seed is None and self._seeds is not None:
             params = structs.replace(params, seed=self.next_seed(context))
@@ -264,96 +285,24 @@ class AsyncLLMServerManager:
                 params.stop, decode=self.decode, before=context.tolist(), num_sampled=params.num_sampled
             )
             params = structs.replace(params, stop=())
-        self._sessions.begin(request_id)
+        if self._is_over:
+            raise ServerError(
+                "the trajectory is over; end the loop when CancelledError is raised", request_id=request_id
+            )
+        self._sessions.add(request_id)
         return InFlightRequest(
             params,
             context,
             request_id,
             attachments,
             check=self._check,
-            is_streamed=on_chunk is not None or stop_text_end is not None,
             on_chunk=on_chunk,
             stop_text_end=stop_text_end,
         )
 
     async def _complete(self, request: InFlightRequest) -> TokenOutput:
-        """Lease a server and sample the request. Lease another server if that one dies.
-
-        The pool queues the request, chooses the server by the balancer's policy, and applies the time limit. The lease
-        is always released. Another server resumes the request from the tokens sampled so far.
-        """
-        while not request.is_finished:
-            try:
-                async with self._pool.lease(request, timeout_s=self._request_timeout_s) as lease:
-                    await lease.sample()
-            except RequestAborted:
-                request.abort(weight_version=self._pool.weight_version)
-            except ServerDied as error:
-                if not request.is_finished and not self._pool.may_fail_over(error):
-                    raise
-        return request.output
-
-
-class Sessions(set[str]):
-    """Ids of the sessions that began in a scope."""
-
-    is_closed = False
-    """The scope has ended."""
-
-    def begin(self, request_id: str) -> None:
-        """Add a session.
-
-        Raises:
-            ServerError: The scope has ended, but its loop was abandoned and is still running.
-        """
-        if self.is_closed:
-            raise ServerError(
-                "the trajectory is over; end the loop when CancelledError is raised", request_id=request_id
-            )
-        self.add(request_id)
-
-
-class ScopedServerManager(AsyncLLMServerManager):
-    """Manager whose sessions end with a `with` block. See `AsyncLLMServerManager.scope`."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._sessions.is_closed = True
-        for request_id in self._sessions:
-            self._pool.end_session(request_id)
-
-
-class _ManagerSampler:
-    """Implementation of `Sampler` over all servers of a manager."""
-
-    def __init__(self, manager: AsyncLLMServerManager) -> None:
-        self._manager = manager
-
-    async def generate(
-        self,
-        prompt_ids: IntArray,
-        sampling_params: SamplingParams,
-        request_id: str,
-        *,
-        attachments: Sequence[Attachment] = (),
-    ) -> TokenOutput:
-        return await self._manager.generate(
-            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, attachments=attachments
-        )
-
-    def stream(
-        self,
-        prompt_ids: IntArray,
-        sampling_params: SamplingParams,
-        request_id: str,
-        *,
-        attachments: Sequence[Attachment] = (),
-    ) -> AsyncGenerator[TokenChunk]:
-        return self._manager.stream(
-            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, attachments=attachments
-        )
-
-    def end_session(self, request_id: str) -> None:
-        self._manager.end_session(request_id)
+        try:
+            return await self._pool.complete(request, timeout_s=self._request_timeout_s)
+        finally:
+            if self._completions is not None:
+                self._completions.add(request.output, context=request.prompt_ids)

@@ -103,7 +103,6 @@ class OpenAIServer(AsyncServerBase):
         self._model = options.served_model_name
         self._running: dict[str, asyncio.Timeout] = {}
         """Timeout scopes of the running completions. `abort` expires the scope."""
-        self._is_asleep = False
         self._score_max_tokens = 0
         """Value of `max_tokens` with which the server scores prompts: vLLM samples at least one token."""
         self._why_no_scores = ""
@@ -147,7 +146,13 @@ class OpenAIServer(AsyncServerBase):
                 "token ids"
             ) from error
         if Ability.JSON_SCHEMA in self.abilities:
-            await self._check_schemas(body)
+            try:
+                await self._client.post_json(COMPLETIONS, {**body, "response_format": _response_format("{}")})
+            except HttpStatusError as error:
+                raise ConfigError(
+                    f"{self._client.url} rejects response_format ({error}); remove json_schema from "
+                    "rollout.engine_kwargs.offers"
+                ) from error
         with self._client.validating(COMPLETIONS):
             returns_ids = response["choices"][0].get("token_ids") is not None
         if not returns_ids:
@@ -209,17 +214,6 @@ class OpenAIServer(AsyncServerBase):
         if request_id in self._running:
             self._running[request_id].reschedule(asyncio.get_running_loop().time())
 
-    def end_session(self, request_id: str) -> None:
-        """Do nothing: the server evicts prefixes by itself."""
-
-    async def wake_up(self) -> None:
-        self._is_asleep = False
-
-    async def sleep(self) -> None:
-        if self._running:
-            raise ServerError(f"{len(self._running)} requests are still running", server=self.name)
-        self._is_asleep = True
-
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
     ) -> None:
@@ -241,16 +235,6 @@ class OpenAIServer(AsyncServerBase):
     async def close(self) -> None:
         self._problem = "the server was closed; create a new one"
         await self._client.close()
-
-    async def _check_schemas(self, body: Mapping[str, Any]) -> None:
-        """Check that the server accepts a schema."""
-        try:
-            await self._client.post_json(COMPLETIONS, {**body, "response_format": _response_format("{}")})
-        except HttpStatusError as error:
-            raise ConfigError(
-                f"{self._client.url} rejects response_format ({error}); remove json_schema from "
-                "rollout.engine_kwargs.offers"
-            ) from error
 
     async def _find_scores(self) -> None:
         """Ask whether the server returns the log-probs of a prompt. If it does not, `score` says what it answered."""
@@ -353,7 +337,7 @@ class OpenAIServer(AsyncServerBase):
                     raise ValueError(f"{len(token_ids)} token ids with {len(logprobs)} log-probs")
             reason: str | None = choice.get("finish_reason")
             stop_reason = None if reason is None else STOP_REASONS[reason]
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BadServerReply(
                 f"an event of {COMPLETIONS} cannot be read ({error!r}): {str(event)[:200]}",
                 server=self.name,
@@ -365,9 +349,7 @@ class OpenAIServer(AsyncServerBase):
         self, prompt_ids: IntArray, request_id: str, attachments: Sequence[Attachment]
     ) -> None:
         problem = self._problem
-        if self._is_asleep:
-            problem = "the server is asleep; call wake_up first"
-        elif request_id in self._running:
+        if request_id in self._running:
             problem = "a request of this session is already running; await it first"
         elif attachments:
             problem = f"the request has {len(attachments)} attachments, but this server accepts text only"

@@ -1,11 +1,10 @@
-"""Pool of the servers of a run: leases, health, and calls to all servers."""
+"""Pool of the servers of a run: completions with failover, health, and calls to all servers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -14,14 +13,13 @@ from msgspec import Struct
 
 from agent_loop.errors import FatalRequest, ServerDied, ServerError, ServerTimeout
 from agent_loop.runtime.activity import WaitKind, waiting_for
-from agent_loop.runtime.concurrency import run_shielded, run_together
+from agent_loop.runtime.concurrency import run_shielded, run_together, running_in_background
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.balancer import LoadBalancer, SlotGrant, SlotRequest
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
-from agent_loop.servers.in_flight import InFlightRequest
-from agent_loop.servers.lease import Lease
+from agent_loop.servers.in_flight import InFlightRequest, Lease
 from agent_loop.servers.reply_check import checked_health
 from agent_loop.types import TokenOutput
 from agent_loop.weights.shared import SenderPool, SharedWeights
@@ -45,7 +43,7 @@ MAX_LOSSES_OF_RESTARTING = 5
 """The same number where servers are restarted, since a request may then notice one death more than once."""
 
 
-class RequestAborted(Exception):
+class _RequestAborted(Exception):
     """The request was aborted while it was queued."""
 
 
@@ -57,23 +55,6 @@ class ServerUsage(Struct, frozen=True):
     num_sampled_tokens: int = 0
     num_recomputed_tokens: int = 0
     """Number of context tokens that a server computed again, after a cache eviction or a preemption."""
-
-    def with_completion(
-        self, output: TokenOutput, *, num_prompt_tokens: int, num_known_tokens: int
-    ) -> ServerUsage:
-        """Return the totals with one more completion.
-
-        Args:
-            output: The completion of one server.
-            num_known_tokens: Number of prompt tokens that this server has computed or sampled before.
-        """
-        num_cached = output.num_cached_tokens
-        num_dropped = 0 if num_cached is None else max(num_known_tokens - num_cached, 0)
-        return ServerUsage(
-            self.num_turns + 1,
-            self.num_sampled_tokens + len(output.token_ids),
-            self.num_recomputed_tokens + num_dropped + output.num_preempted * num_prompt_tokens,
-        )
 
     def plus(self, other: ServerUsage, *, sign: int = 1) -> ServerUsage:
         """Return the sum of both totals."""
@@ -115,8 +96,6 @@ class ServerPool:
         self._servers: dict[str, AsyncServerBase] = {}
         self._lost: dict[str, str] = {}
         """Reason of each lost server."""
-        self._sessions_left: dict[str, list[str]] = {}
-        """Sessions that each lost server may still hold."""
         self.usage = ServerUsage()
         """Totals over all completions since the pool was created."""
         self._healths: dict[str, ServerHealth] = {}
@@ -128,8 +107,8 @@ class ServerPool:
         self._weight_senders: SenderPool = {}
         self._numbers = count()
         self._restart_timeout_s = restart_timeout_s
-        self._restart_timer: asyncio.TimerHandle | None = None
-        """Fails the queued requests. Runs while every server is lost and one may rejoin."""
+        self._has_server = asyncio.Event()
+        """Set while a server is left."""
         for server in servers:
             self._join(server)
 
@@ -193,49 +172,37 @@ class ServerPool:
 
     # -- one request -----------------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def lease(self, request: InFlightRequest, *, timeout_s: float | None) -> AsyncGenerator[Lease]:
-        """Lease a server for the rest of a request. The lease is released in any case.
+    async def complete(self, request: InFlightRequest, *, timeout_s: float | None) -> TokenOutput:
+        """Sample a request under a lease on a server. If that server dies, another one samples the rest.
 
-        The balancer chooses the server; the request is queued while no server has a free slot. A server that dies
-        leaves the pool, and the request keeps the tokens sampled so far: see `may_fail_over`.
+        The balancer chooses the server; the request is queued while no server has a free slot. The lease is released
+        in any case. A server that dies leaves the pool.
 
         Args:
-            timeout_s: Time limit of the lease, waiting in the queue included; None sets no limit.
+            timeout_s: Time limit of each lease, waiting in the queue included; None sets no limit.
 
         Raises:
-            ServerDied: The server died, or no server is left and none rejoined in time.
+            ServerDied: The server died, and no other is left or rejoined in time.
             FatalRequest: The server died, and so did others before it during this request.
-            ServerTimeout: The time limit passed while the request was queued.
-            RequestAborted: The request was aborted while it was queued.
+            ServerTimeout: The time limit passed.
+            BadServerReply: See `Lease.sample`.
         """
-        lease = Lease(request, self._slot_request(request), timeout_s=timeout_s)
-        try:
+        while not request.is_finished:
+            lease = Lease(request, self._slot_request(request), timeout_s=timeout_s)
             try:
-                await self._acquire(lease)
-                yield lease
-            finally:
-                self._release(lease)
-        except ServerDied as error:
-            was_granted = lease.granted_at is not None
-            if was_granted:
-                self.mark_lost(lease.server.name, reason=str(error))
-                request.add_partial(error.chunks, server=lease.server.name)
-                request.num_servers_lost += 1
-            request.note_interruption()
-            limit = MAX_LOSSES_OF_RESTARTING if self.expects_restarts else MAX_SERVERS_LOST
-            if request.num_servers_lost == limit and not request.is_finished:
-                raise FatalRequest(
-                    f"{limit} servers died during this request, so no other gets it; the last one: {error}",
-                    request_id=request.session,
-                ) from None
-            if was_granted:  # others may have died at the same time, which says nothing about the request
-                await run_together(self._check_server(self._servers[name]) for name in self.balancer.servers)
-            raise
-
-    def may_fail_over(self, error: ServerDied) -> bool:
-        """Return whether another server may resume a request that lost its server: one is left, or may rejoin."""
-        return bool(self.balancer.servers) or (bool(error.server) and self.expects_restarts)
+                try:
+                    await self._acquire(lease)
+                    await lease.sample()
+                finally:
+                    self._release(lease)
+            except _RequestAborted:
+                request.abort()
+            except ServerDied as error:
+                await self._note_death(lease, error)
+                may_resume = bool(self.balancer.servers) or (bool(error.server) and self.expects_restarts)
+                if not request.is_finished and not may_resume:
+                    raise
+        return request.output
 
     def _slot_request(self, request: InFlightRequest) -> SlotRequest:
         session = request.session
@@ -250,14 +217,11 @@ class ServerPool:
         """Grant the lease a server; queue the request while all servers are full."""
         wanted = lease.slot_request
         if not self.balancer.servers:
-            if not self.expects_restarts:
-                raise self._no_server_left(wanted.session)
-            self._start_restart_timer()
+            await self._wait_for_server(wanted.session, ends_at=lease.ends_at)
         grant = self.balancer.acquire(wanted) or await self._wait_in_queue(wanted, ends_at=lease.ends_at)
         if grant.server in self._lost:  # the server was lost after it was granted
             raise ServerDied(self._lost[grant.server], server=grant.server, request_id=wanted.session)
-        server = self._servers[grant.server]
-        lease.grant(server, num_known_tokens=grant.num_known_tokens, keeps_partial=len(self._servers) > 1)
+        lease.grant(self._servers[grant.server], grant)
         self._leases[wanted.id] = lease
         if grant.moved_from is not None:
             self._end_session_on(grant.moved_from, wanted.session)
@@ -269,11 +233,27 @@ class ServerPool:
         num_new_tokens = None if output is None else len(output.token_ids)
         self._deliver(self.balancer.release(wanted.id, num_new_tokens=num_new_tokens))
         if output is not None:
-            self.usage = self.usage.with_completion(
-                output,
-                num_prompt_tokens=wanted.num_prompt_tokens,
-                num_known_tokens=lease.num_known_tokens,
-            )
+            num_cached = output.num_cached_tokens
+            num_dropped = 0 if num_cached is None else max(lease.num_known_tokens - num_cached, 0)
+            num_recomputed = num_dropped + output.num_preempted * wanted.num_prompt_tokens
+            self.usage = self.usage.plus(ServerUsage(1, len(output.token_ids), num_recomputed))
+
+    async def _note_death(self, lease: Lease, error: ServerDied) -> None:
+        """Keep the tokens of a server that died. Check the others, which may have died at the same time."""
+        request, server = lease.request, lease.server
+        if server is not None:
+            self.mark_lost(server.name, reason=str(error))
+            request.add_partial(error.chunks, server=server.name)
+            request.num_servers_lost += 1
+            request.note_interruption()
+        limit = MAX_LOSSES_OF_RESTARTING if self.expects_restarts else MAX_SERVERS_LOST
+        if request.num_servers_lost == limit and not request.is_finished:
+            raise FatalRequest(
+                f"{limit} servers died during this request, so no other gets it; the last one: {error}",
+                request_id=request.session,
+            ) from None
+        if server is not None:
+            await run_together(self._check_server(self._servers[name]) for name in self.balancer.servers)
 
     async def _wait_in_queue(self, wanted: SlotRequest, *, ends_at: float | None) -> SlotGrant:
         future = self._queued[wanted.id] = asyncio.get_running_loop().create_future()
@@ -285,8 +265,6 @@ class ServerPool:
         except TimeoutError:
             if not timeout.expired():
                 raise
-            if not self.balancer.servers:
-                raise self._no_server_left(wanted.session) from None
             raise ServerTimeout(
                 f"all {len(self.balancer.servers)} servers were full for rollout.request_timeout_s; raise it, add "
                 "servers, or lower rollout.max_concurrent",
@@ -294,6 +272,22 @@ class ServerPool:
             ) from None
         finally:
             del self._queued[wanted.id]
+
+    async def _wait_for_server(self, session: str = "", *, ends_at: float | None = None) -> None:
+        """Wait until a lost server rejoins.
+
+        Raises:
+            ServerDied: None of the servers restarts, or none rejoined in time.
+        """
+        if not self.expects_restarts:
+            raise self._no_server_left(session)
+        restart_ends_at = asyncio.get_running_loop().time() + self._restart_timeout_s
+        try:
+            with waiting_for(WaitKind.QUEUE):
+                async with asyncio.timeout_at(min(restart_ends_at, ends_at or restart_ends_at)):
+                    await self._has_server.wait()
+        except TimeoutError:
+            raise self._no_server_left(session) from None
 
     def _deliver(self, grants: Sequence[SlotGrant]) -> None:
         """Resolve the futures of queued requests that were granted a slot."""
@@ -308,7 +302,7 @@ class ServerPool:
         """Abort the running completion of a session, or its queued request."""
         for request_id, future in self._queued.items():
             if request_id.rpartition("/")[0] == session and not future.done():
-                future.set_exception(RequestAborted())
+                future.set_exception(_RequestAborted())
                 return
         server = self._server_of(session)
         if server is not None:
@@ -329,18 +323,19 @@ class ServerPool:
             return
         logger.warning("server %s is lost: %s", name, reason)
         self._lost[name] = reason
-        self._sessions_left[name] = self.balancer.remove_server(name)
+        self.balancer.remove_server(name)
         for request_id, lease in list(self._leases.items()):
-            if lease.server.name == name:
+            if lease.server is self._servers[name]:
                 del self._leases[request_id]
                 self.num_failovers += 1
                 lease.lose_server(reason)
         if self.balancer.servers:
             self._deliver(self.balancer.grant_free_slots())
-        elif self.expects_restarts:
-            self._start_restart_timer()
-        else:
-            self._fail_queued_requests()
+            return
+        self._has_server.clear()
+        for future in self._queued.values():  # they wait for a server to rejoin, or fail
+            if not future.done():
+                future.set_exception(ServerDied(reason, server=name))
 
     async def watch(self) -> None:
         """Check the health of every server periodically, without end. Lost servers are checked first."""
@@ -400,7 +395,6 @@ class ServerPool:
 
     async def close(self) -> None:
         """Close all servers."""
-        self._stop_restart_timer()
         await run_together(server.close() for server in self.servers)
 
     # -- internals -------------------------------------------------------------------------------------------------
@@ -408,32 +402,13 @@ class ServerPool:
     def _join(self, server: AsyncServerBase) -> None:
         granted = self.balancer.add_server(server.name, max_in_flight=server.max_concurrent)
         self._servers[server.name] = server
+        self._has_server.set()
         self._deliver(granted)
 
     def _rejoin(self, name: str) -> None:
         logger.warning("server %s has rejoined", name)
         del self._lost[name]
-        for session in self._sessions_left.pop(name):  # they have moved to other servers, or ended
-            self._end_session_on(name, session)
-        self._stop_restart_timer()
         self._join(self._servers[name])
-
-    def _start_restart_timer(self) -> None:
-        if self._restart_timer is None:
-            loop = asyncio.get_running_loop()
-            self._restart_timer = loop.call_later(self._restart_timeout_s, self._fail_queued_requests)
-
-    def _stop_restart_timer(self) -> None:
-        if self._restart_timer is not None:
-            self._restart_timer.cancel()
-            self._restart_timer = None
-
-    def _fail_queued_requests(self) -> None:
-        """Fail every queued request with `ServerDied`: no server is left."""
-        self._restart_timer = None
-        for request_id, future in self._queued.items():
-            if not future.done():
-                future.set_exception(self._no_server_left(request_id.rpartition("/")[0]))
 
     @property
     def _available_healths(self) -> list[ServerHealth]:
@@ -453,9 +428,7 @@ class ServerPool:
             server.end_session(session)
         except ServerError as error:
             logger.debug("server %s could not end session %s: %s", name, session, error)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001  (the session has ended even if a server's own code fails)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (the session has ended even if a server's code fails)
             logger.warning(
                 "server %s: end_session raised %s; it may only raise ServerError",
                 name,
@@ -476,28 +449,17 @@ class ServerPool:
             except ServerDied as error:
                 self.mark_lost(server.name, reason=str(error))
 
+        async def check_until_one_rejoins() -> None:
+            while not self.balancer.servers:
+                await asyncio.sleep(RESTART_CHECK_EVERY_S)
+                await run_together(self._check_server(each, at_version=at_version) for each in self.servers)
+
         while True:
             await run_together(call_one(server) for server in self.servers if server.name not in self._lost)
             if self.balancer.servers:
                 return
-            await self._wait_for_restart(at_version=at_version)
-
-    async def _wait_for_restart(self, *, at_version: bool) -> None:
-        """Check the lost servers periodically until one rejoins."""
-        if not self.expects_restarts:
-            raise self._no_server_left("")
-
-        async def check_until_one_rejoins() -> None:
-            while not self.balancer.servers:
-                await asyncio.sleep(RESTART_CHECK_EVERY_S)
-                await run_together(
-                    self._check_server(server, at_version=at_version) for server in self.servers
-                )
-
-        try:
-            await run_bounded(check_until_one_rejoins, timeout_s=self._restart_timeout_s)
-        except DeadlineExpired:
-            raise self._no_server_left("") from None
+            async with running_in_background(check_until_one_rejoins()):
+                await self._wait_for_server()
 
     async def _check_server(self, server: AsyncServerBase, *, at_version: bool = True) -> None:
         """Check the health of a server. Mark the server as lost, or let it rejoin."""

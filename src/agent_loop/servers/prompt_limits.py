@@ -1,4 +1,4 @@
-"""Limits on prompts, for servers that accept text only."""
+"""Limits on prompts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ class PromptLimits:
     max_model_len: int
     vocab_size: int
 
-    def check(self, request_id: str, *, prompt_ids: IntArray, attachments: Sequence[Attachment]) -> int:
+    def check(self, request_id: str, *, prompt_ids: IntArray, attachments: Sequence[Attachment] = ()) -> int:
         """Return the number of tokens that can be sampled after a prompt.
+
+        Args:
+            attachments: Attachments of a request to a server that accepts text only.
 
         Raises:
             BadPrompt: The prompt is empty or too long, has a token id outside the vocabulary, or has attachments.

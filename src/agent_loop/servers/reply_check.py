@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple, TypeAlias, cast
+from typing import Annotated, Any, TypeAlias, cast
 
 import numpy as np
 from msgspec import Meta, Struct, ValidationError, convert, defstruct
-from numpy.typing import NDArray
 
 from agent_loop.errors import BadServerReply
-from agent_loop.runtime.describe import describe_error, one_line
+from agent_loop.runtime.describe import describe_error, describe_value
 from agent_loop.servers.base import ServerHealth
-from agent_loop.types import ServerStopReason, TokenArrays, TokenChunk, TokenOutput
+from agent_loop.types import ServerStopReason, TokenArrays, TokenChunk
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_WEIGHT_VERSION = 2**31 - 1
@@ -23,78 +22,63 @@ MIN_LOG_PROB = -10_000.0
 """Lowest allowed log-prob. Engines that cannot represent minus infinity return -9999."""
 LOG_PROB_ROUNDING = 1e-3
 """Log-probs may exceed 0 by this much from rounding; they are set to 0."""
-MAX_COUNT = 2**53
 
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 CountOrNone: TypeAlias = Count | None
-SecondsOrNone: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)] | None
-ShareOrNone: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)] | None
-Version: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_WEIGHT_VERSION)]
+PositiveOrNone: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)] | None
 
 
 class ReplyCheck:
-    """Check that replies of servers follow the contract of `TokenOutput` and `TokenChunk`.
+    """Check that chunks of servers follow the contract of `TokenChunk`.
 
-    Accepted replies are copied, so that a server cannot change them later. NumPy arrays and scalars are accepted and
-    converted to Python's.
+    Accepted chunks are copied, so that a server cannot change them later. NumPy arrays and scalars are converted to
+    Python's.
+
+    Args:
+        vocab_size: Number of rows of the model's embedding; None allows any id that fits into int32.
     """
 
     def __init__(self, vocab_size: int | None = None) -> None:
-        """Create a check for one vocabulary.
-
-        Args:
-            vocab_size: Number of rows of the model's embedding; None allows any id that fits into int32.
-        """
-        self._contracts = _contracts_of(vocab_size)
-
-    def output(
-        self, reply: Any, *, server: str, request_id: str, max_tokens: int | None = None
-    ) -> TokenOutput:
-        """Return a checked copy of a whole completion.
-
-        Args:
-            max_tokens: `max_tokens` of the request.
-
-        Raises:
-            BadServerReply: The reply is not a valid completion of the request.
-        """
-        source = _Source(server, request_id)
-        if not isinstance(reply, TokenOutput):
-            raise source.bad(f"generate returned {_type_of(reply)}, not a TokenOutput")
-        given: Any = reply.chunks
-        if not isinstance(given, (tuple, list)) or not given:
-            raise source.bad(f"its chunks are {_type_of(given)}, not a tuple of TokenChunk")
-        chunks: list[TokenChunk] = []
-        num_left = max_tokens
-        for chunk in cast("Sequence[Any]", given):
-            if chunks and chunks[-1].stop_reason is not None:
-                raise source.bad("it has chunks after the one with its stop reason")
-            chunks.append(self.chunk(chunk, server=server, request_id=request_id, max_tokens=num_left))
-            num_left = None if num_left is None else num_left - len(chunks[-1].token_ids)
-        if chunks[-1].stop_reason is None:
-            raise source.bad("stop_reason is None, expected one of 'stop', 'length' and 'aborted'")
-        return TokenOutput.from_chunks(chunks)
+        self._contract = _contract_of(vocab_size)
 
     def chunk(self, reply: Any, *, server: str, request_id: str, max_tokens: int | None = None) -> TokenChunk:
-        """Return a checked copy of one chunk of a completion. See `output`."""
-        source = _Source(server, request_id)
-        if not isinstance(reply, TokenChunk):
-            raise source.bad(f"stream yielded {_type_of(reply)}, not a TokenChunk")
-        fields = _read(reply, self._contracts.chunk, self._contracts.rounded_chunk, source)
-        extras: TokenArrays = {}
-        if reply.extras:
-            extras = _checked_extras(reply.extras, source, num_tokens=len(fields.token_ids))
-        _check_lengths(fields, source, max_tokens)
-        return TokenChunk(
-            token_ids=fields.token_ids,
-            logprobs=fields.logprobs,
-            weight_version=fields.weight_version,
-            stop_reason=fields.stop_reason,
-            num_preempted=fields.num_preempted,
-            num_cached_tokens=fields.num_cached_tokens,
-            prefill_s=fields.prefill_s,
-            extras=extras,
-        )
+        """Return a checked copy of one chunk of a completion.
+
+        Args:
+            max_tokens: Number of tokens that the request has left.
+
+        Raises:
+            BadServerReply: The reply is not a chunk of a completion of the request.
+        """
+        try:
+            if not isinstance(reply, TokenChunk):
+                raise _Invalid(f"stream yielded {describe_value(reply)}, not a TokenChunk")
+            fields = self._fields(reply)
+            num_tokens = len(fields["token_ids"])
+            if fields["logprobs"] is not None and len(fields["logprobs"]) != num_tokens:
+                raise _Invalid(f"it has {num_tokens} token ids but {len(fields['logprobs'])} log-probs")
+            if max_tokens is not None and num_tokens > max_tokens:
+                raise _Invalid(f"it has {num_tokens} tokens where max_tokens was {max_tokens}")
+            extras = _checked_extras(reply.extras, num_tokens=num_tokens)
+        except _Invalid as error:
+            raise bad_reply(str(error), server=server, request_id=request_id) from error.__cause__
+        return TokenChunk(**fields, extras=extras)
+
+    def _fields(self, reply: TokenChunk) -> dict[str, Any]:
+        """Return the fields without extras. Nearly all replies pass the first attempt, which takes microseconds."""
+        names = self._contract.__struct_fields__
+        try:
+            checked = convert(reply, self._contract, from_attributes=True)
+        except ValidationError:
+            plain = {name: _plain(getattr(reply, name, None)) for name in names}
+            try:
+                checked = convert(plain, self._contract)
+            except ValidationError as error:
+                raise _Invalid(_described(error, plain)) from error
+        fields = {name: getattr(checked, name) for name in names}
+        if fields["logprobs"] and max(fields["logprobs"]) > 0:
+            fields["logprobs"] = [min(logprob, 0.0) for logprob in fields["logprobs"]]
+        return fields
 
 
 def bad_reply(what: str, *, server: str, request_id: str) -> BadServerReply:
@@ -118,19 +102,12 @@ def checked_health(reply: Any) -> ServerHealth:
         BadServerReply: The reply is not a `ServerHealth`, or a field has a wrong type.
     """
     if not isinstance(reply, ServerHealth):
-        raise BadServerReply(f"health returned {_type_of(reply)}, not a ServerHealth")
+        raise BadServerReply(f"health returned {describe_value(reply)}, not a ServerHealth")
     try:
         fields = convert(reply, _Health, from_attributes=True)
     except ValidationError as error:
         raise BadServerReply(f"health returned an invalid field: {error}") from error
-    return ServerHealth(
-        is_alive=fields.is_alive,
-        num_running=fields.num_running,
-        num_waiting=fields.num_waiting,
-        weight_version=fields.weight_version,
-        detail=fields.detail,
-        kv_cache_share=fields.kv_cache_share,
-    )
+    return ServerHealth(**{name: getattr(fields, name) for name in _Health.__struct_fields__})
 
 
 class _Health(Struct):
@@ -139,100 +116,58 @@ class _Health(Struct):
     num_waiting: Count
     weight_version: int
     detail: str
-    kv_cache_share: ShareOrNone
+    kv_cache_share: PositiveOrNone
 
 
-class _Contracts(NamedTuple):
-    """Types that replies are converted to. The `rounded` types accept log-probs that exceed 0 by rounding."""
-
-    chunk: type[Any]
-    rounded_chunk: type[Any]
-
-
-class _Source(NamedTuple):
-    server: str
-    request_id: str
-
-    def bad(self, what: str) -> BadServerReply:
-        return bad_reply(what, server=self.server, request_id=self.request_id)
+class _Invalid(Exception):
+    """A reply breaks its contract."""
 
 
 @lru_cache(maxsize=16)
-def _contracts_of(vocab_size: int | None) -> _Contracts:
+def _contract_of(vocab_size: int | None) -> type[Any]:
     largest_id = MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
-    token_ids = list[Annotated[int, Meta(ge=0, le=largest_id)]]
-
-    def contract(largest_logprob: float) -> type[Any]:
-        logprobs: Any = list[Annotated[float, Meta(ge=MIN_LOG_PROB, le=largest_logprob)]]
-        fields: dict[str, Any] = {
-            "token_ids": token_ids,
-            "logprobs": logprobs | None,
-            "weight_version": Version,
-            "num_preempted": Count,
-            "num_cached_tokens": CountOrNone,
-            "prefill_s": SecondsOrNone,
-            "stop_reason": ServerStopReason | None,
-        }
-        return defstruct("Chunk", list(fields.items()))
-
-    return _Contracts(chunk=contract(0.0), rounded_chunk=contract(LOG_PROB_ROUNDING))
+    logprobs: Any = list[Annotated[float, Meta(ge=MIN_LOG_PROB, le=LOG_PROB_ROUNDING)]]
+    fields: dict[str, Any] = {
+        "token_ids": list[Annotated[int, Meta(ge=0, le=largest_id)]],
+        "logprobs": logprobs | None,
+        "weight_version": Annotated[int, Meta(ge=0, le=MAX_WEIGHT_VERSION)],
+        "stop_reason": ServerStopReason | None,
+        "num_preempted": Count,
+        "num_cached_tokens": CountOrNone,
+        "prefill_s": PositiveOrNone,
+    }
+    return defstruct("Chunk", list(fields.items()))
 
 
-def _read(reply: TokenChunk, contract: type[Any], rounded: type[Any], source: _Source) -> Any:
-    """Return the fields of a reply. Nearly all replies pass the first attempt, which takes microseconds."""
-    try:
-        return convert(reply, contract, from_attributes=True)
-    except ValidationError:
-        pass
-    plain = {name: _plain(getattr(reply, name, None)) for name in rounded.__struct_fields__}
-    try:
-        fields = convert(plain, rounded)
-    except ValidationError as error:
-        raise source.bad(_described(error, plain)) from error
-    if fields.logprobs is not None:
-        fields.logprobs = [min(logprob, 0.0) for logprob in fields.logprobs]
-    return fields
-
-
-def _checked_extras(extras: Any, source: _Source, *, num_tokens: int) -> TokenArrays:
+def _checked_extras(extras: Any, *, num_tokens: int) -> TokenArrays:
     """Return read-only copies of the arrays."""
+    if isinstance(extras, dict) and not extras:
+        return {}
     if not isinstance(extras, Mapping):
-        raise source.bad(f"its extras are {_type_of(extras)}, not a mapping of arrays")
-    checked: dict[str, NDArray[Any]] = {}
+        raise _Invalid(f"its extras are {describe_value(extras)}, not a mapping of arrays")
+    checked: dict[str, Any] = {}
     for name, given in cast("Mapping[Any, Any]", extras).items():
         try:
             array = np.array(given)
         except (TypeError, ValueError, OverflowError) as error:
-            raise source.bad(
-                f"its extras {_shown(name)} are not an array: {describe_error(error)}"
-            ) from error
-        if not isinstance(name, str) or array.dtype.kind not in "biuf":
-            raise source.bad(
-                f"its extras {_shown(name)} are an array of {array.dtype}; return arrays of numbers by name"
-            )
-        if array.shape[:1] != (num_tokens,):
-            raise source.bad(
-                f"its extras {name!r} have shape {list(array.shape)} for {num_tokens} tokens; return one entry each"
+            raise _Invalid(f"its extras {name!r:.60} are not an array: {describe_error(error)}") from error
+        if not isinstance(name, str) or array.dtype.kind not in "biuf" or array.shape[:1] != (num_tokens,):
+            raise _Invalid(
+                f"its extras {name!r:.60} are an array of {array.dtype} of shape {list(array.shape)} for {num_tokens} "
+                "tokens; return arrays of numbers by name, with one entry for each token"
             )
         array.flags.writeable = False
         checked[name] = array
     return checked
 
 
-def _check_lengths(fields: Any, source: _Source, max_tokens: int | None) -> None:
-    num_tokens = len(fields.token_ids)
-    if fields.logprobs is not None and len(fields.logprobs) != num_tokens:
-        raise source.bad(f"it has {num_tokens} token ids but {len(fields.logprobs)} log-probs")
-    if max_tokens is not None and num_tokens > max_tokens:
-        raise source.bad(f"it has {num_tokens} tokens where max_tokens was {max_tokens}")
-
-
-def _plain(value: Any, *, depth: int = 2) -> Any:
-    """Return NumPy arrays and scalars as Python lists and scalars."""
+def _plain(value: Any) -> Any:
+    """Return NumPy arrays and scalars, also those in a list, as Python lists and scalars."""
     if isinstance(value, (np.ndarray, np.generic)):
         return cast(Any, value).tolist()
-    if depth and isinstance(value, (list, tuple)):
-        return [_plain(element, depth=depth - 1) for element in cast("list[Any]", value)]
+    if isinstance(value, (list, tuple)):
+        elements = cast("list[Any]", value)
+        return [each.item() if isinstance(each, np.generic) else each for each in elements]
     return value
 
 
@@ -246,18 +181,4 @@ def _described(error: ValidationError, fields: dict[str, Any]) -> str:
     if found[2] is not None and isinstance(value, list):
         value = cast("list[Any]", value)[int(found[2])]
     expected = expected.replace("`", "").replace("Expected", "expected", 1)
-    return f"{path.strip('`').removeprefix('$.')} is {_shown(value)}, {expected}"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, int) and value.bit_length() > 200:  # (Python refuses to write thousands of digits)
-        return "a huge integer"
-    return one_line(repr(value), max_length=60) if isinstance(value, (int, float, str)) else _type_of(value)
-
-
-def _type_of(value: Any) -> str:
-    if value is None:
-        return "None"
-    if isinstance(value, BaseException):
-        return describe_error(value)
-    return f"an object of type {type(value).__name__}"
+    return f"{path.strip('`').removeprefix('$.')} is {describe_value(value)}, {expected}"

@@ -60,31 +60,28 @@ def checked_text(
             `top_logprobs` is out of range.
     """
     text = as_token_ids(token_ids)
-    num_tokens = len(text)
-
-    def bad(message: str) -> BadPrompt:
-        return BadPrompt(message, server=server)
-
+    num_tokens, problem = len(text), ""
     if num_tokens == 0:
-        raise bad("the text to score is empty; give at least one token")
-    if max_model_len is not None and num_tokens > max_model_len:
-        raise bad(
+        problem = "the text to score is empty; give at least one token"
+    elif max_model_len is not None and num_tokens > max_model_len:
+        problem = (
             f"the text to score has {num_tokens} tokens, but the server takes {max_model_len}; shorten the text, or "
             "raise the context length of the server"
         )
-    if not 1 <= start <= num_tokens:
-        raise bad(
+    elif not 1 <= start <= num_tokens:
+        problem = (
             f"start is {start}, but the text to score has {num_tokens} tokens; give 1 to {num_tokens}, because nothing "
             "predicts the first token"
         )
-    if top_logprobs < 0:
-        raise bad(f"top_logprobs is {top_logprobs}; give 0 or more")
-    lowest, highest = int(text.min()), int(text.max())
-    if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
-        raise bad(
-            f"the text to score has token id {lowest if lowest < 0 else highest}, which is outside the vocabulary of "
-            "the model; give ids of this model's tokenizer"
+    elif top_logprobs < 0:
+        problem = f"top_logprobs is {top_logprobs}; give 0 or more"
+    elif (lowest := int(text.min())) < 0 or (vocab_size is not None and int(text.max()) >= vocab_size):
+        problem = (
+            f"the text to score has token id {lowest if lowest < 0 else text.max()}, which is outside the vocabulary "
+            "of the model; give ids of this model's tokenizer"
         )
+    if problem:
+        raise BadPrompt(problem, server=server)
     return text
 
 
@@ -104,14 +101,17 @@ def checked_scores(
         BadServerReply: The reply is not the scores of such a text.
     """
 
+    def bad(what: str) -> BadServerReply:
+        return BadServerReply(
+            f"its scores are invalid: {what}; fix `score` of the server, which returns TokenScores",
+            server=server,
+        )
+
     def array(name: str, shape: tuple[int, ...], kinds: str) -> NDArray[Any]:
-        value = getattr(reply, name)
         try:
-            given: NDArray[Any] = np.array(value)
+            given: NDArray[Any] = np.array(getattr(reply, name))
         except ValueError:
             raise bad(f"{name} has rows of different lengths") from None
-        if not given.size and given.shape[:1] == shape[:1]:
-            given = given.reshape(shape).astype("f" if "f" in kinds else "i")
         if given.shape != shape:
             raise bad(f"{name} has shape {list(given.shape)}, expected {list(shape)}")
         if given.dtype.kind not in kinds:
@@ -120,27 +120,21 @@ def checked_scores(
 
     def logprobs(name: str, shape: tuple[int, ...]) -> FloatArray:
         given = array(name, shape, "fiu").astype(np.float32)
-        if np.isnan(given).any() or (given > ROUNDING).any():
-            wrong = given[np.isnan(given) | (given > ROUNDING)][0]
-            raise bad(f"{name} has {wrong}, which is not a log-prob; expected 0 or less, or minus infinity")
+        wrong = given[np.isnan(given) | (given > ROUNDING)]
+        if len(wrong):
+            raise bad(
+                f"{name} has {wrong[0]}, which is not a log-prob; expected 0 or less, or minus infinity"
+            )
         return np.minimum(given, np.float32(0))
-
-    def bad(what: str) -> BadServerReply:
-        return BadServerReply(
-            f"its scores are invalid: {what}; fix `score` of the server, which returns TokenScores",
-            server=server,
-        )
 
     if not isinstance(reply, TokenScores):
         raise bad(f"score returned an object of type {type(reply).__name__}, not TokenScores")
     of_tokens = logprobs("logprobs", (num_scores,))
     if not top_logprobs:
         return TokenScores(of_tokens)
-    # Of a vocabulary of unknown size, fewer may be all.
-    columns = (
-        np.shape(reply.top_ids)[1:] if vocab_size is None and isinstance(reply.top_ids, np.ndarray) else ()
-    )
-    num_top = min(top_logprobs, vocab_size or max(columns, default=0) or top_logprobs)
+    num_top = min(top_logprobs, vocab_size or top_logprobs)
+    if vocab_size is None and isinstance(reply.top_ids, np.ndarray):  # fewer may be all of the vocabulary
+        num_top = min(num_top, *reply.top_ids.shape[1:])
     shape = (num_scores, num_top)
     top_ids = array("top_ids", shape, "iu")
     past_end = np.iinfo(np.int32).max if vocab_size is None else vocab_size

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_loop.config import Positive, parse_options
-from agent_loop.errors import BadPrompt, ConfigError, ServerDied, ServerError
+from agent_loop.errors import ConfigError, ServerDied, ServerError
 from agent_loop.loading import load_object
 from agent_loop.servers.base import (
     Ability,
@@ -22,7 +22,8 @@ from agent_loop.servers.base import (
     refuse_params_of_request,
     refuse_unknown_options,
 )
-from agent_loop.servers.scores import TokenScores, checked_scores, checked_text
+from agent_loop.servers.prompt_limits import PromptLimits
+from agent_loop.servers.scores import TokenScores, checked_text
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import (
     FloatArray,
@@ -30,12 +31,14 @@ from agent_loop.types import (
     SamplingParams,
     TokenArrays,
     TokenChunk,
-    TokenOutput,
     sliced,
 )
 
 if TYPE_CHECKING:
     import torch
+
+
+NO_LIMIT = 2**31
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,14 +133,12 @@ class ScriptedServer(AsyncServerBase):
             self.abilities |= {Ability.SCORE}
         self._scorer = scorer
         self.scored: list[IntArray] = []
-        self._vocab_size = math.inf if vocab_size is None else vocab_size
-        self._max_model_len = math.inf if max_model_len is None else max_model_len
+        self._limits = PromptLimits(name, max_model_len or NO_LIMIT, vocab_size or NO_LIMIT)
         self.requests: list[ScriptedRequest] = []
         self._script = script
         self._turns: dict[str, int] = {}
         self._aborts: dict[str, asyncio.Event] = {}
         self._weight_version = 0
-        self._version_changes: list[tuple[float, int]] = []
         self.is_asleep = False
         self._end_reason: str | None = None
 
@@ -172,28 +173,6 @@ class ScriptedServer(AsyncServerBase):
     def num_running(self) -> int:
         return len(self._aborts)
 
-    async def generate(
-        self,
-        prompt_ids: IntArray,
-        sampling_params: SamplingParams,
-        request_id: str,
-        *,
-        attachments: Sequence[Attachment] = (),
-    ) -> TokenOutput:
-        request = self._begin(prompt_ids, sampling_params, request_id, attachments)
-        reply = self._reply_to(request)
-        aborted = self._aborts[request_id] = asyncio.Event()
-        started = asyncio.get_running_loop().time()
-        first_version = self._weight_version
-        try:
-            was_aborted = await _wait_for(aborted, reply.latency_s)
-        finally:
-            del self._aborts[request_id]
-        self._fail_if_scripted(reply, request_id, was_aborted=was_aborted)
-        return self._completion(
-            request, reply, was_aborted=was_aborted, started=started, version=first_version
-        )
-
     async def stream(
         self,
         prompt_ids: IntArray,
@@ -202,34 +181,34 @@ class ScriptedServer(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
-        if Ability.STREAMING not in self.abilities:
-            async for chunk in super().stream(
-                prompt_ids, sampling_params, request_id, attachments=attachments
-            ):
-                yield chunk
-            return
-        request = self._begin(prompt_ids, sampling_params, request_id, attachments)
+        self._refuse_if_unable(prompt_ids, request_id)
+        refuse_params_of_request(sampling_params, abilities=self.abilities, server=self.name)
+        turn = self._turns.get(request_id, 0)
+        request = ScriptedRequest(prompt_ids.copy(), sampling_params, request_id, turn, tuple(attachments))
+        self.requests.append(request)
+        self._turns[request_id] = turn + 1
         reply = self._reply_to(request)
-        output = self._completion(request, reply, was_aborted=False, started=math.inf, version=0)
+        whole = _completion(reply, sampling_params)
+        num_tokens, start, version = len(whole.token_ids), 0, self._weight_version
+        began, seconds_per_token = asyncio.get_running_loop().time(), _seconds_per_token(reply)
         aborted = self._aborts[request_id] = asyncio.Event()
-        seconds_per_token = reply.latency_s / max(len(reply.token_ids), 1)
         try:
-            for position, token in enumerate(output.token_ids):
-                was_aborted = await _wait_for(aborted, seconds_per_token)
-                is_last = position + 1 == len(output.token_ids)
-                if was_aborted or is_last:
-                    self._fail_if_scripted(reply, request_id, was_aborted=was_aborted)
+            for end in range(min(1, num_tokens), num_tokens + 1):
+                was_aborted = await _wait_until(aborted, began + seconds_per_token * max(end, 1))
+                if was_aborted or end == num_tokens:
+                    self._fail_if_dead(request_id)
+                if start < end - 1 and (was_aborted or self._weight_version != version):
+                    yield replace(whole.part(start, end - 1), weight_version=version)
+                    start = end - 1
+                version = self._weight_version
                 if was_aborted:
-                    yield TokenChunk([], [], weight_version=self._weight_version, stop_reason="aborted")
+                    yield TokenChunk([], [], weight_version=version, stop_reason="aborted")
                     return
-                yield TokenChunk(
-                    [token],
-                    None if output.log_probs is None else [output.log_probs[position]],
-                    weight_version=self._weight_version,
-                    stop_reason=output.stop_reason if is_last else None,
-                    prefill_s=None if position else output.prefill_s,
-                    extras=sliced(output.extras, position, position + 1),
-                )
+                if end == num_tokens and reply.error is not None:
+                    raise ServerError(reply.error, server=self.name, request_id=request_id)
+                if end == num_tokens or Ability.STREAMING in self.abilities:
+                    yield replace(whole.part(start, end), weight_version=version)
+                    start = end
         finally:
             del self._aborts[request_id]
 
@@ -239,13 +218,14 @@ class ScriptedServer(AsyncServerBase):
         self._fail_if_dead("")
         if self.is_asleep:
             raise ServerError("the server is asleep; call wake_up first", server=self.name)
+        limits = self._limits
         text = checked_text(
             token_ids,
             start=start,
             top_logprobs=top_logprobs,
             server=self.name,
-            vocab_size=None if math.isinf(self._vocab_size) else int(self._vocab_size),
-            max_model_len=None if math.isinf(self._max_model_len) else int(self._max_model_len),
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
         )
         self.scored.append(text.copy())
         scored: NDArray[Any] = np.asarray(self._scorer(text), dtype=np.float32)
@@ -255,14 +235,7 @@ class ScriptedServer(AsyncServerBase):
                 "top_logprobs",
                 server=self.name,
             )
-        scores = _scores_of(text[start:], scored[start - 1 :], top_logprobs=top_logprobs)
-        return checked_scores(
-            scores,
-            num_scores=len(text) - start,
-            top_logprobs=top_logprobs,
-            server=self.name,
-            vocab_size=scored.shape[1] if scored.ndim == 2 else None,
-        )
+        return _scores_of(text[start:], scored[start - 1 :], top_logprobs=top_logprobs)
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._aborts:
@@ -299,7 +272,6 @@ class ScriptedServer(AsyncServerBase):
         for _ in weights:
             pass
         self._weight_version = weight_version
-        self._version_changes.append((asyncio.get_running_loop().time(), weight_version))
 
     async def health(self) -> ServerHealth:
         return ServerHealth(
@@ -322,36 +294,11 @@ class ScriptedServer(AsyncServerBase):
             problem = "a request of this session is already running"
         if problem:
             raise ServerError(problem, server=self.name, request_id=request_id)
-        if not 0 < len(prompt_ids) < self._max_model_len:
-            problem = f"the prompt has {len(prompt_ids)} tokens; give at least 1, and fewer than {self._max_model_len}"
-        elif prompt_ids.min() < 0 or prompt_ids.max() >= self._vocab_size:
-            problem = f"the prompt has token ids outside 0..{self._vocab_size - 1}"
-        if problem:
-            raise BadPrompt(problem, server=self.name, request_id=request_id)
-
-    def _begin(
-        self,
-        prompt_ids: IntArray,
-        sampling_params: SamplingParams,
-        request_id: str,
-        attachments: Sequence[Attachment],
-    ) -> ScriptedRequest:
-        self._refuse_if_unable(prompt_ids, request_id)
-        refuse_params_of_request(sampling_params, abilities=self.abilities, server=self.name)
-        turn = self._turns.get(request_id, 0)
-        request = ScriptedRequest(prompt_ids.copy(), sampling_params, request_id, turn, tuple(attachments))
-        self.requests.append(request)
-        self._turns[request_id] = turn + 1
-        return request
+        self._limits.check(request_id, prompt_ids=prompt_ids)
 
     def _fail_if_dead(self, request_id: str) -> None:
         if self._end_reason is not None:
             raise ServerDied(self._end_reason, server=self.name, request_id=request_id)
-
-    def _fail_if_scripted(self, reply: ScriptedReply, request_id: str, *, was_aborted: bool) -> None:
-        self._fail_if_dead(request_id)
-        if reply.error is not None and not was_aborted:
-            raise ServerError(reply.error, server=self.name, request_id=request_id)
 
     def _reply_to(self, request: ScriptedRequest) -> ScriptedReply:
         if callable(self._script):
@@ -364,57 +311,25 @@ class ScriptedServer(AsyncServerBase):
             )
         return self._script[request.turn]
 
-    def _completion(
-        self,
-        request: ScriptedRequest,
-        reply: ScriptedReply,
-        *,
-        was_aborted: bool,
-        started: float,
-        version: int,
-    ) -> TokenOutput:
-        params = request.sampling_params
-        token_ids = list(reply.token_ids)
-        logprobs = [-0.5] * len(token_ids) if reply.logprobs is None else list(reply.logprobs)
-        elapsed = asyncio.get_running_loop().time() - started
-        num_tokens, stop_reason = len(token_ids), ("stop" if reply.stops else "length")
-        for position, token in enumerate(token_ids):
-            if token in params.stop_token_ids:
-                num_tokens, stop_reason = position + 1, "stop"
-                break
-        if params.max_tokens is not None and num_tokens > params.max_tokens:
-            num_tokens, stop_reason = params.max_tokens, "length"
-        if was_aborted:
-            share = 0.0 if math.isinf(reply.latency_s) else elapsed / reply.latency_s
-            num_tokens, stop_reason = min(num_tokens, int(share * len(token_ids))), "aborted"
-        whole = TokenChunk(
-            token_ids=token_ids[:num_tokens],
-            logprobs=logprobs[:num_tokens],
-            stop_reason=stop_reason,
-            prefill_s=_prefill_s(reply),
-            extras=sliced(reply.extras, 0, num_tokens),
-        )
-        seconds_per_token = reply.latency_s / max(len(token_ids), 1)
-        chunks: list[TokenChunk] = []
-        start = 0
-        counts = self._tokens_by_version(num_tokens, seconds_per_token, started, version)
-        for weight_version, count in counts.items():
-            chunks.append(replace(whole.part(start, start + count), weight_version=weight_version))
-            start += count
-        return TokenOutput.from_chunks(chunks)
 
-    def _tokens_by_version(
-        self, num_tokens: int, seconds_per_token: float, started: float, version: int
-    ) -> dict[int, int]:
-        """Return the number of tokens of each weight version. A token has the version of the time when it was due."""
-        counts: dict[int, int] = {} if num_tokens else {version: 0}
-        changes = [change for change in self._version_changes if change[0] >= started]
-        for position in range(num_tokens):
-            due = started + (position + 1) * seconds_per_token
-            while changes and changes[0][0] < due:
-                version = changes.pop(0)[1]
-            counts[version] = counts.get(version, 0) + 1
-        return counts
+def _completion(reply: ScriptedReply, params: SamplingParams) -> TokenChunk:
+    """Return the reply up to its first stop token or `max_tokens`."""
+    token_ids = list(reply.token_ids)
+    num_tokens, stop_reason = len(token_ids), ("stop" if reply.stops else "length")
+    for position, token in enumerate(token_ids):
+        if token in params.stop_token_ids:
+            num_tokens, stop_reason = position + 1, "stop"
+            break
+    if params.max_tokens is not None and num_tokens > params.max_tokens:
+        num_tokens, stop_reason = params.max_tokens, "length"
+    logprobs = [-0.5] * len(token_ids) if reply.logprobs is None else list(reply.logprobs)
+    return TokenChunk(
+        token_ids=token_ids[:num_tokens],
+        logprobs=logprobs[:num_tokens],
+        stop_reason=stop_reason,
+        prefill_s=_seconds_per_token(reply) if 0 < reply.latency_s < math.inf else None,
+        extras=sliced(reply.extras, 0, num_tokens),
+    )
 
 
 def _scores_of(token_ids: IntArray, scored: NDArray[Any], *, top_logprobs: int) -> TokenScores:
@@ -428,18 +343,16 @@ def _scores_of(token_ids: IntArray, scored: NDArray[Any], *, top_logprobs: int) 
     return TokenScores(logprobs, top_ids.astype(np.int32), np.take_along_axis(scored, top_ids, axis=1))
 
 
-def _prefill_s(reply: ScriptedReply) -> float | None:
-    """Return the time of the first token of evenly spaced tokens; None if the latency is 0 or infinite."""
-    return reply.latency_s / max(len(reply.token_ids), 1) if 0 < reply.latency_s < math.inf else None
+def _seconds_per_token(reply: ScriptedReply) -> float:
+    return reply.latency_s / max(len(reply.token_ids), 1)
 
 
-async def _wait_for(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for an event for at most `seconds`. Return whether the event was set."""
-    if seconds <= 0:
-        return False
-    try:
-        async with asyncio.timeout(None if math.isinf(seconds) else seconds):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
+async def _wait_until(event: asyncio.Event, when: float) -> bool:
+    """Wait for an event until a time of the event loop. Return whether the event was set."""
+    if when > asyncio.get_running_loop().time():
+        try:
+            async with asyncio.timeout_at(None if math.isinf(when) else when):
+                await event.wait()
+        except TimeoutError:
+            pass
+    return event.is_set()

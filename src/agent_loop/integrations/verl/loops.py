@@ -20,7 +20,6 @@ from agent_loop.integrations.verl.configuration import verl_config
 from agent_loop.integrations.verl.parsing import CallsOnlyToolParser, ToolParser
 from agent_loop.loops import agent_data, base, single_turn, tool_agent
 from agent_loop.loops.partial import AsyncPartialToolAgentLoop as PartialToolAgentLoop
-from agent_loop.servers.completion_memory import RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.trajectory import AgentLoopMetrics
 from agent_loop.types import Message, TokenIds, TokenOutput
@@ -192,12 +191,12 @@ class AgentLoopBase(ContinuousTokens, base.AgentLoopBase):
         processor = getattr(context.template.media, "processor", None)
         more = {"processor": processor, "dataset_cls": None, "data_config": DataConfigWrapper(config.data)}
         cls.init_class(config=config, tokenizer=tokenizer, **_accepted_arguments(cls.init_class, more))
-        manager = context.server_manager
-        if context.completions is not None:
-            manager = RememberingServerManager(manager, context.completions)
         arguments = {**_accepted_arguments(cls.__init__, more), **kwargs}
         loop: Any = cls(
-            TrainerConfigWrapper(config, context), LLMServerClient(manager), tokenizer, **arguments
+            TrainerConfigWrapper(config, context),
+            LLMServerClient(context.server_manager),
+            tokenizer,
+            **arguments,
         )
         if "messages" in inspect.signature(loop.run).parameters:
             loop.run = partial(_run_with_messages, loop.run)

@@ -33,17 +33,17 @@ class Chunk(NamedTuple):
     """New tokens of one slot."""
 
     slot: Slot
-    count: int
+    num_new: int
     """Number of the slot's tokens that the step computes."""
 
     @property
     def end(self) -> int:
         """Length of the sequence, including the chunk."""
-        return self.slot.num_cached + self.count
+        return self.slot.num_cached + self.num_new
 
     @property
     def is_short(self) -> bool:
-        return self.count <= SHORT_CHUNK and self.end <= SHORTEST_BUCKET
+        return self.num_new <= SHORT_CHUNK and self.end <= SHORTEST_BUCKET
 
 
 _Group: TypeAlias = list[Chunk]
@@ -89,7 +89,7 @@ def pack_step(
     short = _grouped((chunk for chunk in prefilling if chunk.is_short), key=_count_class)
     groups = _decode_groups(decoding, token_bytes=token_bytes) + short
     chunks = [chunk for group in (*groups, long) for chunk in group]
-    counts = np.array([chunk.count for chunk in chunks])
+    counts = np.array([chunk.num_new for chunk in chunks])
     ends = np.cumsum(counts)
     slot_ids = np.repeat([chunk.slot.index for chunk in chunks], counts)
     # The position of a token is its row in the step, shifted by the number of tokens that its slot has cached.
@@ -99,7 +99,7 @@ def pack_step(
     device = cache.keys[0].device
     is_sampled = [chunk.end == chunk.slot.num_tokens for chunk in chunks]
     logit_rows = ends[is_sampled] - 1
-    num_long = sum(chunk.count for chunk in long)
+    num_long = sum(chunk.num_new for chunk in long)
     attention = SlotAttention(
         cache=cache,
         max_model_len=cache.max_model_len,
@@ -132,8 +132,8 @@ def _model_positions(
     for chunk in chunks:
         if chunk.slot.index in images:
             between = images[chunk.slot.index].positions_between(chunk.slot.num_cached, chunk.end)
-            model_positions[:, row : row + chunk.count] = between
-        row += chunk.count
+            model_positions[:, row : row + chunk.num_new] = between
+        row += chunk.num_new
     return model_positions
 
 
@@ -143,7 +143,7 @@ def _image_rows(chunks: Sequence[Chunk], images: Mapping[int, PromptImages]) -> 
     for chunk in chunks:
         if chunk.slot.index in images:
             found += images[chunk.slot.index].rows_between(chunk.slot.num_cached, chunk.end, first_row=row)
-        row += chunk.count
+        row += chunk.num_new
     return tuple(found)
 
 
@@ -181,7 +181,7 @@ def _length_class(chunk: Chunk) -> int:
 
 
 def _count_class(chunk: Chunk) -> int:
-    return max(7, chunk.count - 1).bit_length()
+    return max(7, chunk.num_new - 1).bit_length()
 
 
 class _ReadCost(NamedTuple):
@@ -203,7 +203,7 @@ def _slot_groups(groups: Iterable[_Group], *, cache: KVCache, token_bytes: int) 
     device, dtype = cache.keys[0].device, cache.keys[0].dtype
     row = 0
     for group in groups:
-        counts = np.array([chunk.count for chunk in group])
+        counts = np.array([chunk.num_new for chunk in group])
         starts = np.array([chunk.slot.num_cached for chunk in group])
         slots = np.array([chunk.slot.index for chunk in group])
         first_rows = row + np.cumsum(counts) - counts
