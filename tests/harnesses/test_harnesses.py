@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from agent_loop.harnesses.opencode import OpenCodeLoop
 from agent_loop.harnesses.qwen_code import QwenCodeLoop
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.recording.row_log import RowLog
-from agent_loop.rollout.row_checks import RowChecks
+from agent_loop.rollout.row_checks import check_rows
 from agent_loop.runtime.child_process import CommandResult
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
@@ -108,10 +109,10 @@ def test_a_program_that_is_not_installed_is_refused_before_the_run_with_the_comm
     documented: LoopRegistry,
 ) -> None:
     context = ProgramHarness(in_order(text_reply("x"))).worker._context
-    checks = RowChecks(context, loops=documented, default_agent_loop="my-agent")
+    check = partial(check_rows, context=context, loops=documented, default_agent_loop="my-agent")
     with pytest.raises(ConfigError, match=r"my-agent is not installed.* `pip install my-agent`"):
-        checks.check([{"raw_prompt": user("-")}])
-    checks.check([{"raw_prompt": user("-"), "workspace": {"container": {"image": "has-it"}}}])
+        check([{"raw_prompt": user("-")}])
+    check([{"raw_prompt": user("-"), "workspace": {"container": {"image": "has-it"}}}])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from agent_loop.rollout.forks import (
 from agent_loop.rollout.jobs import JobFactory
 from agent_loop.rollout.journal.step import StepKey, open_journal
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.runtime.concurrency import run_until
+from agent_loop.runtime.concurrency import run_while
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.seeds import trajectory_seed
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
@@ -202,7 +202,7 @@ def test_the_journal_keeps_continuations_that_ended_and_runs_the_others_again(tm
         async with open_journal(tmp_path / "forks.journal", key=key, rows=rows, resume=True) as journal:
             ended, jobs = journal.divide(runs.jobs.make_forks(forks, n=2, label="step=1/forks"))
             found += ended
-            await run_until(runs.harness.worker.run(jobs, on_trajectory=note), crash)
+            await run_while(runs.harness.worker.run(jobs, on_trajectory=note), condition=crash.wait())
         return sorted(found, key=lambda t: (t.group, t.rollout))
 
     before = run_virtual(run(5))

@@ -14,7 +14,7 @@ from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.journal.step import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.stages import split_resumed
-from agent_loop.runtime.concurrency import run_until
+from agent_loop.runtime.concurrency import run_while
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
@@ -123,7 +123,7 @@ def test_a_resumed_row_that_is_killed_resumes_from_its_output_and_its_journal(tm
                 return await part.worker.run(jobs)
             asyncio.get_running_loop().call_later(killed_after_s, is_time.set)
             with suppress(asyncio.CancelledError):
-                await run_until(part.worker.run(jobs), is_time)
+                await run_while(part.worker.run(jobs), condition=is_time.wait())
         return []
 
     earlier = run_virtual(cancelled())

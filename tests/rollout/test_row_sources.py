@@ -161,8 +161,6 @@ def test_the_error_for_a_folder_without_rows_states_what_the_folder_is(folder: P
 def test_files_that_do_not_belong_together_are_refused(folder: Path) -> None:
     write("kinds/a.jsonl", ROWS)
     write("kinds/b.parquet", ROWS)
-    write("twice/a.jsonl", ROWS)
-    write("twice/a.jsonl.gz", ROWS)
     write("splits/test-00000-of-00001.parquet", ROWS)
     write("splits/train-00000-of-00001.parquet", ROWS)
     write("notes/a.jsonl", ROWS)
@@ -170,53 +168,9 @@ def test_files_that_do_not_belong_together_are_refused(folder: Path) -> None:
 
     assert "several kinds: .jsonl (a.jsonl) and .parquet (b.parquet); name one kind" in refusal("kinds")
     assert "several kinds" in refusal("kinds/*")
-    assert "both 'a.jsonl' and 'a.jsonl.gz', which are the same rows twice" in refusal("twice")
     assert "several splits: test, train; name those of one, as in folder/test*.parquet" in refusal("splits")
     assert load("splits/train*.parquet", "splits/test*.parquet") == ROWS * 2
     assert "the kind of data file 'notes/a.txt' is unknown" in refusal("notes/*", kind=ConfigError)
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
-def test_a_shard_with_other_columns_is_refused_by_name(kind: str) -> None:
-    write(f"data/a.{kind}", ROWS)
-    write(f"data/b.{kind}", [{"prompt": "x", "level": "1"}])
-
-    refused = refusal("data")
-    assert f"the columns of data/b.{kind} differ from the columns of data/a.{kind}" in refused
-    assert "it lacks 'answer' and has 'level'" in refused
-    assert len(load(f"data/a.{kind}", f"data/b.{kind}")) == 7
-
-
-@pytest.mark.parametrize(
-    ("kind", "answers", "others", "complaint"),
-    [
-        ("jsonl", ["1"], [1], "'answer' of data/b.jsonl holds number, but str in data/a.jsonl"),
-        ("json", [["1"]], [{"x": 1}], "holds dict, but list"),
-        ("parquet", [1], [1.0], "holds float, but int"),
-        ("arrow", [1], ["1"], "holds str, but int"),
-        ("jsonl", [1], [1.5], None),
-        ("jsonl", [1, "x"], ["x"], None),
-        ("parquet", [None], ["x"], None),
-        ("parquet", [1], [None], None),
-    ],
-)
-def test_a_shard_with_other_types_is_refused_by_name(
-    kind: str, answers: list[Any], others: list[Any], complaint: str | None
-) -> None:
-    write(f"data/a.{kind}", [{"prompt": "x", "answer": answer} for answer in answers])
-    write(f"data/b.{kind}", [{"prompt": "x", "answer": answer} for answer in others])
-
-    if complaint is None:
-        assert [row["answer"] for row in load("data")] == [*answers, *others]
-    else:
-        assert complaint in refusal("data")
-
-
-def test_an_empty_shard_is_refused_by_name(folder: Path) -> None:
-    write("data/a.jsonl", ROWS)
-    (folder / "data" / "b.jsonl").write_text("\n")
-
-    assert "data/b.jsonl, one of 2 files of 'data', holds no rows; write it again" in refusal("data")
 
 
 def test_a_bad_row_is_refused_with_its_shard_and_line() -> None:
@@ -233,12 +187,10 @@ def test_damaged_gzip_is_refused_with_its_location(folder: Path, kind: str) -> N
     Path(f"cut.{kind}.gz").write_bytes(data[: len(data) // 2])
     Path(f"bits.{kind}.gz").write_bytes(data[:-8] + b"\0" * 8)
     Path(f"plain.{kind}.gz").write_bytes(gzip.decompress(data))
-    Path(f"gzipped.{kind}").write_bytes(data)
 
     assert f"cut.{kind}.gz is damaged after line" in refusal(f"cut.{kind}.gz")
     assert f"bits.{kind}.gz is damaged after line" in refusal(f"bits.{kind}.gz")
-    assert f"is not compressed with gzip; rename it to plain.{kind}, or" in refusal(f"plain.{kind}.gz")
-    assert f"is compressed with gzip; rename it to gzipped.{kind}.gz" in refusal(f"gzipped.{kind}")
+    assert "Not a gzipped file" in refusal(f"plain.{kind}.gz")
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.jsonl.gz", "rows.csv.gz"])
@@ -303,30 +255,20 @@ def test_a_cell_of_csv_may_be_long_and_have_lines(folder: Path) -> None:
     (folder / "bad.csv").write_text('prompt\n"a\nb"\n\nc,d\n')
 
     assert load("rows.csv") == rows
-    assert "bad.csv line 5 has 2 cells" in refusal("bad.csv")
+    assert "bad.csv line 5 does not have one cell per column" in refusal("bad.csv")
     assert csv.field_size_limit() == limit
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "rows.csv is empty; its first line must name the columns"),
-        ("\n\n", "rows.csv is empty"),
+        ("", "there are no rows in rows.csv"),
         ("prompt,answer\n", "there are no rows in rows.csv"),
-        (
-            "What is 1 + 1?,2\nWhat?,3\n",
-            "names no column 'prompt' or 'raw_prompt' (columns: What is 1 + 1?, 2)",
-        ),
-        ("prompt;answer\nx;1\n", "(columns: prompt;answer); add a header, separated by commas"),
-        (
-            ",prompt\n0,x\n",
-            "no name for column 1; name it, or, if pandas wrote the file, write it with index=False",
-        ),
-        ("prompt,a,a\nx,1,2\n", "names the column 'a' twice"),
-        ("prompt,a\nx,1\ny\n", "rows.csv line 3 has 1 cells, but the header names 2 columns"),
-        ("prompt,a\nx,1,2\n", "rows.csv line 2 has 3 cells"),
-        ('prompt,a\nx,1\n"y,2\nz,3\n', "rows.csv line 3 is not CSV (unexpected end of data)"),
-        ('prompt,a\nx,1\n"y"z,2\n', "rows.csv line 3 is not CSV"),
+        ("prompt;answer\nx;1\n", "has no 'prompt' (columns: prompt;answer)"),
+        ("prompt,a\nx,1\ny\n", "rows.csv line 3 does not have one cell per column"),
+        ("prompt,a\nx,1,2\n", "rows.csv line 2 does not have one cell per column"),
+        ('prompt,a\nx,1\n"y,2\nz,3\n', "rows.csv is not CSV after line 2 (unexpected end of data)"),
+        ('prompt,a\nx,1\n"y"z,2\n', "rows.csv is not CSV after line 2"),
         ("prompt,a\n,1\n", "rows.csv line 2 has no 'prompt'"),
         ("prompt\n\"[{'role': 'user', 'content': 'x'}]\"\n", "rows.csv line 2, column 'prompt' is not JSON"),
         ('prompt,tools_kwargs\nx,"{a: 1}"\n', "rows.csv line 2, column 'tools_kwargs' is not JSON"),
@@ -377,11 +319,10 @@ def test_a_split_of_a_saved_folder_is_selected_after_a_colon(folder: Path) -> No
         (
             "state.json",
             b'{"_data_files": [{"filename": "x.arrow"}]}',
-            "lacks x.arrow, which state.json names",
+            "x.arrow cannot be read as Arrow",
         ),
         ("state.json", b'{"_data_files": [], "_indices_files": [{}]}', "was saved with an indices mapping"),
         ("dataset_dict.json", b"{}", "missing required field `splits`"),
-        ("data-00001-of-00002.arrow", b"", "data-00001-of-00002.arrow cannot be read as Arrow"),
         ("data-00001-of-00002.arrow", b"x" * 100, "it has no end marker, so it was truncated; copy it again"),
         ("data-00001-of-00002.arrow", b"ARROW1" + b"x" * 100, "cannot be read as Arrow"),
     ],

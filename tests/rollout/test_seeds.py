@@ -19,7 +19,7 @@ from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.journal.step import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.runtime.concurrency import run_together, run_until
+from agent_loop.runtime.concurrency import run_together, run_while
 from agent_loop.seeds import CompletionSeeds, derived_seed, trajectory_seed
 from agent_loop.servers.base import Ability
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
@@ -212,7 +212,7 @@ def test_a_rollout_resumed_from_its_journal_samples_the_same_tokens(seconds: flo
         key = key_of(ROWS)
         async with open_journal(tmp_path / "journal", key=key, rows=ROWS, resume=resume) as journal:
             running = asyncio.ensure_future(make_manager().run(ROWS, journal=journal))
-            await run_until(asyncio.wait([running]), is_over)
+            await run_while(asyncio.wait([running]), condition=is_over.wait())
             if not running.done():
                 running.cancel()
                 await asyncio.wait([running])

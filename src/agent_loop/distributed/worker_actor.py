@@ -30,7 +30,7 @@ from agent_loop.rollout.components import (
 )
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.worker import AgentLoopWorker
-from agent_loop.runtime.concurrency import run_shielded, run_together, run_until
+from agent_loop.runtime.concurrency import run_shielded, run_together, run_while
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.manager import AsyncLLMServerManager
@@ -156,7 +156,8 @@ class WorkerActor:
         jobs = [_with_log(job, records, run.records) for job in jobs]
         try:
             async with self._manager.watching():
-                await run_until(self._worker.run(jobs, on_trajectory=run.add), run.is_cancelled)
+                running = self._worker.run(jobs, on_trajectory=run.add)
+                await run_while(running, condition=run.is_cancelled.wait())
         finally:
             try:
                 await run_shielded(self._flush_servers, timeout_s=FLUSH_TIMEOUT_S)

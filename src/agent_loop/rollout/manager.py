@@ -28,7 +28,7 @@ from agent_loop.rollout.components import (
 from agent_loop.rollout.forks import Fork, refuse_forks
 from agent_loop.rollout.jobs import JobFactory
 from agent_loop.rollout.journal.step import StepJournal
-from agent_loop.rollout.row_checks import RowChecks
+from agent_loop.rollout.row_checks import check_rows
 from agent_loop.rollout.stages import RunStages, SleepingServers
 from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.rollout.workers import LocalWorkers, Workers
@@ -94,7 +94,7 @@ class AgentLoopManager:
         )
         self.tracing = Tracer(config, template=template)
         self.metrics = None if config.metrics_port is None else self._make_metrics()
-        self._row_checks = RowChecks(context, loops=loops, default_agent_loop=config.default_agent_loop)
+        self._loops = loops
         self._jobs = JobFactory(config)
         self._is_colocated = settings is not None and settings.placement.colocated is not None
         self._servers = SleepingServers(self.server_manager, free_cache_engine=config.free_cache_engine)
@@ -251,7 +251,8 @@ class AgentLoopManager:
         Raises:
             DataError: A row names a loop, tool or interaction that does not exist, or is missing a name.
         """
-        self._row_checks.check(rows)
+        default = self.config.default_agent_loop
+        check_rows(rows, self._context, loops=self._loops, default_agent_loop=default)
 
     async def stream(
         self, rows: Sequence[Row], *, n: int | None = None, validate: bool = False

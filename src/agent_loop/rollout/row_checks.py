@@ -17,59 +17,51 @@ from agent_loop.tools.registry import read_selection
 from agent_loop.types import Row
 
 
-class RowChecks:
-    """Checks of the rows of a run.
+def check_rows(
+    rows: Iterable[Row], context: LoopContext, *, loops: LoopRegistry, default_agent_loop: str
+) -> None:
+    """Check all rows of a run.
 
     Args:
+        rows: The rows.
         context: The tools, interactions and environments that rows may name.
         loops: The agent loops that rows may name.
         default_agent_loop: The loop of rows without `agent_name`.
+
+    Raises:
+        DataError: A row has no prompt, has a column of the wrong form, or names a loop, tool or interaction that
+            does not exist.
+        ConfigError: A row's loop needs something that is not installed.
     """
-
-    def __init__(self, context: LoopContext, *, loops: LoopRegistry, default_agent_loop: str) -> None:
-        self._context = context
-        self._loops = loops
-        self._default_agent_loop = default_agent_loop
-
-    def check(self, rows: Iterable[Row]) -> None:
-        """Check all rows.
-
-        Raises:
-            DataError: A row has no prompt, has a column of the wrong form, or names a loop, tool or interaction that
-                does not exist.
-            ConfigError: A row's loop needs something that is not installed.
-        """
-        for number, row in enumerate(rows):
-            self._check_row(row, number=number)
-
-    def _check_row(self, row: Row, *, number: int) -> None:
+    for number, row in enumerate(rows):
+        where = f"row {number}"
         if "raw_prompt" not in row:
-            raise DataError(f"row {number} has no raw_prompt; its columns are {', '.join(sorted(row))}")
-        refuse_bad_columns(row, where=f"row {number}")
-        agent_name = str(row.get("agent_name") or self._default_agent_loop)
-        entry = self._loops.get(agent_name, where=f"row {number}: agent_name")
-        entry.loop_class.check_row(row, entry.kwargs, where=f"row {number}")
+            raise DataError(f"{where} has no raw_prompt; its columns are {', '.join(sorted(row))}")
+        refuse_bad_columns(row, where=where)
+        entry = loops.get(str(row.get("agent_name") or default_agent_loop), where=f"{where}: agent_name")
+        entry.loop_class.check_row(row, entry.kwargs, where=where)
         if kwargs := row.get("tools_kwargs"):
-            _refuse_unknown(kwargs, self._context.tools, f"row {number}: tools_kwargs")
-        known_tools = self._known_tools(row, entry.loop_class, where=f"row {number}")
+            _refuse_unknown(kwargs, context.tools, f"{where}: tools_kwargs")
+        known_tools = _known_tools(row, entry.loop_class, context, where=where)
         if "tool_selection" in row and known_tools is not None:
-            read_selection(row["tool_selection"], known=known_tools, where=f"row {number}: tool_selection")
+            read_selection(row["tool_selection"], known=known_tools, where=f"{where}: tool_selection")
         interaction_kwargs: Mapping[str, Any] = row.get("interaction_kwargs") or {}
         if issubclass(entry.loop_class, ToolAgentLoop) or interaction_kwargs.get("name") is not None:
-            where = f"row {number}: interaction_kwargs"
-            read_interaction_name(interaction_kwargs, known=self._context.interactions, where=where)
+            where = f"{where}: interaction_kwargs"
+            read_interaction_name(interaction_kwargs, known=context.interactions, where=where)
 
-    def _known_tools(
-        self, row: Row, loop_class: type[AgentLoopBase], *, where: str
-    ) -> Collection[str] | None:
-        """Return the names of a row's tools, or None if they are known only after the reset of its environment."""
-        if not issubclass(loop_class, EnvironmentAgentLoop):
-            return self._context.tools
-        try:
-            factory = find_environment(row.get("environment"), known=self._context.environments)
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from error
-        return None if factory.tool_names is None else {*self._context.tools, *factory.tool_names}
+
+def _known_tools(
+    row: Row, loop_class: type[AgentLoopBase], context: LoopContext, *, where: str
+) -> Collection[str] | None:
+    """Return the names of a row's tools, or None if they are known only after the reset of its environment."""
+    if not issubclass(loop_class, EnvironmentAgentLoop):
+        return context.tools
+    try:
+        factory = find_environment(row.get("environment"), known=context.environments)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    return None if factory.tool_names is None else {*context.tools, *factory.tool_names}
 
 
 def _refuse_unknown(names: Iterable[str], known: Collection[str], where: str) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from glob import glob, has_magic
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -21,7 +21,6 @@ from agent_loop.errors import ConfigError, DataError, did_you_mean
 from agent_loop.files.file_kinds import (
     ARROW_MAGIC,
     DATASET_DICT_FILE,
-    GZIP_MAGIC,
     SAVED_DATASET,
     STATE_FILE,
     explain,
@@ -55,8 +54,6 @@ class Shard:
     path: Path
     suffix: str
     """Kind of the file: one of `ROW_SUFFIXES`."""
-    may_be_empty: bool = False
-    """Whether the file may hold no rows even if other files of its source do."""
 
     def read(self, *, prompt_key: str) -> Iterator[LocatedRow]:
         """Yield the rows of the file.
@@ -190,7 +187,7 @@ def _shards_in(folder: Path) -> list[Shard]:
 
 
 def _of_one_kind(source: str, shards: Sequence[Shard]) -> list[Shard]:
-    """Check that shards are of one kind and one split, and that none is there both compressed and plain."""
+    """Check that shards are of one kind and one split."""
     by_suffix = {shard.suffix: shard.path.name for shard in shards}
     if len(by_suffix) > 1:
         names = " and ".join(f"{suffix} ({name})" for suffix, name in sorted(by_suffix.items()))
@@ -198,13 +195,6 @@ def _of_one_kind(source: str, shards: Sequence[Shard]) -> list[Shard]:
             f"data source {source!r} holds files of several kinds: {names}; name one kind with a glob, as in "
             f"folder/*{next(iter(by_suffix))}"
         )
-    paths = {shard.path for shard in shards}
-    for path in sorted(paths):
-        if path.suffix == ".gz" and path.with_suffix("") in paths:
-            raise DataError(
-                f"data source {source!r} holds both {path.stem!r} and {path.name!r}, which are the same rows twice; "
-                "remove one of them"
-            )
     splits = {found[1]: shard for shard in shards if (found := _SPLIT_NAME.match(shard.path.name))}
     if len(splits) > 1:
         some = next(iter(splits))
@@ -239,12 +229,7 @@ def _saved_shards(folder: Path, *, split: str | None = None) -> list[Shard]:
             f"{str(folder)!r} was saved with an indices mapping, as old versions of `datasets` did; load it with "
             "`datasets`, and save it again"
         )
-    paths = [folder / file.filename for file in state.files]
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
-        names = ", ".join(missing[:_MAX_NAMED])
-        raise DataError(f"{str(folder)!r} lacks {names}, which {STATE_FILE} names; copy the folder again")
-    return [Shard(path, ".arrow", may_be_empty=True) for path in paths]
+    return [Shard(folder / file.filename, ".arrow") for file in state.files]
 
 
 def _listing(path: Path, kind: type[ListingT]) -> ListingT:
@@ -288,53 +273,27 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
 
 def _read_csv(path: Path, *, prompts: set[str]) -> Iterator[LocatedRow]:
     old_limit = csv.field_size_limit(_MAX_CELL)  # (of the process; long prompts exceed the default)
-    reader = csv.reader(_lines(path), strict=True)
-    filled: Iterator[list[str]] = filter(None, reader)
-    start = 1
+    reader = csv.DictReader(_lines(path), strict=True)
     try:
-        header = [name.strip() for name in next(filled, list[str]())]
-        _refuse_bad_header(header, path=path, prompts=prompts)
-        start = reader.line_num + 1
         for cells in reader:
-            where, start = f"{path} line {start}", reader.line_num + 1
-            if not cells:  # a blank line
-                continue
-            if len(cells) != len(header):
+            where = f"{path} line {reader.line_num}"
+            if None in cells or None in cells.values():
                 raise DataError(
-                    f"{where} has {len(cells)} cells, but the header names {len(header)} columns; give each row one "
-                    "cell per column, and quote cells with commas"
+                    f"{where} does not have one cell per column; quote cells with commas, and name each column in the "
+                    "first line"
                 )
-            named = zip(header, cells, strict=True)
+            named = ((name.strip(), cell) for name, cell in cells.items())
             yield (
                 where,
                 {name: _cell(cell, column=name, where=where, prompts=prompts) for name, cell in named},
             )
     except csv.Error as error:
         raise DataError(
-            f'{path} line {start} is not CSV ({error}); quote cells with ", and write a " inside them as ""'
+            f'{path} is not CSV after line {reader.line_num} ({error}); quote cells with ", and write a " inside '
+            'them as ""'
         ) from error
     finally:
         csv.field_size_limit(old_limit)
-
-
-def _refuse_bad_header(header: list[str], *, path: Path, prompts: set[str]) -> None:
-    if not header:
-        raise DataError(f"{path} is empty; its first line must name the columns")
-    if "" in header:
-        raise DataError(
-            f"the header of {path} has no name for column {header.index('') + 1}; name it, or, if pandas wrote the "
-            "file, write it with index=False"
-        )
-    twice = [name for name in header if header.count(name) > 1]
-    if twice:
-        raise DataError(f"the header of {path} names the column {twice[0]!r} twice; rename one of them")
-    if not prompts & {*header}:
-        wanted, given = " or ".join(map(repr, sorted(prompts))), ", ".join(name[:40] for name in header)
-        raise DataError(
-            f"the first line of {path} is its header, and names no column {wanted} (columns: {given}); add a header, "
-            "separated by commas, or set data.prompt_key, or sft.messages_key for conversations, to the column with "
-            "the messages"
-        )
 
 
 def _cell(text: str, *, column: str, where: str, prompts: set[str]) -> Any:
@@ -356,7 +315,7 @@ def _lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text file, compressed or not, with their line breaks."""
     number = 0
     try:
-        with _opened(path) as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for line in file:
                 number += 1
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -370,18 +329,6 @@ def _lines(path: Path) -> Iterator[str]:
         ) from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _opened(path: Path) -> IO[bytes]:
-    with path.open("rb") as file:
-        start = file.read(len(GZIP_MAGIC))
-    if path.suffix != ".gz":
-        if start == GZIP_MAGIC:
-            raise DataError(f"{path} is compressed with gzip; rename it to {path.name}.gz")
-        return path.open("rb")
-    if start and start != GZIP_MAGIC:
-        raise DataError(f"{path} is not compressed with gzip; rename it to {path.stem}, or compress it")
-    return cast(IO[bytes], gzip.open(path))
 
 
 def _read_arrow(path: Path, *, kind: str) -> Iterator[dict[str, Any]]:

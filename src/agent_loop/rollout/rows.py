@@ -17,7 +17,7 @@ from agent_loop.environments.tasks import environment_rows
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.files.plain_values import depth_fault, merge_mappings
 from agent_loop.loading import load_object
-from agent_loop.rollout.row_files import Shard, find_shards, number_rows
+from agent_loop.rollout.row_files import find_shards, number_rows
 from agent_loop.runtime.describe import describe_error, describe_value
 from agent_loop.runtime.numeric import as_finite_number
 from agent_loop.types import Message, Row
@@ -156,56 +156,9 @@ def _load(source: str, *, prompt_key: str, workspace: Mapping[str, Any]) -> Iter
         rows = [prepare(where, row) for where, row in number_rows(source, _call_row_function(source))]
         yield RowFile(source, None, rows)
         return
-    first: tuple[Shard, dict[str, set[str]]] | None = None
     for shard in shards:
-        rows, columns = list[dict[str, Any]](), dict[str, set[str]]()
-        for where, row in shard.read(prompt_key=prompt_key):
-            rows.append(prepare(where, row))
-            _add_types(columns, row, is_json=shard.suffix in (".json", ".jsonl"))
-        if rows and first is not None:
-            _check_same_columns(columns, shard=shard, first=first)
-        elif rows:
-            first = shard, columns
-        elif len(shards) > 1 and not shard.may_be_empty:
-            raise DataError(
-                f"{shard.path}, one of {len(shards)} files of {source!r}, holds no rows; write it again, or name the "
-                "files one by one without it"
-            )
+        rows = [prepare(where, row) for where, row in shard.read(prompt_key=prompt_key)]
         yield RowFile(str(shard.path), shard.path.stat().st_size, rows)
-
-
-def _add_types(columns: dict[str, set[str]], row: Mapping[str, Any], *, is_json: bool) -> None:
-    """Add the names of the types of a row's values to those of the rows before it. Nulls have no type."""
-    for name, value in row.items():
-        types = columns.setdefault(str(name), set())
-        if value is not None:
-            types.add("number" if is_json and type(value) in (int, float) else type(value).__name__)
-
-
-def _check_same_columns(
-    columns: Mapping[str, set[str]], *, shard: Shard, first: tuple[Shard, Mapping[str, set[str]]]
-) -> None:
-    """Check that a shard has the columns and types of the first shard of its source."""
-    first_shard, first_columns = first
-    where, other = shard.path, first_shard.path
-    missing, new = first_columns.keys() - columns.keys(), columns.keys() - first_columns.keys()
-    if missing or new:
-        faults = [
-            f"{word} {', '.join(map(repr, sorted(names)))}"
-            for word, names in (("lacks", missing), ("has", new))
-            if names
-        ]
-        raise DataError(
-            f"the columns of {where} differ from the columns of {other}: it {' and '.join(faults)}; give all files "
-            "of a source the same columns, or list the files as separate sources"
-        )
-    for name, types in columns.items():
-        if types and first_columns[name] and not types & first_columns[name]:
-            found, wanted = (" and ".join(sorted(each)) for each in (types, first_columns[name]))
-            raise DataError(
-                f"the column {name!r} of {where} holds {found}, but {wanted} in {other}; give all files of a source "
-                "the same types, or list the files as separate sources"
-            )
 
 
 def _call_row_function(source: str) -> Iterator[Any]:

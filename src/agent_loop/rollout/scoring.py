@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -82,52 +82,16 @@ async def _repeated(
     return await call()
 
 
-@asynccontextmanager
-async def scoring_groups(
-    reward: BatchRewardFunction | None,
-    *,
-    jobs: Iterable[Job],
-    budget: FailureBudget,
-    journal: StepJournal | None,
-    on_trajectory: Callable[[Trajectory], None],
-    retries: int = 0,
-) -> AsyncGenerator[GroupScoring | Unscored]:
-    """Yield an object whose `add` accepts trajectories. Score each group if there is a batch reward function.
-
-    See `GroupScoring` for the arguments and the errors.
-    """
-    if reward is None:
-        yield Unscored(on_trajectory)
-        return
-    scoring = GroupScoring(
-        reward, jobs=jobs, budget=budget, journal=journal, on_trajectory=on_trajectory, retries=retries
-    )
-    async with scoring.running():
-        yield scoring
-
-
-class Unscored:
-    """Reports trajectories at once, where no batch reward function scores their groups."""
-
-    def __init__(self, on_trajectory: Callable[[Trajectory], None]) -> None:
-        self.trajectories: list[Trajectory] = []
-        self._on_trajectory = on_trajectory
-
-    def add(self, trajectory: Trajectory) -> None:
-        """Report a trajectory that has ended."""
-        self.trajectories.append(trajectory)
-        self._on_trajectory(trajectory)
-
-
 class GroupScoring:
     """Scores the trajectories of one run, each group when its last rollout has ended.
 
-    The function does not get trajectories that failed, were cancelled, or have a reward of their own. A trajectory
-    that was scored before a crash keeps its reward; the function gets it only if others of its group have no reward. A
-    group with a trajectory that can be resumed stays unscored until that trajectory has ended in a later run.
+    Without a function, trajectories are reported at once. The function does not get trajectories that failed, were
+    cancelled, or have a reward of their own. A trajectory that was scored before a crash keeps its reward; the function
+    gets it only if others of its group have no reward. A group with a trajectory that can be resumed stays unscored
+    until that trajectory has ended in a later run.
 
     Args:
-        reward: Called once for each group.
+        reward: Called once for each group. None scores nothing.
         jobs: All jobs of the run. They determine the number of rollouts of each group.
         budget: Counts trajectories whose reward fails.
         journal: Records the rewards. None records nothing.
@@ -137,7 +101,7 @@ class GroupScoring:
 
     def __init__(
         self,
-        reward: BatchRewardFunction,
+        reward: BatchRewardFunction | None,
         *,
         jobs: Iterable[Job],
         budget: FailureBudget,
@@ -146,7 +110,7 @@ class GroupScoring:
         retries: int = 0,
     ) -> None:
         self.trajectories: list[Trajectory] = []
-        """Trajectories of the groups that are scored."""
+        """Trajectories that were reported."""
         self._retries = retries
         self._reward = reward
         self._sizes = Counter(job.group for job in jobs)
@@ -173,36 +137,48 @@ class GroupScoring:
 
     def add(self, trajectory: Trajectory) -> None:
         """Add a trajectory that has ended. The branches of a rollout are added directly after each other."""
+        if self._reward is None:
+            self._report([trajectory])
+            return
         number = trajectory.group
         group = self._groups[number]
         group.append(trajectory)
         is_complete = len({t.rollout for t in group}) == self._sizes[number]
         if is_complete and number not in self._complete and not self._has_raised:
             self._complete.add(number)
-            self._tasks.create_task(self._finish(number))  # starts when all branches have been added
+            self._tasks.create_task(
+                self._finish(number, self._reward)
+            )  # starts when all branches have been added
 
-    async def _finish(self, number: int) -> None:
+    def _report(self, trajectories: Sequence[Trajectory]) -> None:
+        self.trajectories += trajectories
+        for trajectory in trajectories:
+            self._on_trajectory(trajectory)
+
+    async def _finish(self, number: int, reward: BatchRewardFunction) -> None:
         """Score a group and report its trajectories."""
         group = sorted(self._groups.pop(number), key=lambda t: (t.rollout, t.branch or 0))
         try:
             if any(map(_lacks_reward, group)) and not any(map(_can_be_resumed, group)):
-                await self._score(group)
-            self.trajectories += group
-            for trajectory in group:
-                self._on_trajectory(trajectory)
+                await self._score(group, reward)
+            self._report(group)
         except BaseException:
             self._has_raised = True  # the task group starts no more tasks
             raise
 
     async def _results(
-        self, judged: list[Trajectory], *, on_retry: Callable[[Incident], None]
+        self,
+        judged: list[Trajectory],
+        *,
+        reward: BatchRewardFunction,
+        on_retry: Callable[[Incident], None],
     ) -> list[ScoreResult]:
         """Call the reward function, again if something that it needs was unavailable for any of the trajectories."""
         results: list[ScoreResult] = []
 
         async def call() -> None:
             results.clear()
-            results.extend(await self._reward([t.output for t in judged], [t.row for t in judged]))
+            results.extend(await reward([t.output for t in judged], [t.row for t in judged]))
             for result in results:
                 if result.error is not None and failure_of(result.error).is_retried:
                     raise result.error
@@ -213,14 +189,14 @@ class GroupScoring:
             return results or [ScoreResult(error=error) for _ in judged]
         return results
 
-    async def _score(self, group: list[Trajectory]) -> None:
+    async def _score(self, group: list[Trajectory], reward: BatchRewardFunction) -> None:
         """Replace the trajectories that lack a reward by scored or failed ones, and record these in the journal."""
         judged = [index for index, trajectory in enumerate(group) if _is_judged(trajectory)]
         clock = asyncio.get_running_loop().time
         started = clock()
         with IncidentCollector(f"group={group[0].group}") as collector:
             results = await self._results(
-                [group[index] for index in judged], on_retry=collector.incidents.append
+                [group[index] for index in judged], reward=reward, on_retry=collector.incidents.append
             )
         seconds = clock() - started
         result_of = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,9 +23,9 @@ from agent_loop.rewards.function import BatchRewardFunction
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.journal.step import StepJournal
-from agent_loop.rollout.scoring import scoring_groups
+from agent_loop.rollout.scoring import GroupScoring
 from agent_loop.rollout.workers import Workers
-from agent_loop.runtime.concurrency import run_shielded, run_until
+from agent_loop.runtime.concurrency import run_shielded, run_while
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
@@ -117,16 +117,18 @@ class RunStages:
 
         See `AgentLoopManager.run` for the arguments and the errors.
         """
+        report: OnTrajectory = on_trajectory or (lambda _: None)
         recorded = None if journal is None else journal.outcome()
         if recorded is not None:
-            _report(recorded, on_trajectory)
+            for trajectory in recorded:
+                report(trajectory)
             return recorded
         run_all = partial(self._run_all, jobs, journal=journal, earlier=earlier)
         if num_groups is None or num_groups >= _num_groups(jobs):
-            trajectories = await run_all(on_trajectory)
+            trajectories = await run_all(report)
         else:
             trajectories = await _run_first_groups(
-                run_all, jobs=jobs, num_groups=num_groups, on_trajectory=on_trajectory
+                run_all, jobs=jobs, num_groups=num_groups, on_trajectory=report
             )
         if journal is not None:
             await journal.complete(trajectories)
@@ -135,13 +137,15 @@ class RunStages:
     async def _run_all(
         self,
         jobs: Sequence[Job],
-        on_trajectory: OnTrajectory | None,
+        on_trajectory: OnTrajectory,
         *,
         journal: StepJournal | None,
         earlier: Sequence[Trajectory],
     ) -> list[Trajectory]:
         """Skip finished jobs, and count, score and run the remaining ones."""
-        finished, remaining = _split_finished(jobs, journal=journal, earlier=earlier)
+        finished, remaining = ([], jobs) if journal is None else journal.divide(jobs)
+        resumed, remaining = split_resumed(remaining, earlier)
+        new = {(job.group, job.rollout) for job in remaining}
         budget = FailureBudget(num_trajectories=len(jobs), max_share=self._max_failed_share)
         counting = (
             nullcontext(on_trajectory)
@@ -149,16 +153,22 @@ class RunStages:
             else self._metrics.counting(len(remaining), then=on_trajectory)
         )
         with counting as count:
-            report = _reporter(remaining, on_new=count, on_finished=on_trajectory)
-            async with scoring_groups(
+
+            def report(trajectory: Trajectory) -> None:
+                is_new = (trajectory.group, trajectory.rollout) in new
+                (count if is_new else on_trajectory)(trajectory)
+
+            scoring = GroupScoring(
                 self._batch_reward,
                 jobs=jobs,
                 budget=budget,
                 journal=journal,
                 on_trajectory=report,
                 retries=self._retries,
-            ) as scoring:
-                _report(finished, scoring.add)
+            )
+            async with scoring.running():
+                for trajectory in (*finished, *resumed):
+                    scoring.add(trajectory)
                 await self._run_remaining(remaining, budget=budget, on_trajectory=scoring.add)
         return sorted(scoring.trajectories, key=lambda t: (t.group, t.rollout, t.branch or 0))
 
@@ -169,34 +179,6 @@ class RunStages:
             return
         async with self._servers.awake(), self._servers.server_manager.watching():
             await self._workers.run(jobs, budget=budget, on_trajectory=on_trajectory)
-
-
-def _split_finished(
-    jobs: Sequence[Job], *, journal: StepJournal | None, earlier: Sequence[Trajectory]
-) -> tuple[list[Trajectory], Sequence[Job]]:
-    """Return the trajectories that the journal or an earlier run holds to their end, and the remaining jobs."""
-    recorded, remaining = ([], jobs) if journal is None else journal.divide(jobs)
-    resumed, remaining = split_resumed(remaining, earlier)
-    return [*recorded, *resumed], remaining
-
-
-def _reporter(
-    running: Collection[Job], *, on_new: OnTrajectory | None, on_finished: OnTrajectory | None
-) -> OnTrajectory:
-    """Return a callback that distinguishes trajectories of running jobs from those that were finished before."""
-    new = {(job.group, job.rollout) for job in running}
-
-    def report(trajectory: Trajectory) -> None:
-        is_new = (trajectory.group, trajectory.rollout) in new
-        _report([trajectory], on_new if is_new else on_finished)
-
-    return report
-
-
-def _report(trajectories: Iterable[Trajectory], on_trajectory: OnTrajectory | None) -> None:
-    if on_trajectory is not None:
-        for trajectory in trajectories:
-            on_trajectory(trajectory)
 
 
 def split_resumed(jobs: Sequence[Job], earlier: Iterable[Trajectory]) -> tuple[list[Trajectory], list[Job]]:
@@ -228,11 +210,11 @@ def split_resumed(jobs: Sequence[Job], earlier: Iterable[Trajectory]) -> tuple[l
 
 
 async def _run_first_groups(
-    run: Callable[[Callable[[Trajectory], None]], Coroutine[Any, Any, object]],
+    run: Callable[[OnTrajectory], Coroutine[Any, Any, object]],
     *,
     jobs: Sequence[Job],
     num_groups: int,
-    on_trajectory: Callable[[Trajectory], None] | None,
+    on_trajectory: OnTrajectory,
 ) -> list[Trajectory]:
     """Run jobs until enough groups are complete, cancel the rest, and return the trajectories of these groups.
 
@@ -247,10 +229,10 @@ async def _run_first_groups(
     first = _FirstGroups(num_groups, size=len(jobs) // _num_groups(jobs))
 
     def add(trajectory: Trajectory) -> None:
-        if first.add(trajectory) and on_trajectory is not None:
+        if first.add(trajectory):
             on_trajectory(trajectory)
 
-    await run_until(run(add), first.are_complete)
+    await run_while(run(add), condition=first.are_complete.wait())
     return first.trajectories
 
 

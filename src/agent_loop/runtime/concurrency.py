@@ -98,7 +98,7 @@ async def merged(streams: Iterable[AsyncGenerator[ResultT]]) -> AsyncGenerator[R
 
 
 async def run_while(
-    call: Coroutine[Any, Any, ResultT], *, condition: Coroutine[Any, Any, None]
+    call: Coroutine[Any, Any, ResultT], *, condition: Coroutine[Any, Any, object]
 ) -> ResultT | None:
     """Await a call while a condition runs. If the condition returns first, cancel the call and return None."""
     task, ended = asyncio.ensure_future(call), asyncio.ensure_future(condition)
@@ -262,19 +262,6 @@ class HeldOpen(Generic[ResultT]):
         async with self._context as value:
             opened.set_result(value)
             await self._closing.wait()
-
-
-async def run_until(call: Coroutine[Any, Any, Any], event: asyncio.Event) -> None:
-    """Run a call until it ends or the event is set. Cancel the call in the latter case, and wait until it has ended."""
-    task, waiting = asyncio.ensure_future(call), asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
-        task.cancel()
-        await asyncio.wait({task, waiting})
-    if not task.cancelled():
-        task.result()
 
 
 async def _abort(task: IsolatedTask[Any], abort: Callable[[], Awaitable[None]], *, grace_s: float) -> None:

@@ -19,7 +19,7 @@ from agent_loop.errors import ConfigError, RolloutError
 from agent_loop.integrations.trl.completions import rollout_samples
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import RowSampler
-from agent_loop.runtime.concurrency import run_until
+from agent_loop.runtime.concurrency import run_while
 from agent_loop.training.adapters import merged_parameters
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
@@ -67,7 +67,7 @@ class AgentLoopRolloutWorker:
     def start(self) -> None:
         """Start to produce samples."""
         self._last_activity = time.monotonic()
-        self._producing = self._thread.start(run_until(self._produce(), self._stopping))
+        self._producing = self._thread.start(run_while(self._produce(), condition=self._stopping.wait()))
 
     def stop(self) -> None:
         """Cancel trajectories in flight, and wait until they have ended."""

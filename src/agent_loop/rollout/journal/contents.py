@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -62,11 +62,13 @@ class StepKey:
         return pack({"is": RecordKind.STEP, "got": asdict(self)})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Contents:
     """Contents of a journal of an earlier process."""
 
-    records: Mapping[str, RowRecord] = field(default_factory=dict[str, RowRecord])
+    key: StepKey | None = None
+    """Identity of the rollout; None if the journal has no record of it."""
+    records: dict[str, RowRecord] = field(default_factory=dict[str, RowRecord])
     """Records by row."""
     rewards: Rewards = field(default_factory=dict[str, dict[int | None, Mapping[str, Any]]])
     """Results of a batch reward function, by row and branch; see `serialize_rewards`."""
@@ -78,6 +80,26 @@ class Contents:
     """Reason why records of unfinished rows may be missing; None if no record can be missing."""
     notes: Sequence[str] = ()
     """Notes for the user, one line each."""
+
+    def add(self, payload: Mapping[str, Any]) -> None:
+        """Add the next record of the journal."""
+        kind, got = RecordKind(payload["is"]), payload.get("got")
+        if kind is RecordKind.STEP:
+            self.key = self.key or StepKey(**payload["got"])
+        elif kind is RecordKind.DAMAGE:
+            self.doubt = str(got)
+        elif kind is RecordKind.COMPLETE:
+            self.complete = [(int(group), int(rollout)) for group, rollout in payload["got"]]
+        elif kind is RecordKind.REWARDS:
+            for row, forms in payload["got"].items():
+                self.rewards.setdefault(row, {}).update({form["branch"]: form for form in forms})
+        else:
+            record = self.records.setdefault(payload["row"], RowRecord())
+            if payload["n"] != record.num_records:  # a record that was doubled, or follows a missing one
+                return
+            record.add(payload)
+            if kind is RecordKind.END:  # Earlier rewards belong to other trajectories.
+                self.rewards.pop(payload["row"], None)
 
 
 def read_contents(path: Path, *, key: StepKey, refuse: bool) -> Contents:
@@ -91,97 +113,54 @@ def read_contents(path: Path, *, key: StepKey, refuse: bool) -> Contents:
     Raises:
         JournalError: The file cannot be read, or belongs to another rollout and `refuse` is set.
     """
+    name, contents = f"the journal {str(path)!r}", Contents()
     try:
         data = path.read_bytes()
+        found = read_records(data)
+        for payload in found.payloads:
+            contents.add(unpack(payload))
     except FileNotFoundError:
         return Contents()
-    except OSError as error:
-        raise JournalError(f"the journal {str(path)!r} cannot be read ({describe_error(error)})") from error
-    try:
-        found = read_records(data)
-        read = _SortedRecords.of(found.payloads)
     except JournalError as error:
         raise JournalError(f"{str(path)!r}: {error}") from error
     except _UNREADABLE as error:
         raise JournalError(
-            f"the journal {str(path)!r} holds a record that this version of agent-loop cannot read "
-            f"({describe_error(error)}); resume the run with the version that started it, or move the journal "
-            "elsewhere to start from the beginning"
+            f"{name} cannot be read by this version of agent-loop ({describe_error(error)}); resume the run with the "
+            "version that started it, or move the journal elsewhere to start from the beginning"
         ) from error
-    if read.key is None and not found.is_damaged:
-        return Contents(
-            notes=[f"the journal {str(path)!r} has no records; the rollout starts from the beginning"]
-        )
-    if read.key is None and refuse:
+    if contents.key is None and not found.is_damaged:
+        return Contents(notes=[f"{name} has no records; the rollout starts from the beginning"])
+    if contents.key is None and refuse:
         raise JournalError(
-            f"the journal {str(path)!r} is damaged at byte {found.num_good_bytes}, in the record that identifies the "
-            "rollout, so no record can be used; the file was not changed. To start from the beginning, move the file "
-            "elsewhere and run without --resume. Every row is then run again, including its calls of tools that may "
-            "be used only once"
+            f"{name} is damaged at byte {found.num_good_bytes}, in the record that identifies the rollout, so no "
+            "record can be used; the file was not changed. To start from the beginning, move the file elsewhere and "
+            "run without --resume. Every row is then run again, including its calls of tools that may be used only once"
         )
-    differences = [] if read.key is None else key.differences(read.key)
+    differences = [] if contents.key is None else key.differences(contents.key)
     if differences:
-        why = f"the journal {str(path)!r} belongs to another rollout: {', '.join(differences)} changed"
+        why = f"{name} belongs to another rollout: {', '.join(differences)} changed"
         if refuse:
             raise JournalError(
                 f"{why}; restore the settings to resume, or run without --resume to start from the beginning"
             )
         return Contents(notes=[f"{why}; the journal is not used"])
+    contents.num_bytes = 0 if contents.key is None else found.num_good_bytes
     notes: list[str] = []
     if found.num_torn_bytes:
-        notes.append(
-            f"the last record of the journal {str(path)!r} is incomplete; its {found.num_torn_bytes} bytes are dropped"
-        )
+        notes.append(f"the last record of {name} is incomplete; its {found.num_torn_bytes} bytes are dropped")
     if found.is_damaged:
-        read.doubt = (
-            f"the journal {str(path)!r} was damaged at byte {found.num_good_bytes}, so that later records are missing; "
-            f"a copy of it is {str(_back_up(path, data))!r}"
+        contents.doubt = (
+            f"{name} was damaged at byte {found.num_good_bytes}, so that later records are missing; a copy of it is "
+            f"{str(_back_up(path, data))!r}"
         )
-    if read.doubt is not None:
-        notes.append(f"{read.doubt}; unfinished rows fail when they call a tool that may be used only once")
-    records = {
-        name: record if record.has_succeeded else replace(record, doubt=read.doubt)
-        for name, record in read.records.items()
-    }
-    num_bytes = found.num_good_bytes if read.key is not None else 0
-    return Contents(records, read.rewards, read.complete, num_bytes, read.doubt, notes)
-
-
-@dataclass(slots=True)
-class _SortedRecords:
-    """Records of a journal, sorted by kind and row."""
-
-    key: StepKey | None = None
-    records: dict[str, RowRecord] = field(default_factory=dict[str, RowRecord])
-    rewards: Rewards = field(default_factory=dict[str, dict[int | None, Mapping[str, Any]]])
-    complete: list[tuple[int, int]] | None = None
-    doubt: str | None = None
-
-    @classmethod
-    def of(cls, payloads: Iterable[bytes]) -> _SortedRecords:
-        records = cls()
-        for payload in payloads:
-            records.add(unpack(payload))
-        return records
-
-    def add(self, payload: Mapping[str, Any]) -> None:
-        kind = RecordKind(payload["is"])
-        if kind is RecordKind.STEP:
-            self.key = self.key or StepKey(**payload["got"])
-        elif kind is RecordKind.DAMAGE:
-            self.doubt = str(payload["got"])
-        elif kind is RecordKind.COMPLETE:
-            self.complete = [(int(group), int(rollout)) for group, rollout in payload["got"]]
-        elif kind is RecordKind.REWARDS:
-            for row, forms in payload["got"].items():
-                self.rewards.setdefault(row, {}).update({form["branch"]: form for form in forms})
-        else:
-            record = self.records.setdefault(payload["row"], RowRecord())
-            if payload["n"] != record.num_records:  # a record that was doubled, or follows a missing one
-                return
-            record.add(payload)
-            if kind is RecordKind.END:  # Earlier rewards belong to other trajectories.
-                self.rewards.pop(payload["row"], None)
+    if contents.doubt is not None:
+        notes.append(
+            f"{contents.doubt}; unfinished rows fail when they call a tool that may be used only once"
+        )
+        for record in contents.records.values():
+            record.doubt = None if record.has_succeeded else contents.doubt
+    contents.notes = notes
+    return contents
 
 
 def _back_up(path: Path, data: bytes) -> Path:
