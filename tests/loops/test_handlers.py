@@ -202,17 +202,3 @@ def test_rewards_are_in_the_extra_fields_of_a_trajectory_that_a_limit_ended() ->
     output = harness.run_one().output
     assert output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
     assert output.extra_fields == {"turn_scores": [], "tool_rewards": [0.5]}
-
-
-def test_an_output_is_dumped_with_the_documented_fields() -> None:
-    output = (
-        WorkerHarness([tool_call_reply("add", a=1, b=2), text_reply("3")], tools=[Adder({"reward": 0.5})])
-        .run_one()
-        .output
-    )
-    dumped = output.model_dump()
-    assert dumped["prompt_ids"] == output.prompt_ids.tolist()
-    assert len(dumped["response_ids"]) == len(dumped["response_mask"]) == len(dumped["response_logprobs"])
-    assert (dumped["reward_score"], dumped["num_turns"]) == (None, 4)
-    assert dumped["extra_fields"] == {"turn_scores": [], "tool_rewards": [0.5]}
-    assert {"generate_sequences", "tool_calls", "num_preempted"} <= set(dumped["metrics"])

@@ -9,7 +9,6 @@ from uuid import uuid4
 import pytest
 
 from agent_loop.integrations import verl
-from agent_loop.recording.row_log import ReplayMismatch
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
@@ -123,16 +122,6 @@ def test_other_tools_may_be_called_later_if_they_cannot_read_the_lost_state(
     assert output.stop_reason is StopReason.ANSWERED
     assert runner.counts.started["book"] == 1
     assert runner.counts.started["look"] == 1 + num_restarts
-
-
-def test_a_trajectory_that_called_a_once_only_tool_is_refused_if_it_would_have_to_start_again() -> None:
-    book = f"I book. {call_text('book', a=0)}"
-    runner = PartialRunner(
-        [book, LOOK, LOOK, "Done."], tools={**NOT_RESTORABLE, "book": (OnReplay.ONCE, LATENCY_S)}
-    )
-    part = run_virtual(runner.run(cancel_after_s=after_calls(book, LOOK)))
-    with pytest.raises(ReplayMismatch, match="tool 'book' was used and may be used only once"):
-        run_virtual(runner.run(partial_output=part))
 
 
 def test_a_tool_reward_is_calculated_at_the_cancellation_and_counts_at_the_end() -> None:

@@ -339,26 +339,6 @@ def test_the_tools_and_the_interaction_of_a_trajectory_have_the_same_id_and_no_o
     assert trajectories[0] != trajectories[1]
 
 
-def test_an_unknown_interaction_fails_the_row_with_its_name() -> None:
-    trajectory = WorkerHarness([ANSWER], interactions={"patient": Patient({"truth": "3"})}).run_one(
-        interaction_kwargs={"name": "patent"}
-    )
-    assert trajectory.output.failure is not None
-    assert "did you mean 'patient'" in trajectory.output.failure.error
-
-
-def test_an_unknown_tool_in_a_row_is_an_error() -> None:
-    trajectory = WorkerHarness([ANSWER], tools=[Adder()]).run_one(tools_kwargs={"sum": {}})
-    assert trajectory.output.failure is not None
-    assert "sum" in trajectory.output.failure.error
-
-
-def test_a_failing_server_fails_the_trajectory_with_its_name() -> None:
-    trajectory = WorkerHarness([ScriptedReply([1], error="CUDA out of memory")]).run_one()
-    assert trajectory.output.failure is not None
-    assert "scripted-0" in trajectory.output.failure.error
-
-
 def test_calls_inside_reasoning_are_not_run() -> None:
     tool = Adder()
     trajectory = WorkerHarness(

@@ -82,25 +82,6 @@ def test_after_a_costly_round_the_bound_falls_by_the_number_of_waiting_requests_
     assert updated(control, usage_with_recomputation(37), num_in_flight=37, demand=1.0) == 37
 
 
-def test_an_infinite_bound_falls_after_a_costly_round() -> None:
-    control = AdmissionControl(num_slots=None)
-    assert updated(control, usage_with_recomputation(1000), num_in_flight=1000, num_waiting=900) == 700
-
-
-def test_the_bound_never_falls_below_one() -> None:
-    control = AdmissionControl(num_slots=4)
-    for _ in range(40):
-        in_flight = int(control.bound)
-        updated(
-            control,
-            usage_with_recomputation(in_flight),
-            num_in_flight=in_flight,
-            num_waiting=in_flight,
-            demand=2.0,
-        )
-    assert control.bound == 1
-
-
 def test_recomputed_tokens_do_not_lower_the_bound_while_the_caches_have_room() -> None:
     control = AdmissionControl(num_slots=20)
     assert updated(control, usage_with_recomputation(20), num_in_flight=20, num_waiting=10, demand=0.3) == 25

@@ -33,8 +33,6 @@ from tests.helpers import call_text, user
 from tests.rollout.harness import SCHEMA, WorkerHarness
 from tests.rollout.one_line import as_line
 from tests.tiny_vision import (
-    data_url,
-    idefics_template,
     image_message,
     picture,
     template_of,
@@ -138,15 +136,6 @@ def test_a_video_of_a_tool_reaches_the_server_and_the_record() -> None:
     assert video["video"] == "5 frames, the first Image of size (32, 24) at 3 per second"
 
 
-def test_the_error_for_a_video_to_a_model_without_video_input_names_the_tool() -> None:
-    template = ChatTemplate(idefics_template().tokenizer, media=idefics_template().media)
-    reply = ScriptedReply(template.encoder.encode(call_text("look", a=1, b=2) + "<|im_end|>"))
-    tools = [Camera(ToolResponse(video=[[picture()]]))]
-    output = WorkerHarness([reply], tools=tools, template=template).run_one().output
-    assert output.failure is not None
-    assert "returned a video, but this model accepts only text and image; return text" in output.failure.error
-
-
 def test_a_video_file_fails_its_trajectory_with_a_remedy() -> None:
     output = make_harness(ToolResponse(video=["clip.mp4"])).run_one().output
     assert output.failure is not None
@@ -182,16 +171,6 @@ def test_an_unreadable_image_fails_its_trajectory_alone() -> None:
     assert bad.output.failure is not None
     assert "'nowhere.png'" in bad.output.failure.error
     assert good.output.stop_reason is StopReason.ANSWERED
-
-
-def test_records_describe_images_without_their_pixels() -> None:
-    messages = image_message("a", picture(0), data_url(picture(1)))
-    record = as_line(make_harness(ToolResponse(image=[picture(1)])).run_one(raw_prompt=messages))
-    first, second, _ = record["messages"][0]["content"]
-    assert first == {"type": "image", "image": "Image of size (32, 24)"}
-    assert second["image"].startswith("'data:image/png;base64,")
-    assert len(second["image"]) < 80
-    assert record["messages"][2]["content"] == [first]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -247,13 +226,6 @@ def test_a_batch_has_the_models_own_positions_and_the_features(kind: str) -> Non
         assert torch.equal(batch["multi_modal_position_ids"][row][:, mask], expected[:, 0])
         assert not batch["multi_modal_position_ids"][row, :, : int(mask.int().argmax())].any()
     assert batch["multi_modal_position_ids"].shape == (2, 3, batch["input_ids"].shape[1])
-
-
-def test_a_batch_without_images_has_no_columns_for_them() -> None:
-    trajectories = make_harness(ToolResponse(text="nothing to see")).run([{"raw_prompt": user("look")}])
-    batch = assemble(trajectories, pad_token_id=0)
-    assert "multi_modal_position_ids" not in batch
-    assert "attachments" not in batch
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])

@@ -263,25 +263,6 @@ def test_a_trajectory_that_is_cancelled_while_it_waits_for_its_repetition_ends_a
     assert len(retries_of(trajectory)) == 3
 
 
-def test_all_trajectories_that_wait_for_their_repetition_are_cancelled_at_once() -> None:
-    outage = Outage(num_failures=dict.fromkeys(range(3), 99))
-    harness = stationed(outage, retries=9)
-
-    async def scenario() -> tuple[list[Trajectory], float]:
-        loop = asyncio.get_running_loop()
-        loop.call_later(10, harness.worker.cancel_all)
-        trajectories = await harness.worker.run(harness.jobs([station_row(number) for number in range(3)]))
-        harness.assert_nothing_is_left()
-        return trajectories, loop.time()
-
-    trajectories, seconds = run_virtual(scenario())
-    assert seconds == pytest.approx(10, abs=0.1)
-    for trajectory in trajectories:
-        assert trajectory.reward is None
-        assert trajectory.output.stop_reason is StopReason.CANCELLED
-        assert len(retries_of(trajectory)) == 4
-
-
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
 

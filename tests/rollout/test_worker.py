@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections import Counter
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from agent_loop.config import MultiTurnConfig
-from agent_loop.errors import RolloutError, ServerError, ToolError
+from agent_loop.errors import RolloutError, ServerError
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
@@ -22,87 +20,6 @@ from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import StopReason
 from tests.helpers import encoded, text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
-
-
-class Chaotic(Adder):
-    """Tool that returns, raises ToolError, raises another exception or hangs, selected by the first argument."""
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        match parameters["a"]:
-            case 0:
-                raise ToolError("not today")
-            case 1:
-                raise RuntimeError("a bug")
-            case 2:
-                await asyncio.sleep(math.inf)
-            case 3:
-                self.config["release_raises"] = OSError("gone")
-        await asyncio.sleep(parameters["b"] / 10)
-        return await super().execute(instance_id, parameters)
-
-
-def test_a_thousand_failing_trajectories_all_end_with_a_reason_and_leak_nothing() -> None:
-    chance = random.Random(0)
-
-    def script(request: ScriptedRequest) -> ScriptedReply:
-        latency_s = chance.choice([0.0, 0.1, 3.0])
-        match chance.randrange(9):
-            case 0:
-                return text_reply("<tool_call>{broken</tool_call>", latency_s=latency_s)
-            case 1:
-                return text_reply("the answer", latency_s=latency_s)
-            case 2:
-                return ScriptedReply([1], error="engine hiccup", latency_s=latency_s)
-            case 3:
-                return ScriptedReply(encoded("never"), latency_s=math.inf)
-            case 4:
-                return text_reply("cut <tool_call>", ends=False, latency_s=latency_s)
-            case 5:
-                return tool_call_reply("unknown", a=1)
-            case _:
-                return tool_call_reply("add", a=chance.randrange(12), b=chance.randrange(9))
-
-    tool = Chaotic()
-    harness = WorkerHarness(
-        script,
-        tools=[tool],
-        multi_turn=MultiTurnConfig(tool_timeout_s=40, max_user_turns=3),
-        deadline_s=60,
-        response_length=180,
-        max_concurrent=700,
-    )
-    rows = [{"raw_prompt": user(f"question {n}")} for n in range(1000)]
-
-    async def scenario() -> list[Trajectory]:
-        async def cancel_some() -> None:
-            for _ in range(150):
-                await asyncio.sleep(chance.random())
-                harness.worker.cancel(chance.choice(harness.worker.running or ["none"]))
-
-        async with asyncio.TaskGroup() as group:
-            cancelling = group.create_task(cancel_some())
-            trajectories = await harness.worker.run(harness.jobs(rows))
-            cancelling.cancel()
-        harness.assert_nothing_is_left()
-        return trajectories
-
-    trajectories = run_virtual(scenario())
-    reasons = Counter(trajectory.output.stop_reason for trajectory in trajectories)
-    assert [t.group for t in trajectories] == list(range(1000))
-    assert tool.open == set()
-    assert tool.num_created == tool.num_released
-    assert {
-        StopReason.ANSWERED,
-        StopReason.FAILED,
-        StopReason.DEADLINE,
-        StopReason.CANCELLED,
-        StopReason.RESPONSE_LENGTH,
-        StopReason.MAX_USER_TURNS,
-    } <= set(reasons), reasons
-    for trajectory in trajectories:
-        output = trajectory.output
-        assert (output.failure is not None) == (output.stop_reason is StopReason.FAILED)
-        assert len(output.response_ids) == len(output.response_mask) <= 180
 
 
 def test_a_failing_trajectory_leaves_its_siblings_untouched() -> None:
@@ -206,30 +123,6 @@ def test_the_reward_function_scores_trajectories_without_a_reward_of_their_own()
     assert right.reward_extra["length"] == len(right.output.response_ids)
 
 
-def test_a_reward_function_that_raises_fails_its_trajectory_only() -> None:
-    def reward(output: AgentLoopOutput, row: dict[str, Any]) -> float:
-        return 1.0 / row["divisor"]
-
-    harness = WorkerHarness(lambda _: text_reply("hm"), reward=RewardFunction(reward, timeout_s=1))
-    bad, good = harness.run([{"raw_prompt": user("?"), "divisor": divisor} for divisor in (0, 2)])
-    assert bad.output.stop_reason is StopReason.FAILED
-    assert bad.output.failure is not None
-    assert "ZeroDivisionError" in bad.output.failure.error
-    assert len(bad.output.response_ids) == len(good.output.response_ids)
-    assert good.reward == 0.5
-
-
-def test_a_reward_function_that_hangs_ends_at_its_time_limit() -> None:
-    async def reward(output: AgentLoopOutput, row: dict[str, Any]) -> float:
-        await asyncio.sleep(math.inf)
-        return 1.0
-
-    harness = WorkerHarness(lambda _: text_reply("hm"), reward=RewardFunction(reward, timeout_s=2))
-    trajectory = harness.run_one()
-    assert trajectory.output.failure is not None
-    assert "2 s" in trajectory.output.failure.error
-
-
 @register("token_level")
 class TokenLevel(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
@@ -263,12 +156,6 @@ def test_a_loop_without_an_episode_is_cancelled_after_its_deadline() -> None:
         lambda _: text_reply("hi", latency_s=math.inf), agent="token_level", deadline_s=10
     )
     assert harness.run_one().output.stop_reason is StopReason.DEADLINE
-
-
-def test_the_error_for_a_loop_that_returns_nothing_states_what_to_return() -> None:
-    trajectory = WorkerHarness([text_reply("hi")], agent="forgetful").run_one()
-    assert trajectory.output.failure is not None
-    assert "return an AgentLoopOutput" in trajectory.output.failure.error
 
 
 def test_rows_select_their_loop_and_an_unknown_name_is_reported() -> None:

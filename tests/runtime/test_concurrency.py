@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from functools import partial
@@ -18,26 +16,7 @@ from agent_loop.runtime.concurrency import (
     run_together,
     run_while,
 )
-from agent_loop.runtime.threads import run_in_thread
 from agent_loop.testing import run_virtual
-
-
-def test_the_virtual_clock_jumps_over_an_hour() -> None:
-    async def scenario() -> float:
-        await asyncio.sleep(3600)
-        return asyncio.get_running_loop().time()
-
-    started = time.perf_counter()
-    assert run_virtual(scenario()) == 3600
-    assert time.perf_counter() - started < 60
-
-
-def test_the_virtual_clock_waits_for_threads() -> None:
-    async def scenario() -> str:
-        async with asyncio.timeout(1000):
-            return await run_in_thread(lambda: threading.current_thread().name)
-
-    assert "agent-loop" in run_virtual(scenario())
 
 
 def test_a_deadlock_in_virtual_time_is_an_error() -> None:

@@ -12,9 +12,6 @@ from agent_loop.runtime.garbage_collection import (
     frozen_objects,
     infrequent_collections,
 )
-from agent_loop.testing import run_virtual
-from tests.helpers import text_reply, user
-from tests.rollout.harness import WorkerHarness
 
 
 @pytest.fixture(autouse=True)
@@ -32,27 +29,6 @@ def test_the_threshold_is_raised_until_the_last_context_exits() -> None:
     assert gc.get_threshold() == (OBJECTS_PER_COLLECTION, 10, 10)
     second.__exit__(None, None, None)
     assert gc.get_threshold() == (700, 10, 10)
-
-
-@pytest.mark.parametrize("threshold", [0, 1_000_000])
-def test_a_disabled_or_higher_threshold_is_not_changed(threshold: int) -> None:
-    gc.set_threshold(threshold, 5, 5)
-    with infrequent_collections():
-        assert gc.get_threshold() == (threshold, 5, 5)
-    assert gc.get_threshold() == (threshold, 5, 5)
-
-
-def test_a_rollout_raises_the_threshold_and_restores_it() -> None:
-    seen: list[int] = []
-
-    def answer(_: object) -> object:
-        seen.append(gc.get_threshold()[0])
-        return text_reply("hi")
-
-    harness = WorkerHarness(answer)
-    run_virtual(harness.worker.run(harness.jobs([{"raw_prompt": user("hi")}, {"raw_prompt": user("again")}])))
-    assert seen == [OBJECTS_PER_COLLECTION] * 2
-    assert gc.get_threshold()[0] == 700
 
 
 def test_objects_are_frozen_only_within_the_context() -> None:

@@ -29,8 +29,7 @@ class LagMonitor:
     """Measures the lag in a `with` block, and warns about blocks that last longer than `WARN_S`.
 
     A thread logs the warning while the block lasts, with the line of code that blocks. It warns about the first block,
-    and then about each block that is twice as long as the last one reported. Time in which the process is stopped
-    counts as lag, and causes no warning.
+    and then about each block that is twice as long as the last one reported.
     """
 
     def __init__(self, activity_monitor: ActivityMonitor, *, warn_s: float = WARN_S) -> None:
@@ -64,7 +63,7 @@ class LagMonitor:
         return self._late_s / max(self._loop.time() - self._started, TICK_S)
 
     def _set_timer(self) -> None:
-        self._beat_at, self._cpu_at = time.monotonic(), time.process_time()
+        self._beat_at = time.monotonic()
         self._timer = self._loop.call_later(TICK_S, self._tick, self._loop.time() + TICK_S)
 
     def _tick(self, due: float) -> None:
@@ -73,24 +72,19 @@ class LagMonitor:
         self._sum_s += lag_s
         self.max_s = max(self.max_s, lag_s)
         self._late_s += lag_s if lag_s > LATE_S else 0.0
-        if lag_s > self._limit_s and time.process_time() - self._cpu_at > lag_s / 10:
-            # The code that blocked held the interpreter's lock, so the thread did not run. A process that was stopped
-            # used no CPU time.
+        if (
+            lag_s > self._limit_s
+        ):  # the code that blocked held the interpreter's lock, so the thread did not run
             self._warn(lag_s, f"the last event before it was: {self._activity_monitor.last_event}")
         self._set_timer()
 
     def _watch(self, thread_id: int) -> None:
         """Look for blocks until the measurement ends. Run in a thread."""
-        while True:
-            asleep_at = time.monotonic()
-            if self._ended.wait(self._poll_s):
-                return
-            now = time.monotonic()
-            blocked_s = now - self._beat_at - TICK_S
-            was_stopped = now - asleep_at > 2 * self._poll_s
+        while not self._ended.wait(self._poll_s):
+            blocked_s = time.monotonic() - self._beat_at - TICK_S
             frame = sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage]  (documented)
             is_idle = frame is None or frame.f_globals.get("__name__") == "selectors"
-            if blocked_s > self._limit_s and not was_stopped and not is_idle and self._loop.is_running():
+            if blocked_s > self._limit_s and not is_idle and self._loop.is_running():
                 whose = self._activity_monitor.activity_of(asyncio.current_task(self._loop))
                 stack = "".join(traceback.format_stack(frame)[-3:]).rstrip()
                 self._warn(blocked_s, f"{f'by {whose}, ' if whose else ''}at\n{stack}")

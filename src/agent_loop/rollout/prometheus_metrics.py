@@ -129,10 +129,6 @@ class RolloutMetrics(Collector):
                 self._cached_tokens.inc(span.details.get("num_cached_tokens") or 0)
                 self._completion_tokens.inc(span.details.get("num_tokens") or 0)
 
-    def describe(self) -> Iterable[Metric]:
-        """Return the metric families. Called by the registry at registration."""
-        return self.collect()
-
     def collect(self) -> Iterable[Metric]:
         """Yield the current metrics. Called by Prometheus' client in a thread of the endpoint."""
         yield from self._server_metrics()
