@@ -215,7 +215,7 @@ def test_a_record_of_another_version_is_refused(tmp_path: Path) -> None:
         pack([1]),
     ):
         path.write_bytes(journal_of([payload]))
-        with pytest.raises(JournalError, match="a record that this version of agent-loop cannot read"):
+        with pytest.raises(JournalError, match="cannot be read by this version of agent-loop"):
             run_journaled(path, make_harness(2, OnReplay.ONCE)[0], ROWS, resume=True)
 
 

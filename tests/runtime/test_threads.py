@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from agent_loop.runtime.concurrency import run_together
-from agent_loop.runtime.threads import OneThread, run_in_thread, run_in_threads
+from agent_loop.runtime.threads import OneThread, run_in_thread
 from agent_loop.testing import run_virtual
 
 
@@ -80,36 +80,3 @@ def test_a_call_queued_behind_a_hanging_one_can_be_cancelled() -> None:
         assert ran == [2]
 
     asyncio.run(main())
-
-
-def test_results_of_several_threads_are_in_order_and_num_threads_run_concurrently() -> None:
-    running: set[int] = set()
-    most = 0
-
-    def square(number: int) -> int:
-        nonlocal most
-        running.add(number)
-        most = max(most, len(running))
-        barrier.wait(20)
-        running.discard(number)
-        return number * number
-
-    barrier = threading.Barrier(3)
-
-    assert list(run_in_threads(square, range(9), num_threads=3)) == [n * n for n in range(9)]
-    assert most == 3
-
-
-def test_an_error_is_raised_after_the_running_calls_have_ended() -> None:
-    has_failed, ended = threading.Event(), threading.Event()
-
-    def call(name: str) -> None:
-        if name == "failing":
-            has_failed.set()
-            raise LookupError("nothing there")
-        assert has_failed.wait(20)
-        ended.set()
-
-    with pytest.raises(LookupError, match="nothing there"):
-        list(run_in_threads(call, ["failing", "running", "never started"], num_threads=2))
-    assert ended.is_set()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import structs
@@ -70,21 +68,3 @@ def retry_delay_s(number: int) -> float:
 def retried(failure: Failure, *, what: str = "the trajectory") -> Incident:
     """Return the incident of a repetition."""
     return Incident(IncidentKind.RETRIED, f"{what} ran again after {failure.error}"[:500])
-
-
-async def wait_for_retry(
-    number: int, *, cancellation: asyncio.Event | None, is_cancelled_alone: Callable[[], bool]
-) -> bool:
-    """Wait before a repetition, and return False if the trajectory was cancelled alone in the meantime.
-
-    If all trajectories are cancelled, the repetition starts at once, and ends with `cancelled`.
-    """
-    try:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(retry_delay_s(number)):
-                await (cancellation or asyncio.Event()).wait()
-    except asyncio.CancelledError:
-        if not is_cancelled_alone():
-            raise
-        return False
-    return True

@@ -265,14 +265,11 @@ class AgentLoopManager:
             DataError: See `run`.
             RolloutError: See `run`.
         """
-        self.check_rows(rows)
-        jobs = self._jobs.make(rows, n=n, validate=validate)
         ended: asyncio.Queue[Trajectory | None] = asyncio.Queue()
-        trace = self.tracing.trace_callback(rows, label="", validate=validate, then=ended.put_nowait)
 
         async def run_all() -> None:
             try:
-                await self._stages.run(jobs, on_trajectory=trace)
+                await self.run(rows, n=n, validate=validate, on_trajectory=ended.put_nowait)
             finally:
                 ended.put_nowait(None)
 

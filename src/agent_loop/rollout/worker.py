@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, cast
 
 from msgspec import structs
@@ -17,7 +17,7 @@ from agent_loop.loops.registry import LoopRegistry
 from agent_loop.recording.replay_log import ReplayLog
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rewards.function import RewardFunction
-from agent_loop.rollout.attempts import Attempt, retried, wait_for_retry
+from agent_loop.rollout.attempts import Attempt, retried, retry_delay_s
 from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.jobs import Job
@@ -221,16 +221,27 @@ class AgentLoopWorker:
             if log.only_once is not None:
                 attempt = attempt.explained(only_once=log.only_once)
                 break
-            if not await wait_for_retry(
-                num_retries,
-                cancellation=context.cancellation,
-                is_cancelled_alone=lambda: self._was_cancelled_alone(job),
-            ):
+            if not await self._wait_for_retry(job, num_retries, cancellation=context.cancellation):
                 break
             num_retries += 1
             incidents.append(retried(failure))
             log.restart(why=failure.error)
         return attempt.noted(incidents)
+
+    async def _wait_for_retry(self, job: Job, number: int, *, cancellation: asyncio.Event | None) -> bool:
+        """Wait before a repetition, and return False if the trajectory was cancelled alone in the meantime.
+
+        If all trajectories are cancelled, the repetition starts at once, and ends with `cancelled`.
+        """
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(retry_delay_s(number)):
+                    await (cancellation or asyncio.Event()).wait()
+        except asyncio.CancelledError:
+            if not self._was_cancelled_alone(job):
+                raise
+            return False
+        return True
 
     async def _run_loop(self, job: Job, context: LoopContext, *, log: RowLog) -> Attempt:
         """Run the loop once. Its errors become data; a cancellation of the batch is raised."""

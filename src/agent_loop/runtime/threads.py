@@ -7,12 +7,10 @@ import contextvars
 import functools
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, wait
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from typing import Any, TypeAlias, TypeVar
 
-ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 Task: TypeAlias = Callable[[], None]
 
@@ -26,25 +24,6 @@ async def run_in_thread(function: Callable[..., ResultT], *args: Any, **kwargs: 
     context = contextvars.copy_context()
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_THREADS, lambda: context.run(function, *args, **kwargs))
-
-
-def run_in_threads(
-    function: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, num_threads: int
-) -> Iterator[ResultT]:
-    """Yield the result of a blocking function for each item, in order, with at most `num_threads` concurrent calls.
-
-    If a call raises or the caller stops iterating, the running calls are awaited first.
-    """
-    running: deque[Future[ResultT]] = deque()
-    try:
-        for item in items:
-            if len(running) == num_threads:
-                yield running.popleft().result()
-            running.append(_THREADS.submit(function, item))
-        while running:
-            yield running.popleft().result()
-    finally:
-        wait(running)
 
 
 class _DaemonThreads(Executor):

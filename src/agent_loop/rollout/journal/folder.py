@@ -24,10 +24,6 @@ class JournalFolder:
         suffix = ".forks" if is_of_forks else f".refill-{refill}" if refill else ""
         return self.path / f"step-{step:06d}{suffix}.journal"
 
-    def steps(self) -> list[int]:
-        """Return the steps that have a journal, in order."""
-        return sorted({step for step, _ in self._files()})
-
     def has(self, step: int) -> bool:
         """Return whether a step has a journal."""
         return self.file(step).is_file()
