@@ -15,7 +15,7 @@ from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction
-from agent_loop.rollout.attempts import retry_delay_s
+from agent_loop.rollout.failures import retry_delay_s
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer

@@ -16,9 +16,8 @@ from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import timing_metrics
-from agent_loop.rollout.event_loop_lag import LagMonitor
 from agent_loop.rollout.gate import AdmissionGate
-from agent_loop.rollout.monitor import TrajectoryMonitor
+from agent_loop.rollout.monitor import LagMonitor, TrajectoryMonitor
 from agent_loop.runtime.activity import ActivityMonitor, WaitKind, waiting_for
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest

@@ -12,8 +12,7 @@ from msgspec import structs
 
 from agent_loop.errors import RewardError
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction, Score, ScoreResult
-from agent_loop.rollout.attempts import retried, retry_delay_s, with_incidents
-from agent_loop.rollout.failures import FailureBudget, failure_of
+from agent_loop.rollout.failures import FailureBudget, failure_of, retried, retry_delay_s, with_incidents
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.journal.step import StepJournal
 from agent_loop.runtime.activity import WaitKind, waiting_for

@@ -17,8 +17,7 @@ from agent_loop.loops.registry import LoopRegistry
 from agent_loop.recording.replay_log import ReplayLog
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rewards.function import RewardFunction
-from agent_loop.rollout.attempts import Attempt, retried, retry_delay_s
-from agent_loop.rollout.failures import FailureBudget, failure_of
+from agent_loop.rollout.failures import Attempt, FailureBudget, failure_of, retried, retry_delay_s
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
