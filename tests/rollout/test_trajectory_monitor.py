@@ -173,7 +173,7 @@ def test_code_that_blocks_the_event_loop_is_logged_with_its_line_while_it_blocks
     assert "time.sleep(0.6)" in seen[0]
 
 
-def test_code_that_holds_the_interpreter_is_logged_with_the_last_event(
+def test_code_that_holds_the_interpreter_is_logged_with_its_trajectory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
@@ -187,7 +187,7 @@ def test_code_that_holds_the_interpreter_is_logged_with_the_last_event(
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
     assert "the event loop was blocked" in caplog.text
-    assert "group=4/rollout=2 had waited for tool slow" in caplog.text
+    assert "group=4/rollout=2" in caplog.text
 
 
 def test_without_a_monitor_nothing_is_recorded() -> None:
