@@ -81,13 +81,6 @@ DOES_NOT_FIT: list[tuple[str, str, dict[str, Any], str, tuple[str, ...]]] = [
         ("model.lora_rank=32",),
     ),
     (
-        "an engine that takes the memory which the trainer keeps",
-        "1x80GB",
-        {"placement": "colocated", "model": {"lora_rank": 32}},
-        "rollout needs",
-        ("rollout.engine_kwargs.gpu_memory_utilization=0.75",),
-    ),
-    (
         "activations without checkpointing",
         "1x80GB",
         {

@@ -145,22 +145,6 @@ def test_padding_to_any_width_changes_nothing() -> None:
         assert torch.equal(value, parameters(second)[name])
 
 
-def test_gradient_checkpointing_computes_layers_twice_and_changes_no_gradient() -> None:
-    batch, advantages_BR = make_batch()
-    num_forwards: list[int] = []
-
-    def gradients_with(gradient_checkpointing: bool) -> Tensor:
-        actor = make_actor(gradient_checkpointing=gradient_checkpointing)
-        calls: list[None] = []
-        actor.model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(None))
-        caught = gradients(actor, batch, advantages_BR)
-        num_forwards.append(len(calls))
-        return caught
-
-    torch.testing.assert_close(gradients_with(False), gradients_with(True))
-    assert num_forwards == [1, 2]
-
-
 def test_dropped_rows_and_tool_tokens_have_no_effect_on_the_weights() -> None:
     batch, advantages_BR = make_batch()
     keep_B = batch["group"] != 2

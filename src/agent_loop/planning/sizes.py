@@ -251,13 +251,7 @@ def itemsize(config: Config) -> int:
 
 
 def update_memory(shape: ModelShape, config: Config, *, on_gpu: bool) -> UpdateMemory:
-    """Return the memory of a training process.
-
-    Args:
-        shape: Sizes of the model.
-        config: Settings of the run.
-        on_gpu: Whether the process uses a GPU, where the optimiser updates all weights at once.
-    """
+    """Return the memory of a training process. On a GPU, the optimiser updates all weights at once."""
     size, processes, actor = itemsize(config), config.trainer.num_processes, config.actor
     rank, bits = config.model.lora_rank, config.model.base_bits
     quantized = sum(weight.numel() for weight in shape.linear) if bits else 0

@@ -21,11 +21,9 @@ from agent_loop.training.forward import ResponseLogProbs
 from agent_loop.training.losses.policy import token_loss
 from agent_loop.training.losses.terms import (
     Aggregation,
-    aggregate,
     correct,
     effective_share,
     kl_penalty,
-    loss_denominator,
     masked_difference,
     weight_sums,
 )
@@ -111,7 +109,7 @@ def observations(batch: RolloutBatch, *, rows: Tensor) -> Observations:
     """Return the observations of a mini-batch."""
     is_response_BR = batch["attention_mask"][:, batch["prompts"].shape[1] :].bool()
     mask_BR = (is_response_BR & (batch["weight_versions"] < 0)).long()
-    return Observations(mask_BR, loss_denominator(mask_BR[rows], mode="token-mean"))
+    return Observations(mask_BR, max(1.0, float(mask_BR[rows].sum())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +169,9 @@ class ActorLoss:
             terms.append((names.DISTILLATION_LOSS, divergence, targets.teachers.config.coef))
             metrics |= targets.teachers.sums(kl_BR.detach(), micro_batch)
         if self.observations is not None:
-            cross_entropy = aggregate(
-                -found.sampled_BR,
-                mask_BT=self.observations.of(micro_batch),
-                mode="token-mean",
-                denominator=self.observations.count,
+            is_observed_BR = self.observations.of(micro_batch).bool()
+            cross_entropy = (
+                torch.where(is_observed_BR, -found.sampled_BR, 0.0).sum() / self.observations.count
             )
             terms.append((names.OBSERVATION_LOSS, cross_entropy, config.observation_coeff))
         loss = reduce(loss_BR, mask_BT=mask_BR)

@@ -179,7 +179,8 @@ class Learner:
         values_BR = None
         if self._critic is not None:
             values_BR = self._critic.values(batch, rows=trainable_rows(batch, batch["is_scored"]))
-        is_allowed_B = self._is_allowed(batch)
+        untrained = {reason.value for reason in self._config.algorithm.untrained_stop_reasons}
+        is_allowed_B = torch.tensor([reason not in untrained for reason in batch["stop_reason"]])
         estimate = estimate_batch(
             batch,
             estimators=self._estimators,
@@ -270,10 +271,6 @@ class Learner:
             estimator=algorithm.kl_reward_type,
         )
         return kl_BR, past, {names.KL_TO_REFERENCE: float(masked_mean(kl_BR, mask_BT=is_scored_BR))}
-
-    def _is_allowed(self, batch: RolloutBatch) -> Tensor:
-        untrained = {reason.value for reason in self._config.algorithm.untrained_stop_reasons}
-        return torch.tensor([reason not in untrained for reason in cast(list[str], batch["stop_reason"])])
 
     def _baselines(self, batch: RolloutBatch, baseline_rewards: Mapping[int, float] | None) -> Tensor | None:
         if not self._estimator.needs.greedy_rollouts:

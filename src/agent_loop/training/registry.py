@@ -118,7 +118,6 @@ def policy_loss(name: str) -> Callable[[FunctionT], FunctionT]:
       rollout into branches nor on the micro-batches. KL and entropy terms are added after that.
     - A `TokenLoss` object also returns metrics, [B, T] each. They are aggregated in the same way and logged as
       `actor/NAME`.
-    - Micro-batches may be computed in several threads at once.
 
     An exception in the loss, a wrong shape, or a value that is not finite ends the training with an `AlgorithmError`
     that names the loss.

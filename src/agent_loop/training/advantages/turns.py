@@ -90,11 +90,6 @@ def turn_returns(rewards: Rewards, turns: Turns, *, gamma: float) -> Tensor:
     """Return the discounted return `G_t = r_t + gamma * G_(t+1)` of each turn, [B, T] float64; 0 in unscored rows.
 
     `r_t` is the weighted reward of the turn minus the penalties of its tokens. The last turn also gets the outcome.
-
-    Args:
-        rewards: Rewards of the batch.
-        turns: Turns of the batch.
-        gamma: Discount per turn.
     """
     num_turns = turns.rewards_BT.shape[1]
     penalties_BR = torch.where(rewards.mask_BR.bool(), rewards.penalties_BR.double(), 0.0)

@@ -109,15 +109,9 @@ def blockwise_logprobs(
     entropy_has_gradient: bool = True,
     candidate_ids_MK: Tensor | None = None,
 ) -> TokenLogProbs:
-    """Return what `token_logprobs` returns for the logits of a head.
+    """Return what `token_logprobs` returns for the logits of a head, whose arguments beside the logits these are.
 
-    Args:
-        head: Head with its inputs at the N positions. Gradients reach its inputs, weights and bias.
-        token_ids_M: Token ids.
-        place_M: Index of each token's position, among the N.
-        temperature: Divisor of the logits.
-        entropy_has_gradient: False computes the entropy for metrics only.
-        candidate_ids_MK: Token ids whose log-probs are returned too, in place of each token.
+    Gradients reach the inputs of the head at the N positions, its weights and its bias.
     """
     ids_P, place_P = token_ids_M, place_M
     if candidate_ids_MK is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,13 +18,10 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """Weights of the tokens of a mini-batch, for any part of it."""
+    """Mean over the tokens of a mini-batch, to which each of its parts adds."""
 
-    mode: AggregationMode
-    denominator: float
-    """`loss_denominator` of the whole mini-batch, so that the results of its parts add up."""
-    lengths_B: Tensor | None = None
-    """`rollout_lengths` of the rows; None: each row is a rollout."""
+    divisors_B: Tensor
+    """Divisor of the sum of each row; float64."""
 
     @classmethod
     def of_rows(
@@ -35,101 +33,45 @@ class Aggregation:
         mode: AggregationMode,
         length: int | None = None,
     ) -> Aggregation:
-        """Return the aggregation of a mini-batch, with lengths for all rows of the batch.
+        """Return the aggregation of a mini-batch, with divisors for all rows of the batch.
+
+        `token-mean` is DAPO's (arXiv 2503.14476), `seq-mean-token-mean` GRPO's (arXiv 2402.03300),
+        `seq-mean-token-sum-norm` Dr. GRPO's (arXiv 2503.20783). The sequence is the rollout: its trained tokens in all
+        its rows. So a rollout of k equal rows weighs as much as one of one row in `seq-mean-token-mean`, and k times as
+        much in the other modes, where a rollout weighs by its tokens.
 
         Args:
             mask_BT: 1 for tokens that count, in the whole batch.
             rows: Indices of the rows of the mini-batch.
             rollouts_B: Number of the rollout of each row of the whole batch.
             mode: Mode of the aggregation.
-            length: See `loss_denominator`.
+            length: Divisor of each rollout's sum in `seq-mean-token-sum-norm`; None is the width T.
         """
-        is_in_B1 = torch.zeros(len(mask_BT), 1, dtype=mask_BT.dtype).index_fill(0, rows, 1)
-        mask_BT = mask_BT * is_in_B1
-        return cls(
-            mode=mode,
-            denominator=loss_denominator(mask_BT, mode=mode, length=length, rollouts_B=rollouts_B),
-            lengths_B=rollout_lengths(mask_BT, rollouts_B=rollouts_B),
-        )
+        lengths_B = torch.zeros(len(mask_BT), dtype=torch.int64)
+        lengths_B[rows] = mask_BT[rows].sum(dim=-1)
+        num_rollouts = max(1, len(set[int](cast(Any, rollouts_B[lengths_B > 0]).tolist())))
+        match mode:
+            case "token-mean":
+                divisors_B = lengths_B.sum().clamp(min=1).expand(len(mask_BT))
+            case "seq-mean-token-mean":
+                divisors_B = num_rollouts * per_rollout(lengths_B, rollouts_B=rollouts_B).clamp(min=1)
+            case "seq-mean-token-sum-norm":
+                divisors_B = torch.full_like(lengths_B, num_rollouts * (length or mask_BT.shape[1]))
+        return cls(divisors_B.double())
 
     def cut(self, rows_B: Tensor) -> Aggregation:
         """Return the aggregation for some rows of the batch."""
-        if self.lengths_B is None:
-            return self
-        return replace(self, lengths_B=self.lengths_B[rows_B.to(self.lengths_B.device)])
+        return Aggregation(self.divisors_B[rows_B.to(self.divisors_B.device)])
 
     def __call__(self, values_BT: Tensor, *, mask_BT: Tensor) -> Tensor:
-        return aggregate(
-            values_BT,
-            mask_BT=mask_BT,
-            mode=self.mode,
-            denominator=self.denominator,
-            lengths_B=self.lengths_B,
-        )
-
-
-def aggregate(
-    values_BT: Tensor,
-    *,
-    mask_BT: Tensor,
-    mode: AggregationMode,
-    denominator: float | None = None,
-    lengths_B: Tensor | None = None,
-) -> Tensor:
-    """Aggregate values of tokens to one number.
-
-    `token-mean` is DAPO's (arXiv 2503.14476), `seq-mean-token-mean` GRPO's (arXiv 2402.03300),
-    `seq-mean-token-sum-norm` Dr. GRPO's (arXiv 2503.20783). The sequence is the rollout: its trained tokens in all its
-    rows. So a rollout of k equal rows weighs as much as one of one row in `seq-mean-token-mean`, and k times as much in
-    the other modes, where a rollout weighs by its tokens.
-
-    Args:
-        values_BT: Values of tokens; values at masked tokens do not count.
-        mask_BT: 1 for tokens that count.
-        mode: Mode of the aggregation.
-        denominator: Divisor of the sum. If the rows are a part of a mini-batch, give `loss_denominator` of the whole
-            mini-batch, so that the results of the parts add up. None is that of these rows.
-        lengths_B: `rollout_lengths` in the whole mini-batch; None: each row is a rollout.
-    """
-    values_BT = torch.where(mask_BT.bool(), values_BT, 0.0)
-    if denominator is None:
-        denominator = loss_denominator(mask_BT, mode=mode)
-    if mode == "seq-mean-token-mean":
-        lengths_B = mask_BT.sum(dim=-1) if lengths_B is None else lengths_B.to(values_BT.device)
-        return (values_BT.sum(dim=-1) / lengths_B.clamp(min=1)).sum() / denominator
-    return values_BT.sum() / denominator
-
-
-def loss_denominator(
-    mask_BT: Tensor, *, mode: AggregationMode, length: int | None = None, rollouts_B: Tensor | None = None
-) -> float:
-    """Return the number of tokens or rollouts that a mean divides by; at least 1.
-
-    Args:
-        mask_BT: 1 for tokens that count.
-        mode: Mode of the aggregation.
-        length: Divisor of each rollout's sum in `seq-mean-token-sum-norm`; None is the width T.
-        rollouts_B: Number of the rollout of each row; None: each row is a rollout.
-    """
-    if mode == "token-mean":
-        return max(1.0, float(mask_BT.sum()))
-    has_token_B = mask_BT.any(dim=-1)
-    count = max(1.0, float(has_token_B.sum()))
-    if rollouts_B is not None:
-        has_token_of_rollout = torch.zeros_like(rollouts_B).index_add_(0, rollouts_B, has_token_B.long())
-        count = max(1.0, float(has_token_of_rollout.count_nonzero()))
-    return count * (length or mask_BT.shape[-1]) if mode == "seq-mean-token-sum-norm" else count
-
-
-def rollout_lengths(mask_BT: Tensor, *, rollouts_B: Tensor) -> Tensor:
-    """Return the number of tokens that count in each row's rollout; int64 [B]."""
-    lengths_B = mask_BT.sum(dim=-1)
-    return torch.zeros_like(lengths_B).index_add_(0, rollouts_B, lengths_B)[rollouts_B]
+        """Return the part of the mean of these rows. Values at masked tokens do not count."""
+        sums_B = torch.where(mask_BT.bool(), values_BT, 0.0).sum(dim=-1)
+        return (sums_B / self.divisors_B.to(sums_B)).sum()
 
 
 def masked_mean(values_BT: Tensor, *, mask_BT: Tensor) -> Tensor:
     """Return the mean over all unmasked tokens; 0 if there are none."""
-    return aggregate(values_BT, mask_BT=mask_BT, mode="token-mean")
+    return torch.where(mask_BT.bool(), values_BT, 0.0).sum() / mask_BT.sum().clamp(min=1)
 
 
 def masked_difference(left_BT: Tensor, right_BT: Tensor, *, mask_BT: Tensor) -> Tensor:
@@ -203,7 +145,7 @@ def correct(
         rollouts_B = torch.arange(len(mask_BT), device=mask_BT.device) if rollouts_B is None else rollouts_B
         rollout_B = per_rollout(log_ratio_BT.sum(dim=-1), rollouts_B=rollouts_B)
         if config.level == "geometric":
-            rollout_B = rollout_B / rollout_lengths(mask_BT, rollouts_B=rollouts_B).clamp(min=1)
+            rollout_B = rollout_B / per_rollout(mask_BT.sum(dim=-1), rollouts_B=rollouts_B).clamp(min=1)
         rollout_B = rollout_B.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         log_ratio_BT = rollout_B[:, None].expand_as(log_ratio_BT)
     ratio_BT, is_counted_BT = log_ratio_BT.exp(), mask_BT.bool()
@@ -256,13 +198,7 @@ def value_loss(
     `max((V - R)^2, (clip(V, V_old - range, V_old + range) - R)^2) / 2`. The second result is the share of tokens whose
     gradient the clip removed.
 
-    Args:
-        values_BT: Values of the critic that is trained, with gradient.
-        old_values_BT: Values before the update.
-        returns_BT: Returns to predict.
-        mask_BT: 1 for tokens to train on.
-        clip_range: Largest change of a value; None is no bound.
-        reduce: Aggregation of the tokens.
+    `clip_range` is the largest change of a value; None is no bound.
     """
     is_trained_BT = mask_BT.bool()
     values_BT, old_values_BT, returns_BT = (
