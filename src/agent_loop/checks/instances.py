@@ -410,12 +410,13 @@ async def _replay(subject: Checked) -> str:
 
 @CHECKS.check("it does not block the event loop")
 async def _blocking(subject: Checked) -> str:
-    async def work() -> None:
-        async with subject.opened() as instance_id:
+    async with subject.opened() as instance_id:
+
+        async def work() -> None:
             await subject.results(instance_id, subject.turns[:1])
             await subject.score(instance_id)
 
-    return await require_no_blocking(work)
+        return await require_no_blocking(work)
 
 
 @CHECKS.check("a closed trajectory leaves nothing behind")
