@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,6 +14,19 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.helpers import small_tokenizer
 
+AGENT_LOOP = Path(sys.executable).with_name("agent-loop")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Exit code and output of a command."""
+
+    exit_code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Result]
 TASK = """
 def reward(output, row):
     return float(len(output.response_ids) % 2)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from agent_loop.errors import DataError
 from tests.cli.project import make_project
 from tests.cli.stored_project import run
 from tests.run_folders import write_rewards, write_run
@@ -100,7 +99,7 @@ def test_groups_with_other_seeds_are_not_paired() -> None:
         write_rewards(Path(f"runs/a-{seed}"), seed=seed, rewards=[float(seed)])
         write_rewards(Path(f"runs/b-{seed}"), seed=seed + 1, rewards=[seed + 5.0])
     text = run("compare", "runs/a-*", "runs/b-*").output
-    assert "B - A is not paired, because the groups do not have the same seeds." in text
+    assert "B - A is not paired: the seeds of the groups differ." in text
     # 4.3027 * sqrt(0.5)
     assert "+5.000 (+1.958 .. +8.042)" in text
 
@@ -109,19 +108,10 @@ def test_one_run_has_no_interval_and_the_output_says_so() -> None:
     write_rewards(Path("a"), seed=0, rewards=[0.5])
     write_rewards(Path("b"), seed=0, rewards=[0.75])
     text = run("compare", "a", "b").output
-    assert "There is no interval for A and B, because one run does not show a spread." in text
+    assert "There is no interval for A and B: one run does not show a spread." in text
     assert "B - A +0.250" in lines_of(text)
     assert "apart" not in text
     assert "paired" not in text
-
-
-def test_equal_values_are_marked() -> None:
-    for name in ("a", "b"):
-        for seed in range(2):
-            write_rewards(Path(f"runs/{name}-{seed}"), seed=seed, rewards=[1.0])
-    lines = lines_of(run("compare", "runs/a-*", "runs/b-*").output)
-    assert {"A 1.000 (no spread)", "B - A +0.000 (no spread)"} <= set(lines)
-    assert "The intervals of A and B are apart at no step." in lines
 
 
 def test_steps_that_a_run_lacks_are_left_out_and_the_output_names_the_run() -> None:
@@ -129,24 +119,6 @@ def test_steps_that_a_run_lacks_are_left_out_and_the_output_names_the_run() -> N
     write_rewards(Path("runs/a-1"), seed=1, rewards=[0.5, None])
     text = run("compare", "runs").output
     assert "reward/mean: 1 step; left out: 2 without a value in runs/a-1" in text
-
-
-def test_runs_that_share_a_seed_are_reported() -> None:
-    for number in range(2):
-        write_rewards(Path(f"runs/{number}"), seed=4, rewards=[float(number)])
-    assert "Runs of A share trainer.seed 4" in run("compare", "runs").output
-
-
-def test_lines_of_large_numbers_and_many_groups_are_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    for name in "abcdef":
-        for seed in range(2):
-            write_rewards(Path(f"{name}/{seed}"), seed=seed, rewards=[1e9 * seed] * 2)
-    lines = lines_of(run("compare", *"abcdef").output)
-    # 12.7062 * 0.5e9
-    interval = "5.000e+08 (-5.853e+09 .. 6.853e+09)"
-    assert f"A {interval} {interval}" in lines
-    assert " ".join(["1", *["5.000e+08 ± 6.353e+09"] * 6]) in lines
 
 
 def test_one_group_is_printed_without_a_difference() -> None:
@@ -161,38 +133,15 @@ def test_each_later_group_is_compared_with_the_first() -> None:
         for seed in range(2):
             write_rewards(Path(f"runs/{name}-{seed}"), seed=seed, rewards=[float(index + seed)])
     lines = lines_of(run("compare", "runs/a-*", "runs/b-*", "runs/c-*").output)
-    assert {"B - A +1.000 (no spread)", "C - A +2.000 (no spread)"} <= set(lines)
-
-
-def test_globs_that_the_shell_expanded_are_noticed() -> None:
-    names = [f"a-{number}" for number in range(27)]
-    for name in names:
-        write_rewards(Path(name), seed=0, rewards=[1.0])
-    assert "quote globs" in run("compare", *names[:3]).output
-    with pytest.raises(DataError, match=r"there are 27 groups.*quote globs"):
-        run("compare", *names)
+    assert {"B - A +1.000", "C - A +2.000"} <= set(lines)
 
 
 @pytest.mark.parametrize(
-    ("reward", "printed"),
-    [
-        (12345678.0, "1.235e+07"),
-        (123456.0, "123456.0"),
-        (0.5, "0.500"),
-        (-0.025, "-0.02500"),
-        (0.00025, "2.50e-04"),
-        (0.0, "0.000"),
-    ],
+    ("reward", "printed"), [(12345678.0, "1.235e+07"), (-0.025, "-0.02500"), (0.0, "0.000")]
 )
 def test_numbers_are_readable_at_their_size(reward: float, printed: str) -> None:
     write_rewards(Path("a"), seed=0, rewards=[reward])
     assert f"A {printed}" in lines_of(run("compare", "a").output)
-
-
-@pytest.mark.parametrize("option", ["--last", "--points"])
-def test_an_option_of_0_is_refused(option: str) -> None:
-    write_rewards(Path("a"), seed=0, rewards=[1.0])
-    run("compare", "a", option, "0", exit_code=2)
 
 
 def test_a_trained_run_is_compared_with_a_copy_of_itself(tmp_path: Path) -> None:

@@ -10,9 +10,7 @@ import pytest
 
 from agent_loop import __version__
 from agent_loop.config import load_config
-from tests.cli.test_cli import Command, command
-
-assert command  # (a fixture)
+from tests.cli.project import Command
 
 
 def settings_of(text: str) -> dict[str, str]:

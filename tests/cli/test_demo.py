@@ -13,9 +13,8 @@ from rich.console import Console
 from agent_loop.cli.demo import copy_examples, examples_folder
 from examples.catalog import RECIPES
 from tests.cli.installed import installed, run_line
-from tests.cli.test_cli import Command, command
+from tests.cli.project import Command
 
-assert command  # (fixtures)
 assert installed
 ROOT = Path(__file__).parents[2]
 

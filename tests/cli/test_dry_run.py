@@ -17,9 +17,8 @@ from agent_loop.training import samplers
 from agent_loop.training.advantages.estimate import estimator_needs
 from agent_loop.training.losses import policy
 from agent_loop.training.registry import ESTIMATORS, POLICY_LOSSES, SAMPLERS
-from tests.cli.test_cli import Command, command
+from tests.cli.project import Command
 
-assert command  # (a fixture)
 assert policy  # (registers the losses)
 assert samplers  # (registers the samplers)
 

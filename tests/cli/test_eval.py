@@ -2,33 +2,25 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agent_loop.cli import main
 from agent_loop.config import ModelConfig
 from agent_loop.storage import StoredRun
 from agent_loop.storage.json_lines import read_lines
 from agent_loop.training.checkpoint import save_checkpoint
 from agent_loop.training.policy import load_policy
+from tests.cli.project import Command, Result
 from tests.cli.scripted_eval import make_eval_project
 
 ALL = [(group, rollout) for group in range(6) for rollout in range(2)]
-
-
-@dataclass(frozen=True)
-class Result:
-    exit_code: int
-    out: str
-    err: str
 
 
 Evaluate = Callable[..., Result]
@@ -42,25 +34,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def evaluate(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Evaluate:
+def evaluate(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Command) -> Evaluate:
     """Return a function that runs `agent-loop eval config.yaml ...` in a new project."""
     shutil.copytree(project, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def run(*arguments: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["agent-loop", "eval", "config.yaml", *arguments])
-        exit_code = 0
-        try:
-            main()
-        except SystemExit as error:
-            exit_code = int(error.code or 0)
-        captured = capsys.readouterr()
-        return Result(exit_code, captured.out, captured.err)
-
-    return run
+    return partial(shell, "eval", "config.yaml")
 
 
 def trajectories(folder: str = "runs/eval") -> list[dict[str, Any]]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from agent_loop.cli import main
 from agent_loop.files.file_kinds import (
     CHECKPOINT,
     DAMAGED_PARQUET,
@@ -33,6 +30,7 @@ from agent_loop.files.file_kinds import (
     kind_of,
 )
 from agent_loop.rollout.journal.file import HEADER
+from tests.cli.project import Command
 from tests.cli.stored_project import make_stored_project, run
 
 KINDS = {
@@ -61,7 +59,6 @@ KINDS = {
     "runs": None,
     "missing": None,
 }
-Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
@@ -102,21 +99,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def command(project: Path, monkeypatch: pytest.MonkeyPatch, shell: Command) -> Command:
     monkeypatch.chdir(project)
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["agent-loop", *arguments])
-        exit_code = 0
-        try:
-            main()
-        except SystemExit as ended:
-            exit_code = int(ended.code or 0)
-        captured = capsys.readouterr()
-        return exit_code, captured.out + captured.err
-
-    return call
+    return shell
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS.items())
@@ -150,9 +135,9 @@ def test_a_file_of_another_kind_is_refused_with_its_kind(command: Command, name:
     for file, kind in KINDS.items():
         if kind is None or kind in READERS[name] or file == "torn.jsonl":
             continue
-        exit_code, output = command(*name.split(), file, *MORE.get(name, []))
-        output = " ".join(output.split())
-        assert exit_code == 2, (name, file)
+        result = command(*name.split(), file, *MORE.get(name, []))
+        output = " ".join((result.out + result.err).split())
+        assert result.exit_code == 2, (name, file)
         assert file in output
         assert "Traceback" not in output
         assert kind.what in output or "is a folder; give" in output or "holds no run" in output, output
@@ -162,49 +147,24 @@ def test_a_file_of_another_kind_is_refused_with_its_kind(command: Command, name:
 def test_a_missing_step_is_refused_with_the_stored_steps(command: Command) -> None:
     for arguments in (
         ["show", "evaluated", "--step", "99"],
-        ["show", "evaluated", "--split", "train"],
         ["show", "evaluated", "--row", "group=0/rollout=0", "--step", "99"],
         ["rescore", "evaluated", "--reward", "script.py:reward", "--step", "99"],
         ["replay", "evaluated", "group=0/rollout=0", "--step", "99", "--config", "config.yaml"],
     ):
-        exit_code, output = command(*arguments)
-        assert exit_code == 2
-        assert "there are eval: step 0" in output
+        result = command(*arguments)
+        assert result.exit_code == 2
+        assert "there are eval: step 0" in result.err
 
 
 def test_the_only_run_in_a_folder_is_used(command: Command) -> None:
     for arguments in (["show", "runs/demo"], ["view", "runs/demo", "--export", "page.html"]):
-        exit_code, output = command(*arguments)
-        assert exit_code == 0, output
-    exit_code, output = command("show", ".")
-    assert exit_code == 2 or "trajectories" in output
+        result = command(*arguments)
+        assert result.exit_code == 0, result.err
 
 
-def test_serve_names_the_model_in_a_run(command: Command) -> None:
-    exit_code, output = command("serve", "runs/demo/train", "--port", "0")
-    assert exit_code == 2
-    assert "is the folder of a training run" in output
-    assert "runs/demo/train/checkpoints/step-000003/model" in output
-
-
-def test_a_context_longer_than_that_of_the_model_is_refused_by_the_name_of_the_option(
-    command: Command,
-) -> None:
-    exit_code, output = command("serve", "model", "--max-model-len", "40000", "--port", "0")
-    assert exit_code == 2
-    assert "--max-model-len is 40000, but the model has 32768 positions; give at most 32768" in output
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["rescore", "evaluated", "--reward", "script.py:reward", "--threshold", "nan"],
-        ["check", "tool", "calculator", "--call", "[" * 100_000],
-        ["check", "tool", "calculator", "--call", "{}", "--timeout-s", "inf"],
-    ],
-    ids=lambda arguments: " ".join(arguments)[:40],
-)
-def test_an_invalid_option_is_refused(command: Command, arguments: list[str]) -> None:
-    exit_code, output = command(*arguments)
-    assert exit_code == 2
-    assert "Traceback" not in output
+def test_serve_names_the_model_in_a_run_and_the_longest_context(command: Command) -> None:
+    result = command("serve", "runs/demo/train", "--port", "0")
+    assert result.exit_code == 2
+    assert "runs/demo/train/checkpoints/step-000003/model" in result.err
+    result = command("serve", "model", "--max-model-len", "40000", "--port", "0")
+    assert "--max-model-len is 40000, but the model has 32768 positions; give at most 32768" in result.err

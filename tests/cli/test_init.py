@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_loop.cli.init import Starter
 from tests.cli.installed import ROOT, installed, run_line
-from tests.cli.test_cli import Command, command
+from tests.cli.project import Command
 
-assert command  # (fixtures)
 assert installed
 LOOKUP = """
 from agent_loop import function_tool

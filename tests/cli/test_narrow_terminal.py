@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.project import make_project
-from tests.cli.test_mistakes import AGENT_LOOP, add_files
+from tests.cli.project import AGENT_LOOP, make_project
 
 COLUMNS = 60
 COLOUR = re.compile(r"\x1b\[[0-9;]*(?:3|4|9|10)[0-7]m|\x1b\[38;")
@@ -34,12 +33,6 @@ COMMANDS = {
         "agent-loop export",
     ),
     "train config.yaml --dry-run trainer.run_dir=other": ("ok", "chat template", "everything is there"),
-    "show stored.jsonl": ("group=2/rollout=1", "answered"),
-    "rescore stored.jsonl --reward task.py:reward --out rescored.parquet": (
-        "old",
-        "new",
-        "agent-loop view",
-    ),
     "plan config.yaml --devices 1x24GB": ("part", "device", "trainer"),
     "config show config.yaml": ("rollout.n=2", "config.yaml"),
     "doctor": ("python", "torch"),
@@ -52,7 +45,6 @@ COMMANDS = {
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("narrow")
     make_project(folder)
-    add_files(folder)
     return folder
 
 

@@ -14,10 +14,8 @@ import pytest
 from agent_loop.recording.record import RecordKind
 from agent_loop.storage.exclusive import exclusive_file, exclusive_folder
 from agent_loop.storage.run import StoredRun
-from tests.cli.test_cli import Command, Result, command
+from tests.cli.project import Command, Result
 from tests.rollout.journaled import records_of
-
-assert command
 
 IN_THE_WAY = """
 import os

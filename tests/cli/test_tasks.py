@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_cli import Command, command
+from tests.cli.project import Command
 from tests.environments.sums import use_sums
-
-assert command  # (a fixture)
 
 
 @pytest.fixture(autouse=True)

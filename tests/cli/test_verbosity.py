@@ -13,9 +13,8 @@ from typer.main import get_command
 from agent_loop.cli import app
 from agent_loop.cli.verbosity import set_verbosity
 from agent_loop.runtime.describe import short_traceback
-from tests.cli.test_cli import Command, command
+from tests.cli.project import Command
 
-assert command  # (a fixture)
 THROUGH_A_LIBRARY = """
 import json
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from string import ascii_uppercase
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +14,6 @@ from rich.text import Text
 
 from agent_loop.cli.eval_tables import colour_of, in_one
 from agent_loop.cli.verbosity import print_line
-from agent_loop.errors import DataError
 from agent_loop.training.evaluation.estimates import MeanEstimate
 from agent_loop.training.evaluation.runs import (
     MetricComparison,
@@ -31,8 +28,9 @@ MIN_WIDTH = 100
 """Characters per line, also of narrower terminals, because long numbers must not be cut off."""
 WIDTH_OF_STEP = 8
 WIDTH_OF_GROUP = 25
-FORMATS = ((1e6, ".3e"), (1e3, ".1f"), (0.1, ".3f"), (1e-3, ".5f"), (0.0, ".2e"))
+FORMATS = ((1e6, ".3e"), (1e3, ".1f"), (0.1, ".3f"), (1e-3, ".5f"), (1e-30, ".2e"))
 """Format of numbers by the largest of them."""
+MAX_GROUPS = 26
 MAX_NAMES = 3
 """Number of runs without some steps that are named."""
 MAX_SEEDS = 10
@@ -60,9 +58,7 @@ def compare_command(
     last: Annotated[
         int, typer.Option("--last", metavar="K", min=1, help="Also compare the mean of the last K values.")
     ] = 10,
-    points: Annotated[
-        int, typer.Option("--points", min=2, help="Number of steps of the printed curves.")
-    ] = 8,
+    points: Annotated[int, typer.Option("--points", min=2, help="Steps of the printed curves.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     """Compare groups of training runs by their metrics: means over seeds with 95% confidence intervals.
@@ -79,21 +75,34 @@ def compare_command(
 
         agent-loop compare "runs/grpo-*" "runs/gdpo-*" --metric actor/entropy --metric "val/*" --json
     """
-    if len(groups) > len(ascii_uppercase):
-        raise DataError(
-            f"there are {len(groups)} groups, and at most {len(ascii_uppercase)} can be compared; quote globs, so that "
-            "the shell does not make each run a group"
-        )
+    if len(groups) > MAX_GROUPS:
+        raise typer.BadParameter(f"at most {MAX_GROUPS} groups are compared; quote globs for the shell")
     found = read_groups(groups)
-    names = list(ascii_uppercase[: len(groups)])
+    names = [chr(ord("A") + index) for index in range(len(groups))]
     comparisons = [
         compare_metric(found, metric=name, num_recent=last)
         for name in choose_metrics(found, patterns=metric or ())
     ]
     if as_json:
         typer.echo(json.dumps(_as_json(found, comparisons, names=names, num_points=points), indent=2))
-    else:
-        _print(found, comparisons, names=names, num_points=points, console=Console())
+        return
+    console = Console()
+    console.width = max(console.width, MIN_WIDTH, WIDTH_OF_STEP + WIDTH_OF_GROUP * len(groups))
+    for name, group in zip(names, found, strict=True):
+        print_line(console, _description(group, name=name))
+    for line in _notes(found, names=names):
+        print_line(console, line)
+    for comparison in comparisons:
+        console.print()
+        print_line(console, _title(comparison), style="bold")
+        console.print(_mean_table(comparison, names=names))
+        console.print()
+        console.print(_curve_table(comparison, names=names, num_points=points))
+        for name, separation in zip(names[1:], comparison.separations, strict=True):
+            if separation is not None:
+                apart = f"first at step {separation.first_step}, and at {separation.num_steps}"
+                line = f"The intervals of {names[0]} and {name} are apart {apart} of {len(comparison.curve)} steps."
+                print_line(console, line)
 
 
 def _as_json(
@@ -104,47 +113,23 @@ def _as_json(
     num_points: int,
 ) -> dict[str, Any]:
     """Return the printed numbers. Lists have one item per group, or one per group after the first."""
-    return {
-        "groups": [
-            {
-                "name": name,
-                "source": group.source,
-                "runs": [{"path": run.path, "seed": run.seed} for run in group.runs],
-            }
-            for name, group in zip(names, groups, strict=True)
-        ],
-        "metrics": [
-            {
-                **asdict(comparison),
-                "num_steps": len(comparison.curve),
-                "curve": [asdict(point) for point in comparison.thin_curve(num_points)],
-            }
-            for comparison in comparisons
-        ],
-    }
-
-
-def _print(
-    groups: Sequence[RunGroup],
-    comparisons: Sequence[MetricComparison],
-    *,
-    names: Sequence[str],
-    num_points: int,
-    console: Console,
-) -> None:
-    """Print the groups, and for each metric the means over runs, the differences, and the curves."""
-    console.width = max(console.width, MIN_WIDTH, WIDTH_OF_STEP + WIDTH_OF_GROUP * len(groups))
-    lines = [_description(group, name=name) for name, group in zip(names, groups, strict=True)]
-    for line in (*lines, *_notes(groups, names=names)):
-        print_line(console, line)
-    for comparison in comparisons:
-        console.print()
-        print_line(console, _title(comparison), style="bold")
-        console.print(_mean_table(comparison, groups=groups, names=names))
-        console.print()
-        console.print(_curve_table(comparison, names=names, num_points=num_points))
-        for line in _separation_lines(comparison, groups=groups, names=names):
-            print_line(console, line)
+    shown = [
+        {
+            "name": name,
+            "source": group.source,
+            "runs": [{"path": run.path, "seed": run.seed} for run in group.runs],
+        }
+        for name, group in zip(names, groups, strict=True)
+    ]
+    metrics = [
+        {
+            **asdict(comparison),
+            "num_steps": len(comparison.curve),
+            "curve": [asdict(point) for point in comparison.thin_curve(num_points)],
+        }
+        for comparison in comparisons
+    ]
+    return {"groups": shown, "metrics": metrics}
 
 
 def _description(group: RunGroup, *, name: str) -> str:
@@ -159,23 +144,15 @@ def _notes(groups: Sequence[RunGroup], *, names: Sequence[str]) -> list[str]:
     single = [name for name, group in zip(names, groups, strict=True) if len(group.runs) == 1]
     notes = ["Intervals are 95% intervals over runs."] if len(single) < len(groups) else []
     if single:
-        notes.append(
-            f"There is no interval for {' and '.join(single)}, because one run does not show a spread."
-        )
+        notes.append(f"There is no interval for {' and '.join(single)}: one run does not show a spread.")
     if len(groups) > 2 and len(single) == len(groups):
         notes.append("Each group has one run: quote globs, so that the shell does not make each run a group.")
-    for name, group in zip(names, groups, strict=True):
-        repeated = [str(seed) for seed, n in Counter(group.seeds).items() if n > 1 and seed is not None]
-        if repeated:
-            notes.append(
-                f"Runs of {name} share trainer.seed {', '.join(repeated)}; the interval is too narrow unless other "
-                "seeds differ."
-            )
     for name, group in zip(names[1:], groups[1:], strict=True):
         if {name, names[0]}.isdisjoint(single):
-            is_paired = are_paired(groups[0], group)
             how = (
-                "paired by seed" if is_paired else "not paired, because the groups do not have the same seeds"
+                "paired by seed"
+                if are_paired(groups[0], group)
+                else "not paired: the seeds of the groups differ"
             )
             notes.append(f"{name} - {names[0]} is {how}.")
     return notes
@@ -190,66 +167,46 @@ def _title(comparison: MetricComparison) -> str:
     return f"{comparison.metric}: {steps}; left out: {comparison.num_steps_left_out} without a value in {lacking}"
 
 
-def _mean_table(comparison: MetricComparison, *, groups: Sequence[RunGroup], names: Sequence[str]) -> Table:
+def _mean_table(comparison: MetricComparison, *, names: Sequence[str]) -> Table:
     spec = _number_format(comparison)
     columns = {f"last value (step {comparison.curve[-1].step})": comparison.last}
     if comparison.num_recent > 1:
         columns[f"mean of the last {comparison.num_recent} values"] = comparison.recent
-    table = Table(box=None, pad_edge=False)
-    for header in ("", *columns):
-        table.add_column(header, no_wrap=True, min_width=WIDTH_OF_STEP - 2)
-    nums = [len(group.runs) for group in groups]
+    table = _table("", *columns)
     for index, name in enumerate(names):
-        table.add_row(name, *(_cell(c.groups[index], spec, num_runs=nums[index]) for c in columns.values()))
+        table.add_row(name, *(_cell(column.groups[index], spec) for column in columns.values()))
     for index, name in enumerate(names[1:]):
-        num_runs = min(nums[0], nums[index + 1])
         estimates = [column.differences[index].estimate for column in columns.values()]
-        cells = (
-            Text(_cell(each, f"+{spec}", num_runs=num_runs), style=colour_of(each)) for each in estimates
-        )
+        cells = (Text(_cell(each, f"+{spec}"), style=colour_of(each)) for each in estimates)
         table.add_row(f"{name} - {names[0]}", *cells)
     return table
 
 
 def _curve_table(comparison: MetricComparison, *, names: Sequence[str], num_points: int) -> Table:
     spec = _number_format(comparison)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("step", justify="right", min_width=WIDTH_OF_STEP - 2, no_wrap=True)
-    for name in names:
-        table.add_column(name, no_wrap=True)
+    table = _table("step", *names)
     for point in comparison.thin_curve(num_points):
-        table.add_row(str(point.step), *(_spread(estimate, spec) for estimate in point.groups))
+        cells: list[str] = []
+        for estimate in point.groups:
+            half = "" if estimate.half_width is None else f" ± {format(estimate.half_width, spec)}"
+            cells.append(format(estimate.value, spec) + half)
+        table.add_row(str(point.step), *cells)
     return table
 
 
-def _separation_lines(
-    comparison: MetricComparison, *, groups: Sequence[RunGroup], names: Sequence[str]
-) -> list[str]:
-    lines: list[str] = []
-    for name, group, separation in zip(names[1:], groups[1:], comparison.separations, strict=True):
-        intervals = f"The intervals of {names[0]} and {name} are apart"
-        if separation is not None:
-            first, num_steps = separation.first_step, len(comparison.curve)
-            lines.append(
-                f"{intervals} first at step {first}, and at {separation.num_steps} of {num_steps} steps."
-            )
-        elif min(len(groups[0].runs), len(group.runs)) > 1:
-            lines.append(f"{intervals} at no step.")
-    return lines
+def _table(*headers: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for header in headers:
+        justify = "right" if header == "step" else "left"
+        table.add_column(header, justify=justify, no_wrap=True, min_width=WIDTH_OF_STEP - 2)
+    return table
 
 
-def _cell(estimate: MeanEstimate, spec: str, *, num_runs: int) -> str:
-    text = in_one(estimate, lambda value: format(value, spec))
-    return f"{text} (no spread)" if estimate.low is None and num_runs > 1 else text
-
-
-def _spread(estimate: MeanEstimate, spec: str) -> str:
-    """Return the mean and half of the interval's width."""
-    half = estimate.half_width
-    return format(estimate.value, spec) + ("" if half is None else f" ± {format(half, spec)}")
+def _cell(estimate: MeanEstimate, spec: str) -> str:
+    return in_one(estimate, lambda value: format(value, spec))
 
 
 def _number_format(comparison: MetricComparison) -> str:
     """Return the format of all numbers of a metric, which depends on the largest."""
     largest = max(abs(estimate.value) for point in comparison.curve for estimate in point.groups)
-    return ".3f" if largest == 0 else next(spec for least, spec in FORMATS if largest >= least)
+    return next((spec for least, spec in FORMATS if largest >= least), ".3f")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_loop.cli.arguments import (
+    EXIT_FAILED,
     JSON_LINES,
     OverridesArgument,
     RunArgument,
@@ -20,17 +21,15 @@ from agent_loop.cli.arguments import (
     read_config,
 )
 from agent_loop.cli.show import find_row
-from agent_loop.cli.verbosity import print_hint, print_line
+from agent_loop.cli.verbosity import look_at, print_hint, print_line
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 
 if TYPE_CHECKING:
-    from agent_loop.recording.recorded_responses import RecordedResponses
     from agent_loop.storage.vocabulary import Piece
 
-EXIT_DIFFERS = 1
 CONFIG_FILE = "config.yaml"
 ENDED_FROM_OUTSIDE = (StopReason.FAILED, StopReason.CANCELLED, StopReason.DEADLINE)
 """Stop reasons that a replay does not reproduce."""
@@ -78,7 +77,7 @@ def replay_command(
     from agent_loop.storage.run import StoredRun
     from agent_loop.storage.writer import write_trajectories
 
-    stored = StoredRun(find_run(run))
+    stored, console = StoredRun(find_run(run)), Console()
     file = config or stored.folder / CONFIG_FILE
     if not file.is_file():
         raise ConfigError(f"there is no {str(file)!r} with the settings of the run; give them with --config")
@@ -86,94 +85,72 @@ def replay_command(
     found = find_row(stored, row, split=split, step=step)
     old = to_trajectory(found)
     recorded = extract_responses(old)
-    console = Console()
-
-    def again(responses: RecordedResponses) -> Trajectory:
-        is_live = from_turn is not None
-        return run_to_end(replay_trajectory(settings, old, recorded=responses, continue_live=is_live))[0]
-
+    last = len(recorded.completions) + 1
+    if from_turn is not None and from_turn > last:
+        raise DataError(
+            f"--from-turn is {from_turn}, but {row} can continue at turn {last} at the latest; give at most {last}"
+        )
+    is_live = from_turn is not None
+    responses = recorded if from_turn is None else recorded.before(from_turn)
+    new = run_to_end(replay_trajectory(settings, old, recorded=responses, continue_live=is_live))[0]
     if from_turn is None:
-        new = again(recorded)
-        is_same = _compare(old, new, console, pieces=stored.vocabulary())
+        is_good = _compare(old, new, console, pieces=stored.vocabulary())
     else:
-        last = len(recorded.completions) + 1
-        if from_turn > last:
-            raise DataError(
-                f"--from-turn is {from_turn}, but {row} can continue at turn {last} at the latest; give at most {last}"
-            )
-        new = again(recorded.before(from_turn))
-        is_same = True
+        is_good = new.output.failure is None
         _print_both(old, new, console, from_turn=from_turn)
     if out is not None:
         where: dict[str, Any] = {"step": found["step"], "split": found["split"]}
         write = write_lines if out.suffix in JSON_LINES else write_trajectories
         write(out, [new], **where)
         print_line(console, f"new trajectory written to {out}")
-        print_hint(
-            console, f"look at it with: agent-loop view {out}, or in the terminal: agent-loop show {out}"
-        )
-    if not is_same or (from_turn is not None and new.output.failure is not None):
-        raise typer.Exit(EXIT_DIFFERS)
+        print_hint(console, look_at(out))
+    if not is_good:
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _compare(old: Trajectory, new: Trajectory, console: Console, *, pieces: Sequence[Piece] | None) -> bool:
     """Print where two trajectories differ, and return whether they are the same."""
+    # late: keeps `--help` quick
     from agent_loop.recording.recorded_responses import first_difference
     from agent_loop.storage.vocabulary import text_of
 
     def show(token_ids: Sequence[int]) -> str:
         return f"{list(token_ids)}" + ("" if pieces is None else f"  {text_of(token_ids, pieces)!r}")
 
+    name, num_tokens = old.trajectory_id, sum(map(len, old.output.segments))
+    ended, ends = old.output.stop_reason, new.output.stop_reason
     difference = first_difference(old.output, new.output)
-    num_tokens = sum(map(len, old.output.segments))
     if difference is not None:
-        print_line(
-            console,
-            f"{old.trajectory_id} differs from token {difference.index} of {num_tokens} on ({difference.where})",
-        )
+        where = f"token {difference.index} of {num_tokens} on ({difference.where})"
+        print_line(console, f"{name} differs from {where}")
         print_line(console, f"  recorded: {show(difference.old)}")
         print_line(console, f"  now:      {show(difference.new)}")
-    is_same = difference is None and (
-        old.output.stop_reason is new.output.stop_reason or old.output.stop_reason in ENDED_FROM_OUTSIDE
-    )
-    if old.output.stop_reason is not new.output.stop_reason:
-        print_line(
-            console,
-            f"{old.trajectory_id} ended with {old.output.stop_reason}, and now ends with {new.output.stop_reason}",
-        )
+    if ended is not ends:
+        print_line(console, f"{name} ended with {ended}, and now ends with {ends}")
         print_line(console, f"  {new.output.failure.error}" if new.output.failure is not None else "")
+    is_same = difference is None and (ended is ends or ended in ENDED_FROM_OUTSIDE)
     if is_same:
         num_turns = old.output.num_assistant_turns
-        print_line(
-            console, f"{old.trajectory_id} is identical: {num_tokens} tokens, {num_turns} turns of the model"
-        )
+        print_line(console, f"{name} is identical: {num_tokens} tokens, {num_turns} turns of the model")
     return is_same
 
 
 def _print_both(old: Trajectory, new: Trajectory, console: Console, *, from_turn: int) -> None:
     table = Table("", "recorded", "now", box=None)
-    facts = [_facts(trajectory) for trajectory in (old, new)]
-    for name in facts[0]:
-        table.add_row(name, *(each[name] for each in facts))
+    outputs = [old.output, new.output]
+    rewards = ("-" if each.reward is None else f"{each.reward:g}" for each in (old, new))
+    table.add_row("reward", *rewards)
+    table.add_row("ended with", *(str(each.stop_reason) for each in outputs))
+    table.add_row("turns of the model", *(str(each.num_assistant_turns) for each in outputs))
+    table.add_row("response tokens", *(str(len(each.response_ids)) for each in outputs))
     console.print(table)
-    for title, trajectory in (("recorded", old), ("now", new)):
+    for title, output in zip(("recorded", "now"), outputs, strict=True):
         console.print(f"\n{title}, from turn {from_turn} on:", style="bold")
         num_turns = 0
-        for message in trajectory.output.messages:
+        for message in output.messages:
             num_turns += message["role"] == "assistant"
             if num_turns >= from_turn:
                 line = f"{message['role']}: {message.get('content') or ''}{message.get('tool_calls') or ''}"
                 print_line(console, line)
     if new.output.failure is not None:
         print_line(console, new.output.failure.error, style="red")
-
-
-def _facts(trajectory: Trajectory) -> dict[str, str]:
-    output = trajectory.output
-    return {
-        "reward": "-" if trajectory.reward is None else f"{trajectory.reward:g}",
-        "ended with": str(output.stop_reason),
-        "turns of the model": str(output.num_assistant_turns),
-        "response tokens": str(len(output.response_ids)),
-        "incidents": str(len(output.incidents)),
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,37 +23,19 @@ from agent_loop.cli.arguments import (
     finite,
     nothing_stored,
 )
-from agent_loop.cli.verbosity import print_hint, print_line
+from agent_loop.cli.verbosity import look_at, print_hint, print_line
 from agent_loop.errors import ConfigError, OutputError, RewardError
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.storage.exclusive import exclusive_file
-from agent_loop.trajectory import Trajectory, mean_over_rollouts
+from agent_loop.trajectory import mean_over_rollouts
 from agent_loop.types import StopReason
 
 if TYPE_CHECKING:
-    from agent_loop.rewards.function import BatchRewardFunction, RewardFunction, ScoreResult
+    from agent_loop.rewards.function import BatchRewardFunction, RewardFunction
 
 MAX_AT_ONCE = 32
 UNSCORED = (StopReason.FAILED, StopReason.CANCELLED)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rescored:
-    """Stored trajectory, and its reward by another function."""
-
-    stored: Mapping[str, Any]
-    answer: str
-    reward: float | None
-    extra: Mapping[str, Any]
-    error: str = ""
-    """Error of the function; empty if it returned a reward."""
-
-    @property
-    def rollout(self) -> Hashable:
-        """Key of the rollout that the trajectory belongs to."""
-        where = tuple(self.stored[name] for name in ("split", "step", "group", "rollout"))
-        return where if self.stored["branch"] is not None else (*where, self.stored["trajectory_id"])
 
 
 def rescore_command(
@@ -116,112 +98,116 @@ def rescore_command(
         raise nothing_stored(stored, step=step, split=split)
     least = stored.files()[0].success_threshold if threshold is None else threshold
     with nullcontext() if out is None else exclusive_file(out, name="--out"):
-        rescored = run_to_end(_score_all(rows, function))
-        console.print(_comparison(rescored, threshold=least))
-        _print_changes(rescored, console, limit=limit)
+        results = run_to_end(_score_all(rows, function))
+        console.print(_comparison(rows, results, threshold=least))
+        _print_changes(rows, results, console, limit=limit)
         if out is not None:
-            scores = [(each.reward, each.extra) for each in rescored]
+            scores = [(new.reward, new.extra) for new in results]
             try:
                 rewrite_scores(out, rows, scores, success_threshold=least)
             except OSError as error:
                 raise OutputError(
                     f"--out is {str(out)!r}, which cannot be written ({describe_error(error)})"
                 ) from error
-            print_line(console, f"{len(rescored)} trajectories in {out}")
-            print_hint(
-                console,
-                f"look at them with: agent-loop view {out}, or in the terminal: agent-loop show {out}",
-            )
-    if any(each.error for each in rescored):
+            print_line(console, f"{len(results)} trajectories in {out}")
+            print_hint(console, look_at(out))
+    if any(new.error for new in results):
         raise typer.Exit(EXIT_FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class NewReward:
+    """Reward of a stored trajectory by the other function; the stored one if it was not scored."""
+
+    answer: str
+    reward: float | None
+    extra: Mapping[str, Any]
+    error: str = ""
+    """Error of the function; empty if it returned a reward."""
 
 
 async def _score_all(
     rows: Sequence[Mapping[str, Any]], function: RewardFunction | BatchRewardFunction
-) -> list[Rescored]:
-    from agent_loop.rewards.function import RewardFunction
+) -> list[NewReward]:
+    # late: keeps `--help` quick
+    from agent_loop.rewards.function import RewardFunction, ScoreResult
     from agent_loop.runtime.concurrency import run_together
     from agent_loop.storage.columns import to_trajectory
 
     calls = asyncio.Semaphore(MAX_AT_ONCE)
     trajectories = [to_trajectory(row) for row in rows]
+    results = [NewReward(t.output.answer, t.reward, t.reward_extra) for t in trajectories]
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
     for place, (row, trajectory) in enumerate(zip(rows, trajectories, strict=True)):
         if trajectory.output.stop_reason not in UNSCORED:
             is_single = isinstance(function, RewardFunction)
             groups[place if is_single else (row["split"], row["step"], row["group"])].append(place)
-    verdicts: dict[int, ScoreResult] = {}
 
     async def score(places: Sequence[int]) -> None:
+        outputs = [trajectories[place].output for place in places]
+        of_rows = [trajectories[place].row for place in places]
         async with calls:
-            found = await _verdicts([trajectories[place] for place in places], function)
-        verdicts.update(zip(places, found, strict=True))
+            try:
+                if isinstance(function, RewardFunction):
+                    found = [ScoreResult(await function(outputs[0], of_rows[0]))]
+                else:
+                    found = await function(outputs, of_rows)
+            except RewardError as error:
+                found = [ScoreResult(error=error)] * len(places)
+        for place, result in zip(places, found, strict=True):
+            old = results[place]
+            if result.score is None:
+                error = describe_error(result.error or RewardError())
+                results[place] = NewReward(old.answer, None, old.extra, error)
+            else:
+                results[place] = NewReward(old.answer, result.score.reward, result.score.extra)
 
     await run_together(score(places) for places in groups.values())
-    return [
-        _rescored(row, trajectory, verdicts.get(place))
-        for place, (row, trajectory) in enumerate(zip(rows, trajectories, strict=True))
-    ]
+    return results
 
 
-async def _verdicts(
-    trajectories: Sequence[Trajectory], function: RewardFunction | BatchRewardFunction
-) -> list[ScoreResult]:
-    """Call the function once."""
-    from agent_loop.rewards.function import RewardFunction, ScoreResult
-
-    try:
-        if isinstance(function, RewardFunction):
-            [trajectory] = trajectories
-            return [ScoreResult(await function(trajectory.output, trajectory.row))]
-        return await function([t.output for t in trajectories], [t.row for t in trajectories])
-    except RewardError as error:
-        return [ScoreResult(error=error) for _ in trajectories]
-
-
-def _rescored(row: Mapping[str, Any], trajectory: Trajectory, verdict: ScoreResult | None) -> Rescored:
-    answer = trajectory.output.answer
-    if verdict is None:
-        return Rescored(row, answer, trajectory.reward, trajectory.reward_extra)
-    if verdict.score is None:
-        error = describe_error(verdict.error or RewardError())
-        return Rescored(row, answer, None, trajectory.reward_extra, error)
-    return Rescored(row, answer, verdict.score.reward, verdict.score.extra)
-
-
-def _comparison(rescored: Sequence[Rescored], *, threshold: float) -> Table:
+def _comparison(
+    rows: Sequence[Mapping[str, Any]], results: Sequence[NewReward], *, threshold: float
+) -> Table:
     """Return a table of old and new scores of rollouts.
 
     The branches of a rollout share its weight. A rollout is a success if one of its branches is.
     """
-    keys = [each.rollout for each in rescored]
-    old, new = [each.stored["reward"] for each in rescored], [each.reward for each in rescored]
-    was_success = [bool(each.stored["is_success"]) for each in rescored]
+    keys = [
+        (
+            row["split"],
+            row["step"],
+            row["group"],
+            row["rollout"],
+            row["branch"] is None and row["trajectory_id"],
+        )
+        for row in rows
+    ]
+    old, new = [row["reward"] for row in rows], [result.reward for result in results]
+    was_success = [bool(row["is_success"]) for row in rows]
     is_success = [reward is not None and reward >= threshold for reward in new]
+    means = [mean_over_rollouts(zip(keys, rewards, strict=True)) for rewards in (old, new)]
+    shares = [
+        len({key for key, flag in zip(keys, flags, strict=True) if flag}) / len(set(keys))
+        for flags in (was_success, is_success)
+    ]
     table = Table("", "old", "new", box=None)
-    table.add_row("mean reward", *(_mean(zip(keys, rewards, strict=True)) for rewards in (old, new)))
-    table.add_row("success", *(f"{_share(keys, flags):.1%}" for flags in (was_success, is_success)))
+    table.add_row("mean reward", *("-" if mean is None else f"{mean:.4f}" for mean in means))
+    table.add_row("success", *(f"{share:.1%}" for share in shares))
     table.add_row("scored", *(str(sum(reward is not None for reward in rewards)) for rewards in (old, new)))
     return table
 
 
-def _mean(rewards: Iterable[tuple[Hashable, float | None]]) -> str:
-    mean = mean_over_rollouts(rewards)
-    return "-" if mean is None else f"{mean:.4f}"
-
-
-def _share(keys: Sequence[Hashable], flags: Sequence[bool]) -> float:
-    """Return the share of rollouts with a trajectory that has the flag."""
-    return len({key for key, flag in zip(keys, flags, strict=True) if flag}) / len(set(keys))
-
-
-def _print_changes(rescored: Sequence[Rescored], console: Console, *, limit: int) -> None:
-    changed = [each for each in rescored if each.stored["reward"] != each.reward]
-    console.print(f"{len(changed)} of {len(rescored)} trajectories differ", highlight=False)
-    for each in changed[:limit]:
-        row, answer = each.stored, " ".join(each.answer.split())[:60]
-        old, new = ("none" if value is None else f"{value:g}" for value in (row["reward"], each.reward))
-        line = f"  {row['split']} step {row['step']} {row['trajectory_id']}  {old} -> {new}  "
-        print_line(console, line + (each.error or repr(answer)))
+def _print_changes(
+    rows: Sequence[Mapping[str, Any]], results: Sequence[NewReward], console: Console, *, limit: int
+) -> None:
+    pairs = zip(rows, results, strict=True)
+    changed = [(row, new) for row, new in pairs if row["reward"] != new.reward]
+    console.print(f"{len(changed)} of {len(rows)} trajectories differ", highlight=False)
+    for row, new in changed[:limit]:
+        answer = " ".join(new.answer.split())[:60]
+        rewards = " -> ".join("none" if each is None else f"{each:g}" for each in (row["reward"], new.reward))
+        line = f"  {row['split']} step {row['step']} {row['trajectory_id']}  {rewards}  "
+        print_line(console, line + (new.error or repr(answer)))
     if len(changed) > limit:
         console.print(f"  ... and {len(changed) - limit} more (--limit)", highlight=False)

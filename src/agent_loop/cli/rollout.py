@@ -25,7 +25,7 @@ from agent_loop.cli.arguments import (
     read_rows,
 )
 from agent_loop.cli.running import DryRunOption, by_id, check_rollout, run_rows
-from agent_loop.cli.verbosity import print_hint, print_line
+from agent_loop.cli.verbosity import look_at, print_hint, print_line
 from agent_loop.errors import AgentLoopError, ConfigError, JournalError, OutputError
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.event_loop import run_to_end
@@ -115,9 +115,7 @@ def rollout_command(
         journal.unlink(missing_ok=True)
     console.print(_summary(trajectories))
     print_line(console, f"{len(trajectories)} trajectories in {out}")
-    print_hint(
-        console, f"look at them with: agent-loop view {out}, or in the terminal: agent-loop show {out}"
-    )
+    print_hint(console, look_at(out))
 
 
 def _keep_earlier_journal(journal: Path, *, out: Path, console: Console) -> None:

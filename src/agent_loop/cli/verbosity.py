@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import update_wrapper
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -87,6 +88,11 @@ def print_hint(console: Console, text: str) -> None:
     """Print what to do next, unless the command is quiet."""
     if not VERBOSITY.quiet:
         print_line(console, text)
+
+
+def look_at(path: Path) -> str:
+    """Return the hint for a file of trajectories."""
+    return f"look at them with: agent-loop view {path}, or in the terminal: agent-loop show {path}"
 
 
 def _with_options(command: Callable[..., Any]) -> Callable[..., Any]:

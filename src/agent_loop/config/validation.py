@@ -72,27 +72,24 @@ def _refusal(
 
 def _explain(fault: ErrorDetails, section: type[BaseModel], names: Mapping[str, str]) -> tuple[str, str]:
     """Return what is wrong, and the remedy; an empty remedy if the first text has it."""
-    location = _without_union_tags([str(part) for part in fault["loc"]], section)
-    key = _users_name(location, names)
+    location, owner, annotation = _resolve([str(part) for part in fault["loc"]], section)
+    key, name = _users_name(location, names), location[-1] if location else ""
     if fault["type"] == "extra_forbidden":
-        owner = _section_at(section, location[:-1])
-        near = did_you_mean(location[-1], owner.model_fields) if owner is not None else ""
-        elsewhere = [name for name in all_keys(section) if name.rpartition(".")[2] == location[-1]]
+        elsewhere = [each for each in all_keys(section) if each.rpartition(".")[2] == name]
+        near = did_you_mean(name, owner.model_fields) if owner is not None else ""
         if elsewhere:
             near = f"; did you mean {elsewhere[0]!r}?"
         return f"unknown key {key.partition(' (')[0]!r}{near}", ""
     if fault["type"] == "missing":
         return f"key {key!r} is missing", ""
+    found = f"{key} is {shown(fault['input'])}: "
     if fault["type"] in ("model_type", "model_attributes_type"):
-        owner = _section_at(section, location) or section
-        return (
-            f"{key} is {shown(fault['input'])}: ",
-            f"it is a section; set its keys, such as {key}.{next(iter(owner.model_fields))}",
-        )
+        inner = next(iter((owner or section).model_fields))
+        return found, f"it is a section; set its keys, such as {key}.{inner}"
     message = _remedy(fault)
-    if fault["type"] in ("greater_than", "greater_than_equal") and _accepts_null(location, section):
-        message += ", or null"
-    return f"{key} is {shown(fault['input'])}: ", message
+    if fault["type"] in ("greater_than", "greater_than_equal") and len(_types(annotation)) == 1:
+        message += ", or null" if type(None) in get_args(annotation) else ""
+    return found, message
 
 
 def _remedy(fault: ErrorDetails) -> str:
@@ -111,67 +108,52 @@ def _users_name(location: Sequence[str], names: Mapping[str, str]) -> str:
     return key
 
 
-def _accepts_null(location: Sequence[str], section: type[BaseModel]) -> bool:
-    """Return whether a setting has one type and may be None."""
-    owner = _section_at(section, location[:-1])
-    info = owner.model_fields.get(location[-1]) if owner is not None else None
-    types = get_args(info.annotation) if info is not None else ()
-    return len(types) == 2 and type(None) in types
-
-
-def _without_union_tags(location: list[str], section: type[BaseModel]) -> list[str]:
-    """Remove the type that pydantic adds to the location of a value whose annotation is a union."""
-    for depth, name in enumerate(location):
-        owner = _section_at(section, location[:depth])
-        info = owner.model_fields.get(name) if owner is not None else None
-        if info is not None and get_origin(info.annotation) in (Union, UnionType):
-            has_tag = len({*get_args(info.annotation)} - {type(None)}) > 1
-            return [*location[: depth + 1], *location[depth + 1 + has_tag :]]
-    return location
-
-
 def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     """Return the dotted keys of a section and of its subsections."""
     keys: list[str] = []
     for name, info in section.model_fields.items():
-        inner = info.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        inner = _section(info.annotation)
+        if inner is not None:
             keys += all_keys(inner, prefix=f"{prefix}{name}.")
         else:
             keys.append(f"{prefix}{name}")
     return keys
 
 
-def _section_at(section: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
-    """Return the section at a path of keys and, in mappings of sections, of the user's names."""
-    is_name = False
-    for part in path:
-        if is_name:
-            is_name = False
+def _resolve(
+    location: Sequence[str], section: type[BaseModel]
+) -> tuple[list[str], type[BaseModel] | None, Any]:
+    """Follow the location of a fault from a section.
+
+    Returns:
+        The location without the types that pydantic adds to values of unions; the last section on the way, or None if
+        the way goes on below a setting; and the annotation of the last setting on the way.
+    """
+    owner: type[BaseModel] | None = section
+    annotation: Any = None
+    kept: list[str] = []
+    parts = iter(location)
+    for name in parts:
+        kept.append(name)
+        if owner is None or name not in owner.model_fields:
             continue
-        info = section.model_fields.get(part)
-        inner = None if info is None else _section_of(info.annotation)
-        if info is not None and inner is None:
-            inner, is_name = _named_section(info.annotation), True
-        if inner is None:
-            return None
-        section = inner
-    return None if is_name else section
+        annotation = owner.model_fields[name].annotation
+        types = _types(annotation)
+        if len(types) > 1:
+            next(parts, None)
+        inner: Any = types[0]
+        if get_origin(inner) is dict:  # sections by names of the user, such as `distillation.teachers`
+            inner = get_args(inner)[1]
+            kept += [each for each in [next(parts, None)] if each is not None]
+        owner = _section(inner) if len(types) == 1 else None
+    return kept, owner, annotation
 
 
-def _named_section(annotation: Any) -> type[BaseModel] | None:
-    """Return the section of each value of a mapping, such as `distillation.teachers`."""
-    if get_origin(annotation) is not dict:
-        return None
-    return _section_of(get_args(annotation)[1])
+def _section(kind: Any) -> type[BaseModel] | None:
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section of a field that holds one, or may be None."""
-    types = (
-        {*get_args(annotation)} - {type(None)}
-        if get_origin(annotation) in (Union, UnionType)
-        else {annotation}
-    )
-    inner = types.pop() if len(types) == 1 else None
-    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+def _types(annotation: Any) -> list[Any]:
+    """Return the types of a setting but None."""
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return [each for each in (get_args(annotation) if is_union else (annotation,)) if each is not type(None)]

@@ -14,113 +14,79 @@ NEVER = {-1: None, 0: None}
 KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "k1+": "k2", "k3+": "k3", "kl+": "k2", "low_var_kl+": "k3"}
 
 NOT_NEEDED: Mapping[str, Mapping[str, str]] = {
-    "it describes verl's processes": {"": "actor_rollout_ref"},
-    "actor.share_prefixes computes rows without padding": {MODEL: "use_remove_padding"},
-    "adapters are those of PEFT, with its defaults": {MODEL: "lora"},
-    "it changes the speed in verl, and nothing else": {
+    "it describes verl's processes, or changes its speed": {
         MODEL: "override_config.attn_implementation use_shm use_liger use_fused_kernels fused_kernel_options "
-        "tiled_mlp hf_config_path enable_activation_offload tokenizer_config model_type torch_dtype",
+        "tiled_mlp hf_config_path enable_activation_offload tokenizer_config model_type torch_dtype lora "
+        "use_remove_padding",
         "trainer": "balance_batch use_legacy_worker_impl ray_wait_register_center_timeout esi_redundant_time "
-        "del_local_ckpt_after_load worker_env debug log_freq profile_steps profile_continuous_steps "
-        "npu_profile controller_nsight_options worker_nsight_options use_v1_trainer",
+        "del_local_ckpt_after_load worker_env debug log_freq use_v1_trainer v1 use_v1",
+        "": "actor_rollout_ref async_resources async_training model_engine transfer_queue ray_kwargs ray_init",
     },
-    "it belongs to multi-token prediction": {MODEL: "mtp"},
-    "rollout.metrics_port serves the metrics of the rollout": {ROLLOUT: "prometheus"},
-    "prefill and decoding are served together": {ROLLOUT: "disaggregation"},
+    "it belongs to a part that is not used": {
+        "": "algorithm.pf_ppo reward_model sandbox_fusion skip",
+        MODEL: "mtp",
+        ROLLOUT: "disaggregation engine_kwargs.trtllm",
+        ACTOR: "policy_loss clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef router_replay",
+        "data": "custom_cls datagen",
+        "reward": "reward_model sandbox_fusion",
+        "reward_model": "sandbox_fusion",
+        "distillation": "n_gpus_per_node nnodes teacher_models teacher_key distillation_loss teacher_model",
+    },
+    "metrics, times and trajectories are always in trainer.run_dir; see agent-loop view": {
+        "": "global_profiler profiler",
+        ROLLOUT: "prometheus profiler",
+        ACTOR: "profiler profile",
+        "trainer": "tensorboard_dir rl_logging_board_dir log_val_generations rollout_data_dir "
+        "validation_data_dir profile_steps profile_continuous_steps npu_profile controller_nsight_options "
+        "worker_nsight_options",
+    },
     "tokens of earlier turns are never rendered again": {
         ROLLOUT: "multi_turn.use_inference_chat_template multi_turn.tokenization_sanity_check_mode "
         "multi_turn.num_repeat_rollouts multi_turn.stream multi_turn.use_xml_tool_parser "
         "multi_turn.enable_tokenization_sanity_check"
     },
-    "the servers always return log-probs": {ROLLOUT: "calculate_log_probs"},
     "the reference model and old log-probs use actor.max_tokens_per_micro_batch": {
+        "": "actor_rollout_ref.ref",
         ROLLOUT: "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
         "log_prob_max_token_len_per_gpu micro_batch_size",
-        "": "actor_rollout_ref.ref",
     },
-    "the server decides": {
+    "the server decides, and always returns log-probs": {
         ROLLOUT: "skip_tokenizer_init layered_summon multi_stage_wake_up enable_sleep_mode load_format "
         "checkpoint_engine logprobs_mode scheduling_policy full_determinism max_model_len "
         "enable_prefix_caching disable_log_stats cudagraph_capture_sizes limit_images mtp qat server "
         "moe_load_balance_metrics_interval moe_tensor_parallel_size use_fire_sampling "
         "sglang_rollout_mode standalone_gpu_memory_utilization expert_parallel_size trust_remote_code "
-        "update_weights update_weights_bucket_megabytes only router_config_path"
+        "update_weights update_weights_bucket_megabytes only router_config_path calculate_log_probs"
     },
-    "the time of each part of a step is among the metrics": {
-        ROLLOUT: "profiler",
-        ACTOR: "profiler profile",
-        "": "global_profiler profiler",
-    },
-    "its engine is not used": {ROLLOUT: "engine_kwargs.trtllm"},
-    "the weight of the penalty is fixed": {"": "algorithm.kl_ctrl"},
-    "it belongs to use_pf_ppo": {"": "algorithm.pf_ppo"},
-    "checkpoints hold actor and critic": {"trainer": "max_critic_ckpt_to_keep"},
-    "agent-loop train resumes with --resume": {"trainer": "resume_mode"},
-    "trainer.max_staleness is the single setting of trainer.mode=async": {
-        "trainer": "v1 use_v1",
-        "": "async_training",
-    },
-    "TensorBoard's files are in trainer.run_dir": {"trainer": "tensorboard_dir"},
-    "every trajectory is stored in trainer.run_dir; see agent-loop view": {
-        "trainer": "rl_logging_board_dir log_val_generations rollout_data_dir validation_data_dir"
-    },
-    "it belongs to a path that is not given": {"data": "custom_cls datagen"},
-    "columns are found by their contents": {
-        "data": "image_key video_key audio_key image_patch_size return_multi_modal_inputs mm_processor_kwargs "
-        "return_raw_input_ids return_full_prompt process_image modality"
-    },
-    "rows are read once, and batched by data.train_batch_size": {
+    "rows are read once, and columns are found by their contents": {
         "data": "filter_overlong_prompts_workers dataloader_num_workers num_workers val_batch_size "
         "gen_batch_size validation_shuffle use_shm tool_config_path function_tool_path cache_dir "
-        "filter_prompts"
+        "filter_prompts image_key video_key audio_key image_patch_size return_multi_modal_inputs "
+        "mm_processor_kwargs return_raw_input_ids return_full_prompt process_image modality"
     },
-    "the optimiser is AdamW of torch, with its defaults": {ACTOR: "optim"},
-    "it belongs to a policy loss that is not selected": {
-        ACTOR: "policy_loss clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"
-    },
-    "it belongs to the replay of routers": {ACTOR: "router_replay"},
-    "training is sharded over trainer.num_processes with FSDP2, without options of its own": {
-        ACTOR: "strategy fsdp_config megatron veomni torchtitan engine model_engine automodel qat "
-        "ulysses_sequence_parallel_size use_torch_compile rollout_n nccl_timeout load_weight "
-        "mindspeed fsdp",
-        "": "async_resources model_engine",
-    },
-    "the trainer decides what to recompute and to offload": {
-        ACTOR: "entropy_from_logits_with_chunking entropy_from_logits_chunk_size entropy_checkpointing "
+    "training is sharded over trainer.num_processes with FSDP2 and AdamW, without options of their own": {
+        "": "algorithm.kl_ctrl",
+        ACTOR: "optim strategy fsdp_config megatron veomni torchtitan engine model_engine automodel qat "
+        "ulysses_sequence_parallel_size use_torch_compile rollout_n nccl_timeout load_weight mindspeed fsdp "
+        "entropy_from_logits_with_chunking entropy_from_logits_chunk_size entropy_checkpointing "
         "recompute_old_log_prob use_fused_kernels pad_to_length use_remove_padding "
         "calculate_sum_pi_squared calculate_entropy log_prob_micro_batch_size_per_gpu "
-        "log_prob_micro_batch_size"
-    },
-    "a checkpoint holds all that resuming needs": {ACTOR: "checkpoint"},
-    "mini-batches are composed at random": {ACTOR: "shuffle"},
-    "trainer.seed is the seed of the mini-batches": {ACTOR: "data_loader_seed"},
-    "the critic is trained like the actor": {
+        "log_prob_micro_batch_size shuffle data_loader_seed",
         "critic": "strategy enable fsdp fsdp_config megatron veomni torchtitan engine model optim "
         "forward_micro_batch_size forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu "
-        "ulysses_sequence_parallel_size shuffle data_loader_seed checkpoint profiler rollout_n "
-        "loss_scale_factor nccl_timeout load_weight"
+        "ulysses_sequence_parallel_size shuffle data_loader_seed profiler rollout_n "
+        "loss_scale_factor nccl_timeout load_weight",
     },
-    "it belongs to a model that is not used": {
-        "": "reward_model",
-        "reward": "reward_model",
-        "distillation": "n_gpus_per_node nnodes teacher_models teacher_key distillation_loss teacher_model",
-    },
-    "the reward function has its own settings": {
-        "reward": "reward_kwargs reward_manager custom_reward_function reward_loop_source "
-        "reward_loop_module_path reward_loop_class_name"
+    "a checkpoint holds all that --resume needs": {
+        ACTOR: "checkpoint",
+        "critic": "checkpoint",
+        "trainer": "max_critic_ckpt_to_keep resume_mode",
     },
     "rewards are computed by the workers of the rollout": {
+        "reward": "num_workers launch_reward_fn_async use_reward_loop reward_kwargs reward_manager "
+        "custom_reward_function reward_loop_source reward_loop_module_path reward_loop_class_name",
         "reward_model": "num_workers launch_reward_fn_async use_reward_loop",
-        "reward": "num_workers launch_reward_fn_async use_reward_loop",
     },
-    "the rule for code runs it in a process of this machine": {
-        "": "sandbox_fusion",
-        "reward_model": "sandbox_fusion",
-        "reward": "sandbox_fusion",
-    },
-    "batches are passed without a queue": {"": "transfer_queue"},
-    "agent-loop replay runs recorded trajectories again": {"": "skip"},
-    "Ray is started with trainer.ray, if trainer.runtime is ray": {"": "ray_kwargs ray_init"},
     "it belongs to Hydra": {"": "hydra defaults"},
 }
 """Keys without an effect here: by the reason, the names in each section."""
