@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,8 +59,6 @@ CLEAR_BY_NAME = {
 }
 """Settings without a description."""
 METRIC_SECTIONS = "actor|critic|reward|rollout|perf|storage|time|timing_s|tools|val"
-
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @functools.cache
@@ -150,53 +148,44 @@ def test_the_diagrams_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert drawn == {name: text_of(DOCS / "images" / name) for name in drawn}
 
 
-@every_page
-def test_every_link_leads_to_a_page_and_a_section(page: Path) -> None:
+def wrong_links(page: Path) -> Iterator[str]:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", without_code(page)):
         linked = page.parent / target if target else page
-        assert linked.exists(), target
-        if page.is_relative_to(DOCS):
-            assert linked.resolve().is_relative_to(DOCS), f"{target} is not among the pages of the site"
-        if anchor:
-            assert anchor in anchors(linked), f"{target}#{anchor}"
+        is_outside = page.is_relative_to(DOCS) and not linked.resolve().is_relative_to(DOCS)
+        if not linked.exists() or is_outside or (anchor and anchor not in anchors(linked)):
+            yield f"{target}#{anchor}"
 
 
-@every_page
-def test_every_named_file_exists(page: Path) -> None:
+def wrong_names(page: Path) -> Iterator[str]:
+    """Yield the files, settings, metrics and commands on a page that do not exist."""
+    metrics = load_generator("generate_metrics").step_metrics()
+    prefixes = tuple(
+        name for name in metrics if name.endswith(("/", "_")) and name not in ("actor/", "time/")
+    )
+    commands = set(command_names())
     for span in code_spans(page):
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)+\.(py|md|sh)", span):
-            assert any((folder / span).exists() for folder in (ROOT, PACKAGE, page.parent)), span
+        is_file = re.fullmatch(r"[\w.-]+(/[\w.-]+)+\.(py|md|sh)", span)
+        if is_file and not any((folder / span).exists() for folder in (ROOT, PACKAGE, page.parent)):
+            yield span
+        settings = re.findall(rf"^((?:{SECTIONS})(?:\.(?!py\b)\w+)+)(?:[=:]|$)", span)
+        yield from (dotted for dotted in settings if not is_setting(dotted))
+        is_metric = re.fullmatch(rf"({METRIC_SECTIONS})/[a-z][a-z0-9_/]*", span)
+        if is_metric and span not in metrics and not span.startswith(prefixes):
+            yield span
+        command = re.match(r"agent-loop ((?:check [a-z]+)|[a-z][a-z-]*)", span)
+        if command and command[1] not in commands:
+            yield span
 
 
-@every_page
-def test_every_named_module_of_the_package_exists(page: Path) -> None:
+def wrong_modules(page: Path) -> Iterator[str]:
     for dotted in re.findall(r"(?<![\w.])agent_loop(?:\.\w+)+", text_of(page)):
-        assert dotted in METADATA_KEYS or is_module_or_name(dotted), dotted
+        if dotted not in METADATA_KEYS and not is_module_or_name(dotted):
+            yield dotted
 
 
-@every_page
-def test_every_named_setting_exists(page: Path) -> None:
-    for span in code_spans(page):
-        for dotted in re.findall(rf"^((?:{SECTIONS})(?:\.(?!py\b)\w+)+)(?:[=:]|$)", span):
-            assert is_setting(dotted), dotted
-
-
-@every_page
-def test_every_named_metric_exists(page: Path) -> None:
-    names = load_generator("generate_metrics").step_metrics()
-    prefixes = tuple(name for name in names if name.endswith(("/", "_")) and name not in ("actor/", "time/"))
-    for span in code_spans(page):
-        if re.fullmatch(rf"({METRIC_SECTIONS})/[a-z][a-z0-9_/]*", span):
-            assert span in names or span.startswith(prefixes), span
-
-
-@every_page
-def test_every_named_command_exists(page: Path) -> None:
-    names = set(command_names())
-    for span in code_spans(page):
-        if match := re.match(r"agent-loop ([a-z][a-z-]*)(?: ([a-z]+))?", span):
-            name = f"{match[1]} {match[2]}" if match[1] == "check" and match[2] else match[1]
-            assert name in names, span
+@pytest.mark.parametrize("find", [wrong_links, wrong_names, wrong_modules])
+def test_every_link_and_name_on_the_pages_leads_somewhere(find: Callable[[Path], Iterator[str]]) -> None:
+    assert {str(page): wrong for page in PAGES if (wrong := list(find(page)))} == {}
 
 
 def test_the_reference_has_every_public_name_once() -> None:

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.environments.factory import load_environments
 from agent_loop.errors import AgentLoopError, ChatTemplateError, ConfigError, DataError, did_you_mean
@@ -296,23 +293,14 @@ def _check_memory(config: Config) -> str:
 
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""Tags of transformers, which jinja2 does not know."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 """Files of which a tokenizer has at least one."""
+TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.json")
 NOT_HERE = "not on this machine; it will be loaded from the hub"
 
 
 def _check_model(config: Config, *, loads_weights: bool = True) -> str:
-    """Return where the model is.
-
-    Args:
-        config: The configuration.
-        loads_weights: Whether the run loads the model, and not only its tokenizer.
-
-    Raises:
-        ConfigError: There is no such folder, and the name is not that of a model of the hub; or files are missing.
-    """
+    """Return where the model is. Its weights are needed unless `loads_weights` is false."""
     model = config.model
     folder = _folder(model.path, key="model.path")
     if folder is None:
@@ -323,9 +311,9 @@ def _check_model(config: Config, *, loads_weights: bool = True) -> str:
         raise ConfigError(
             f"model.path is {model.path!r}, which has no {CONFIG_FILE}; give the folder of a model{such_as}"
         )
-    key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
-    tokenizer = _folder(model.tokenizer_path or model.path, key=key)
+    tokenizer = _tokenizer_folder(config)
     if tokenizer is not None and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
+        key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
         raise ConfigError(
             f"{key} is {model.tokenizer_path or model.path!r}, where there is no tokenizer ({TOKENIZER_FILES[0]}); set "
             "model.tokenizer_path to a folder or a hub name with one"
@@ -339,22 +327,29 @@ def _check_template(config: Config) -> str:
     if path is not None:
         if not Path(path).is_file():
             raise ConfigError(f"model.chat_template_path is {path!r}: no such file")
-        return _compiled(Path(path).read_text(encoding="utf-8"), where=path)
-    name = config.model.tokenizer_path or config.model.path
-    key = "model.tokenizer_path" if config.model.tokenizer_path else "model.path"
-    folder = _folder(name, key=key)
+        return path
+    folder = _tokenizer_folder(config)
     if folder is None:
         return NOT_HERE
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return _compiled(file.read_text(encoding="utf-8"), where=str(file))
-    texts = [_template_in(folder / name) for name in ("tokenizer_config.json", "chat_template.json")]
-    text = next(filter(None, texts), None)
-    if text is None:
+    has_file = (folder / "chat_template.jinja").is_file()
+    if not has_file and not any(map(_has_template, (folder / name for name in TEMPLATE_FILES))):
         raise ChatTemplateError(
             f"the tokenizer in {str(folder)!r} has no chat template; set model.chat_template_path to a Jinja file"
         )
-    return _compiled(text, where=str(folder))
+    return str(folder)
+
+
+def _has_template(file: Path) -> bool:
+    try:
+        values: Any = parse_json(file.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and bool(cast(dict[str, Any], values).get("chat_template"))
+
+
+def _tokenizer_folder(config: Config) -> Path | None:
+    key = "model.tokenizer_path" if config.model.tokenizer_path else "model.path"
+    return _folder(config.model.tokenizer_path or config.model.path, key=key)
 
 
 def _folder(name: str, *, key: str) -> Path | None:
@@ -377,29 +372,3 @@ def _folder(name: str, *, key: str) -> Path | None:
         f"{key} is {name!r}, which is neither a folder nor a hub name such as Qwen/Qwen3-0.6B; give the folder of a "
         f"model{did_you_mean(name, models)}"
     )
-
-
-def _template_in(file: Path) -> str | None:
-    """Return the chat template in a JSON file of a tokenizer: a text, or one of several by name."""
-    try:
-        values: Any = parse_json(file.read_bytes())
-    except (OSError, ValueError):
-        return None
-    template: Any = cast(dict[str, Any], values).get("chat_template") if isinstance(values, dict) else None
-    if isinstance(template, list):
-        named = {each["name"]: each["template"] for each in cast(list[dict[str, str]], template)}
-        template = named.get("default") or next(iter(named.values()), None)
-    return template if isinstance(template, str) else None
-
-
-def _compiled(text: str, *, where: str) -> str:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]
-    )
-    try:
-        environment.parse(GENERATION.sub("", text))
-    except jinja2.TemplateSyntaxError as error:
-        raise ChatTemplateError(
-            f"the chat template of {where} is not valid Jinja: {error.message} at line {error.lineno}"
-        ) from error
-    return where
