@@ -65,15 +65,12 @@ def adding(*texts: str, text: str = "") -> SolutionTurn:
     return SolutionTurn(calls=tuple(ToolCall("add", {"text": each}) for each in texts), text=text)
 
 
-@pytest.mark.parametrize(("calls_at_once", "num_turns"), [(True, 2), (False, 3)])
-def test_calls_of_a_turn_are_in_one_completion_or_each_in_its_own(
-    calls_at_once: bool, num_turns: int
-) -> None:
+def test_calls_of_a_turn_are_in_one_completion() -> None:
     turns = [adding("a", "b", text="Two letters."), adding("c")]
-    trajectory = asyncio.run(play_turns(SpellerSuite(), ROW, turns, calls_at_once=calls_at_once))
+    trajectory = asyncio.run(play_turns(SpellerSuite(), ROW, turns))
     assert (trajectory.reward, trajectory.output.failure) == (1.0, None)
     assistant = [message for message in trajectory.output.messages if message["role"] == "assistant"]
-    assert len(assistant) == num_turns + 1  # the last is empty: it follows the replies to the last calls
+    assert len(assistant) == 3  # the last is empty: it follows the replies to the last calls
     assert assistant[-1]["content"] == ""
     assert assistant[0]["content"] == "Two letters."
     replies = [message["content"] for message in trajectory.output.messages if message["role"] == "tool"]

@@ -47,8 +47,8 @@ def row_of(name: str, **options: Any) -> dict[str, Any]:
     return row
 
 
-def play(row: dict[str, Any], turns: Sequence[SolutionTurn], *, calls_at_once: bool = True) -> Trajectory:
-    return asyncio.run(play_turns(SUITE, row, turns, calls_at_once=calls_at_once))
+def play(row: dict[str, Any], turns: Sequence[SolutionTurn]) -> Trajectory:
+    return asyncio.run(play_turns(SUITE, row, turns))
 
 
 def judge(row: dict[str, Any], turns: Sequence[SolutionTurn]) -> dict[str, Any]:
@@ -81,11 +81,10 @@ def without_first(calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
     return calls[1:]
 
 
-@pytest.mark.parametrize("calls_at_once", [True, False], ids=["calls_at_once", "one_call_per_completion"])
-def test_the_gold_calls_pass_every_turn_of_every_base_task(calls_at_once: bool) -> None:
+def test_the_gold_calls_pass_every_turn_of_every_base_task() -> None:
     async def play_all() -> dict[str, Trajectory]:
         return {
-            row["task"]["id"]: await play_turns(SUITE, row, SUITE.solution(row), calls_at_once=calls_at_once)
+            row["task"]["id"]: await play_turns(SUITE, row, SUITE.solution(row))
             for row in rows_of("multi_turn_base")
         }
 

@@ -144,9 +144,7 @@ async def _play(
     return trajectory.reward, []
 
 
-async def play_turns(
-    suite: TaskSuite, row: Mapping[str, Any], turns: Sequence[SolutionTurn], *, calls_at_once: bool = True
-) -> Trajectory:
+async def play_turns(suite: TaskSuite, row: Mapping[str, Any], turns: Sequence[SolutionTurn]) -> Trajectory:
     """Play model turns in the environment of a row, as a rollout plays completions, and return the trajectory.
 
     The trajectory ends after the last turn, if the environment does not end it before. If the last turn has calls, an
@@ -155,16 +153,13 @@ async def play_turns(
     Args:
         suite: The row's suite, whose rows are played by `environment_agent`.
         row: A row of the suite.
-        turns: The model's turns. Without turns, the model writes one empty turn.
-        calls_at_once: Whether all calls of a turn are in one completion. If not, each is in a completion of its own.
+        turns: The model's turns, each in one completion. Without turns, the model writes one empty turn.
 
     Raises:
         ConfigError: Another loop plays the rows of the suite.
     """
     if suite.agent_name != LOOP:
         raise ConfigError(f"rows of {suite.name!r} are played by {suite.agent_name!r}, which needs a model")
-    if not calls_at_once:
-        turns = [part for turn in turns for part in one_call_per_turn(turn)]
     if not turns or turns[-1].calls:  # the calls of the last turn that the limits allow would not run
         turns = [*turns, SolutionTurn()]
     completions = [completion_of(turn) for turn in turns]
@@ -172,14 +167,6 @@ async def play_turns(
     played = {**row, "agent_name": LOOP, "environment": suite.name}
     [trajectory] = await worker.run([Job(played, group=0, rollout=0, sampling_params={"temperature": 1.0})])
     return trajectory
-
-
-def one_call_per_turn(turn: SolutionTurn) -> Sequence[SolutionTurn]:
-    """Return a turn as turns of at most one call each. The text stays with the first."""
-    return [
-        SolutionTurn(calls=turn.calls[:1], text=turn.text),
-        *(SolutionTurn(calls=(call,)) for call in turn.calls[1:]),
-    ]
 
 
 def completion_of(turn: SolutionTurn) -> list[int]:
