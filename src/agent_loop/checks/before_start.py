@@ -100,19 +100,19 @@ def checks_of(run: PlannedRun) -> Checks:
     )
     checks["chat template"] = partial(_check_template, config)
     if run.trains:
-        checks["run folder"] = partial(_check_run_dir, config, resumes=run.resumes, overwrites=run.overwrites)
+        checks["run folder"] = partial(_check_run_dir, run)
         if run.is_thorough:
             checks["memory"] = partial(_check_memory, config)
     return checks
 
 
-def supervised_checks(config: Config, *, resumes: bool, overwrites: bool, is_thorough: bool) -> Checks:
-    """Return the checks of supervised training. Large files are read only if `is_thorough`."""
-    sft = config.sft
+def supervised_checks(run: PlannedRun) -> Checks:
+    """Return the checks of supervised training."""
+    config, sft = run.config, run.config.sft
 
     def check_files() -> str:
         check_sources(config)
-        return _check_conversations(config, sft.files, is_thorough=is_thorough)
+        return _check_conversations(run, sft.files)
 
     def check_conditions() -> str:
         for condition in sft.conditions:
@@ -121,21 +121,21 @@ def supervised_checks(config: Config, *, resumes: bool, overwrites: bool, is_tho
 
     return {
         "sft.files": check_files,
-        "sft.val_files": partial(_check_conversations, config, sft.val_files, is_thorough=is_thorough),
+        "sft.val_files": partial(_check_conversations, run, sft.val_files),
         "sft.where": check_conditions,
         "model": partial(_check_model, config),
         "chat template": partial(_check_template, config),
-        "run folder": partial(_check_run_dir, config, resumes=resumes, overwrites=overwrites),
+        "run folder": partial(_check_run_dir, run),
     }
 
 
-def _check_conversations(config: Config, sources: list[str], *, is_thorough: bool) -> str:
+def _check_conversations(run: PlannedRun, sources: list[str]) -> str:
     stored = [source for source in sources if is_stored(source)]
     chats = [source for source in sources if source not in stored]
-    read = chats if is_thorough else _small_sources(chats)
+    read = chats if run.is_thorough else _small_sources(chats)
     found = [f"trajectories of {source}" for source in stored]
     if read:
-        rows = load_rows(read, prompt_key=config.sft.messages_key)
+        rows = load_rows(read, prompt_key=run.config.sft.messages_key)
         found.append(f"{len(rows)} conversations of {', '.join(read)}")
     found += [f"{source}, not read" for source in chats if source not in read]
     return ", ".join(found)
@@ -262,9 +262,9 @@ def _check_program(entry: LoopEntry, *, key: str) -> None:
             )
 
 
-def _check_run_dir(config: Config, *, resumes: bool, overwrites: bool) -> str:
+def _check_run_dir(run: PlannedRun) -> str:
     """Refuse a folder that cannot be written, or holds a run that is neither resumed nor overwritten."""
-    folder = Path(config.trainer.run_dir)
+    folder = Path(run.config.trainer.run_dir)
     parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         what = "is a file" if not parent.is_dir() else "cannot be written"
@@ -272,12 +272,12 @@ def _check_run_dir(config: Config, *, resumes: bool, overwrites: bool) -> str:
             f"trainer.run_dir is {str(folder)!r}, but {str(parent)!r} {what}; give another folder"
         )
     written = written_parts(folder)
-    if written and not resumes and not overwrites:
+    if written and not run.resumes and not run.overwrites:
         raise ConfigError(
             f"trainer.run_dir {str(folder)!r} holds a run already ({' and '.join(written)}); resume it with --resume, "
             "replace it with --overwrite, or set trainer.run_dir to a new folder"
         )
-    return f"{folder}, {'resumed' if written and resumes else 'new'}"
+    return f"{folder}, {'resumed' if written and run.resumes else 'new'}"
 
 
 def _check_memory(config: Config) -> str:

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from agent_loop.cli.eval_tables import colour_of, in_one
 from agent_loop.cli.verbosity import print_line
-from agent_loop.training.evaluation.estimates import MeanEstimate
 from agent_loop.training.evaluation.runs import (
     MetricComparison,
     RunGroup,
@@ -174,10 +173,10 @@ def _mean_table(comparison: MetricComparison, *, names: Sequence[str]) -> Table:
         columns[f"mean of the last {comparison.num_recent} values"] = comparison.recent
     table = _table("", *columns)
     for index, name in enumerate(names):
-        table.add_row(name, *(_cell(column.groups[index], spec) for column in columns.values()))
+        table.add_row(name, *(in_one(column.groups[index], spec) for column in columns.values()))
     for index, name in enumerate(names[1:]):
         estimates = [column.differences[index].estimate for column in columns.values()]
-        cells = (Text(_cell(each, f"+{spec}"), style=colour_of(each)) for each in estimates)
+        cells = (Text(in_one(each, f"+{spec}"), style=colour_of(each)) for each in estimates)
         table.add_row(f"{name} - {names[0]}", *cells)
     return table
 
@@ -200,10 +199,6 @@ def _table(*headers: str) -> Table:
         justify = "right" if header == "step" else "left"
         table.add_column(header, justify=justify, no_wrap=True, min_width=WIDTH_OF_STEP - 2)
     return table
-
-
-def _cell(estimate: MeanEstimate, spec: str) -> str:
-    return in_one(estimate, lambda value: format(value, spec))
 
 
 def _number_format(comparison: MetricComparison) -> str:

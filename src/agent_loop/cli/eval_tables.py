@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.markup import escape
@@ -54,8 +54,8 @@ def _category_table(column: str, categories: Mapping[str, Scores]) -> Table:
         table.add_column(measure)
     for name, scores in categories.items():
         counts = str(scores.num_rows), str(scores.num_samples)
-        shares = (in_one(scores.pass_at_k.get(k), _share) for k in ks)
-        table.add_row(Text(_cut(name)), *counts, *shares, in_one(scores.mean_reward, _number))
+        shares = (in_one(scores.pass_at_k.get(k), ".1%") for k in ks)
+        table.add_row(Text(_cut(name)), *counts, *shares, in_one(scores.mean_reward, ".3f"))
     return table
 
 
@@ -66,9 +66,9 @@ def _total_table(evaluation: Evaluation) -> Table:
     table.add_row("samples", str(scores.num_samples))
     if scores.num_scored < scores.num_samples:
         table.add_row("samples without a score", str(scores.num_samples - scores.num_scored))
-    table.add_row("mean reward", *_cells(scores.mean_reward, _number))
+    table.add_row("mean reward", *_cells(scores.mean_reward, ".3f"))
     for k, estimate in scores.pass_at_k.items():
-        table.add_row(f"pass@{k}", *_cells(estimate, _share))
+        table.add_row(f"pass@{k}", *_cells(estimate, ".1%"))
     for reason, count in evaluation.stop_reasons.items():
         table.add_row(f"ended with {reason}", str(count))
     for kind, count in evaluation.failures.items():
@@ -88,24 +88,24 @@ def _comparison_table(comparison: Comparison) -> Table:
     for column, categories in comparison.categories.items():
         named += [(f"{column} = {name}", difference) for name, difference in categories.items()]
     for name, difference in named:
-        share = Text(in_one(difference.pass_at_1, _points), style=colour_of(difference.pass_at_1))
-        reward = Text(in_one(difference.mean_reward, _signed), style=colour_of(difference.mean_reward))
+        share = Text(in_one(difference.pass_at_1, "+.1%"), style=colour_of(difference.pass_at_1))
+        reward = Text(in_one(difference.mean_reward, "+.3f"), style=colour_of(difference.mean_reward))
         table.add_row(Text(_cut(name)), str(difference.num_rows), share, reward)
     return table
 
 
-def _cells(estimate: MeanEstimate | None, text: Callable[[float], str]) -> tuple[str, str]:
+def _cells(estimate: MeanEstimate | None, spec: str) -> tuple[str, str]:
     """Return the value and its interval as texts."""
     if estimate is None:
         return "-", ""
     if estimate.low is None or estimate.high is None:
-        return text(estimate.value), ""
-    return text(estimate.value), f"{text(estimate.low)} .. {text(estimate.high)}"
+        return format(estimate.value, spec), ""
+    return format(estimate.value, spec), f"{estimate.low:{spec}} .. {estimate.high:{spec}}"
 
 
-def in_one(estimate: MeanEstimate | None, text: Callable[[float], str]) -> str:
+def in_one(estimate: MeanEstimate | None, spec: str) -> str:
     """Return the value and its interval as one text, such as `0.5 (0.4 .. 0.6)`."""
-    value, interval = _cells(estimate, text)
+    value, interval = _cells(estimate, spec)
     return f"{value} ({interval.replace('%', '')})" if interval else value
 
 
@@ -114,22 +114,6 @@ def colour_of(estimate: MeanEstimate | None) -> str:
     if estimate is None or estimate.low is None or estimate.high is None:
         return ""
     return "green" if estimate.low > 0 else "red" if estimate.high < 0 else ""
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _points(value: float) -> str:
-    return f"{value:+.1%}"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3f}"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.3f}"
 
 
 def _cut(text: str) -> str:

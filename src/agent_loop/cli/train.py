@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -23,9 +23,6 @@ from agent_loop.cli.verbosity import VERBOSITY, print_hint
 from agent_loop.config import Config
 from agent_loop.errors import CheckpointError, ConfigError
 from agent_loop.runtime.event_loop import run_to_end
-
-if TYPE_CHECKING:
-    from agent_loop.checks.before_start import Checks
 
 
 def train_command(
@@ -57,8 +54,8 @@ def train_command(
         torchrun --nproc-per-node 4 -m agent_loop train config.yaml
     """
     settings = read_config(config, overrides)
-    source = _resume_source(resume, resume_from, overwrite=overwrite)
-    _check(_checks, settings, source=source, overwrite=overwrite, is_dry_run=dry_run)
+    source = _source(resume, resume_from, overwrite=overwrite)
+    _check(settings, is_supervised=False, source=source, overwrite=overwrite, is_dry_run=dry_run)
     if dry_run:
         return
 
@@ -70,8 +67,7 @@ def train_command(
         with seeing_own_devices(settings) as local_rank:
             run_rank(settings, local_rank=local_rank)
         return
-    console = Console(quiet=VERBOSITY.quiet)
-    _fit(PPOTrainer(settings, resume=source, overwrite=overwrite, console=console))
+    _fit(PPOTrainer, settings, source=source, overwrite=overwrite)
 
 
 def sft_command(
@@ -99,11 +95,9 @@ def sft_command(
 
         agent-loop sft config.yaml --resume
     """
-    from agent_loop.checks.before_start import supervised_checks  # late: keeps `--help` quick
-
     settings = read_config(config, overrides)
-    source = _resume_source(resume, resume_from, overwrite=overwrite)
-    _check(supervised_checks, settings, source=source, overwrite=overwrite, is_dry_run=dry_run)
+    source = _source(resume, resume_from, overwrite=overwrite)
+    _check(settings, is_supervised=True, source=source, overwrite=overwrite, is_dry_run=dry_run)
     if dry_run:
         return
 
@@ -115,11 +109,10 @@ def sft_command(
     if is_nonzero_rank():
         run_rank(supervised_config(settings), local_rank=int(os.environ["LOCAL_RANK"]))
         return
-    console = Console(quiet=VERBOSITY.quiet)
-    _fit(SupervisedTrainer(settings, resume=source, overwrite=overwrite, console=console))
+    _fit(SupervisedTrainer, settings, source=source, overwrite=overwrite)
 
 
-def _resume_source(resume: bool, resume_from: Path | None, *, overwrite: bool) -> str | bool:
+def _source(resume: bool, resume_from: Path | None, *, overwrite: bool) -> str | bool:
     """Return what a trainer resumes from: a path, `auto` for the run in the folder, or False."""
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other; give one of them")
@@ -132,22 +125,13 @@ def _resume_source(resume: bool, resume_from: Path | None, *, overwrite: bool) -
 
 
 def _check(
-    checks_of_run: Callable[..., Checks],
-    settings: Config,
-    *,
-    source: str | bool,
-    overwrite: bool,
-    is_dry_run: bool,
+    settings: Config, *, is_supervised: bool, source: str | bool, overwrite: bool, is_dry_run: bool
 ) -> None:
     """Check the run, in one process: of several, in that of rank 0."""
-    if is_dry_run or os.environ.get("RANK", "0") == "0":
-        checks = checks_of_run(settings, resumes=bool(source), overwrites=overwrite, is_thorough=is_dry_run)
-        run_checks(checks, is_dry_run=is_dry_run)
+    from agent_loop.checks.before_start import PlannedRun, checks_of, supervised_checks  # late
 
-
-def _checks(settings: Config, *, resumes: bool, overwrites: bool, is_thorough: bool) -> Checks:
-    from agent_loop.checks.before_start import PlannedRun, checks_of  # late: keeps `--help` quick
-
+    if not is_dry_run and os.environ.get("RANK", "0") != "0":
+        return
     sources = {"data.train_files": settings.data.train_files}
     if settings.trainer.val_every is not None or settings.trainer.val_before_train:
         sources["data.val_files"] = settings.data.val_files
@@ -155,15 +139,16 @@ def _checks(settings: Config, *, resumes: bool, overwrites: bool, is_thorough: b
         settings,
         sources=sources,
         trains=True,
-        resumes=resumes,
-        overwrites=overwrites,
-        is_thorough=is_thorough,
+        resumes=bool(source),
+        overwrites=overwrite,
+        is_thorough=is_dry_run,
     )
-    return checks_of(run)
+    run_checks(supervised_checks(run) if is_supervised else checks_of(run), is_dry_run=is_dry_run)
 
 
-def _fit(trainer: Any) -> None:
-    result = run_to_end(trainer.fit())
+def _fit(trainer: Callable[..., Any], settings: Config, *, source: str | bool, overwrite: bool) -> None:
+    console = Console(quiet=VERBOSITY.quiet)
+    result = run_to_end(trainer(settings, resume=source, overwrite=overwrite, console=console).fit())
     if result.is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
     typer.echo(f"the run is in {result.run_dir}")
