@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -86,85 +87,73 @@ def check_placement(
     placement: PlacementConfig, *, model: ModelConfig, rollout: RolloutConfig, trainer: TrainerConfig
 ) -> None:
     """Refuse a placement that contradicts the rest of the configuration, whatever the machine."""
-    per_server = devices_per_server(placement, rollout)
-    if not placement.is_set:
-        return
-    if model.device == "cpu":
-        raise ConfigError(
-            "placement is set, but model.device is 'cpu'; unset placement, or set model.device=auto"
-        )
+    per_server, split = devices_per_server(placement, rollout), placement.split
+    faults: list[str] = []
+    if placement.is_set and model.device == "cpu":
+        faults.append("model.device is 'cpu'; unset placement, or set model.device=auto")
     if placement.colocated is not None:
-        _check_colocated(placement.colocated, per_server, rollout=rollout, trainer=trainer)
-    if placement.split is not None:
-        _check_split(placement.split, per_server, rollout=rollout, trainer=trainer)
-    is_apart = placement.reference == "cpu" or (placement.split is not None and placement.split.reference)
+        faults += _colocated_faults(placement.colocated, per_server, rollout=rollout, trainer=trainer)
+    if split is not None:
+        faults += _split_faults(split, per_server, rollout=rollout, trainer=trainer)
+    is_apart = placement.is_set and (placement.reference == "cpu" or (split is not None and split.reference))
     if is_apart and trainer.num_processes > 1:
-        raise ConfigError(
-            f"placement has the reference model apart from the trainer, whose {trainer.num_processes} processes shard "
-            "it; set placement.reference=trainer and placement.split.reference=0, or trainer.num_processes=1"
+        faults.append(
+            f"the reference model is apart from the trainer, whose {trainer.num_processes} processes shard it; set "
+            "placement.reference=trainer and placement.split.reference=0, or trainer.num_processes=1"
         )
+    if faults:
+        what = "colocated" if placement.colocated is not None else "set"
+        raise ConfigError(f"placement is {what}, but {faults[0]}")
 
 
-def _check_colocated(
+def _colocated_faults(
     given: int | Literal["all"], per_server: int, *, rollout: RolloutConfig, trainer: TrainerConfig
-) -> None:
+) -> Iterator[str]:
     if trainer.mode == "async" and trainer.max_staleness:
-        raise ConfigError(
-            "placement is colocated and trainer.mode is 'async', in which servers and trainer work at the same time; "
-            "set trainer.mode=sync, or placement.split"
+        yield (
+            "trainer.mode is 'async', in which servers and trainer work at the same time; set trainer.mode=sync, or "
+            "placement.split"
         )
     if rollout.server_urls:
-        raise ConfigError(
-            "placement is colocated, but rollout.server_urls names servers that run elsewhere; set "
-            "placement.split.trainer alone"
-        )
+        yield "rollout.server_urls names servers that run elsewhere; set placement.split.trainer alone"
     if not rollout.free_cache_engine:
-        raise ConfigError(
-            "placement is colocated, but rollout.free_cache_engine is false, so the servers never sleep; set "
-            "rollout.free_cache_engine=true"
+        yield (
+            "rollout.free_cache_engine is false, so the servers never sleep; set rollout.free_cache_engine=true"
         )
     servers = 1 if rollout.engine in IN_PROCESS else rollout.num_servers * per_server
     devices = trainer.num_processes if given == "all" else given
     if servers != devices or trainer.num_processes != devices:
-        better = f"rollout.num_servers={devices // per_server} and trainer.num_processes={devices}"
-        raise ConfigError(
-            f"placement.colocated is {given}, but the servers take {servers} devices (rollout.num_servers="
+        remedy = f"choose a multiple of {per_server}, or placement.tensor_parallel_size=1"
+        if devices % per_server == 0:
+            remedy = f"set rollout.num_servers={devices // per_server} and trainer.num_processes={devices}"
+        yield (
+            f"for placement.colocated={given} the servers take {servers} devices (rollout.num_servers="
             f"{rollout.num_servers}, {per_server} each) and the trainer {trainer.num_processes} "
-            f"(trainer.num_processes); "
-            + (
-                f"set {better}"
-                if devices % per_server == 0
-                else f"choose a multiple of {per_server}, or placement.tensor_parallel_size=1"
-            )
+            f"(trainer.num_processes); {remedy}"
         )
 
 
-def _check_split(
+def _split_faults(
     split: SplitConfig, per_server: int, *, rollout: RolloutConfig, trainer: TrainerConfig
-) -> None:
+) -> Iterator[str]:
     if split.trainer and split.trainer != trainer.num_processes:
-        raise ConfigError(
-            f"placement.split.trainer is {split.trainer}, but trainer.num_processes is {trainer.num_processes}; set "
+        yield (
+            f"placement.split.trainer is {split.trainer} and trainer.num_processes is {trainer.num_processes}; set "
             f"trainer.num_processes={split.trainer}"
         )
     if rollout.server_urls and split.servers:
-        raise ConfigError(
-            f"placement.split.servers is {split.servers}, but rollout.server_urls names servers that run elsewhere; "
-            "set placement.split.servers=0"
-        )
+        yield "rollout.server_urls names servers that run elsewhere; set placement.split.servers=0"
     if rollout.engine in IN_PROCESS and (split.servers or split.trainer):
-        raise ConfigError(
-            f"placement.split is set, but rollout.engine={rollout.engine} runs in the trainer's process; set "
-            "rollout.engine=embedded_process or vllm, or placement=colocated"
+        yield (
+            f"rollout.engine={rollout.engine} runs in the trainer's process; set rollout.engine=embedded_process or "
+            "vllm, or placement=colocated"
         )
-    if split.servers and split.servers != rollout.num_servers * per_server:
-        fits = split.servers % per_server == 0
-        remedy = (
-            f"set rollout.num_servers={split.servers // per_server}"
-            if fits
-            else f"set placement.split.servers={rollout.num_servers * per_server}"
-        )
-        raise ConfigError(
-            f"placement.split.servers is {split.servers}, but rollout.num_servers={rollout.num_servers} with "
-            f"{per_server} devices each take {rollout.num_servers * per_server}; {remedy}"
+    needed = rollout.num_servers * per_server
+    if split.servers and split.servers != needed:
+        remedy = f"set placement.split.servers={needed}"
+        if split.servers % per_server == 0:
+            remedy = f"set rollout.num_servers={split.servers // per_server}"
+        yield (
+            f"placement.split.servers is {split.servers}, and rollout.num_servers={rollout.num_servers} with "
+            f"{per_server} devices each take {needed}; {remedy}"
         )
