@@ -44,12 +44,6 @@ def test_a_section_is_printed_alone(command: Command) -> None:
     assert "no setting 'rolout'" in " ".join(refused.err.split())
 
 
-def test_a_misspelled_setting_is_refused(command: Command) -> None:
-    result = command("config", "show", "config.yaml", "rollout.nn=3")
-    assert result.exit_code == 2
-    assert "rollout.nn" in result.err
-
-
 def test_doctor_names_versions_and_how_to_install_what_is_missing(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

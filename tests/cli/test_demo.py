@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -33,17 +32,6 @@ def test_a_misspelled_example_is_refused_before_anything_is_written(command: Com
     assert "did you mean 'calculator'?" in result.err
     assert "agent-loop demo --list" in result.err
     assert not Path("runs").exists()
-
-
-def test_make_demo_is_the_command() -> None:
-    planned = subprocess.run(
-        ["make", "--dry-run", "--no-print-directory", "demo"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert planned.stdout.splitlines()[-1].endswith("/agent-loop demo")
 
 
 def test_a_copy_keeps_files_that_were_edited_and_names_them(tmp_path: Path) -> None:

@@ -66,15 +66,6 @@ def test_a_model_is_made_for_rows_alone(task: Path, command: Command) -> None:
     assert tokenizer.decode(tokenizer.encode("Ein Wört?")) == "Ein Wört?"
 
 
-def test_the_tokenizer_learns_the_phrases_of_the_demonstrations(task: Path, command: Command) -> None:
-    result = command(
-        "make-model", "model", "--from-rows", "rows.jsonl", "--demonstrations", "demos.jsonl", "--steps", "0"
-    )
-    assert result.exit_code == 0, result.err
-    _, tokenizer = load(task / "model")
-    assert len(tokenizer.encode("A word.")) == 1
-
-
 def test_supervised_steps_change_the_weights_and_a_seed_gives_the_same_model(
     task: Path, command: Command
 ) -> None:
@@ -115,14 +106,6 @@ def test_a_mistake_is_explained_before_anything_is_written(
     assert result.exit_code == 2
     assert complaint in result.err
     assert not (task / "model").exists()
-
-
-def test_a_folder_that_exists_is_refused_before_rows_are_read(task: Path, command: Command) -> None:
-    (task / "tiny").mkdir()
-    (task / "tiny" / "config.json").touch()
-    result = command("make-model", "tiny", "--from-rows", "absent.jsonl")
-    assert result.exit_code == 2
-    assert "'tiny' exists already" in result.err
 
 
 def test_a_folder_with_files_is_refused(task: Path, command: Command) -> None:

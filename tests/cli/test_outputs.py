@@ -183,16 +183,6 @@ def test_an_evaluation_with_an_unwritable_summary_resumes_from_its_journal(block
     assert Path("runs/eval/summary.json").is_file()
 
 
-def test_an_evaluation_uses_training_rows_only_on_request(command: Command) -> None:
-    refused = command("eval", "config.yaml", "data.val_files=[]")
-    assert refused.exit_code == 2
-    assert "data.val_files is empty" in refused.err
-    assert "--on train" in refused.err
-    assert not Path("runs").exists()
-    both = command("eval", "config.yaml", "--on", "train", "--data", "rows.jsonl")
-    assert "--data and --on train both select rows" in both.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "rows_of"),
     [

@@ -302,28 +302,6 @@ def test_a_starlette_chat_request_returns_json_or_an_event_stream() -> None:
     assert "42" in streamed.text
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"{", 400),
-        (b"[1]", 400),
-        (b'{"model": "m", "messages": [], "wings": 2}', 400),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', 400),
-    ],
-)
-def test_an_invalid_chat_request_returns_its_error(body: bytes, status: int) -> None:
-    server = Parrot()
-    server.template = hermes_template()
-
-    async def answer(request: Request) -> Any:
-        return await server.chat_completion(request)
-
-    client = TestClient(Starlette(routes=[Route("/chat", answer, methods=["POST"])]))
-    reply = client.post("/chat", content=body)
-    assert reply.status_code == status
-    assert reply.json()["error"]["message"]
-
-
 def test_the_error_for_a_missing_template_states_how_to_set_it() -> None:
     with pytest.raises(ConfigError, match="needs the model's chat template"):
         asyncio.run(Parrot().chat_completion(Request({"type": "http"})))
