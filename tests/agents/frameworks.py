@@ -16,8 +16,8 @@ from agent_loop.servers.base import Ability
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
 from agent_loop.types import Origin, StopReason
-from tests.gateway.harness import ProgramHarness, prompts
 from tests.helpers import text_reply
+from tests.serve.harness import ProgramHarness, prompts
 
 ONE_TOOL_TURN = ["prompt", "model", "tool", "model"]
 """Origins of a conversation in which the model calls a tool and then answers."""

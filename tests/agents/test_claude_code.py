@@ -11,8 +11,8 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import IncidentKind
 from tests.agents.programs import AGENTS
 from tests.agents.test_programs import AgentHarness
-from tests.gateway.harness import origins
 from tests.helpers import call_text, small_tokenizer, text_reply
+from tests.serve.harness import origins
 
 pytestmark = [
     pytest.mark.agents,

@@ -8,8 +8,8 @@ import pytest
 
 from agent_loop.servers.base import Ability
 from tests.agents.frameworks import ONE_TOOL_TURN, SUM, Recorded, Sum, run_framework
-from tests.gateway.harness import origins
 from tests.helpers import call_text
+from tests.serve.harness import origins
 
 pytest.importorskip("langchain")
 from langchain.agents import create_agent

@@ -11,8 +11,8 @@ import pytest
 
 from agent_loop.servers.base import Ability
 from tests.agents.frameworks import ONE_TOOL_TURN, SUM, Sum, run_framework
-from tests.gateway.harness import origins
 from tests.helpers import call_text
+from tests.serve.harness import origins
 
 sdk: Any = pytest.importorskip("agents")
 pytestmark = [pytest.mark.agents, pytest.mark.parametrize("api", ["responses", "chat"])]

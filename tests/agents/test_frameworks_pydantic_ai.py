@@ -12,8 +12,8 @@ import pytest
 
 from agent_loop.servers.base import Ability
 from tests.agents.frameworks import ONE_TOOL_TURN, SUM, Recorded, Sum, run_framework
-from tests.gateway.harness import origins
 from tests.helpers import call_text
+from tests.serve.harness import origins
 
 pydantic_ai: Any = pytest.importorskip("pydantic_ai")
 from pydantic_ai.models.anthropic import AnthropicModel  # noqa: E402

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.agents.frameworks import run_framework
-from tests.gateway.harness import origins
 from tests.helpers import call_text, hermes_template
+from tests.serve.harness import origins
 
 smolagents: Any = pytest.importorskip("smolagents")
 pytestmark = pytest.mark.agents

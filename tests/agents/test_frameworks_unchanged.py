@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.agents.frameworks import ONE_TOOL_TURN, run_framework
-from tests.gateway.harness import origins
 from tests.helpers import call_text
+from tests.serve.harness import origins
 
 pytestmark = pytest.mark.agents
 

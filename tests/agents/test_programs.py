@@ -16,9 +16,9 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import Origin, StopReason
 from tests.agents.programs import AGENTS, COMMAND, TASK, TITLE, Agent, policy
-from tests.gateway.harness import ProgramHarness, origins
 from tests.helpers import hermes_template, user
 from tests.listeners import listening_addresses, process_tree
+from tests.serve.harness import ProgramHarness, origins
 
 pytestmark = [
     pytest.mark.agents,

@@ -22,9 +22,9 @@ from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
-from tests.gateway.harness import in_order
 from tests.helpers import call_text, text_reply, tool_call_reply
 from tests.rollout.harness import WorkerHarness
+from tests.serve.harness import in_order
 
 pytestmark = [pytest.mark.environments, pytest.mark.timeout(180)]
 

@@ -13,8 +13,8 @@ from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedRequest
 from agent_loop.types import Origin
 from tests.environments.test_verifiers import FILES, PYTHON
-from tests.gateway.harness import ProgramHarness
 from tests.helpers import hermes_template, text_reply
+from tests.serve.harness import ProgramHarness
 
 pytestmark = [pytest.mark.environments, pytest.mark.timeout(240)]
 

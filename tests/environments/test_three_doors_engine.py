@@ -12,8 +12,8 @@ import torch
 from agent_loop.rollout.jobs import Job
 from agent_loop.types import Origin
 from tests.environments.test_three_doors import SEED, TEMPERATURE, rows_of_door
-from tests.gateway.harness import ProgramHarness
 from tests.helpers import small_tokenizer
+from tests.serve.harness import ProgramHarness
 from tests.servers.tiny_embedded import serving, tiny_model
 
 pytestmark = [pytest.mark.environments, pytest.mark.timeout(240)]

@@ -17,8 +17,8 @@ from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
-from tests.gateway.harness import ProgramHarness, in_order, origins, tokens
 from tests.helpers import call_text, hermes_template, text_reply
+from tests.serve.harness import ProgramHarness, in_order, origins, tokens
 
 pytestmark = [pytest.mark.environments, pytest.mark.timeout(240)]
 

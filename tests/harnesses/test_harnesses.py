@@ -25,8 +25,8 @@ from agent_loop.rollout.row_checks import check_rows
 from agent_loop.runtime.child_process import CommandResult
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
-from tests.gateway.harness import ProgramHarness, in_order, prompts
 from tests.helpers import text_reply, user
+from tests.serve.harness import ProgramHarness, in_order, prompts
 
 DOCS = Path(__file__).parents[2] / "docs" / "agents.md"
 

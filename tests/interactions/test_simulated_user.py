@@ -14,7 +14,7 @@ from tests.helpers import text_reply
 from tests.interactions.conversations import alternating
 from tests.interactions.endpoint import Endpoint, PreparedResponse, endpoint
 from tests.rollout.harness import WorkerHarness
-from tests.serving.harness import MODEL, SpellingServer, serve_app
+from tests.serve.applications import MODEL, SpellingServer, serve_app
 
 ROW = {"name": "user", "wish": "a refund"}
 

@@ -30,8 +30,8 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.openai_compatible import OpenAIOptions, OpenAIServer
 from agent_loop.types import FORCED, SamplingParams, as_token_ids
 from tests.helpers import small_tokenizer
+from tests.serve.applications import MODEL, embedded, serve_app, tiny_lm
 from tests.servers.test_http import engine, events
-from tests.serving.harness import MODEL, embedded, serve_app, tiny_lm
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from agent_loop.rollout.jobs import Job
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import Trajectory
 from agent_loop.workspaces.tools import workspace_tools
-from tests.gateway.harness import ProgramHarness
 from tests.helpers import hermes_template, text_reply, tool_call_reply, user
+from tests.serve.harness import ProgramHarness
 
 NUM_LANES = 5
 IMAGE = "localhost/agent-loop-busybox"

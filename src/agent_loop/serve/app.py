@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.errors import RequestError
-from agent_loop.serve.chat import chat_completion, count_prompt_tokens, stream_chat_completion
-from agent_loop.serve.chat_replies import ChatCompletion, ChatCompletionChunk, ModelCard, TextCompletion
-from agent_loop.serve.chat_requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    SamplingRequest,
-)
-from agent_loop.serve.errors import UnknownModel, exception_handlers, json_response, make_error, write_error
-from agent_loop.serve.metrics import CONTENT_TYPE, MeteredSampler, Metrics, health_of
-from agent_loop.serve.middleware import MISDIRECTED, BodyLimiter, HostGuard, RequestObserver
+from agent_loop.errors import BadPrompt, RequestError
+from agent_loop.serve.chat import count_prompt_tokens, sample_chat
+from agent_loop.serve.chat_replies import ParsedChunk
+from agent_loop.serve.chat_requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from agent_loop.serve.errors import UnknownModel
+from agent_loop.serve.fields import without_none
+from agent_loop.serve.metrics import CONTENT_TYPE, Metrics, health_of
 from agent_loop.serve.responses_requests import CallRecord
-from agent_loop.serve.routes import ApiRoute, ModelApis, offered, openapi_route, read_json
+from agent_loop.serve.routes import check_api_key, model_app, read_json, route
 from agent_loop.serve.sampling import Sampler
-from agent_loop.serve.streams import ClientConnection, OpenAIWriter, stream_response
-from agent_loop.serve.text import completion, score_prompts, stream_completion
+from agent_loop.serve.streams import ClientConnection, json_response, reply
+from agent_loop.serve.text import TextWriter, prompts_of, sample_text, score_prompts
 from agent_loop.serve.wishes import Wishes
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.trajectory import Incident
+from agent_loop.types import IntArray
 
 SamplingRequestT = TypeVar("SamplingRequestT", bound=SamplingRequest)
 MAX_SESSIONS = 4096
@@ -68,27 +64,25 @@ class ServedModel:
             message = f"there is no model {name!r}; this server has {self.model!r}"
             raise UnknownModel(message, param="model", code="model_not_found")
 
+    def check_prompt(self, prompt_ids: IntArray) -> None:
+        """Raise `BadPrompt` if a prompt leaves no room for a sampled token."""
+        longest = self.max_model_len
+        if longest is not None and len(prompt_ids) >= longest:
+            raise BadPrompt(
+                f"the prompt has {len(prompt_ids)} tokens, but the limit is {longest - 1}, because the context of "
+                f"{longest} tokens must have room for a sampled token; shorten the prompt"
+            )
+
 
 def create_app(served: ServedModel) -> Starlette:
     """Return an ASGI application that serves the OpenAI and Anthropic APIs from a pool of servers."""
     pool_app = _PoolApp(served)
-    routes = pool_app.routes()
-    app = Starlette(
-        routes=[each.route() for each in [*routes, openapi_route("agent-loop", routes)]],
-        exception_handlers=exception_handlers(offered=lambda: offered(routes)),
-        middleware=[
-            Middleware(RequestObserver, observe=pool_app.metrics.observe),
-            Middleware(HostGuard, hosts=served.hosts, refuse=_refuse_host),
-            Middleware(BodyLimiter),
-        ],
+    return model_app(
+        pool_app.open,
+        hosts=served.hosts,
+        more=pool_app.more_routes,
+        observe=pool_app.metrics.observe,
     )
-    app.state.stopping = pool_app.stopping
-    return app
-
-
-def _refuse_host(request: Request, message: str) -> Response:
-    error = make_error(f"{message}; allow it with --allowed-host", status=MISDIRECTED)
-    return write_error(request, error, status=MISDIRECTED)
 
 
 class _PoolApp:
@@ -96,72 +90,61 @@ class _PoolApp:
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
-        self.stopping = asyncio.Event()
         self.metrics = Metrics()
         self.calls = CallRecord()
-        self.sampler = MeteredSampler(served.pool, metrics=self.metrics, max_model_len=served.max_model_len)
-        self.sessions = _SessionTable(self.sampler)
+        self.sessions = _SessionTable(served.pool)
 
-    def routes(self) -> list[ApiRoute]:
+    def more_routes(self, stopping: asyncio.Event) -> list[Route]:
+        """Return the routes besides those of the chat APIs."""
         return [
-            *ModelApis(self._open, stopping=self.stopping).routes("/v1"),
-            ApiRoute(
-                "POST",
-                "/v1/completions",
-                self._complete_text,
-                CompletionRequest,
-                ("application/json", "text/event-stream"),
-            ),
-            ApiRoute("GET", "/health", self._health),
-            ApiRoute("GET", "/metrics", self._metrics_text, kinds=("text/plain",)),
+            route("POST", "/v1/completions", partial(self._complete_text, stopping=stopping)),
+            route("GET", "/health", self._health),
+            route("GET", "/metrics", self._metrics_text),
         ]
 
-    def _open(self, request: Request) -> _PoolCompleter:
+    def open(self, request: Request) -> _PoolCompleter:
         """Check the API key and the session's name of a request."""
         if self.served.api_key is not None:
-            scheme, _, token = request.headers.get("authorization", "").partition(" ")
-            given = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-            if not secrets.compare_digest(given.encode(), self.served.api_key.encode()):
-                raise HTTPException(
-                    401,
-                    "the API key is missing or wrong; send the header Authorization: Bearer KEY, or x-api-key: KEY",
-                )
+            check_api_key(request, self.served.api_key)
         session = request.headers.get("x-session-id")
         if session is not None and not 1 <= len(session) <= 256:
             raise RequestError("x-session-id: give between 1 and 256 characters", param="x-session-id")
         return _PoolCompleter(self, session)
 
-    async def _complete_text(self, request: Request) -> Response:
+    async def _complete_text(self, request: Request, *, stopping: asyncio.Event) -> Response:
         """Complete a text or token ids, or score them."""
-        completer = self._open(request)
+        completer, served = self.open(request), self.served
         body = CompletionRequest.read(await read_json(request))
-        self.served.check_name(body.model)
-        connection = ClientConnection(request.receive, self.stopping)
+        served.check_name(body.model)
+        connection = ClientConnection(request.receive, stopping)
         if body.is_scored:
             scored = await connection.run(
                 score_prompts(
                     body,
-                    template=self.served.template,
-                    manager=self.served.pool,
-                    max_model_len=self.served.max_model_len,
+                    template=served.template,
+                    manager=served.pool,
+                    max_model_len=served.max_model_len,
                 )
             )
-            self.metrics.prompt_tokens.inc(scored["usage"].prompt_tokens)
+            self.metrics.prompt_tokens.inc(scored["usage"]["prompt_tokens"])
             return json_response(scored)
-        if body.stream:
-            chunks = completer.stream_text(body)
-            return await stream_response(chunks, connection=connection, writer=OpenAIWriter())
-        return json_response(await connection.run(completer.complete_text(body)))
+        prompts = prompts_of(body, template=served.template)
+        num_tokens = sum(map(len, prompts))
+        writer = TextWriter(body, template=served.template, num_prompt_tokens=num_tokens)
+        chunks = completer.sample_text(body, prompts)
+        return await reply(chunks, connection=connection, writer=writer, is_streamed=body.stream)
 
     async def _health(self, request: Request) -> Response:
         """Report the health and load of each server."""
-        health = await health_of(self.served.pool)
-        return json_response(health, status=200 if health.status == "ok" else 503)
+        servers = await health_of(self.served.pool)
+        is_ok = all(server["is_alive"] for server in servers)
+        body = {"status": "ok" if is_ok else "down", "servers": servers}
+        return json_response(body, status=200 if is_ok else 503)
 
     async def _metrics_text(self, request: Request) -> Response:
         """Return metrics for Prometheus."""
-        health = await health_of(self.served.pool)
-        return Response(self.metrics.render(health.servers), media_type=CONTENT_TYPE)
+        text = self.metrics.render(await health_of(self.served.pool))
+        return Response(text, media_type=CONTENT_TYPE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,56 +170,55 @@ class _PoolCompleter:
     def note(self, incident: Incident) -> None:
         pass
 
-    async def complete(self, chat: ChatCompletionRequest) -> ChatCompletion:
-        self._check(chat)
+    async def sample(self, chat: ChatCompletionRequest) -> AsyncGenerator[ParsedChunk]:
+        served = self.app.served
+        if chat.tools_in_use and served.why_no_tools:
+            raise RequestError(f"tools: {served.why_no_tools}", param="tools")
+        served.check_name(chat.model)
         with self._in_session(chat) as own:
-            return await chat_completion(own, template=self.template, sampler=self.app.sampler)
-
-    async def stream(self, chat: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
-        self._check(chat)
-        with self._in_session(chat) as own:
-            chunks = stream_chat_completion(own, template=self.template, sampler=self.app.sampler)
-            async with aclosing(chunks):
-                async for chunk in chunks:
+            chunks = sample_chat(
+                own,
+                template=served.template,
+                sampler=served.pool,
+                check_prompt=served.check_prompt,
+            )
+            async with aclosing(self.app.metrics.counted(chunks, is_streamed=own.stream)) as counted:
+                async for chunk in counted:
                     yield chunk
 
-    async def complete_text(self, body: CompletionRequest) -> TextCompletion:
+    async def sample_text(
+        self, body: CompletionRequest, prompts: Sequence[IntArray]
+    ) -> AsyncGenerator[ParsedChunk]:
+        served = self.app.served
+        for prompt in prompts:
+            served.check_prompt(prompt)
         with self._in_session(body) as own:
-            return await completion(own, template=self.template, sampler=self.app.sampler)
-
-    async def stream_text(self, body: CompletionRequest) -> AsyncGenerator[TextCompletion]:
-        with self._in_session(body) as own:
-            chunks = stream_completion(own, template=self.template, sampler=self.app.sampler)
-            async with aclosing(chunks):
-                async for chunk in chunks:
+            chunks = sample_text(own, prompts, template=served.template, sampler=served.pool)
+            async with aclosing(self.app.metrics.counted(chunks, is_streamed=own.stream)) as counted:
+                async for chunk in counted:
                     yield chunk
 
     async def count_tokens(self, chat: ChatCompletionRequest) -> int:
         self.app.served.check_name(chat.model)
         return await count_prompt_tokens(chat, template=self.template)
 
-    def model_card(self, name: str | None) -> ModelCard:
+    def model_card(self, name: str | None) -> Mapping[str, Any]:
         served = self.app.served
         if name is not None:
             served.check_name(name)
-        return ModelCard(
-            id=served.model,
-            created=served.created,
-            owned_by="agent-loop",
-            max_model_len=served.max_model_len,
-        )
+        return {
+            "id": served.model,
+            "object": "model",
+            "created": served.created,
+            "owned_by": "agent-loop",
+            **without_none({"max_model_len": served.max_model_len}),
+        }
 
     @contextmanager
     def _in_session(self, body: SamplingRequestT) -> Generator[SamplingRequestT]:
         """Yield a request in the session that its client names."""
         with self.app.sessions.use(self.session or body.session_id) as session:
             yield body.model_copy(update={"session_id": session})
-
-    def _check(self, chat: ChatCompletionRequest) -> None:
-        served = self.app.served
-        if chat.tools_in_use and served.why_no_tools:
-            raise RequestError(f"tools: {served.why_no_tools}", param="tools")
-        served.check_name(chat.model)
 
 
 class _SessionTable:

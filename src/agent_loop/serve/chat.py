@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -15,15 +14,8 @@ from agent_loop.chat.messages import MessageError, normalise_messages, settle_sy
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import RequestError, UnsupportedParameter
-from agent_loop.runtime.describe import one_line
-from agent_loop.serve.chat_replies import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ParsedChunk,
-    ResponseBuilder,
-    streamed_reply,
-    whole_reply,
-)
+from agent_loop.runtime.concurrency import merged
+from agent_loop.serve.chat_replies import ChatWriter, JsonObject, ParsedChunk, ReplyHead
 from agent_loop.serve.chat_requests import ChatCompletionRequest, ChatMessage
 from agent_loop.serve.sampling import ChunkDecoder, Sampler, completion_session, token_chunks
 from agent_loop.serve.stream_parser import ContinuedParser, FirstCallEnd, ParsedDelta, StreamParser
@@ -81,6 +73,11 @@ class TurnReader:
         index: int = 0,
         new_call_id: Callable[[int], str] = _random_call_id,
     ) -> None:
+        # Without a prefix, the head has a view: copies would grow with the square of the conversation.
+        prompt_ids = (
+            np.concatenate([context, as_token_ids(prefix.token_ids)]) if prefix.token_ids else context
+        )
+        self._head = ReplyHead(prompt_ids)
         self._index = index
         self._new_call_id = new_call_id
         ends_after: FirstCallEnd | None = None
@@ -118,7 +115,7 @@ class TurnReader:
             self._before = ParsedDelta()
             if decoded.finish_reason is not None:
                 delta += self._parser.finish()
-            yield ParsedChunk(self._index, decoded, delta, self._with_ids(delta.tool_calls))
+            yield ParsedChunk(self._head, self._index, decoded, delta, self._with_ids(delta.tool_calls))
 
     def _with_ids(self, calls: Sequence[ToolCall]) -> dict[str, ToolCall]:
         """Return each call by a unique id, which is the model's own id if there is one."""
@@ -130,8 +127,8 @@ class TurnReader:
 
 async def chat_completion(
     request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate, sampler: Sampler
-) -> ChatCompletion:
-    """Return the whole chat completion at once.
+) -> JsonObject:
+    """Return the whole chat completion at once, as the body of a response of OpenAI's API.
 
     Args:
         request: The request. Its field `stream` is ignored. Its `session_id` is the session of the first of its `n`
@@ -146,23 +143,9 @@ async def chat_completion(
         SamplingParamsError: The server does not support a sampling parameter.
         ServerError: The server refused the request or failed.
     """
-    chat = await _Chat.prepared(request, template=template, sampler=sampler)
-    return await whole_reply(chat.choices(is_streamed=False), make_builder=lambda: chat.builder)
-
-
-async def stream_chat_completion(
-    request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate, sampler: Sampler
-) -> AsyncGenerator[ChatCompletionChunk]:
-    """Yield a chat completion in chunks while it is sampled. Closing the iterator aborts the completions.
-
-    Text is sent immediately, unless it may be the start of a tool call. Tool calls are sent whole, at the end. The
-    chunks add up to the result of `chat_completion`, which has the same arguments and errors.
-    """
-    chat = await _Chat.prepared(request, template=template, sampler=sampler)
-    chunks = streamed_reply(chat.choices(is_streamed=True), make_builder=lambda: chat.builder)
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            yield chunk
+    request = ChatCompletionRequest.read(request).model_copy(update={"stream": False})
+    async with aclosing(sample_chat(request, template=template, sampler=sampler)) as chunks:
+        return ChatWriter(request, template).whole([chunk async for chunk in chunks])
 
 
 async def count_prompt_tokens(request: ChatCompletionRequest, *, template: ChatTemplate) -> int:
@@ -198,63 +181,62 @@ class ChatPrompt:
         return np.concatenate([self.encoded.token_ids, as_token_ids(self.prefix.token_ids)])
 
 
-@dataclass(frozen=True, slots=True)
-class _Chat:
-    """Chat request with its rendered prompt."""
+async def sample_chat(
+    request: ChatCompletionRequest,
+    *,
+    template: ChatTemplate,
+    sampler: Sampler,
+    check_prompt: Callable[[IntArray], None] | None = None,
+) -> AsyncGenerator[ParsedChunk]:
+    """Yield the chunks of all completions of a request as they are sampled. Closing the iterator aborts them.
 
-    prompt: ChatPrompt
-    sampler: Sampler
-    builder: ResponseBuilder
+    Text is sent immediately, unless it may be the start of a tool call. Tool calls are sent whole, at the end.
 
-    @classmethod
-    async def prepared(
-        cls,
-        request: ChatCompletionRequest | Mapping[str, Any],
-        *,
-        template: ChatTemplate,
-        sampler: Sampler,
-    ) -> _Chat:
-        request = ChatCompletionRequest.read(request)
-        prompt = await ChatPrompt.rendered(request, template=template)
-        return cls(prompt, sampler, ResponseBuilder(request, prompt.template, prompt.token_ids))
+    Args:
+        request: The request. See `chat_completion`, also for the errors.
+        template: Chat template of the model.
+        sampler: Samples the completions.
+        check_prompt: Raises an error if the servers should not get this prompt.
+    """
+    prompt = await ChatPrompt.rendered(request, template=template)
+    if check_prompt is not None:
+        check_prompt(prompt.token_ids)
+    choices = [_sample_choice(request, prompt, sampler, index=i) for i in range(request.num_choices)]
+    async with aclosing(merged(choices)) as chunks:
+        async for chunk in chunks:
+            yield chunk
 
-    def choices(self, *, is_streamed: bool) -> list[AsyncGenerator[ParsedChunk]]:
-        num_choices = self.builder.request.num_choices
-        return [self._chunks(index, is_streamed=is_streamed) for index in range(num_choices)]
 
-    async def _chunks(self, index: int, *, is_streamed: bool) -> AsyncGenerator[ParsedChunk]:
-        """Sample and parse one of the completions."""
-        request, prompt = self.builder.request, self.prompt
-        reader = TurnReader(
-            request,
-            template=prompt.template,
-            context=prompt.encoded.token_ids,
-            prefix=prompt.prefix,
-            index=index,
+async def _sample_choice(
+    request: ChatCompletionRequest, prompt: ChatPrompt, sampler: Sampler, *, index: int
+) -> AsyncGenerator[ParsedChunk]:
+    reader = TurnReader(
+        request,
+        template=prompt.template,
+        context=prompt.encoded.token_ids,
+        prefix=prompt.prefix,
+        index=index,
+    )
+    with completion_session(sampler, None if index else request.session_id) as session:
+        chunks = token_chunks(
+            sampler,
+            prompt.token_ids,
+            request.sampling_params(max_tokens=request.max_new_tokens, choice=index),
+            session,
+            attachments=prompt.encoded.attachments,
+            is_streamed=bool(request.stream) or reader.is_token_by_token,
         )
-        with completion_session(self.sampler, None if index else request.session_id) as session:
-            chunks = token_chunks(
-                self.sampler,
-                self.builder.prompt_ids,
-                request.sampling_params(max_tokens=request.max_new_tokens, choice=index),
-                session,
-                attachments=prompt.encoded.attachments,
-                is_streamed=is_streamed or reader.is_token_by_token,
-            )
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    for parsed in reader.read(chunk):
-                        yield parsed
-                        if parsed.decoded.finish_reason is not None:
-                            return
-
-
-_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                for parsed in reader.read(chunk):
+                    yield parsed
+                    if parsed.decoded.finish_reason is not None:
+                        return
 
 
 def conversation_of(messages: Sequence[ChatMessage]) -> list[Message]:
     """Return the messages in the form that a `ChatTemplate` takes. See `normalise_messages`."""
-    given = [_as_mapping(message, where=f"messages[{index}]") for index, message in enumerate(messages)]
+    given = [message.as_message() for message in messages]
     try:
         return normalise_messages(given, where="messages")
     except MessageError as error:
@@ -292,34 +274,6 @@ def split_prefill(request: ChatCompletionRequest, messages: Sequence[Message]) -
             param="messages",
         )
     return earlier, text
-
-
-def _as_mapping(message: ChatMessage, *, where: str) -> dict[str, Any]:
-    given = {key: getattr(message, key) for key in _KEYS}
-    if isinstance(message.content, list):
-        given["content"] = [
-            _part(part, where=f"{where}.content[{index}]") for index, part in enumerate(message.content)
-        ]
-    return given
-
-
-def _part(part: dict[str, Any], *, where: str) -> dict[str, Any]:
-    kind = part.get("type")
-    if kind == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    if kind == "image_url":
-        image: Any = part.get("image_url")
-        url: Any = cast(dict[str, Any], image).get("url") if isinstance(image, dict) else image
-        # Paths and other URLs are refused: they would make this machine read its files or send requests.
-        if isinstance(url, str) and url.startswith("data:"):
-            return {"type": "image_url", "image_url": {"url": url}}
-        raise RequestError(
-            f"{where}.image_url: only images inside the request are supported; give a data URL", param=where
-        )
-    raise RequestError(
-        f"{where}: type is {one_line(json.dumps(kind), max_length=80)}; give text (with a text) or image_url",
-        param=where,
-    )
 
 
 def begin_turn(

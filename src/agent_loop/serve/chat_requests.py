@@ -1,105 +1,46 @@
-"""Field types of requests."""
+"""Requests of the chat completions and the text completions API."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ConfigDict,
     Discriminator,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     JsonValue,
     Tag,
-    ValidationError,
     ValidationInfo,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import PydanticCustomError, core_schema
 
 from agent_loop.chat.messages import shown_tool
-from agent_loop.errors import RequestError, UnsupportedParameter, did_you_mean
+from agent_loop.errors import RequestError
 from agent_loop.runtime.describe import one_line
+from agent_loop.serve.fields import (
+    MAX_STOPS,
+    DataUrl,
+    FiniteFloat,
+    Ignored,
+    RequestModel,
+    StopText,
+    ToolName,
+    only,
+)
 from agent_loop.tools.json_schema import InvalidSchema, check_json_schema
 from agent_loop.types import SamplingParams
 
 MAX_TOKEN_ID = 2**31 - 1
-
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
-StopText = Annotated[str, Field(min_length=1, max_length=256)]
-MAX_STOPS = 16
-
-
-class RequestModel(BaseModel):
-    """Base class of request models. Unknown fields are refused, because ignoring a field may change the result."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    names_here: ClassVar[Mapping[str, str]] = {}
-    """Fields of this model, by what other APIs call them. Errors about unknown fields suggest them."""
-
-
-UNSUPPORTED = "unsupported"
-"""Type of the validation error for a value that is known and not supported."""
-
-
-class Only:
-    """Annotation of a known parameter that is not supported. Only values that have no effect are accepted.
-
-    Args:
-        neutral: Accepted values, besides null.
-    """
-
-    def __init__(self, *neutral: Any) -> None:
-        self._neutral = neutral
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {"enum": [None, *self._neutral]}
-
-    def _checked(self, value: Any) -> Any:
-        if value is not None and not any(_is_same(value, allowed) for allowed in self._neutral):
-            instead = f" or give {json.dumps(self._neutral[0])}" if self._neutral else ""
-            raise PydanticCustomError(
-                UNSUPPORTED,
-                "{message}",
-                {"message": f"{_shown(value)} is not supported; leave it out{instead}"},
-            )
-        return value
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Return whether two JSON values are equal; unlike in Python, true is not equal to 1."""
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
-
-
-def _shown(value: Any) -> str:
-    return one_line(json.dumps(value, default=repr), max_length=80)
-
-
-Ignored = Annotated[Any, WithJsonSchema({})]
-"""Field that is accepted and has no effect."""
 
 
 class _Function(RequestModel):
-    name: Annotated[str, Field(pattern=r"^\S+$", max_length=256)]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -143,8 +84,6 @@ ANY_OBJECT = '{"type": "object"}'
 
 
 class FunctionName(RequestModel):
-    """Name of a tool."""
-
     name: str
 
 
@@ -209,14 +148,11 @@ def _checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class JsonSchemaFormat(RequestModel):
-    """Schema of a JSON answer."""
-
     name: str | None = None
     description: str | None = None
     schema_: Annotated[
         dict[str, Any],
         AfterValidator(_checked_schema),
-        WithJsonSchema({"type": "object"}),
         Field(alias="schema"),
     ]
     strict: bool | None = None
@@ -224,20 +160,14 @@ class JsonSchemaFormat(RequestModel):
 
 
 class TextFormat(RequestModel):
-    """Any text."""
-
     type: Literal["text"]
 
 
 class JsonObjectFormat(RequestModel):
-    """Any JSON object."""
-
     type: Literal["json_object"]
 
 
 class SchemaFormat(RequestModel):
-    """JSON that matches a schema."""
-
     type: Literal["json_schema"]
     json_schema: JsonSchemaFormat
 
@@ -248,12 +178,9 @@ ResponseFormat: TypeAlias = Annotated[
 
 
 MAX_TOP_LOGPROBS = 20
-RequestModelT = TypeVar("RequestModelT", bound=RequestModel)
 
 
 class StreamOptions(RequestModel):
-    """Options of a stream."""
-
     include_usage: bool | None = None
     """End the stream with a chunk that holds the token counts."""
     include_obfuscation: Ignored = None
@@ -303,13 +230,8 @@ class SamplingRequest(RequestModel):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
 
-    logit_bias: Annotated[Any, Only({})] = None
-    best_of: Annotated[Any, Only(1)] = None
-
-    @classmethod
-    def read(cls, body: Mapping[str, Any] | Self) -> Self:
-        """Return the request of a mapping. Raises `RequestError` if a field is unknown, missing or not valid."""
-        return body if isinstance(body, cls) else read_part(cls, body)
+    logit_bias: Annotated[Any, only({})] = None
+    best_of: Annotated[Any, only(1)] = None
 
     @property
     def num_choices(self) -> int:
@@ -350,12 +272,47 @@ class SamplingRequest(RequestModel):
         )
 
 
-class ChatMessage(RequestModel):
-    """Message of the conversation."""
+class TextPart(RequestModel):
+    """Text of a message. Other fields are ignored."""
 
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+    def as_part(self) -> dict[str, Any]:
+        """Return the part in the form that a `ChatTemplate` takes."""
+        return {"type": "text", "text": self.text}
+
+
+class ImageUrl(RequestModel):
+    """Place of an image. Other fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    url: DataUrl
+
+
+class ImagePart(RequestModel):
+    """Image of a message. Other fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["image_url"]
+    image_url: DataUrl | ImageUrl
+
+    def as_part(self) -> dict[str, Any]:
+        """Return the part in the form that a `ChatTemplate` takes."""
+        url = self.image_url if isinstance(self.image_url, str) else self.image_url.url
+        return {"type": "image_url", "image_url": {"url": url}}
+
+
+ContentPart: TypeAlias = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+class ChatMessage(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
-    """Text, or content parts of type `text`, or `image_url` with a data URL."""
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     """Tool calls of an assistant message, as in the response."""
@@ -364,8 +321,20 @@ class ChatMessage(RequestModel):
     """Reasoning of an assistant message."""
     reasoning: str | None = None
     """Another name of `reasoning_content`."""
-    audio: Annotated[Any, Only([])] = None
-    function_call: Annotated[Any, Only({})] = None
+    audio: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only({})] = None
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the message with the fields that a `ChatTemplate` takes."""
+        content = self.content
+        return {
+            "role": self.role,
+            "content": [part.as_part() for part in content] if isinstance(content, list) else content,
+            "name": self.name,
+            "tool_calls": self.tool_calls,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
 
     @model_validator(mode="before")
     @classmethod
@@ -383,7 +352,7 @@ class ChatMessage(RequestModel):
 class ChatCompletionRequest(SamplingRequest):
     """Body of `/v1/chat/completions`."""
 
-    names_here = {
+    names_here = {  # noqa: RUF012  (pydantic's ClassVar of the base class)
         "input": "messages",
         "instructions": "a system message",
         "system": "a system message",
@@ -415,14 +384,11 @@ class ChatCompletionRequest(SamplingRequest):
     """Extension: further variables of the chat template, such as `enable_thinking`."""
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     """Passed to the chat template if the template knows it, and ignored otherwise."""
-    modalities: Annotated[Any, Only(["text"])] = None
+    modalities: Annotated[Any, only(["text"])] = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Has no effect, because no chat template knows it."""
-    prediction: Annotated[Any, Only()] = None
-    audio: Annotated[Any, Only()] = None
-    web_search_options: Annotated[Any, Only()] = None
-    functions: Annotated[Any, Only([])] = None
-    function_call: Annotated[Any, Only("auto", "none")] = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("auto", "none")] = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -495,8 +461,8 @@ class CompletionRequest(SamplingRequest):
     at each place. Needs `max_tokens` 0."""
     logprobs: bool | Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """Number of candidates whose log-probs are returned for each token. 0 returns only the sampled token's."""
-    echo: Annotated[Any, Only(False)] = None
-    suffix: Annotated[Any, Only("")] = None
+    echo: Annotated[Any, only(False)] = None
+    suffix: Annotated[Any, only("")] = None
 
     @property
     def is_scored(self) -> bool:
@@ -523,81 +489,3 @@ class CompletionRequest(SamplingRequest):
     @property
     def num_top_logprobs(self) -> int:
         return 0 if isinstance(self.logprobs, bool) else self.logprobs or 0
-
-
-def read_part(model: type[RequestModelT], value: Any, *, where: str = "") -> RequestModelT:
-    """Validate a request or a part of it, and return it.
-
-    Args:
-        model: Model of the value.
-        value: JSON value.
-        where: Path of the value in the request, for errors.
-    """
-    try:
-        return model.model_validate(value)
-    except ValidationError as invalid:
-        error = request_error(cast(Sequence[Mapping[str, Any]], invalid.errors()), known=model)
-        if not where:
-            raise error from None
-        name = f"{where}.{error.param}" if error.param else where
-        text = str(error).replace(error.param or "the body", name, 1)
-        raise type(error)(text, param=name) from None
-
-
-def request_error(faults: Sequence[Mapping[str, Any]], *, known: type[RequestModel]) -> RequestError:
-    """Return the first of pydantic's errors as a `RequestError` that tells the client what to change."""
-    fault = _most_specific(faults)
-    path = fault_path(fault)
-    name = _dotted(path)
-    if fault["type"] == "extra_forbidden":
-        return UnsupportedParameter(f"unknown parameter {name!r}{_suggestion(path, known=known)}", param=name)
-    if fault["type"] == "missing":
-        return RequestError(f"{name or 'the body'} is missing; give it", param=name or None)
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    kind = UnsupportedParameter if fault["type"] == UNSUPPORTED else RequestError
-    return kind(f"{name or 'the body'}: {message[:1].lower()}{message[1:]}", param=name or None)
-
-
-def _suggestion(path: Sequence[Any], *, known: type[RequestModel]) -> str:
-    """Return what to send instead of an unknown field."""
-    if len(path) > 1:
-        return ""
-    name = str(path[0])
-    if name in known.names_here:
-        return f"; here it is {known.names_here[name]}"
-    return did_you_mean(name, known.model_fields)
-
-
-def parameter_of(error: RequestError) -> str:
-    """Return the name of the top-level field of a request that an error is about; "" if there is none."""
-    return re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
-
-
-def _most_specific(faults: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the first error. For a value of a union, return the error of the type that fits best."""
-    first_path = fault_path(faults[0])
-    same_value = [fault for fault in faults if fault_path(fault)[: len(first_path)] == first_path]
-    return max(
-        same_value, key=lambda fault: (len(fault_path(fault)), not str(fault["type"]).endswith("_type"))
-    )
-
-
-def fault_path(fault: Mapping[str, Any]) -> list[Any]:
-    """Return the path of the field with the error, without the names of a union's types."""
-    path: list[Any] = [part for part in fault["loc"] if part != "body"]
-    is_unknown = fault["type"] == "extra_forbidden"
-    above, last = (path[:-1], path[-1:]) if is_unknown else (path, [])  # an unknown field may have any name
-    fields = [p for p in above if isinstance(p, int) or (str(p).isidentifier() and p not in _BRANCHES)]
-    # The tag of a union has the name of its only field: `json_schema.json_schema`.
-    return [p for p, before in zip(fields, [None, *fields], strict=False) if p != before] + last
-
-
-def _dotted(path: Sequence[Any]) -> str:
-    """Format a path, for example as `messages[0].content`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
-
-
-_BRANCHES = {"str", "dict", "int", "bool"}

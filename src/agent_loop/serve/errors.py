@@ -1,15 +1,10 @@
-"""Error responses in the format of the API that the request uses."""
+"""Errors in the format of the API that the request uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
-
-from pydantic_core import to_json
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 
 from agent_loop.errors import (
     AgentLoopError,
@@ -22,14 +17,9 @@ from agent_loop.errors import (
     SamplingParamsError,
     ServerTimeout,
 )
-from agent_loop.serve.chat_replies import ErrorDetail, ErrorResponse, ResponseModel
-from agent_loop.serve.messages_replies import messages_error
+from agent_loop.serve.messages_requests import MessagesRequest
 from agent_loop.servers.http import HttpStatusError
 
-CLIENT_CLOSED_REQUEST = 499
-"""Status under which requests are counted whose client disconnected before the response."""
-VERSION_HEADER = "anthropic-version"
-"""Header that clients of Anthropic send."""
 _BAD_REQUESTS = (
     RequestError,
     SamplingParamsError,
@@ -38,17 +28,63 @@ _BAD_REQUESTS = (
     BadPrompt,
     FatalRequest,
 )
-_CODES = {401: "invalid_api_key", 404: "not_found", 410: "session_closed", 413: "body_too_large"}
-_UNKNOWN_PATH = ("Not Found", "Method Not Allowed")
-"""Details of errors that the router raises, and not a route."""
+_MESSAGES_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class UnknownModel(RequestError):
     """The request names a model that is not served."""
 
 
-class ClientDisconnected(Exception):
-    """The client disconnected before it got a response."""
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """Reply to a request that failed."""
+
+    message: str
+    status: int
+    """HTTP status, also if the error ends a stream that began with 200."""
+    param: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, error: AgentLoopError) -> ErrorReply:
+        """Return the reply for an error."""
+        param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+        return cls(str(error), status_of(error), param, code)
+
+    @property
+    def kind(self) -> str:
+        """Type of the error in OpenAI's format."""
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    def as_openai(self) -> dict[str, Any]:
+        """Return the body in OpenAI's format."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def as_messages_detail(self) -> dict[str, Any]:
+        """Return the error in Anthropic's format. Its `code` is an extension: the code in OpenAI's format.
+
+        Errors about the chat request get the name that its parameter has in the Messages API.
+        """
+        message, param = self.message, self.param or ""
+        if param in MessagesRequest.names_here and message.startswith(param):
+            message = MessagesRequest.names_here[param] + message.removeprefix(param)
+        detail: dict[str, Any] = {
+            "type": _MESSAGES_KINDS.get(self.status, "api_error"),
+            "message": message,
+        }
+        if self.code is not None:
+            detail["code"] = self.code
+        if param == "thread":  # tells clients to send whole conversations
+            detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return detail
 
 
 def status_of(error: AgentLoopError) -> int:
@@ -64,78 +100,3 @@ def status_of(error: AgentLoopError) -> int:
     if isinstance(error, BadServerReply):
         return HTTPStatus.BAD_GATEWAY
     return HTTPStatus.SERVICE_UNAVAILABLE
-
-
-def make_error(
-    message: str, *, status: int, param: str | None = None, code: str | None = None
-) -> ErrorResponse:
-    """Return an error in OpenAI's format."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return ErrorResponse(error=ErrorDetail(message=message, type=kind, param=param, code=code))
-
-
-def error_response_of(error: AgentLoopError) -> ErrorResponse:
-    """Return the response body for an error."""
-    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
-    return make_error(str(error), status=status_of(error), param=param, code=code)
-
-
-def json_response(value: ResponseModel | Mapping[str, Any], *, status: int = 200) -> Response:
-    """Return a value as JSON."""
-    body = to_json(value, inf_nan_mode="null")
-    return Response(body, status_code=status, media_type="application/json")
-
-
-def write_error(
-    request: Request, error: ErrorResponse, *, status: int, headers: Mapping[str, str] | None = None
-) -> Response:
-    """Return the HTTP response for a failed request."""
-    path = request.url.path
-    if "/v1/messages" in path or (VERSION_HEADER in request.headers and "/v1/models" in path):
-        request_id = getattr(request.state, "request_id", None)
-        response = json_response(messages_error(error, status=status, request_id=request_id), status=status)
-    else:
-        response = json_response(error, status=status)
-    response.headers.update(headers or {})
-    return response
-
-
-def exception_handlers(
-    *, offered: Callable[[], str], on_refused: Callable[[Request, AgentLoopError], None] | None = None
-) -> Mapping[Any, Any]:
-    """Return the handlers that turn every exception of an application into an error response.
-
-    Args:
-        offered: Returns the methods and paths that the application has.
-        on_refused: Called with each request that is refused with status 400.
-    """
-
-    async def on_error(request: Request, error: AgentLoopError) -> Response:
-        if on_refused is not None and status_of(error) == HTTPStatus.BAD_REQUEST:
-            on_refused(request, error)
-        return write_error(request, error_response_of(error), status=status_of(error))
-
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
-        message = str(error.detail)
-        if message in _UNKNOWN_PATH:
-            path = request.url.path
-            if path.startswith("/sessions/"):
-                path = "/" + path.removeprefix("/sessions/").partition("/")[2]
-            message = f"there is no {request.method} {path}; offered are {offered()}"
-        response = make_error(message, status=error.status_code, code=_CODES.get(error.status_code))
-        return write_error(request, response, status=error.status_code, headers=error.headers)
-
-    async def on_client_disconnected(request: Request, error: Exception) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-    async def on_bug(request: Request, error: Exception) -> Response:
-        message = f"internal error: {type(error).__name__}; the server's log has the traceback"
-        return write_error(request, make_error(message, status=500), status=500)
-
-    return {
-        AgentLoopError: on_error,
-        HTTPException: on_http_error,
-        ClientDisconnected: on_client_disconnected,
-        ClientDisconnect: on_client_disconnected,
-        Exception: on_bug,
-    }

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from agent_loop.serve.chat_replies import (
-    AssistantMessage,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ErrorDetail,
-    ErrorResponse,
     FinishReason,
-    ModelCard,
-    ToolCallDelta,
+    JsonObject,
+    ParsedChunk,
     Usage,
+    arguments_text,
+    joined,
+    server_sent_event,
 )
+from agent_loop.serve.errors import ErrorReply
 from agent_loop.serve.messages_requests import MessagesRequest, PromptRequest
 
 _STOP_REASONS: Mapping[FinishReason, str] = {
@@ -25,19 +23,10 @@ _STOP_REASONS: Mapping[FinishReason, str] = {
     "length": "max_tokens",
     "tool_calls": "tool_use",
 }
-_ERROR_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    410: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 
 class MessageWriter:
-    """Writes one message. Used for one completion, which is either whole or streamed.
+    """Writes one message.
 
     A block of text or thinking opens with its first characters and closes when the next block opens.
 
@@ -45,92 +34,93 @@ class MessageWriter:
         request: The request, which says whether the message shows thinking.
     """
 
-    def __init__(self, request: PromptRequest) -> None:
+    def __init__(self, request: MessagesRequest) -> None:
         self._request = request
-        self._has_started = False
+        self._chunks: list[ParsedChunk] = []
         self._num_blocks = 0
         self._open: str | None = None
         """Type of the open block."""
-        self._finish_reason: FinishReason = "stop"
-        self._stop_text: str | None = None
-        self._usage: Usage | None = None
 
-    def whole(self, completion: ChatCompletion) -> Mapping[str, Any]:
-        """Return the message of a whole completion."""
-        [choice] = completion.choices
-        return {
-            **_message(completion.id, model=completion.model, usage=completion.usage),
-            "content": list(self._blocks(choice.message)),
-            **_stop(choice.finish_reason, choice.stop_reason),
-            **_edits(self._request),
-        }
+    def whole(self, chunks: Sequence[ParsedChunk]) -> JsonObject:
+        turn = joined(chunks)
+        content: list[JsonObject] = []
+        if turn.delta.reasoning and self._request.shows_thinking:
+            content.append({"type": "thinking", "thinking": self._shown(turn), "signature": ""})
+        if turn.delta.content:
+            content.append({"type": "text", "text": turn.delta.content})
+        content += [
+            {"type": "tool_use", "id": call_id, "name": call.name, "input": call.arguments}
+            for call_id, call in turn.calls.items()
+        ]
+        return {**self._message(turn), "content": content, **self._ending(chunks)}
 
-    def chunk(self, chunk: ChatCompletionChunk) -> bytes:
-        """Return the events of one chunk."""
-        events = b"" if self._has_started else self._start(chunk)
-        self._usage = chunk.usage or self._usage
-        for choice in chunk.choices:
-            if choice.delta.reasoning_content and self._request.shows_thinking:
-                thinking = choice.delta.reasoning_content if self._request.shows_thoughts else ""
-                events += self._add_text("thinking", thinking)
-            if choice.delta.content:
-                events += self._add_text("text", choice.delta.content)
-            for call in choice.delta.tool_calls or ():
-                events += self._add_call(call)
-            self._finish_reason = choice.finish_reason or self._finish_reason
-            self._stop_text = choice.stop_reason or self._stop_text
+    def chunk(self, chunk: ParsedChunk) -> bytes:
+        events = b""
+        if not self._chunks:
+            unfinished: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None}
+            message = {**self._message(chunk), **unfinished, "usage": _usage(Usage.of([chunk]))}
+            events = _event("message_start", message=message) + _event("ping")
+        self._chunks.append(chunk)
+        if chunk.delta.reasoning and self._request.shows_thinking:
+            events += self._add_text("thinking", self._shown(chunk))
+        if chunk.delta.content:
+            events += self._add_text("text", chunk.delta.content)
+        for call_id, call in chunk.calls.items():
+            block: JsonObject = {"type": "tool_use", "id": call_id, "name": call.name, "input": {}}
+            events += self._begin_block(block)
+            events += self._delta({"type": "input_json_delta", "partial_json": arguments_text(call)})
         return events
 
     def end(self) -> bytes:
-        """Return the events after the last chunk."""
-        stop = _stop(self._finish_reason, self._stop_text)
-        last = _event("message_delta", delta=stop, usage=_usage(self._usage), **_edits(self._request))
-        return self._close() + last + _event("message_stop")
+        ending = self._ending(self._chunks)
+        usage, edits = ending.pop("usage"), ending.pop("context_management", None)
+        more = {} if edits is None else {"context_management": edits}
+        return (
+            self._end_block()
+            + _event("message_delta", delta=ending, usage=usage, **more)
+            + _event("message_stop")
+        )
 
-    def error(self, error: ErrorResponse) -> bytes:
-        """Return the last event of a failed stream."""
-        return _event("error", error=_error(error, kind="api_error"))
+    def error(self, error: ErrorReply) -> bytes:
+        return _event("error", error=error.as_messages_detail())
 
-    def _blocks(self, message: AssistantMessage) -> Iterator[Mapping[str, Any]]:
-        if self._request.shows_thinking and message.reasoning_content:
-            thinking = message.reasoning_content if self._request.shows_thoughts else ""
-            yield {"type": "thinking", "thinking": thinking, "signature": ""}
-        if message.content:
-            yield {"type": "text", "text": message.content}
-        for call in message.tool_calls or ():
-            arguments = json.loads(call.function.arguments)
-            yield {"type": "tool_use", "id": call.id, "name": call.function.name, "input": arguments}
-
-    def _start(self, chunk: ChatCompletionChunk) -> bytes:
-        self._has_started = True
-        message: dict[str, Any] = {
-            **_message(chunk.id, model=chunk.model, usage=None),
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
+    def _message(self, chunk: ParsedChunk) -> JsonObject:
+        return {
+            "id": f"msg_{chunk.head.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._request.model,
         }
-        return _event("message_start", message=message) + _event("ping")
+
+    def _ending(self, chunks: Sequence[ParsedChunk]) -> JsonObject:
+        last = joined(chunks)
+        stop_text = last.decoded.stop_text
+        reason = "stop_sequence" if stop_text is not None else _STOP_REASONS[last.finish_reason or "stop"]
+        ending = {"stop_reason": reason, "stop_sequence": stop_text, "usage": _usage(Usage.of(chunks))}
+        if self._request.context_management is not None:
+            ending["context_management"] = {"applied_edits": []}
+        return ending
+
+    def _shown(self, chunk: ParsedChunk) -> str:
+        return chunk.delta.reasoning if self._request.shows_thoughts else ""
 
     def _add_text(self, kind: str, text: str) -> bytes:
         events = b""
         if self._open != kind:
-            block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
-            events = self._close() + self._open_block(block, kind)
+            events = self._begin_block(
+                {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
+            )
         return events + (self._delta({"type": f"{kind}_delta", kind: text}) if text else b"")
 
-    def _add_call(self, call: ToolCallDelta) -> bytes:
-        block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}
-        arguments = {"type": "input_json_delta", "partial_json": call.function.arguments}
-        return self._close() + self._open_block(block, "tool_use") + self._delta(arguments) + self._close()
+    def _begin_block(self, block: JsonObject) -> bytes:
+        ended = self._end_block()
+        self._open = str(block["type"])
+        return ended + _event("content_block_start", index=self._num_blocks, content_block=block)
 
-    def _open_block(self, block: dict[str, Any], kind: str) -> bytes:
-        self._open = kind
-        return _event("content_block_start", index=self._num_blocks, content_block=block)
-
-    def _delta(self, delta: dict[str, Any]) -> bytes:
+    def _delta(self, delta: JsonObject) -> bytes:
         return _event("content_block_delta", index=self._num_blocks, delta=delta)
 
-    def _close(self) -> bytes:
+    def _end_block(self) -> bytes:
         if self._open is None:
             return b""
         self._open, index = None, self._num_blocks
@@ -138,81 +128,33 @@ class MessageWriter:
         return _event("content_block_stop", index=index)
 
 
-def token_count(num_tokens: int, *, request: PromptRequest) -> Mapping[str, Any]:
+def token_count(num_tokens: int, *, request: PromptRequest) -> JsonObject:
     """Return a number of prompt tokens as a response."""
     edits = {"context_management": {"original_input_tokens": num_tokens}}
     return {"input_tokens": num_tokens, **({} if request.context_management is None else edits)}
 
 
-def model_info(card: ModelCard) -> Mapping[str, Any]:
-    """Return the description of a model."""
-    created = datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
-    length = {} if card.max_model_len is None else {"max_input_tokens": card.max_model_len}
+def model_info(card: Mapping[str, Any]) -> JsonObject:
+    """Return the description of a model, from the one in OpenAI's format."""
+    length = card.get("max_model_len")
     return {
-        "id": card.id,
+        "id": card["id"],
         "type": "model",
-        "display_name": card.id,
-        "created_at": created,
+        "display_name": card["id"],
+        "created_at": datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
-        **length,
+        **({} if length is None else {"max_input_tokens": length}),
     }
 
 
-def model_info_list(card: ModelCard) -> Mapping[str, Any]:
+def model_info_list(card: Mapping[str, Any]) -> JsonObject:
     """Return a list with one model."""
-    return {"data": [model_info(card)], "has_more": False, "first_id": card.id, "last_id": card.id}
+    return {"data": [model_info(card)], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
 
 
-def messages_error(response: ErrorResponse, *, status: int, request_id: str | None) -> Mapping[str, Any]:
-    """Return the body of the response to a request that failed with this HTTP status."""
-    error = _error(response, kind=_ERROR_KINDS.get(status, "api_error"))
-    return {"type": "error", "error": error, "request_id": request_id}
-
-
-def _error(response: ErrorResponse, *, kind: str) -> dict[str, Any]:
-    """Return an error. Its `code` is an extension: the code that the OpenAI API would give."""
-    error = response.error
-    shown: dict[str, Any] = {"type": kind, "message": _renamed(error)}
-    if error.code is not None:
-        shown["code"] = error.code
-    if error.param == "thread":  # tells clients to send whole conversations
-        shown["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    return shown
-
-
-def _renamed(error: ErrorDetail) -> str:
-    """Return the message of an error about a chat request, with the name that its parameter has in this API."""
-    parameter = error.param or ""
-    if parameter in MessagesRequest.names_here and error.message.startswith(parameter):
-        return MessagesRequest.names_here[parameter] + error.message.removeprefix(parameter)
-    return error.message
-
-
-def _message(completion_id: str, *, model: str, usage: Usage | None) -> dict[str, Any]:
-    return {
-        "id": completion_id.replace("chatcmpl-", "msg_"),
-        "type": "message",
-        "role": "assistant",
-        "model": model,
-        "usage": _usage(usage),
-    }
-
-
-def _stop(finish_reason: FinishReason, stop_text: str | None) -> dict[str, Any]:
-    reason = "stop_sequence" if stop_text is not None else _STOP_REASONS[finish_reason]
-    return {"stop_reason": reason, "stop_sequence": stop_text}
-
-
-def _edits(request: PromptRequest) -> dict[str, Any]:
-    """Return the report of applied edits, if the request asks for edits. There are never any."""
-    return {} if request.context_management is None else {"context_management": {"applied_edits": []}}
-
-
-def _usage(usage: Usage | None) -> dict[str, Any]:
+def _usage(usage: Usage) -> JsonObject:
     """Return token counts. Cached prompt tokens are counted separately."""
-    if usage is None:
-        return {"input_tokens": 0, "output_tokens": 0, "service_tier": "standard"}
-    cached = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
+    cached = usage.cached_tokens or 0
     return {
         "input_tokens": usage.prompt_tokens - cached,
         "output_tokens": usage.completion_tokens,
@@ -223,4 +165,4 @@ def _usage(usage: Usage | None) -> dict[str, Any]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
+    return server_sent_event({"type": kind, **fields}, kind=kind)

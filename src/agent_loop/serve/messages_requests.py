@@ -1,4 +1,4 @@
-"""Request models of the Messages API."""
+"""Requests of the Messages API, translated to chat requests."""
 
 from __future__ import annotations
 
@@ -7,46 +7,224 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
-from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import RequestError
 from agent_loop.runtime.describe import one_line
-from agent_loop.serve.chat_requests import (
+from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.fields import (
     MAX_STOPS,
-    UNSUPPORTED,
-    ChatCompletionRequest,
     FiniteFloat,
     Ignored,
-    Only,
     RequestModel,
     StopText,
-    read_part,
+    ToolName,
+    only,
+    unsupported,
 )
 
+# -- messages ----------------------------------------------------------------------------------------------------------
 
-class InputMessage(RequestModel):
-    """Message of the conversation."""
+Part: TypeAlias = dict[str, Any]
+"""Content part of a chat message."""
 
-    role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
-    """Text, or blocks. See `blocks`."""
+
+def _text(text: str) -> Part:
+    return {"type": "text", "text": text}
+
+
+class Block(RequestModel):
+    cache_control: Ignored = None
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: str
+    citations: Ignored = None
+    """Passages that an earlier answer cited."""
+
+    def parts(self) -> list[Part]:
+        return [_text(self.text)]
+
+
+class ImageSource(RequestModel):
+    """Image in the request. URLs and uploaded files are not supported."""
+
+    type: Annotated[str, only("base64")]
+    media_type: str
+    data: str
+
+
+class ImageBlock(Block):
+    type: Literal["image"]
+    source: ImageSource
+
+    def parts(self) -> list[Part]:
+        url = f"data:{self.source.media_type};base64,{self.source.data}"
+        return [{"type": "image_url", "image_url": {"url": url}}]
+
+
+class DocumentSource(RequestModel):
+    """Text of a document. PDF files, URLs and uploaded files are not supported."""
+
+    type: Annotated[str, only("text", "content")]
+    media_type: Annotated[Any, only("text/plain")] = None
+    data: str | None = None
+    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = None
+
+
+class DocumentBlock(Block):
+    """Document, which becomes text with a heading."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+    citations: Annotated[Any, only({"enabled": False})] = None
+
+    def parts(self) -> list[Part]:
+        opening = "\n".join(filter(None, ["<document>", self.title, self.context]))
+        content = self.source.data if self.source.content is None else self.source.content
+        return [_text(opening), *_parts(content or ""), _text("</document>")]
+
+
+class SearchResultBlock(Block):
+    """Search result, which becomes text with its title and its source as a heading."""
+
+    type: Literal["search_result"]
+    title: str
+    source: str
+    content: list[TextBlock]
+    citations: Annotated[Any, only({"enabled": False})] = None
+
+    def parts(self) -> list[Part]:
+        opening = f"<search_result>\n{self.title}\n{self.source}"
+        return [_text(opening), *_parts(self.content), _text("</search_result>")]
+
+
+ContentBlock: TypeAlias = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
+
+
+class ToolResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[Annotated[ContentBlock, Field(discriminator="type")]] | None = None
+    is_error: bool | None = None
+
+    def message(self) -> dict[str, Any]:
+        """Return the chat message of the tool. The text of a failed call begins with `Error: `."""
+        parts = _parts(self.content or "")
+        if self.is_error and parts and parts[0]["type"] == "text":
+            parts[0] = _text(f"Error: {parts[0]['text']}")
+        elif self.is_error:
+            parts.insert(0, _text("Error:"))
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": parts}
+
+
+class ToolUseBlock(Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Annotated[Any, only({"type": "direct"})] = None
+
+    def call(self) -> dict[str, Any]:
+        """Return the tool call of a chat message."""
+        function = {"name": self.name, "arguments": json.dumps(self.input)}
+        return {"type": "function", "id": self.id, "function": function}
+
+
+class ThinkingBlock(Block):
+    type: Literal["thinking"]
+    thinking: str
+    signature: Ignored = None
+
+
+class RedactedThinkingBlock(Block):
+    """Encrypted reasoning of another model, which is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: Ignored = None
+
+
+UserBlock: TypeAlias = ContentBlock | ToolResultBlock
+AssistantBlock: TypeAlias = TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock
+
+
+def _parts(content: str | Sequence[ContentBlock]) -> list[Part]:
+    if isinstance(content, str):
+        return [_text(content)]
+    return [part for block in content for part in block.parts()]
+
+
+class UserMessage(RequestModel):
+    """Message of the user, with the results of tools."""
+
+    role: Literal["user"]
+    content: str | list[Annotated[UserBlock, Field(discriminator="type")]]
+
+    def chat_messages(self) -> Iterator[dict[str, Any]]:
+        """Yield one tool message per tool result, and one user message per run of other blocks."""
+        if not self.content or isinstance(self.content, str):
+            yield {"role": "user", "content": self.content or ""}
+            return
+        for is_result, run in groupby(self.content, key=lambda block: isinstance(block, ToolResultBlock)):
+            if is_result:
+                yield from (block.message() for block in run if isinstance(block, ToolResultBlock))
+            else:
+                blocks = [block for block in run if not isinstance(block, ToolResultBlock)]
+                yield {"role": "user", "content": _parts(blocks)}
+
+
+class SystemMessage(RequestModel):
+    role: Literal["system"]
+    content: str | list[TextBlock]
+
+    def chat_messages(self) -> Iterator[dict[str, Any]]:
+        content = self.content if isinstance(self.content, str) else _parts(self.content)
+        yield {"role": "system", "content": content}
+
+
+class AssistantMessage(RequestModel):
+    role: Literal["assistant"]
+    content: str | list[Annotated[AssistantBlock, Field(discriminator="type")]]
+
+    def chat_messages(self) -> Iterator[dict[str, Any]]:
+        if isinstance(self.content, str):
+            yield {"role": "assistant", "content": self.content}
+            return
+        thoughts = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
+        message = {
+            "role": "assistant",
+            # thinking blocks split a text into several blocks
+            "content": "".join(block.text for block in self.content if isinstance(block, TextBlock)),
+            "tool_calls": [block.call() for block in self.content if isinstance(block, ToolUseBlock)],
+            "reasoning_content": "\n".join(filter(None, thoughts)),
+        }
+        yield {key: value for key, value in message.items() if value}
+
+
+InputMessage: TypeAlias = Annotated[
+    UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")
+]
+
+# -- the request -------------------------------------------------------------------------------------------------------
 
 
 class ToolDefinition(RequestModel):
     """Tool that the client executes."""
 
-    name: Annotated[str, Field(pattern=r"^\S+$", max_length=256)]
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
-    type: Annotated[Any, Only("custom")] = None
+    type: Annotated[Any, only("custom")] = None
     strict: bool | None = None
     cache_control: Ignored = None
     eager_input_streaming: Ignored = None
-    allowed_callers: Annotated[Any, Only(["direct"], [])] = None
-    defer_loading: Annotated[Any, Only(False)] = None
-    input_examples: Annotated[Any, Only([])] = None
+    allowed_callers: Annotated[Any, only(["direct"], [])] = None
+    defer_loading: Annotated[Any, only(False)] = None
+    input_examples: Annotated[Any, only([])] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -54,11 +232,11 @@ class ToolDefinition(RequestModel):
         kind: Any = cast(dict[str, Any], tool).get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "custom":
             shown = one_line(kind, max_length=80)
-            message = (
+            raise unsupported(
                 f"tools of type {shown!r} are not supported, because Anthropic defines or runs them; leave the tool "
-                "out, or define it with a name and an input_schema"
+                "out, or define it with a name and an input_schema",
+                wish=f"tools.{kind}",
             )
-            raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message, "wish": f"tools.{kind}"})
         return cast(Any, tool)
 
 
@@ -95,12 +273,9 @@ class OutputFormat(RequestModel):
 
 
 class OutputConfig(RequestModel):
-    """Options of the completion."""
-
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     """Passed to the chat template if the template knows `reasoning_effort`."""
     format: OutputFormat | None = None
-    task_budget: Annotated[Any, Only()] = None
 
 
 class ContextEdit(RequestModel):
@@ -128,7 +303,7 @@ class PromptRequest(RequestModel):
 
     model: str
     messages: Annotated[list[InputMessage], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
+    system: str | list[TextBlock] | None = None
     tools: list[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -139,8 +314,7 @@ class PromptRequest(RequestModel):
     cache_control: Ignored = None
     billing_policy: Ignored = None
     speed: Ignored = None
-    mcp_servers: Annotated[Any, Only([])] = None
-    compaction: Annotated[Any, Only()] = None
+    mcp_servers: Annotated[Any, only([])] = None
 
     @property
     def shows_thinking(self) -> bool:
@@ -195,198 +369,12 @@ class MessagesRequest(PromptRequest):
     inference_geo: Ignored = None
     diagnostics: Ignored = None
     fallback_credit_token: Ignored = None
-    fallbacks: Annotated[Any, Only([], "default")] = None
-    container: Annotated[Any, Only()] = None
-    thread: Annotated[Any, AfterValidator(_refuse_thread), WithJsonSchema({"enum": [None]})] = None
+    fallbacks: Annotated[Any, only([], "default")] = None
+    thread: Annotated[Any, AfterValidator(_refuse_thread)] = None
     """Conversations are not stored. Clients that try it learn so from the error, and send whole conversations."""
 
 
-Part: TypeAlias = dict[str, Any]
-"""Content part of a chat message."""
-
-
-class Block(RequestModel):
-    """Content block."""
-
-    type: str
-    cache_control: Ignored = None
-
-
-class ContentBlock(Block):
-    """Block that the model reads as content of a message."""
-
-    def parts(self, *, where: str) -> list[Part]:
-        """Return the content parts of the block, whose path in the request is `where`."""
-        raise NotImplementedError
-
-
-class TextBlock(ContentBlock):
-    """Text."""
-
-    text: str
-    citations: Ignored = None
-    """Passages that an earlier answer cited."""
-
-    def parts(self, *, where: str) -> list[Part]:
-        return [text_part(self.text)]
-
-
-class ImageSource(RequestModel):
-    """Image in the request. URLs and uploaded files are not supported."""
-
-    type: Annotated[str, Only("base64")]
-    media_type: str
-    data: str
-
-
-class ImageBlock(ContentBlock):
-    """Image."""
-
-    source: ImageSource
-
-    def parts(self, *, where: str) -> list[Part]:
-        url = f"data:{self.source.media_type};base64,{self.source.data}"
-        return [{"type": "image_url", "image_url": {"url": url}}]
-
-
-class DocumentSource(RequestModel):
-    """Text of a document. PDF files, URLs and uploaded files are not supported."""
-
-    type: Annotated[str, Only("text", "content")]
-    media_type: Annotated[Any, Only("text/plain")] = None
-    data: str | None = None
-    content: str | list[dict[str, Any]] | None = None
-
-
-class DocumentBlock(ContentBlock):
-    """Document, which becomes text with a heading."""
-
-    source: DocumentSource
-    title: str | None = None
-    context: str | None = None
-    citations: Annotated[Any, Only({"enabled": False})] = None
-
-    def parts(self, *, where: str) -> list[Part]:
-        opening = "\n".join(filter(None, ["<document>", self.title, self.context]))
-        return [text_part(opening), *self._inner(f"{where}.source.content"), text_part("</document>")]
-
-    def _inner(self, where: str) -> list[Part]:
-        content = self.source.content
-        if content is None:
-            return [text_part(self.source.data or "")]
-        return _parts_of(content, where=where, kinds=SIMPLE)
-
-
-class SearchResultBlock(ContentBlock):
-    """Search result, which becomes text with its title and its source as a heading."""
-
-    title: str
-    source: str
-    content: list[dict[str, Any]]
-    citations: Annotated[Any, Only({"enabled": False})] = None
-
-    def parts(self, *, where: str) -> list[Part]:
-        opening = f"<search_result>\n{self.title}\n{self.source}"
-        inner = content_parts(self.content, where=f"{where}.content", kinds=("text",))
-        return [text_part(opening), *inner, text_part("</search_result>")]
-
-
-class ToolUseBlock(Block):
-    """Tool call of an assistant message."""
-
-    id: str
-    name: str
-    input: dict[str, Any]
-    caller: Annotated[Any, Only({"type": "direct"})] = None
-    toolset_name: Annotated[Any, Only()] = None
-
-    def call(self) -> dict[str, Any]:
-        """Return the tool call of a chat message."""
-        function = {"name": self.name, "arguments": json.dumps(self.input)}
-        return {"type": "function", "id": self.id, "function": function}
-
-
-class ToolResultBlock(Block):
-    """Result of a tool call."""
-
-    tool_use_id: str
-    content: str | list[dict[str, Any]] | None = None
-    is_error: bool | None = None
-    toolset_name: Annotated[Any, Only()] = None
-
-    def message(self, *, where: str) -> dict[str, Any]:
-        """Return the chat message of the tool. The text of a failed call begins with `Error: `."""
-        parts = _parts_of(self.content or "", where=f"{where}.content", kinds=RICH)
-        if self.is_error and parts and parts[0]["type"] == "text":
-            parts[0] = text_part(f"Error: {parts[0]['text']}")
-        elif self.is_error:
-            parts.insert(0, text_part("Error:"))
-        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": parts}
-
-
-class ThinkingBlock(Block):
-    """Reasoning of an assistant message."""
-
-    thinking: str
-    signature: Ignored = None
-
-
-class RedactedThinkingBlock(Block):
-    """Encrypted reasoning of another model, which is left out."""
-
-    data: Ignored = None
-
-
-BLOCKS: Mapping[str, type[Block]] = {
-    "text": TextBlock,
-    "image": ImageBlock,
-    "document": DocumentBlock,
-    "search_result": SearchResultBlock,
-    "tool_use": ToolUseBlock,
-    "tool_result": ToolResultBlock,
-    "thinking": ThinkingBlock,
-    "redacted_thinking": RedactedThinkingBlock,
-}
-SIMPLE = ("text", "image")
-RICH = (*SIMPLE, "document", "search_result")
-USER = (*RICH, "tool_result")
-ASSISTANT = ("text", "tool_use", "thinking", "redacted_thinking")
-
-
-def read_block(block: Mapping[str, Any], *, where: str, kinds: Sequence[str]) -> Block:
-    """Validate a block of one of these types, whose path in the request is `where`."""
-    kind = block.get("type")
-    if not isinstance(kind, str) or kind not in kinds:
-        shown = one_line(json.dumps(kind), max_length=80)
-        raise RequestError(
-            f"{where}: blocks of type {shown} are not supported here; give {', '.join(kinds)}", param=where
-        )
-    return read_part(BLOCKS[kind], block, where=where)
-
-
-def content_parts(
-    blocks: Sequence[Mapping[str, Any]], *, where: str, kinds: Sequence[str], start: int = 0
-) -> list[Part]:
-    """Return the content parts of blocks. The first one has the index `start` in the request."""
-    parts: list[Part] = []
-    for index, block in enumerate(blocks, start=start):
-        path = f"{where}[{index}]"
-        read = read_block(block, where=path, kinds=kinds)
-        assert isinstance(read, ContentBlock), "kinds are types of content"
-        parts += read.parts(where=path)
-    return parts
-
-
-def _parts_of(content: str | list[dict[str, Any]], *, where: str, kinds: Sequence[str]) -> list[Part]:
-    if isinstance(content, str):
-        return [text_part(content)]
-    return content_parts(content, where=where, kinds=kinds)
-
-
-def text_part(text: str) -> Part:
-    """Return a content part with a text."""
-    return {"type": "text", "text": text}
-
+# -- translation -------------------------------------------------------------------------------------------------------
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Beginning of a system block with which Claude Code addresses Anthropic's servers. The model does not see it."""
@@ -398,18 +386,15 @@ THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 
 def translate_messages(request: PromptRequest, *, template: ChatTemplate) -> ChatCompletionRequest:
-    """Return the equivalent chat request, of a message or of a count of its tokens.
-
-    Args:
-        request: The request.
-        template: Chat template of the model, whose thinking the request may switch.
-    """
+    """Return the equivalent chat request, of a message or of a count of its tokens."""
     messages: list[dict[str, Any]] = []
-    system = _system(request.system)
+    system = request.system or ""
+    if not isinstance(system, str):
+        system = _parts([block for block in system if not block.text.startswith(BILLING_HEADER)])
     if system:
         messages.append({"role": "system", "content": system})
-    for index, message in enumerate(request.messages):
-        messages += _messages(message, where=f"messages[{index}]")
+    for message in request.messages:
+        messages += message.chat_messages()
     fields: dict[str, Any] = {
         "model": request.model,
         "messages": messages,
@@ -420,68 +405,7 @@ def translate_messages(request: PromptRequest, *, template: ChatTemplate) -> Cha
         "chat_template_kwargs": _thinking(request, template),
         **(_sampling_fields(request) if isinstance(request, MessagesRequest) else {}),
     }
-    return ChatCompletionRequest.read({key: value for key, value in fields.items() if value is not None})
-
-
-def _system(system: str | Sequence[Mapping[str, Any]] | None) -> str | list[dict[str, Any]]:
-    if system is None or isinstance(system, str):
-        return system or ""
-    parts = content_parts(system, where="system", kinds=("text",))
-    return [part for part in parts if not part["text"].startswith(BILLING_HEADER)]
-
-
-def _messages(message: InputMessage, *, where: str) -> Iterator[dict[str, Any]]:
-    content = message.content
-    if isinstance(content, str):
-        yield {"role": message.role, "content": content}
-    elif message.role == "assistant":
-        yield _assistant(content, where=f"{where}.content")
-    elif message.role == "system":
-        parts = content_parts(content, where=f"{where}.content", kinds=("text",))
-        yield {"role": "system", "content": parts}
-    else:
-        yield from _user(content, where=f"{where}.content")
-
-
-def _assistant(blocks: Sequence[Mapping[str, Any]], *, where: str) -> dict[str, Any]:
-    texts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    thoughts: list[str] = []
-    for index, block in enumerate(blocks):
-        match read_block(block, where=f"{where}[{index}]", kinds=ASSISTANT):
-            case TextBlock(text=text):
-                texts.append(text)
-            case ThinkingBlock(thinking=thought):
-                thoughts.append(thought)
-            case ToolUseBlock() as call:
-                calls.append(call.call())
-            case _:  # redacted thinking cannot be read
-                pass
-    message = {
-        "role": "assistant",
-        "content": "".join(texts),  # thinking blocks split a text into several blocks
-        "tool_calls": calls,
-        "reasoning_content": "\n".join(filter(None, thoughts)),
-    }
-    return {key: value for key, value in message.items() if value}
-
-
-def _user(blocks: Sequence[Mapping[str, Any]], *, where: str) -> Iterator[dict[str, Any]]:
-    """Yield one tool message per tool result, and one user message per run of other blocks."""
-    if not blocks:
-        yield {"role": "user", "content": ""}
-    for is_result, run in groupby(enumerate(blocks), key=lambda each: each[1].get("type") == "tool_result"):
-        if is_result:
-            for index, block in run:
-                path = f"{where}[{index}]"
-                result = read_block(block, where=path, kinds=USER)
-                assert isinstance(result, ToolResultBlock)
-                yield result.message(where=path)
-            continue
-        parts: list[dict[str, Any]] = []
-        for index, block in run:
-            parts += content_parts([block], where=where, kinds=RICH, start=index)
-        yield {"role": "user", "content": parts}
+    return ChatCompletionRequest.read(fields)
 
 
 def _is_prefilled(messages: Sequence[Mapping[str, Any]]) -> bool:

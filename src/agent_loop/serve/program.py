@@ -305,18 +305,19 @@ async def call_program(
     function: Callable[..., Any], row: Row, endpoint: Endpoint, workspace: Workspace | None = None
 ) -> Any:
     """Call a function with the row and those other arguments that it has parameters for. Return its result."""
+    offered: dict[str, Any] = {
+        "base_url": endpoint.base_url,
+        "api_key": endpoint.api_key,
+        "anthropic_base_url": endpoint.anthropic_base_url,
+        "http_client": None,
+        **({} if workspace is None else {"workspace": workspace}),
+    }
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments = {name: value for name, value in offered.items() if takes_any or name in parameters}
     async with AsyncExitStack() as stack:
-        offered: dict[str, Callable[[], Any]] = {
-            "base_url": lambda: endpoint.base_url,
-            "api_key": lambda: endpoint.api_key,
-            "anthropic_base_url": lambda: endpoint.anthropic_base_url,
-            "http_client": lambda: http_client(endpoint.app),
-        }
-        if workspace is not None:
-            offered["workspace"] = lambda: workspace
-        arguments = {name: offered[name]() for name in _accepted_names(function, offered)}
         if "http_client" in arguments:
-            await stack.enter_async_context(arguments["http_client"])
+            arguments["http_client"] = await stack.enter_async_context(http_client(endpoint.app))
         return await call_function(function, dict(row), **arguments)
 
 
@@ -368,13 +369,6 @@ def checked_env(env: Mapping[str, Any]) -> dict[str, str]:
                 f"env.{name} is {describe_value(value)}; environment variables are strings: quote the value"
             )
     return dict(env)
-
-
-def _accepted_names(function: Callable[..., Any], offered: Mapping[str, Any]) -> list[str]:
-    """Return the offered names that the function has parameters for; all names if it has `**kwargs`."""
-    parameters = inspect.signature(function).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return [name for name in offered if takes_any or name in parameters]
 
 
 def _client_variables(endpoint: Endpoint) -> dict[str, str]:

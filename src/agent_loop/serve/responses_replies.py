@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-from uuid import uuid4
+from typing import Any
 
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.serve.chat_replies import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChoiceLogProbs,
-    ErrorResponse,
-    FinishReason,
-    ResponseToolCall,
-    ToolCallFunction,
+    JsonObject,
+    ParsedChunk,
     Usage,
+    arguments_text,
+    joined,
+    server_sent_event,
+    token_logprobs,
 )
+from agent_loop.serve.errors import ErrorReply
+from agent_loop.serve.fields import RequestModel
 from agent_loop.serve.responses_requests import CallRecord, TranslatedResponse, write_encrypted
 from agent_loop.serve.responses_tools import CUSTOM_INPUT
-
-Event: TypeAlias = dict[str, Any]
+from agent_loop.types import ToolCall
 
 
 @dataclass(slots=True)
@@ -35,112 +33,104 @@ class _OpenItem:
 
 
 class ResponseWriter:
-    """Writes one response. Used for one completion, which is either whole or streamed.
+    """Writes one response.
 
     Reasoning ends when text follows. The message stays open until the first call or the end, so that a turn has one
     message. The private methods return the events that they cause.
 
     Args:
         translated: The request.
+        template: Chat template of the model.
         calls: Receives the calls of the response.
     """
 
-    def __init__(self, translated: TranslatedResponse, *, calls: CallRecord) -> None:
+    def __init__(self, translated: TranslatedResponse, *, template: ChatTemplate, calls: CallRecord) -> None:
         self._request = translated.request
         self._tools = translated.tools
         self._has_logprobs = bool(translated.chat.logprobs)
+        self._template = template
         self._calls = calls
-        self._id = f"resp_{uuid4().hex}"
-        self._created_at = int(time.time())
-        self._items: list[Event | None] = []
+        self._chunks: list[ParsedChunk] = []
+        self._items: list[JsonObject | None] = []
         """Finished items; None for an item that is still open."""
         self._reasoning: _OpenItem | None = None
         self._message: _OpenItem | None = None
-        self._logprobs: list[Event] = []
+        self._logprobs: list[JsonObject] = []
         self._num_logprobs_sent = 0
-        self._finish_reason: FinishReason = "stop"
-        self._usage: Usage | None = None
         self._num_events = 0
-        self._has_started = False
 
     # -- whole and streamed ----------------------------------------------------------------------------------------
 
-    def whole(self, completion: ChatCompletion) -> Event:
-        """Return the response of a whole completion."""
-        [choice] = completion.choices
-        message = choice.message
-        self._add(choice.logprobs, message.reasoning_content, message.content, message.tool_calls)
-        self._finish_reason, self._usage = choice.finish_reason, completion.usage
+    def whole(self, chunks: Sequence[ParsedChunk]) -> JsonObject:
+        self._chunks = list(chunks)
+        self._add(joined(chunks))
         self._finish()
         return self._response(self._status)
 
-    def chunk(self, chunk: ChatCompletionChunk) -> bytes:
-        """Return the events of one chunk."""
-        events = [] if self._has_started else self._begin()
-        self._usage = chunk.usage or self._usage
-        for choice in chunk.choices:
-            delta = choice.delta
-            events += self._add(choice.logprobs, delta.reasoning_content, delta.content, delta.tool_calls)
-            self._finish_reason = choice.finish_reason or self._finish_reason
-        return self._encoded(events)
+    def chunk(self, chunk: ParsedChunk) -> bytes:
+        is_first = not self._chunks
+        self._chunks.append(chunk)
+        events: list[JsonObject] = []
+        if is_first:
+            started = self._response("in_progress")
+            events = [
+                {"type": f"response.{kind}", "response": started} for kind in ("created", "in_progress")
+            ]
+        return self._encoded([*events, *self._add(chunk)])
 
     def end(self) -> bytes:
-        """Return the events after the last chunk."""
-        events = [] if self._has_started else self._begin()
-        events += self._finish()
+        events = self._finish()
         last = {"type": f"response.{self._status}", "response": self._response(self._status)}
         return self._encoded([*events, last])
 
-    def error(self, error: ErrorResponse) -> bytes:
-        """Return the last event of a failed stream."""
-        detail = error.error
-        if not self._has_started:
-            fields = {"code": detail.code, "message": detail.message, "param": detail.param}
+    def error(self, error: ErrorReply) -> bytes:
+        if not self._chunks:
+            fields = {"code": error.code, "message": error.message, "param": error.param}
             return self._encoded([{"type": "error", **fields}])
-        failure = {"code": detail.code or detail.type, "message": detail.message}
+        failure = {"code": error.code or error.kind, "message": error.message}
         response = {**self._response("failed"), "error": failure}
         return self._encoded([{"type": "response.failed", "response": response}])
 
-    def _begin(self) -> list[Event]:
-        self._has_started = True
-        started = self._response("in_progress")
-        return [{"type": f"response.{kind}", "response": started} for kind in ("created", "in_progress")]
-
-    def _encoded(self, events: Sequence[Event]) -> bytes:
+    def _encoded(self, events: Sequence[JsonObject]) -> bytes:
         written = b""
         for event in events:
-            data = json.dumps({**event, "sequence_number": self._num_events})
-            written += f"event: {event['type']}\ndata: {data}\n\n".encode()
+            numbered = {**event, "sequence_number": self._num_events}
+            written += server_sent_event(numbered, kind=event["type"])
             self._num_events += 1
         return written
 
     @property
     def _status(self) -> str:
-        return "incomplete" if self._finish_reason == "length" else "completed"
+        return "incomplete" if self._chunks[-1].finish_reason == "length" else "completed"
 
-    def _response(self, status: str) -> Event:
+    @property
+    def _id(self) -> str:
+        return f"resp_{self._chunks[0].head.id}"
+
+    def _response(self, status: str) -> JsonObject:
         request = self._request
         text_format = None if request.text is None else request.text.format
+        choice = request.tool_choice
         is_incomplete = status == "incomplete"
         return {
             "id": self._id,
             "object": "response",
-            "created_at": self._created_at,
+            "created_at": self._chunks[0].head.created,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
             "model": request.model,
             "output": [item for item in self._items if item is not None],
-            **({} if self._usage is None or status == "in_progress" else {"usage": _usage(self._usage)}),
+            **({} if status == "in_progress" else {"usage": _usage(Usage.of(self._chunks))}),
             "instructions": request.instructions,
             "previous_response_id": None,
             "metadata": request.metadata or {},
             "background": False,
             "store": False,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "tool_choice": request.tool_choice or "auto",
-            "tools": request.tools or [],
-            "text": {"format": text_format or {"type": "text"}},
+            "tool_choice": choice.as_json() if isinstance(choice, RequestModel) else choice or "auto",
+            "tools": [tool.as_json() for tool in request.tools or ()],
+            "text": {"format": {"type": "text"} if text_format is None else text_format.as_json()},
             "reasoning": {} if request.reasoning is None else request.reasoning.model_dump(exclude_none=True),
             "max_output_tokens": request.max_output_tokens,
             "temperature": request.temperature,
@@ -150,35 +140,27 @@ class ResponseWriter:
 
     # -- items -----------------------------------------------------------------------------------------------------
 
-    def _add(
-        self,
-        logprobs: ChoiceLogProbs | None,
-        reasoning: str | None,
-        text: str | None,
-        calls: Sequence[ResponseToolCall] | None,
-    ) -> list[Event]:
-        if logprobs is not None:
-            self._logprobs += [each.model_dump() for each in logprobs.content or ()]
-        events = self._add_reasoning(reasoning) if reasoning else []
-        if text:
-            events += self._add_text(text)
-        for call in calls or ():
-            events += self._add_call(call.id, call.function)
+    def _add(self, chunk: ParsedChunk) -> list[JsonObject]:
+        if self._has_logprobs:
+            self._logprobs += token_logprobs(chunk.decoded, self._template)
+        events = self._add_reasoning(chunk.delta.reasoning) if chunk.delta.reasoning else []
+        if chunk.delta.content:
+            events += self._add_text(chunk.delta.content)
+        for call_id, call in chunk.calls.items():
+            events += self._add_call(call_id, call)
         return events
 
-    def _add_call(self, call_id: str, function: ToolCallFunction) -> list[Event]:
+    def _add_call(self, call_id: str, call: ToolCall) -> list[JsonObject]:
         """Add a call, which is complete."""
         events = [*self._end_reasoning("completed"), *self._end_message("completed")]
-        origin = self._tools.origin(function.name)
-        kind, value_name, value = "function_call", "arguments", function.arguments
+        origin = self._tools.origin(call.name)
+        kind, value_name, value = "function_call", "arguments", arguments_text(call)
         delta = "response.function_call_arguments"
-        arguments: dict[str, Any] | None = None
+        arguments: Mapping[str, Any] | None = None
         if origin.is_custom:
             kind, value_name, delta = "custom_tool_call", "input", "response.custom_tool_call_input"
-            arguments = json.loads(function.arguments)
-            text = arguments.get(CUSTOM_INPUT) if arguments is not None and len(arguments) == 1 else None
-            if isinstance(text, str):
-                value, arguments = text, None
+            text = call.arguments.get(CUSTOM_INPUT) if len(call.arguments) == 1 else None
+            value, arguments = (text, None) if isinstance(text, str) else (value, call.arguments)
         self._calls.add(call_id, response_id=self._id, text=value, arguments=arguments)
         opened = self._open("ctc" if origin.is_custom else "fc")
         item = {
@@ -197,7 +179,7 @@ class ResponseWriter:
             self._done(opened, {**item, "status": "completed", value_name: value}),
         ]
 
-    def _finish(self) -> list[Event]:
+    def _finish(self) -> list[JsonObject]:
         """End the open items. A completion without calls always has a message, which may be empty."""
         has_calls = any(item is not None and "call_id" in item for item in self._items)
         events = self._end_reasoning("completed" if self._message else self._status)
@@ -208,16 +190,16 @@ class ResponseWriter:
     def _open(self, prefix: str) -> _OpenItem:
         index = len(self._items)
         self._items.append(None)
-        return _OpenItem(index, f"{prefix}_{self._id.removeprefix('resp_')}{index:02}")
+        return _OpenItem(index, f"{prefix}_{self._chunks[0].head.id}{index:02}")
 
-    def _done(self, opened: _OpenItem, item: Event) -> Event:
+    def _done(self, opened: _OpenItem, item: JsonObject) -> JsonObject:
         self._items[opened.index] = item
         return {"type": "response.output_item.done", "output_index": opened.index, "item": item}
 
     # -- reasoning -------------------------------------------------------------------------------------------------
 
-    def _add_reasoning(self, text: str) -> list[Event]:
-        events: list[Event] = []
+    def _add_reasoning(self, text: str) -> list[JsonObject]:
+        events: list[JsonObject] = []
         if self._reasoning is None:
             opened = self._reasoning = self._open("rs")
             events = [
@@ -227,7 +209,7 @@ class ResponseWriter:
         self._reasoning.text += text
         return [*events, self._reasoning_event(self._reasoning, "text.delta", delta=text)]
 
-    def _end_reasoning(self, status: str) -> list[Event]:
+    def _end_reasoning(self, status: str) -> list[JsonObject]:
         opened, self._reasoning = self._reasoning, None
         if opened is None:
             return []
@@ -237,9 +219,9 @@ class ResponseWriter:
             self._done(opened, self._reasoning_item(opened, status=status)),
         ]
 
-    def _reasoning_item(self, opened: _OpenItem, *, status: str) -> Event:
+    def _reasoning_item(self, opened: _OpenItem, *, status: str) -> JsonObject:
         request, part = self._request, [self._reasoning_part(opened.text)] if opened.text else []
-        item: Event = {"id": opened.id, "type": "reasoning", "status": status, "summary": []}
+        item: JsonObject = {"id": opened.id, "type": "reasoning", "status": status, "summary": []}
         if request.has_reasoning_summary:
             item["summary"] = part
         elif part:
@@ -248,11 +230,11 @@ class ResponseWriter:
             item["encrypted_content"] = write_encrypted(opened.text)
         return item
 
-    def _reasoning_part(self, text: str) -> Event:
+    def _reasoning_part(self, text: str) -> JsonObject:
         is_summary = self._request.has_reasoning_summary
         return {"type": "summary_text" if is_summary else "reasoning_text", "text": text}
 
-    def _reasoning_event(self, opened: _OpenItem, name: str, **fields: Any) -> Event:
+    def _reasoning_event(self, opened: _OpenItem, name: str, **fields: Any) -> JsonObject:
         is_summary, is_part = self._request.has_reasoning_summary, name.startswith("part")
         prefix = "reasoning_summary_" if is_summary else "content_" if is_part else "reasoning_"
         return {
@@ -265,7 +247,7 @@ class ResponseWriter:
 
     # -- message ---------------------------------------------------------------------------------------------------
 
-    def _add_text(self, text: str) -> list[Event]:
+    def _add_text(self, text: str) -> list[JsonObject]:
         events = self._end_reasoning("completed")
         if self._message is None:
             opened = self._message = self._open("msg")
@@ -281,7 +263,7 @@ class ResponseWriter:
         delta = _part_event("response.output_text.delta", self._message, delta=text, logprobs=new)
         return [*events, delta]
 
-    def _end_message(self, status: str) -> list[Event]:
+    def _end_message(self, status: str) -> list[JsonObject]:
         opened, self._message = self._message, None
         if opened is None:
             return []
@@ -294,30 +276,28 @@ class ResponseWriter:
         ]
 
 
-def _added(opened: _OpenItem, item: Event) -> Event:
+def _added(opened: _OpenItem, item: JsonObject) -> JsonObject:
     return {"type": "response.output_item.added", "output_index": opened.index, "item": item}
 
 
-def _message_item(opened: _OpenItem, *, status: str, content: list[Event]) -> Event:
+def _message_item(opened: _OpenItem, *, status: str, content: list[JsonObject]) -> JsonObject:
     return {"id": opened.id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def _text_part(text: str, **more: Any) -> Event:
+def _text_part(text: str, **more: Any) -> JsonObject:
     return {"type": "output_text", "text": text, "annotations": [], **more}
 
 
-def _part_event(kind: str, opened: _OpenItem, **fields: Any) -> Event:
+def _part_event(kind: str, opened: _OpenItem, **fields: Any) -> JsonObject:
     return {"type": kind, "item_id": opened.id, "output_index": opened.index, "content_index": 0, **fields}
 
 
-def _usage(usage: Usage) -> Event:
+def _usage(usage: Usage) -> JsonObject:
     """Return token counts. Tokens of reasoning are part of `output_tokens`, and not counted separately."""
-    details = usage.prompt_tokens_details
-    cached = 0 if details is None else details.cached_tokens
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.total_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

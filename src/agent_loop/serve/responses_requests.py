@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
-from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from agent_loop.chat.parsers.json_calls import JsonFault, decode_json
 from agent_loop.errors import RequestError
-from agent_loop.runtime.describe import one_line
 from agent_loop.serve.chat_requests import (
     ChatCompletionRequest,
-    FiniteFloat,
-    Ignored,
-    Only,
-    RequestModel,
-    read_part,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    TextFormat,
 )
-from agent_loop.serve.responses_tools import CUSTOM_INPUT, Tools, chat_name, read_tool_choice, read_tools
+from agent_loop.serve.fields import DataUrl, FiniteFloat, Ignored, RequestModel, ToolName, only
+from agent_loop.serve.responses_tools import CUSTOM_INPUT, Tool, ToolChoice, Tools, chat_name
 
 Includable = Literal[
     "reasoning.encrypted_content",
@@ -40,10 +37,7 @@ Includable = Literal[
 ]
 """Additional output. Only the first two have an effect, because the others belong to hosted tools."""
 SummaryKind = Literal["auto", "concise", "detailed"]
-Text: TypeAlias = str | list[dict[str, Any]]
-_ItemId = Annotated[str, Field(max_length=256)] | None
-_CallId = Annotated[str, Field(min_length=1, max_length=256)]
-_Name = Annotated[str, Field(pattern=r"^\S+$", max_length=256)]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
 _CHAT_NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -53,6 +47,198 @@ _CHAT_NAMES: Mapping[str, str] = {
 }
 """Names of parameters in this API, by their names in chat requests."""
 
+
+# -- items -------------------------------------------------------------------------------------------------------------
+
+
+class LenientModel(RequestModel):
+    """Part of what the model produced. Unknown fields, which agent frameworks add, are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(LenientModel):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+    def as_part(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text}
+
+
+class RefusalPart(LenientModel):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+    def as_part(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.refusal}
+
+
+class ImagePart(LenientModel):
+    type: Literal["input_image"]
+    image_url: DataUrl
+
+    def as_part(self) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": self.image_url}}
+
+
+class ReasoningPart(LenientModel):
+    text: str
+
+
+InputContent: TypeAlias = (
+    str | list[Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]]
+)
+OutputContent: TypeAlias = str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
+
+
+def _chat_content(content: InputContent) -> str | list[dict[str, Any]]:
+    """Return the content of an input message or of a call's output, in the form of chat messages."""
+    if isinstance(content, str):
+        return content
+    if len(content) == 1 and not isinstance(content[0], ImagePart):
+        return content[0].text
+    return [part.as_part() for part in content]
+
+
+class InputItem(RequestModel):
+    id: Annotated[str, Field(max_length=256)] | None = None
+    status: Ignored = None
+
+
+class MessageItem(InputItem):
+    type: Literal["message"] | None = None
+    role: Literal["user", "system", "developer"]
+    content: InputContent
+    phase: Ignored = None
+
+    def message(self) -> dict[str, Any]:
+        return {"role": self.role, "content": _chat_content(self.content)}
+
+
+class CallOutput(InputItem):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: CallId
+    output: InputContent
+    name: Ignored = None
+    namespace: Ignored = None
+    caller: Ignored = None
+
+    def message(self) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": _chat_content(self.output)}
+
+
+class AdditionalTools(InputItem):
+    """More tools. They are declared in the prompt together with the request's own tools."""
+
+    type: Literal["additional_tools"]
+    role: Literal["developer"] | None = None
+    tools: list[Tool]
+
+
+class AssistantItem(LenientModel):
+    role: Literal["assistant"]
+    content: OutputContent
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ReasoningItem(LenientModel):
+    type: Literal["reasoning"]
+    summary: list[ReasoningPart] | None = None
+    content: list[ReasoningPart] | None = None
+    encrypted_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the encrypted content, else of the content, else of the summary."""
+        hidden = read_encrypted(self.encrypted_content or "")
+        return (
+            "\n".join(part.text for part in self.content or self.summary or ()) if hidden is None else hidden
+        )
+
+    @model_validator(mode="after")
+    def _is_readable(self) -> ReasoningItem:
+        token = self.encrypted_content
+        if token and not self.content and not self.summary and read_encrypted(token) is None:
+            raise ValueError("encrypted_content was not written by this server; leave the item out")
+        return self
+
+
+def _read_arguments(text: Any) -> Any:
+    if not isinstance(text, str):
+        raise ValueError("give a string with a JSON object")
+    try:
+        arguments: Any = decode_json(text) if text.strip() else {}
+    except JsonFault as error:
+        raise ValueError(f"it is not valid JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ValueError("it must hold a JSON object")
+    return cast(Any, arguments)
+
+
+class CallItem(LenientModel):
+    call_id: CallId
+    name: ToolName
+    namespace: ToolName | None = None
+
+
+class FunctionCallItem(CallItem):
+    type: Literal["function_call"]
+    arguments: Annotated[dict[str, Any], BeforeValidator(_read_arguments)]
+
+    def sampled_arguments(self, calls: CallRecord) -> Mapping[str, Any]:
+        return self.arguments
+
+
+class CustomCallItem(CallItem):
+    type: Literal["custom_tool_call"]
+    input: str
+
+    def sampled_arguments(self, calls: CallRecord) -> Mapping[str, Any]:
+        sampled = calls.custom_arguments(self.call_id, self.input)
+        return {CUSTOM_INPUT: self.input} if sampled is None else sampled
+
+
+def _refuse_reference(value: Any) -> Any:
+    raise ValueError("items are not stored; send the item itself instead of a reference")
+
+
+class ItemReference(LenientModel):
+    """Item of an earlier response. Refused, because items are not stored."""
+
+    id: Annotated[Any, AfterValidator(_refuse_reference)]
+
+
+def _kind_of_item(item: Any) -> str:
+    fields = cast(Mapping[str, Any], item if isinstance(item, Mapping) else {})
+    kind = fields.get("type") or "message"
+    if kind != "message":
+        return str(kind)
+    if "id" in fields and "role" not in fields:
+        return "item_reference"
+    return "assistant" if fields.get("role") == "assistant" else "message"
+
+
+_ModelItem: TypeAlias = AssistantItem | ReasoningItem | FunctionCallItem | CustomCallItem
+MODEL_ITEMS = (AssistantItem, ReasoningItem, FunctionCallItem, CustomCallItem)
+Item: TypeAlias = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[AssistantItem, Tag("assistant")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CallOutput, Tag("function_call_output")]
+    | Annotated[CallOutput, Tag("custom_tool_call_output")]
+    | Annotated[AdditionalTools, Tag("additional_tools")]
+    | Annotated[ItemReference, Tag("item_reference")],
+    Discriminator(_kind_of_item),
+]
 
 # -- the request -------------------------------------------------------------------------------------------------------
 
@@ -66,23 +252,24 @@ class ReasoningOptions(RequestModel):
     """If set, the whole reasoning is returned as the summary instead of as content."""
     generate_summary: SummaryKind | None = None
     """Older name of `summary`."""
-    context: Annotated[Any, Only("auto", "all_turns")] = None
+    context: Annotated[Any, only("auto", "all_turns")] = None
     """Reasoning of earlier turns stays in the conversation as far as the client sends it."""
-    mode: Annotated[Any, Only("standard")] = None
+    mode: Annotated[Any, only("standard")] = None
+
+
+class ResponsesSchemaFormat(JsonSchemaFormat):
+    type: Literal["json_schema"]
 
 
 class TextOptions(RequestModel):
-    """Format of the text."""
-
-    format: dict[str, Any] | None = None
-    """Object with a `type`: `text`, `json_object`, or `json_schema` with `name`, `schema` and `strict`."""
+    format: (
+        Annotated[TextFormat | JsonObjectFormat | ResponsesSchemaFormat, Field(discriminator="type")] | None
+    ) = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Has no effect."""
 
 
 class ResponsesStreamOptions(RequestModel):
-    """Options of a stream."""
-
     include_obfuscation: Ignored = None
 
 
@@ -92,7 +279,7 @@ def _refuse_stored(value: Any) -> Any:
     return value
 
 
-Stored = Annotated[Any, AfterValidator(_refuse_stored), WithJsonSchema({"enum": [None, False]})]
+Stored = Annotated[Any, AfterValidator(_refuse_stored)]
 """Field that asks for a stored response."""
 
 
@@ -112,7 +299,7 @@ class ResponsesRequest(RequestModel):
     }
 
     model: str
-    input: str | list[dict[str, Any]] | None = None
+    input: str | list[Item] | None = None
     """Text of a user message, or items: messages, calls, outputs of calls and reasoning."""
     instructions: str | None = None
     """System message before the conversation."""
@@ -120,9 +307,8 @@ class ResponsesRequest(RequestModel):
     store: Stored = None
     background: Stored = None
     include: list[Includable] | None = None
-    tools: list[dict[str, Any]] | None = None
-    """Tools of type `function`, `custom`, or `namespace`, which groups functions."""
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     reasoning: ReasoningOptions | None = None
@@ -130,7 +316,7 @@ class ResponsesRequest(RequestModel):
     temperature: Annotated[FiniteFloat, Field(ge=0)] | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    truncation: Annotated[Any, Only("disabled")] = None
+    truncation: Annotated[Any, only("disabled")] = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     """Returned unchanged."""
     stream: bool | None = None
@@ -146,13 +332,7 @@ class ResponsesRequest(RequestModel):
     """Limits the calls of hosted tools only, which are not supported."""
     client_metadata: Ignored = None
 
-    conversation: Annotated[Any, Only()] = None
-    prompt: Annotated[Any, Only()] = None
-    context_management: Annotated[Any, Only([])] = None
-    moderation: Annotated[Any, Only()] = None
-    access_programs: Annotated[Any, Only()] = None
-    background_options: Annotated[Any, Only()] = None
-    image: Annotated[Any, Only()] = None
+    context_management: Annotated[Any, only([])] = None
 
     @property
     def has_reasoning_summary(self) -> bool:
@@ -162,200 +342,6 @@ class ResponsesRequest(RequestModel):
     def includes(self, name: Includable) -> bool:
         """Return whether the response should include this additional output."""
         return name in (self.include or ())
-
-
-# -- items -------------------------------------------------------------------------------------------------------------
-
-
-class InputItem(RequestModel):
-    """Item of a request."""
-
-    id: _ItemId = None
-    status: Ignored = None
-
-
-class ModelItem(InputItem):
-    """Item that the model produced. Unknown fields, which agent frameworks add, are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class MessageItem(InputItem):
-    """Message of a user, system or developer."""
-
-    type: Literal["message"] | None = None
-    role: Literal["user", "system", "developer"]
-    content: Text
-    phase: Ignored = None
-
-
-class AssistantItem(ModelItem):
-    """Message of the assistant."""
-
-    type: Literal["message"] | None = None
-    role: Literal["assistant"]
-    content: Text
-
-
-class ReasoningInput(ModelItem):
-    """Reasoning of the model."""
-
-    type: Literal["reasoning"]
-    summary: list[dict[str, Any]] | None = None
-    content: list[dict[str, Any]] | None = None
-    encrypted_content: str | None = None
-
-
-class FunctionCallInput(ModelItem):
-    """Call of a function."""
-
-    type: Literal["function_call"]
-    call_id: _CallId
-    name: _Name
-    namespace: _Name | None = None
-    arguments: str
-
-
-class CustomCallInput(ModelItem):
-    """Call of a custom tool."""
-
-    type: Literal["custom_tool_call"]
-    call_id: _CallId
-    name: _Name
-    namespace: _Name | None = None
-    input: str
-
-
-class CallOutput(InputItem):
-    """Result of a call."""
-
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: _CallId
-    output: Text
-    name: Ignored = None
-    namespace: Ignored = None
-    caller: Ignored = None
-
-
-class AdditionalTools(InputItem):
-    """More tools. They are declared in the prompt together with the request's own tools."""
-
-    type: Literal["additional_tools"]
-    role: Literal["developer"] | None = None
-    tools: list[dict[str, Any]]
-
-
-_CallItem: TypeAlias = FunctionCallInput | CustomCallInput
-_ModelItem: TypeAlias = AssistantItem | ReasoningInput | FunctionCallInput | CustomCallInput
-Item: TypeAlias = MessageItem | _ModelItem | CallOutput | AdditionalTools
-MODEL_ITEMS = (AssistantItem, ReasoningInput, FunctionCallInput, CustomCallInput)
-_MODELS: Mapping[str, type[Item]] = {
-    "message": MessageItem,
-    "reasoning": ReasoningInput,
-    "function_call": FunctionCallInput,
-    "custom_tool_call": CustomCallInput,
-    "function_call_output": CallOutput,
-    "custom_tool_call_output": CallOutput,
-    "additional_tools": AdditionalTools,
-}
-
-
-def _read_item(item: Mapping[str, Any], *, where: str) -> Item:
-    kind: Any = item.get("type", "message")
-    if kind == "message" and item.get("role") == "assistant":
-        return read_part(AssistantItem, item, where=where)
-    if kind == "item_reference" or (kind == "message" and "id" in item and "role" not in item):
-        raise RequestError(
-            f"{where}: items are not stored; send the item itself instead of a reference", param=f"{where}.id"
-        )
-    model = _MODELS.get(kind) if isinstance(kind, str) else None
-    if model is None:
-        raise RequestError(
-            f"{where}: items of type {_shown(kind)} are not supported; give {', '.join(_MODELS)}", param=where
-        )
-    return read_part(model, item, where=where)
-
-
-def _content_of(content: Text, *, where: str) -> str | list[dict[str, Any]]:
-    """Return the content of an input message or of a call's output, in the form of chat messages."""
-    if isinstance(content, str):
-        return content
-    parts = [_part(part, where=f"{where}[{index}]") for index, part in enumerate(content)]
-    if len(parts) == 1 and parts[0]["type"] == "text":
-        return parts[0]["text"]
-    return parts
-
-
-def _part(part: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    kind = part.get("type")
-    if kind in ("input_text", "output_text", "text"):
-        return {"type": "text", "text": _string(part, "text", where=where)}
-    if kind == "refusal":
-        return {"type": "text", "text": _string(part, "refusal", where=where)}
-    if kind != "input_image":
-        raise _unsupported_part(part, where=where, instead="input_text or input_image")
-    url = part.get("image_url")
-    # Paths and other URLs are refused: they would make this machine read its files or send requests.
-    if not isinstance(url, str) or not url.startswith("data:"):
-        raise RequestError(
-            f"{where}.image_url: only images inside the request are supported; give a data URL", param=where
-        )
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def _assistant_text(content: Text, *, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        name = "refusal" if part.get("type") == "refusal" else "text"
-        if part.get("type") not in ("output_text", "input_text", "text", "refusal"):
-            raise _unsupported_part(part, where=f"{where}[{index}]", instead="output_text")
-        texts.append(_string(part, name, where=f"{where}[{index}]"))
-    return "".join(texts)
-
-
-def _reasoning_text(item: ReasoningInput, *, where: str) -> str:
-    """Return the text of a reasoning item: its encrypted content, else its content, else its summary."""
-    hidden = None if item.encrypted_content is None else read_encrypted(item.encrypted_content)
-    if hidden is not None:
-        return hidden
-    parts, name = (item.content, "content") if item.content else (item.summary, "summary")
-    if not parts and item.encrypted_content:
-        raise RequestError(
-            f"{where}.encrypted_content was not written by this server; leave the item out",
-            param=f"{where}.encrypted_content",
-        )
-    texts = [_string(part, "text", where=f"{where}.{name}[{i}]") for i, part in enumerate(parts or ())]
-    return "\n".join(texts)
-
-
-def _function_arguments(item: FunctionCallInput, *, where: str) -> dict[str, Any]:
-    try:
-        arguments: Any = decode_json(item.arguments) if item.arguments.strip() else {}
-    except JsonFault as error:
-        raise RequestError(
-            f"{where}.arguments is not valid JSON: {error}", param=f"{where}.arguments"
-        ) from error
-    if not isinstance(arguments, dict):
-        raise RequestError(f"{where}.arguments must hold a JSON object", param=f"{where}.arguments")
-    return cast(dict[str, Any], arguments)
-
-
-def _unsupported_part(part: Mapping[str, Any], *, where: str, instead: str) -> RequestError:
-    shown = _shown(part.get("type"))
-    return RequestError(f"{where}: parts of type {shown} are not supported; give {instead}", param=where)
-
-
-def _string(part: Mapping[str, Any], name: str, *, where: str) -> str:
-    value = part.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    return one_line(json.dumps(value), max_length=80)
 
 
 _ENCRYPTED = "agent-loop-reasoning-1:"
@@ -395,14 +381,7 @@ class CallRecord:
     def add(
         self, call_id: str, *, response_id: str, text: str = "", arguments: Mapping[str, Any] | None = None
     ) -> None:
-        """Add a call of a response.
-
-        Args:
-            call_id: Id of the call.
-            response_id: Id of the response.
-            text: What the client sees as the input of a custom tool.
-            arguments: Arguments of a custom tool, if they are not the text alone.
-        """
+        """Add a call of a response, with the arguments of a custom tool if they are not the text alone."""
         self._turns.setdefault(call_id, set()).add(response_id)
         if arguments is not None:
             self._arguments.setdefault(call_id, {})[text] = arguments
@@ -430,25 +409,19 @@ class TranslatedResponse:
     tools: Tools
 
 
-def translate_response(
-    request: ResponsesRequest, *, calls: CallRecord, wishes: Collection[str] = ()
-) -> TranslatedResponse:
-    """Translate a request.
-
-    Args:
-        request: The request.
-        calls: Calls that the model made.
-        wishes: Hosted tools that the request may do without, by names such as `tools.web_search`.
-    """
-    given = request.input or ()
-    if isinstance(given, str):
-        given = [{"type": "message", "role": "user", "content": given}]
-    items = [(f"input[{i}]", _read_item(item, where=f"input[{i}]")) for i, item in enumerate(given)]
-    more = [tool for _, item in items if isinstance(item, AdditionalTools) for tool in item.tools]
-    tools = read_tools([*(request.tools or ()), *more], wishes=wishes)
-    placed = [(where, item) for where, item in items if not isinstance(item, AdditionalTools)]
-    messages = _messages_of(placed, calls=calls)
-    return TranslatedResponse(request, _chat_request(request, messages, tools), tools)
+def translate_response(request: ResponsesRequest, *, calls: CallRecord) -> TranslatedResponse:
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    tools = list(request.tools or ())
+    if isinstance(request.input, str):
+        messages.append({"role": "user", "content": request.input})
+    elif request.input:
+        items = [item for item in request.input if not isinstance(item, AdditionalTools | ItemReference)]
+        messages += _messages_of(items, calls=calls)
+        tools += [tool for i in request.input if isinstance(i, AdditionalTools) for tool in i.tools]
+    functions = Tools.of(tools)
+    return TranslatedResponse(request, _chat_request(request, messages, functions), functions)
 
 
 def renamed(error: RequestError) -> RequestError:
@@ -465,13 +438,13 @@ def renamed(error: RequestError) -> RequestError:
 def _chat_request(
     request: ResponsesRequest, messages: Sequence[Mapping[str, Any]], tools: Tools
 ) -> ChatCompletionRequest:
-    instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
     has_logprobs = request.includes("message.output_text.logprobs") or bool(request.top_logprobs)
+    choice = request.tool_choice
     fields: dict[str, Any] = {
         "model": request.model,
-        "messages": [*instructions, *messages],
+        "messages": messages,
         "tools": list(tools.functions) or None,
-        "tool_choice": read_tool_choice(request.tool_choice),
+        "tool_choice": choice if choice is None or isinstance(choice, str) else choice.as_chat(),
         "parallel_tool_calls": request.parallel_tool_calls,
         "max_completion_tokens": request.max_output_tokens,
         "temperature": request.temperature,
@@ -482,53 +455,43 @@ def _chat_request(
         "verbosity": None if request.text is None else request.text.verbosity,
         "response_format": _response_format(request),
         "stream": request.stream,
-        "stream_options": {"include_usage": True} if request.stream else None,
     }
     try:
-        return ChatCompletionRequest.read(
-            {name: value for name, value in fields.items() if value is not None}
-        )
+        return ChatCompletionRequest.read(fields)
     except RequestError as error:
         raise renamed(error) from None
 
 
 def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
     wanted = None if request.text is None else request.text.format
-    if wanted is None or wanted.get("type") == "text":
+    if wanted is None or isinstance(wanted, TextFormat):
         return None
-    if wanted.get("type") != "json_schema":
-        return dict(wanted)
-    schema = {name: value for name, value in wanted.items() if name != "type" and value is not None}
+    if isinstance(wanted, JsonObjectFormat):
+        return {"type": "json_object"}
+    schema = wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _messages_of(items: Sequence[tuple[str, Item]], *, calls: CallRecord) -> list[dict[str, Any]]:
-    """Return the messages of a chat request. Each item comes with its place in the request."""
-    messages: list[dict[str, Any] | _Turn] = []
+def _messages_of(
+    items: Sequence[MessageItem | CallOutput | _ModelItem], *, calls: CallRecord
+) -> list[dict[str, Any]]:
+    messages: list[MessageItem | CallOutput | _Turn] = []
     turn: _Turn | None = None
     is_open = False
-    for position, (where, item) in enumerate(items):
+    for position, item in enumerate(items):
         if isinstance(item, MODEL_ITEMS):
             if turn is not None and turn.has_later_call(item, is_open=is_open, calls=calls):
                 pass  # the client wrote the result of each call right after the call
             elif turn is None or not is_open or turn.ends_before(item, items[position + 1 :]):
                 turn, is_open = _Turn(), True
                 messages.append(turn)
-            turn.add(item, where=where, calls=calls)
+            turn.add(item, calls=calls)
         else:
             is_open = False
             if not isinstance(item, CallOutput):
                 turn = None
-            messages.append(_message(item, where=where))
-    return [message.message() if isinstance(message, _Turn) else message for message in messages]
-
-
-def _message(item: Item, *, where: str) -> dict[str, Any]:
-    if isinstance(item, CallOutput):
-        content = _content_of(item.output, where=f"{where}.output")
-        return {"role": "tool", "tool_call_id": item.call_id, "content": content}
-    assert isinstance(item, MessageItem)
-    return {"role": item.role, "content": _content_of(item.content, where=f"{where}.content")}
+            messages.append(item)
+    return [message.message() for message in messages]
 
 
 @dataclass(slots=True)
@@ -539,29 +502,29 @@ class _Turn:
     reasoning: list[str] = field(default_factory=list[str])
     calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
-    def ends_before(self, item: _ModelItem, following: Sequence[tuple[str, Item]]) -> bool:
+    def ends_before(self, item: _ModelItem, following: Sequence[RequestModel]) -> bool:
         """Return whether an item belongs to the next turn, because this turn has a message already."""
         if isinstance(item, AssistantItem):
             return bool(self.texts)
-        if not isinstance(item, ReasoningInput) or not (self.texts or self.calls):
+        if not isinstance(item, ReasoningItem) or not (self.texts or self.calls):
             return False
-        after = next((each for _, each in following if not isinstance(each, ReasoningInput)), None)
+        after = next((each for each in following if not isinstance(each, ReasoningItem)), None)
         return isinstance(after, AssistantItem)
 
     def has_later_call(self, item: _ModelItem, *, is_open: bool, calls: CallRecord) -> bool:
         """Return whether an item that follows results of this turn's calls is another call of this turn."""
-        if is_open or not isinstance(item, FunctionCallInput | CustomCallInput) or not self.calls:
+        if is_open or not isinstance(item, CallItem) or not self.calls:
             return False
         ids = [str(call["id"]) for call in self.calls]
         return item.call_id not in ids and calls.are_of_one_turn([*ids, item.call_id])
 
-    def add(self, item: _ModelItem, *, where: str, calls: CallRecord) -> None:
+    def add(self, item: _ModelItem, *, calls: CallRecord) -> None:
         if isinstance(item, AssistantItem):
-            self.texts.append(_assistant_text(item.content, where=f"{where}.content"))
-        elif isinstance(item, ReasoningInput):
-            self.reasoning.append(_reasoning_text(item, where=where))
+            self.texts.append(item.text)
+        elif isinstance(item, ReasoningItem):
+            self.reasoning.append(item.text)
         else:
-            name, arguments = chat_name(item.name, item.namespace), _arguments(item, where, calls)
+            name, arguments = chat_name(item.name, item.namespace), item.sampled_arguments(calls)
             function = {"name": name, "arguments": arguments}
             self.calls.append({"type": "function", "id": item.call_id, "function": function})
 
@@ -572,10 +535,3 @@ class _Turn:
             **({"reasoning_content": "".join(self.reasoning)} if self.reasoning else {}),
             **({"tool_calls": self.calls} if self.calls else {}),
         }
-
-
-def _arguments(item: _CallItem, where: str, calls: CallRecord) -> Mapping[str, Any]:
-    if isinstance(item, FunctionCallInput):
-        return _function_arguments(item, where=where)
-    sampled = calls.custom_arguments(item.call_id, item.input)
-    return {CUSTOM_INPUT: item.input} if sampled is None else sampled

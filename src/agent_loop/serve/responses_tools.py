@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from agent_loop.errors import RequestError, UnsupportedParameter
+from agent_loop.errors import RequestError
 from agent_loop.runtime.describe import one_line
-from agent_loop.serve.chat_requests import Ignored, Only, RequestModel, read_part
+from agent_loop.serve.fields import Ignored, RequestModel, ToolName, only, unsupported
 
 CUSTOM_INPUT = "input"
 """Parameter of the function that stands for a custom tool."""
-_Name = Annotated[str, Field(pattern=r"^\S+$", max_length=128)]
 
 
 class ClientTool(RequestModel):
-    """Tool that the client runs."""
-
-    name: _Name
+    name: ToolName
     description: str | None = None
-    defer_loading: Annotated[Any, Only(False)] = None
-    allowed_callers: Annotated[Any, Only(["direct"])] = None
-    async_: Annotated[Any, Only(False), Field(alias="async")] = None
+    defer_loading: Annotated[Any, only(False)] = None
+    allowed_callers: Annotated[Any, only(["direct"])] = None
+    async_: Annotated[Any, only(False), Field(alias="async")] = None
+
+    def function(self) -> dict[str, Any]:
+        """Return the function of the chat request, without its name and description."""
+        raise NotImplementedError
 
 
 class FunctionTool(ClientTool):
-    """Function with a JSON schema."""
-
     type: Literal["function"]
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     output_schema: Ignored = None
+
+    def function(self) -> dict[str, Any]:
+        return {
+            **({} if self.parameters is None else {"parameters": self.parameters}),
+            **({} if self.strict is None else {"strict": self.strict}),
+        }
 
 
 class CustomTool(ClientTool):
@@ -44,14 +48,80 @@ class CustomTool(ClientTool):
     format: dict[str, Any] | None = None
     """`{"type": "text"}`, or a grammar, which is shown to the model and not enforced."""
 
+    def function(self) -> dict[str, Any]:
+        text: dict[str, Any] = {"type": "string", "description": self._input_description()}
+        return {
+            "parameters": {
+                "type": "object",
+                "properties": {CUSTOM_INPUT: text},
+                "required": [CUSTOM_INPUT],
+                "additionalProperties": False,
+            }
+        }
+
+    def _input_description(self) -> str:
+        text_format = self.format or {}
+        definition = text_format.get("definition")
+        if text_format.get("type") != "grammar" or not isinstance(definition, str):
+            return "The input of the tool, as plain text."
+        syntax = text_format.get("syntax")
+        return f"The input of the tool, as plain text that matches this {syntax} grammar:\n{definition}"
+
+
+def _refuse_hosted(tool: Any) -> Any:
+    kind: Any = cast(dict[str, Any], tool).get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind not in ("function", "custom", "namespace"):
+        raise unsupported(
+            f"tools of type {one_line(kind, max_length=80)!r} run on the servers of OpenAI, and are not available "
+            "here; leave the tool out, or give tools of type function, custom or namespace",
+            wish=f"tools.{kind}",
+        )
+    return cast(Any, tool)
+
+
+NamespacedTool: TypeAlias = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+
 
 class NamespaceTool(RequestModel):
-    """Group of tools."""
-
     type: Literal["namespace"]
-    name: _Name
+    name: ToolName
     description: str | None = None
-    tools: list[dict[str, Any]]
+    tools: list[NamespacedTool]
+
+
+Tool: TypeAlias = Annotated[
+    FunctionTool | CustomTool | NamespaceTool, Field(discriminator="type"), BeforeValidator(_refuse_hosted)
+]
+
+
+class ChosenTool(RequestModel):
+    """Tool that the model must call."""
+
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the tool of the chat request."""
+        return {"type": "function", "function": {"name": chat_name(self.name, self.namespace)}}
+
+
+class AllowedTools(RequestModel):
+    """Tools that the model may call."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[ChosenTool]
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the `tool_choice` of the chat request."""
+        tools = [tool.as_chat() for tool in self.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+ToolChoice: TypeAlias = (
+    Literal["auto", "none", "required"] | Annotated[ChosenTool | AllowedTools, Field(discriminator="type")]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,35 +141,25 @@ class Tools:
     """Tools of the chat request."""
     origins: Mapping[str, ToolOrigin] = field(default_factory=dict[str, ToolOrigin])
     """Declaration of each function, by its name in the chat request."""
-    dropped: Sequence[str] = ()
-    """Names such as `tools.web_search` of hosted tools that the request may do without."""
 
-    def origin(self, chat_name: str) -> ToolOrigin:
+    @classmethod
+    def of(cls, tools: Sequence[Tool]) -> Tools:
+        """Return the functions that stand for the tools of a request."""
+        functions: list[dict[str, Any]] = []
+        origins: dict[str, ToolOrigin] = {}
+        for function, origin in _declared(tools):
+            name = function["name"]
+            if name in origins:
+                raise RequestError(
+                    f"tools: {name!r} is the name of several tools; change one of them", param="tools"
+                )
+            origins[name] = origin
+            functions.append({"type": "function", "function": function})
+        return cls(functions, origins)
+
+    def origin(self, name: str) -> ToolOrigin:
         """Return the declaration of a function that the model called."""
-        return self.origins.get(chat_name) or ToolOrigin(chat_name)
-
-
-def read_tools(tools: Sequence[Mapping[str, Any]] | None, *, wishes: Collection[str] = ()) -> Tools:
-    """Return the functions that stand for the tools of a request.
-
-    Args:
-        tools: Tools of the request.
-        wishes: Hosted tools that are dropped, by names such as `tools.web_search`.
-    """
-    functions: list[dict[str, Any]] = []
-    origins: dict[str, ToolOrigin] = {}
-    hosted = [f"tools.{tool.get('type')}" for tool in tools or ()]
-    dropped = [name for name in hosted if name in wishes]
-    kept = [(index, tool) for index, tool in enumerate(tools or ()) if hosted[index] not in wishes]
-    for where, function, origin in _declared(kept, where="tools"):
-        name = function["name"]
-        if name in origins:
-            raise RequestError(
-                f"{where}.name: {name!r} is the name of an earlier tool; change it", param=where
-            )
-        origins[name] = origin
-        functions.append({"type": "function", "function": function})
-    return Tools(functions, origins, dropped)
+        return self.origins.get(name) or ToolOrigin(name)
 
 
 def chat_name(name: str, namespace: str | None) -> str:
@@ -107,100 +167,17 @@ def chat_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def read_tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
-    """Return the `tool_choice` of the chat request."""
-    if choice is None or isinstance(choice, str):
-        return choice
-    if choice.get("type") != "allowed_tools":
-        return _named_tool(choice)
-    tools: Any = choice.get("tools")
-    named = [_named_tool(tool) for tool in cast(list[Any], tools)] if isinstance(tools, list) else []
-    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": named}}
-
-
-def _named_tool(tool: Any) -> dict[str, Any]:
-    fields = cast(dict[str, Any], tool if isinstance(tool, dict) else {})
-    name, namespace = fields.get("name"), fields.get("namespace")
-    if fields.get("type") in ("function", "custom") and isinstance(name, str):
-        return {
-            "type": "function",
-            "function": {"name": chat_name(name, namespace if isinstance(namespace, str) else None)},
-        }
-    shown = one_line(json.dumps(tool), max_length=80)
-    raise RequestError(
-        f"tool_choice: {shown} is not supported; give auto, none, required, a function or custom tool by name, or "
-        "allowed_tools with such names",
-        param="tool_choice",
-    )
-
-
-def _declared(
-    tools: Iterable[tuple[int, Mapping[str, Any]]], *, where: str, group: NamespaceTool | None = None
-) -> Iterator[tuple[str, dict[str, Any], ToolOrigin]]:
-    """Yield each function with its place in the request and its declaration."""
-    namespace = None if group is None else group.name
-    for index, tool in tools:
-        place = f"{where}[{index}]"
-        kind = tool.get("type")
-        if kind == "function":
-            function = read_part(FunctionTool, tool, where=place)
-            origin = ToolOrigin(function.name, namespace)
-            yield place, _function(function, group=None if index else group, namespace=namespace), origin
-        elif kind == "custom":
-            custom = read_part(CustomTool, tool, where=place)
-            origin = ToolOrigin(custom.name, namespace, is_custom=True)
-            yield place, _custom_function(custom, group=None if index else group, namespace=namespace), origin
-        elif kind == "namespace" and group is None:
-            inner = read_part(NamespaceTool, tool, where=place)
-            yield from _declared(enumerate(inner.tools), where=f"{place}.tools", group=inner)
-        else:
-            raise _unsupported_tool(kind, where=place)
-
-
-def _function(tool: FunctionTool, *, group: NamespaceTool | None, namespace: str | None) -> dict[str, Any]:
-    """Return the function of the chat request. The first function of a group carries the group's description."""
-    return {
-        "name": chat_name(tool.name, namespace),
-        **_description(tool, group=group),
-        **({} if tool.parameters is None else {"parameters": tool.parameters}),
-        **({} if tool.strict is None else {"strict": tool.strict}),
-    }
-
-
-def _custom_function(
-    tool: CustomTool, *, group: NamespaceTool | None, namespace: str | None
-) -> dict[str, Any]:
-    """Return a function with one string parameter, whose description holds the grammar of the tool's input."""
-    text: dict[str, Any] = {"type": "string", "description": _input_description(tool.format or {})}
-    return {
-        "name": chat_name(tool.name, namespace),
-        **_description(tool, group=group),
-        "parameters": {
-            "type": "object",
-            "properties": {CUSTOM_INPUT: text},
-            "required": [CUSTOM_INPUT],
-            "additionalProperties": False,
-        },
-    }
-
-
-def _input_description(text_format: Mapping[str, Any]) -> str:
-    definition = text_format.get("definition")
-    if text_format.get("type") != "grammar" or not isinstance(definition, str):
-        return "The input of the tool, as plain text."
-    syntax = text_format.get("syntax")
-    return f"The input of the tool, as plain text that matches this {syntax} grammar:\n{definition}"
-
-
-def _description(tool: ClientTool, *, group: NamespaceTool | None) -> dict[str, str]:
-    texts = [text for text in (group and group.description, tool.description) if text]
-    return {"description": "\n\n".join(texts)} if texts else {}
-
-
-def _unsupported_tool(kind: Any, *, where: str) -> RequestError:
-    shown = one_line(json.dumps(kind), max_length=80)
-    return UnsupportedParameter(
-        f"{where}: tools of type {shown} run on the servers of OpenAI, and are not available here; leave the tool out, "
-        "or give tools of type function, custom or namespace",
-        param=f"tools.{kind}" if isinstance(kind, str) else where,
-    )
+def _declared(tools: Sequence[Tool]) -> Iterator[tuple[dict[str, Any], ToolOrigin]]:
+    """Yield each function with its declaration. The first one of a namespace carries the namespace's description."""
+    for tool in tools:
+        inner = tool.tools if isinstance(tool, NamespaceTool) else [tool]
+        namespace = tool.name if isinstance(tool, NamespaceTool) else None
+        for index, each in enumerate(inner):
+            texts = [each.description] if each is tool or index else [tool.description, each.description]
+            description = "\n\n".join(text for text in texts if text)
+            function = {
+                "name": chat_name(each.name, namespace),
+                **({"description": description} if description else {}),
+                **each.function(),
+            }
+            yield function, ToolOrigin(each.name, namespace, isinstance(each, CustomTool))

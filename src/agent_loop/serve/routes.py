@@ -1,56 +1,55 @@
-"""The routes of the OpenAI and Anthropic APIs, in front of whatever completes chat requests."""
+"""The application that speaks the OpenAI and Anthropic APIs, in front of whatever completes chat requests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from http import HTTPStatus
+from typing import Any, Protocol, TypeVar
 
-from pydantic.json_schema import models_json_schema
 from pydantic_core import from_json
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agent_loop import __version__
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.errors import AgentLoopError, RequestError, UnsupportedParameter
-from agent_loop.serve.chat import chat_completion, stream_chat_completion
-from agent_loop.serve.chat_replies import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ErrorResponse,
-    ModelCard,
-    ModelList,
-    ResponseModel,
-)
-from agent_loop.serve.chat_requests import ChatCompletionRequest, RequestModel
-from agent_loop.serve.errors import (
-    CLIENT_CLOSED_REQUEST,
-    VERSION_HEADER,
-    ClientDisconnected,
-    error_response_of,
-    json_response,
-    make_error,
-    status_of,
-)
+from agent_loop.errors import AgentLoopError, RequestError
+from agent_loop.serve.chat import sample_chat
+from agent_loop.serve.chat_replies import ChatWriter, ParsedChunk, ReplyWriter
+from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.errors import ErrorReply, status_of
+from agent_loop.serve.fields import RequestModel
 from agent_loop.serve.messages_replies import MessageWriter, model_info, model_info_list, token_count
 from agent_loop.serve.messages_requests import CountTokensRequest, MessagesRequest, translate_messages
+from agent_loop.serve.middleware import MISDIRECTED, HostGuard, RequestObserver
 from agent_loop.serve.responses_replies import ResponseWriter
 from agent_loop.serve.responses_requests import CallRecord, ResponsesRequest, renamed, translate_response
 from agent_loop.serve.sampling import Sampler
-from agent_loop.serve.streams import ClientConnection, OpenAIWriter, ReplyWriter, stream_response
-from agent_loop.serve.wishes import Wishes, dropped
+from agent_loop.serve.streams import ClientConnection, ClientDisconnected, json_response, reply
+from agent_loop.serve.wishes import Wishes
 from agent_loop.trajectory import Incident, IncidentKind
 
 RequestT = TypeVar("RequestT", bound=RequestModel)
-Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+VERSION_HEADER = "anthropic-version"
+"""Header that clients of Anthropic send."""
+MAX_BODY_BYTES = 32 * 2**20
+"""Maximum size of a request body. A long conversation with images fits."""
+BODY_TIMEOUT_S = 60.0
+"""Time that a client has to send the body of a request."""
+CLIENT_CLOSED_REQUEST = 499
+"""Status under which requests are counted whose client disconnected before the response."""
+_CODES = {401: "invalid_api_key", 404: "not_found", 413: "body_too_large"}
+_UNKNOWN_PATH = ("Not Found", "Method Not Allowed")
+"""Details of errors that the router raises, and not a route."""
 
 
 class Completer(Protocol):
-    """What completes one HTTP request: the servers behind `agent-loop serve`, or a session of the gateway."""
+    """What completes one HTTP request: the servers behind `agent-loop serve`, or a session that records."""
 
     @property
     def template(self) -> ChatTemplate:
@@ -71,97 +70,94 @@ class Completer(Protocol):
         """Record what was lost in reading the request."""
         ...
 
-    def complete(self, chat: ChatCompletionRequest) -> Coroutine[Any, Any, ChatCompletion]:
-        """Return the whole completion of a chat request."""
-        ...
-
-    def stream(self, chat: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
-        """Yield the completion of a chat request while it is sampled."""
+    def sample(self, chat: ChatCompletionRequest) -> AsyncGenerator[ParsedChunk]:
+        """Yield the completions of a chat request as they are sampled."""
         ...
 
     async def count_tokens(self, chat: ChatCompletionRequest) -> int:
         """Return the number of tokens of a chat request's prompt."""
         ...
 
-    def model_card(self, name: str | None) -> ModelCard:
+    def model_card(self, name: str | None) -> Mapping[str, Any]:
         """Return the description of a model; without a name, of the one that is served."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ApiRoute:
-    """Method and path that an application offers."""
-
-    method: str
-    path: str
-    handle: Handler
-    body: type[RequestModel] | None = None
-    kinds: Sequence[str] = ("application/json",)
-    """Types of the content of successful responses."""
-
-    @property
-    def shown_path(self) -> str:
-        return self.path.replace(":path}", "}")
-
-    def route(self) -> Route:
-        """Return the route for Starlette."""
-
-        async def endpoint(request: Request) -> Response:
-            request.state.route = self.path
-            return await self.handle(request)
-
-        return Route(self.path, endpoint, methods=[self.method])
-
-
-_STREAMED = ("application/json", "text/event-stream")
-
-
-class ModelApis:
-    """Chat completions, Responses, Messages, and descriptions of the model.
+def model_app(
+    open_completer: Callable[[Request], Completer],
+    *,
+    hosts: Iterable[str] | None,
+    more: Callable[[asyncio.Event], Sequence[Route]] = lambda _: (),
+    observe: Callable[[str, int, float], None] | None = None,
+    on_refused: Callable[[AgentLoopError], None] | None = None,
+) -> Starlette:
+    """Return an ASGI application with chat completions, Responses, Messages, and descriptions of the model.
 
     Args:
         open_completer: Returns what completes a request, or raises an error if the client may not send it. Called
             before the body is read.
-        stopping: Aborts in-flight requests once it is set.
+        hosts: Host names that requests may use; None allows any.
+        more: Returns further routes. Their handlers abort in-flight requests once the event is set.
+        observe: See `RequestObserver`.
+        on_refused: Called with the error of each request that is refused with status 400.
     """
+    stopping = asyncio.Event()
+    apis = _ModelApis(open_completer, stopping)
+    routes = [
+        route("POST", "/v1/chat/completions", apis.chat),
+        route("POST", "/v1/responses", apis.responses),
+        route("POST", "/v1/messages", apis.messages),
+        route("POST", "/v1/messages/count_tokens", apis.count_tokens),
+        route("GET", "/v1/models", apis.models),
+        route("GET", "/v1/models/{name:path}", apis.model),
+        *more(stopping),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers=_exception_handlers(routes, on_refused),
+        middleware=[
+            Middleware(RequestObserver, observe=observe),
+            Middleware(HostGuard, hosts=hosts, refuse=_refuse_host),
+        ],
+    )
+    app.state.stopping = stopping
+    return app
 
-    def __init__(self, open_completer: Callable[[Request], Completer], *, stopping: asyncio.Event) -> None:
-        self._open = open_completer
-        self._stopping = stopping
 
-    def routes(self, prefix: str) -> list[ApiRoute]:
-        """Return the routes of the APIs, below a prefix."""
-        return [
-            ApiRoute("POST", f"{prefix}/chat/completions", self._chat, ChatCompletionRequest, _STREAMED),
-            ApiRoute("POST", f"{prefix}/responses", self._responses, ResponsesRequest, _STREAMED),
-            ApiRoute("POST", f"{prefix}/messages", self._messages, MessagesRequest, _STREAMED),
-            ApiRoute("POST", f"{prefix}/messages/count_tokens", self._count_tokens, CountTokensRequest),
-            ApiRoute("GET", f"{prefix}/models", self._models),
-            ApiRoute("GET", f"{prefix}/models/{{name:path}}", self._model),
-        ]
+def route(method: str, path: str, handle: Callable[[Request], Awaitable[Response]]) -> Route:
+    """Return a route whose requests are measured under its path."""
 
-    async def _chat(self, request: Request) -> Response:
-        completer = self._open(request)
+    async def endpoint(request: Request) -> Response:
+        request.state.route = path
+        return await handle(request)
+
+    return Route(path, endpoint, methods=[method])
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelApis:
+    """Handlers of the routes."""
+
+    open: Callable[[Request], Completer]
+    stopping: asyncio.Event
+
+    async def chat(self, request: Request) -> Response:
+        completer = self.open(request)
         body = await _read(ChatCompletionRequest, request, completer)
-        return await self._reply(request, completer, body, writer=OpenAIWriter())
+        return await self._reply(request, completer, body, writer=ChatWriter(body, completer.template))
 
-    async def _responses(self, request: Request) -> Response:
-        completer = self._open(request)
+    async def responses(self, request: Request) -> Response:
+        completer = self.open(request)
         body = await _read(ResponsesRequest, request, completer)
-        try:
-            translated = translate_response(body, calls=completer.calls, wishes=completer.wishes.names)
-        except UnsupportedParameter as error:
-            raise completer.wishes.hinted(error) from None
-        for name in translated.tools.dropped:
-            completer.note(dropped(name, reason="hosted tools are not available"))
-        writer = ResponseWriter(translated, calls=completer.calls)
+        translated = translate_response(body, calls=completer.calls)
+        writer = ResponseWriter(translated, template=completer.template, calls=completer.calls)
         try:
             return await self._reply(request, completer, translated.chat, writer=writer)
         except RequestError as error:
             raise renamed(error) from None
 
-    async def _messages(self, request: Request) -> Response:
-        completer = self._open(request)
+    async def messages(self, request: Request) -> Response:
+        completer = self.open(request)
         body = await _read(MessagesRequest, request, completer)
         chat = translate_messages(body, template=completer.template)
         for edit in body.unapplied_edits:
@@ -169,28 +165,28 @@ class ModelApis:
             completer.note(Incident(IncidentKind.DROPPED_PARAMETER, detail))
         return await self._reply(request, completer, chat, writer=MessageWriter(body))
 
-    async def _count_tokens(self, request: Request) -> Response:
-        completer = self._open(request)
+    async def count_tokens(self, request: Request) -> Response:
+        completer = self.open(request)
         body = await _read(CountTokensRequest, request, completer)
         chat = translate_messages(body, template=completer.template)
         return json_response(token_count(await completer.count_tokens(chat), request=body))
 
-    async def _models(self, request: Request) -> Response:
-        card = self._open(request).model_card(None)
+    async def models(self, request: Request) -> Response:
+        card = self.open(request).model_card(None)
         is_anthropic = VERSION_HEADER in request.headers
-        return json_response(model_info_list(card) if is_anthropic else ModelList(data=[card]))
+        return json_response(model_info_list(card) if is_anthropic else {"object": "list", "data": [card]})
 
-    async def _model(self, request: Request) -> Response:
-        card = self._open(request).model_card(request.path_params["name"])
+    async def model(self, request: Request) -> Response:
+        card = self.open(request).model_card(request.path_params["name"])
         return json_response(model_info(card) if VERSION_HEADER in request.headers else card)
 
     async def _reply(
         self, request: Request, completer: Completer, chat: ChatCompletionRequest, *, writer: ReplyWriter
     ) -> Response:
-        connection = ClientConnection(request.receive, self._stopping)
-        if chat.stream:
-            return await stream_response(completer.stream(chat), connection=connection, writer=writer)
-        return json_response(writer.whole(await connection.run(completer.complete(chat))))
+        connection = ClientConnection(request.receive, self.stopping)
+        return await reply(
+            completer.sample(chat), connection=connection, writer=writer, is_streamed=chat.stream
+        )
 
 
 async def _read(model: type[RequestT], request: Request, completer: Completer) -> RequestT:
@@ -205,56 +201,85 @@ async def read_json(request: Request) -> Any:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise HTTPException(400, f"the content-type is {kind[:80]!r}; send application/json")
+    body = bytearray()
     try:
-        return from_json(await request.body(), allow_inf_nan=False)
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    message = f"the body has more than {MAX_BODY_BYTES} bytes; send a smaller request"
+                    raise HTTPException(413, message)
+    except TimeoutError:
+        message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again"
+        raise HTTPException(408, message) from None
+    try:
+        return from_json(bytes(body), allow_inf_nan=False)
     except ValueError as error:
         raise HTTPException(400, f"the body is not valid JSON: {error}") from error
 
 
-def offered(routes: Sequence[ApiRoute]) -> str:
-    """Return the methods and paths of routes."""
-    return ", ".join(
-        f"{route.method} {route.shown_path.removeprefix('/sessions/{session_id}')}" for route in routes
+def check_api_key(request: Request, api_key: str) -> None:
+    """Refuse a request that does not carry this API key."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    given = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    if not secrets.compare_digest(given.encode(), api_key.encode()):
+        raise HTTPException(
+            401,
+            "the API key is missing or wrong; send the header Authorization: Bearer KEY, or x-api-key: KEY",
+        )
+
+
+def _exception_handlers(
+    routes: Sequence[Route], on_refused: Callable[[AgentLoopError], None] | None
+) -> Mapping[Any, Any]:
+    """Return the handlers that turn every exception into an error response."""
+    offered = ", ".join(
+        f"{next(iter(each.methods - {'HEAD'}))} {each.path.replace(':path}', '}')}"
+        for each in routes
+        if each.methods
     )
 
+    async def on_error(request: Request, error: AgentLoopError) -> Response:
+        if on_refused is not None and status_of(error) == HTTPStatus.BAD_REQUEST:
+            on_refused(error)
+        return _error_response(request, ErrorReply.of(error))
 
-def openapi_route(title: str, routes: Sequence[ApiRoute]) -> ApiRoute:
-    """Return the route of the OpenAPI description of other routes."""
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if message in _UNKNOWN_PATH:
+            message = f"there is no {request.method} {request.url.path}; offered are {offered}"
+        failure = ErrorReply(message, error.status_code, code=_CODES.get(error.status_code))
+        response = _error_response(request, failure)
+        response.headers.update(error.headers or {})
+        return response
 
-    async def describe(request: Request) -> Response:
-        return json_response(_description(title, routes))
+    async def on_client_disconnected(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    return ApiRoute("GET", "/openapi.json", describe)
+    async def on_bug(request: Request, error: Exception) -> Response:
+        message = f"internal error: {type(error).__name__}; the server's log has the traceback"
+        return _error_response(request, ErrorReply(message, 500))
 
-
-def _description(title: str, routes: Sequence[ApiRoute]) -> dict[str, Any]:
-    bodies = [route.body for route in routes if route.body is not None]
-    refs, definitions = models_json_schema(
-        [(model, "validation") for model in [*bodies, ErrorResponse]],
-        ref_template="#/components/schemas/{model}",
-    )
-    paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        failed: dict[str, Any] = {"content": {"application/json": {}}, "description": "The request failed."}
-        succeeded: dict[str, Any] = {
-            "content": {kind: {} for kind in route.kinds},
-            "description": "The response.",
-        }
-        operation: dict[str, Any] = {"responses": {"200": succeeded, "4XX": failed, "5XX": failed}}
-        if route.body is not None:
-            content = {"application/json": {"schema": refs[route.body, "validation"]}}
-            operation["requestBody"] = {"required": True, "content": content}
-        names = [part[1:-1] for part in route.shown_path.split("/") if part.startswith("{")]
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
-        paths.setdefault(route.shown_path, {})[route.method.lower()] = operation
     return {
-        "openapi": "3.1.0",
-        "info": {"title": title, "version": __version__},
-        "paths": paths,
-        "components": {"schemas": definitions.get("$defs", {})},
+        AgentLoopError: on_error,
+        HTTPException: on_http_error,
+        ClientDisconnected: on_client_disconnected,
+        ClientDisconnect: on_client_disconnected,
+        Exception: on_bug,
     }
+
+
+def _error_response(request: Request, error: ErrorReply) -> Response:
+    path = request.url.path
+    if "/v1/messages" in path or (VERSION_HEADER in request.headers and "/v1/models" in path):
+        request_id = getattr(request.state, "request_id", None)
+        body = {"type": "error", "error": error.as_messages_detail(), "request_id": request_id}
+        return json_response(body, status=error.status)
+    return json_response(error.as_openai(), status=error.status)
+
+
+def _refuse_host(request: Request, message: str) -> Response:
+    return _error_response(request, ErrorReply(f"{message}; allow it with --allowed-host", MISDIRECTED))
 
 
 async def chat_response(request: Request, *, template: ChatTemplate, sampler: Sampler) -> Response:
@@ -270,18 +295,16 @@ async def chat_response(request: Request, *, template: ChatTemplate, sampler: Sa
     """
     try:
         chat = ChatCompletionRequest.read(await read_json(request)).model_copy(update={"session_id": None})
-        connection = ClientConnection(request.receive, asyncio.Event())
-        if chat.stream:
-            chunks: AsyncGenerator[ResponseModel] = stream_chat_completion(
-                chat, template=template, sampler=sampler
-            )
-            return await stream_response(chunks, connection=connection, writer=OpenAIWriter())
-        completion = await connection.run(chat_completion(chat, template=template, sampler=sampler))
+        return await reply(
+            sample_chat(chat, template=template, sampler=sampler),
+            connection=ClientConnection(request.receive, asyncio.Event()),
+            writer=ChatWriter(chat, template),
+            is_streamed=chat.stream,
+        )
     except AgentLoopError as error:
-        return json_response(error_response_of(error), status=status_of(error))
+        failure = ErrorReply.of(error)
     except HTTPException as error:
-        status = error.status_code
-        return json_response(make_error(str(error.detail), status=status), status=status)
+        failure = ErrorReply(str(error.detail), error.status_code)
     except ClientDisconnected:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return json_response(completion)
+    return json_response(failure.as_openai(), status=failure.status)

@@ -63,6 +63,19 @@ class DecodedChunk:
     top_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
     """Likeliest tokens and their log-probs, for each token; None if they were not asked for."""
 
+    @classmethod
+    def joined(cls, chunks: Sequence[DecodedChunk]) -> DecodedChunk:
+        """Return the chunks of one completion as one chunk."""
+        has_tops = chunks[0].top_logprobs is not None
+        return cls(
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=[token for chunk in chunks for token in chunk.token_ids],
+            logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs or ()],
+            finish_reason=chunks[-1].finish_reason,
+            stop_text=chunks[-1].stop_text,
+            top_logprobs=[top for chunk in chunks for top in chunk.top_logprobs or ()] if has_tops else None,
+        )
+
 
 @contextmanager
 def completion_session(sampler: Sampler, session: str | None) -> Generator[str]:

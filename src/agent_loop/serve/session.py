@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -14,15 +14,16 @@ from agent_loop.episode import EpisodeStopped
 from agent_loop.errors import AgentLoopError, JournalError, RequestError, ServerError
 from agent_loop.loops.base import LoopContext
 from agent_loop.recording.row_log import ReplayMismatch
-from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.concurrency import merged, run_shielded
 from agent_loop.serve.branches import Branches, GatewayBug, LimitReached, limit_error
+from agent_loop.serve.chat import count_prompt_tokens
+from agent_loop.serve.chat_replies import ParsedChunk
 from agent_loop.serve.chat_requests import ChatCompletionRequest
 from agent_loop.serve.conversation_tree import ConversationTree, TurnNode
 from agent_loop.serve.responses_requests import CallRecord
 from agent_loop.serve.shared_completion import (
     CompletionIndex,
     RetryInfo,
-    SharedChoices,
     SharedCompletion,
     fingerprint_of,
 )
@@ -30,10 +31,9 @@ from agent_loop.serve.turns import (
     TurnGenerator,
     TurnPlan,
     WrittenConversation,
-    count_prompt_tokens,
     plan_turn,
 )
-from agent_loop.serve.wishes import NO_WISHES, ReadRequest, Wishes
+from agent_loop.serve.wishes import NO_WISHES, Wishes
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind
 from agent_loop.types import StopReason
 
@@ -72,7 +72,6 @@ class Session:
         max_branches: int = MAX_BRANCHES,
         wishes: Wishes = NO_WISHES,
     ) -> None:
-        self.session_id = secrets.token_urlsafe(16)
         self.api_key = secrets.token_urlsafe(24)
         self.fault: Exception | None = None
         """Error that must end the whole run, beyond the response to the program."""
@@ -130,8 +129,8 @@ class Session:
         retry: RetryInfo,
         incidents: Sequence[Incident] = (),
         trusts_call_ids: bool = False,
-    ) -> SharedChoices:
-        """Start the completions of a request and return them. A retry gets the completions of the original request.
+    ) -> AsyncGenerator[ParsedChunk]:
+        """Start the completions of a request and yield their chunks. A retry gets those of the original request.
 
         Args:
             request: The request.
@@ -147,38 +146,33 @@ class Session:
         """
         if self.deadline.expired():
             raise limit_error(StopReason.DEADLINE)
-        granted = self._granted(request)
-        written = WrittenConversation.of(granted.request, self.template)
+        granted, dropped = self._granted(request)
+        written = WrittenConversation.of(granted, self.template)
         fingerprint = fingerprint_of(request, written.keys)
         known = self._completions.find(fingerprint, retry)
         if known is not None:
-            return known
+            return merged(completion.follow() for completion in known)
         plan = plan_turn(
-            granted.request,
+            granted,
             written,
             self._tree,
             json_schema=request.json_schema,
             trusts_call_ids=trusts_call_ids,
         )
         turns = self._claim_turns(plan, num_choices=request.num_choices)
-        lost = [*incidents, *granted.incidents]
+        lost = [*incidents, *dropped]
         lost += [AS_USER] if written.has_moved_system else []
         lost += [REWRITTEN] if plan.position.has_rewritten_calls else []
         for turn in turns:
             turn.branch.note_once(lost)
-        choices = [self._start(plan, turn, choice=number) for number, turn in enumerate(turns)]
-        shared = SharedChoices(choices, template=plan.template)
-        self._completions.add(fingerprint, retry, shared)
-        return shared
+        completions = [self._start(plan, turn, choice=number) for number, turn in enumerate(turns)]
+        self._completions.add(fingerprint, retry, completions)
+        return merged(completion.follow() for completion in completions)
 
-    async def count_tokens(self, request: ChatCompletionRequest, *, trusts_call_ids: bool = False) -> int:
-        """Return the number of tokens of the prompt that a request would have. See `submit`."""
-        granted = self._granted(request).request
-        written = WrittenConversation.of(granted, self.template)
-        plan = plan_turn(
-            granted, written, self._tree, json_schema=request.json_schema, trusts_call_ids=trusts_call_ids
-        )
-        return await count_prompt_tokens(plan)
+    async def count_tokens(self, request: ChatCompletionRequest) -> int:
+        """Return the number of tokens of the prompt that a new conversation with a request's messages would have."""
+        granted, _ = self._granted(request)
+        return await count_prompt_tokens(granted, template=self.template)
 
     def note_failure(self, error: AgentLoopError) -> None:
         """Record a failed request as an incident, unless its error is recorded already."""
@@ -210,7 +204,7 @@ class Session:
         first, *others = outputs
         return [first.failed(failure), *(replace(o, stop_reason=StopReason.CANCELLED) for o in others)]
 
-    def _granted(self, request: ChatCompletionRequest) -> ReadRequest:
+    def _granted(self, request: ChatCompletionRequest) -> tuple[ChatCompletionRequest, Sequence[Incident]]:
         return self.wishes.granted(request, template=self.template, pool=self._pool)
 
     # -- position of a request -------------------------------------------------------------------------------------

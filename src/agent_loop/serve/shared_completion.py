@@ -3,58 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
-from uuid import uuid4
 
-from agent_loop.chat.template import ChatTemplate
-from agent_loop.errors import AgentLoopError, ServerError
-from agent_loop.serve.chat_replies import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ParsedChunk,
-    ResponseBuilder,
-    streamed_reply,
-    whole_reply,
-)
+from agent_loop.errors import AgentLoopError
+from agent_loop.serve.chat_replies import ParsedChunk
 from agent_loop.serve.chat_requests import ChatCompletionRequest
 from agent_loop.serve.conversation_tree import MessageKey, digest
-from agent_loop.types import IntArray
-
-
-class SharedChoices:
-    """The completions of one request, as many as its `n`."""
-
-    def __init__(self, choices: Sequence[SharedCompletion], *, template: ChatTemplate) -> None:
-        self._choices = choices
-        self._template = template
-        self._id = f"chatcmpl-{uuid4().hex}"
-        self._created = int(time.time())
-
-    @property
-    def is_reusable(self) -> bool:
-        """Whether a retry may follow these completions: none of them failed."""
-        return all(choice.is_reusable for choice in self._choices)
-
-    async def whole(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """Wait for the whole completions and return them, for one of the requests that follow them."""
-        choices = [choice.follow() for choice in self._choices]
-        return await whole_reply(choices, make_builder=partial(self._builder, request))
-
-    def stream(self, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
-        """Yield the completions in chunks while they are sampled, for one of the requests that follow them."""
-        choices = [choice.follow() for choice in self._choices]
-        return streamed_reply(choices, make_builder=partial(self._builder, request))
-
-    def _builder(self, request: ChatCompletionRequest) -> ResponseBuilder:
-        for choice in self._choices:
-            if choice.prompt_ids is not None:
-                return ResponseBuilder(request, self._template, choice.prompt_ids, self._id, self._created)
-        raise ServerError("the completion ended before sampling started; send the request again")
 
 
 class SharedCompletion:
@@ -67,8 +24,6 @@ class SharedCompletion:
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
         """Task that samples the completion."""
-        self.prompt_ids: IntArray | None = None
-        """Tokens before the first sampled one. Set just before sampling starts."""
         self.chunks: list[ParsedChunk] = []
         self.error: AgentLoopError | None = None
         self.is_finished = False
@@ -132,36 +87,33 @@ class RetryInfo:
 class _Kept(NamedTuple):
     fingerprint: str
     idempotency_key: str | None
-    completion: SharedChoices
+    completions: Sequence[SharedCompletion]
 
 
 class CompletionIndex:
-    """The latest completions of a session, by request."""
+    """The latest completions of a session, by request: as many for each as its `n`."""
 
     def __init__(self) -> None:
         self._kept: deque[_Kept] = deque(maxlen=MAX_KEPT)
 
-    def find(self, fingerprint: str, retry: RetryInfo) -> SharedChoices | None:
-        """Return the completion that a retry gets; None if the request needs a new completion.
+    def find(self, fingerprint: str, retry: RetryInfo) -> Sequence[SharedCompletion] | None:
+        """Return the completions that a retry gets; None if the request needs new ones.
 
-        If several requests have the same fingerprint and the completion of one failed, the retry is taken to be a
-        retry of the failed one, and needs a new completion.
+        If several requests were equal and one of them failed, the retry is taken to be one of the failed request.
         """
-        same = [kept for kept in self._kept if kept.fingerprint == fingerprint]
-        if retry.idempotency_key is not None:
-            same = [kept for kept in same if kept.idempotency_key == retry.idempotency_key]
-            return same[-1].completion if same and same[-1].completion.is_reusable else None
-        if not retry.num_retries or not same:
+        key = (fingerprint, retry.idempotency_key)
+        same = [kept for kept in self._kept if (kept.fingerprint, kept.idempotency_key) == key]
+        if not same or (not retry.num_retries and retry.idempotency_key is None):
             return None
-        failed = next((kept for kept in same if not kept.completion.is_reusable), None)
+        failed = next((kept for kept in same if not all(c.is_reusable for c in kept.completions)), None)
         if failed is None:
-            return same[-1].completion
+            return same[-1].completions
         self._kept.remove(failed)
         return None
 
-    def add(self, fingerprint: str, retry: RetryInfo, completion: SharedChoices) -> None:
-        """Store the new completion of a request."""
-        self._kept.append(_Kept(fingerprint, retry.idempotency_key, completion))
+    def add(self, fingerprint: str, retry: RetryInfo, completions: Sequence[SharedCompletion]) -> None:
+        """Store the new completions of a request."""
+        self._kept.append(_Kept(fingerprint, retry.idempotency_key, completions))
 
 
 def fingerprint_of(request: ChatCompletionRequest, keys: Sequence[MessageKey]) -> str:

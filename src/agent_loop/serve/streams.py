@@ -6,53 +6,22 @@ import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from agent_loop.errors import AgentLoopError, ServerError
 from agent_loop.runtime.concurrency import run_while
-from agent_loop.serve.chat_replies import ErrorResponse, ResponseModel
-from agent_loop.serve.errors import ClientDisconnected, error_response_of
+from agent_loop.serve.chat_replies import ParsedChunk, ReplyWriter
+from agent_loop.serve.errors import ErrorReply
 
 ResultT = TypeVar("ResultT")
 
 
-class ReplyWriter(Protocol):
-    """Writes the reply to one request in the format of its API, either whole or as server-sent events."""
-
-    def whole(self, completion: Any, /) -> ResponseModel | Mapping[str, Any]:
-        """Return the reply with a whole completion."""
-        ...
-
-    def chunk(self, chunk: Any, /) -> bytes:
-        """Return the events of a chunk of a completion."""
-        ...
-
-    def error(self, error: ErrorResponse, /) -> bytes:
-        """Return the last event of a stream that failed."""
-        ...
-
-    def end(self) -> bytes:
-        """Return the last events of a stream."""
-        ...
-
-
-class OpenAIWriter:
-    """Writes chat and text completions as they are."""
-
-    def whole(self, completion: ResponseModel) -> ResponseModel:
-        return completion
-
-    def chunk(self, chunk: ResponseModel) -> bytes:
-        return f"data: {chunk.model_dump_json()}\n\n".encode()
-
-    def error(self, error: ErrorResponse) -> bytes:
-        return self.chunk(error)
-
-    def end(self) -> bytes:
-        return b"data: [DONE]\n\n"
+class ClientDisconnected(Exception):
+    """The client disconnected before it got a response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,46 +40,52 @@ class ClientConnection:
             ClientDisconnected: The client disconnected.
             ServerError: The application is stopping.
         """
-        results: list[ResultT] = []
 
-        async def work() -> bool:
-            results.append(await call)
-            return True
+        async def boxed() -> tuple[ResultT]:
+            return (await call,)
 
-        if await run_while(work(), condition=self._wait_for_end()) is not None:
-            return results[0]
+        if (result := await run_while(boxed(), condition=self._ended())) is not None:
+            return result[0]
         if self.stopping.is_set():
             raise ServerError("the server is stopping; send the request to another server")
         raise ClientDisconnected
 
-    async def _wait_for_end(self) -> None:
-        await run_while(self._wait_for_disconnect(), condition=self._wait_for_stop())
+    async def _ended(self) -> None:
+        async def stopped() -> None:
+            await self.stopping.wait()
 
-    async def _wait_for_disconnect(self) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
+        async def disconnected() -> None:
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
 
-    async def _wait_for_stop(self) -> None:
-        await self.stopping.wait()
+        await run_while(disconnected(), condition=stopped())
 
 
-async def stream_response(
-    chunks: AsyncGenerator[ResponseModel],
+async def reply(
+    chunks: AsyncGenerator[ParsedChunk],
     *,
     connection: ClientConnection,
     writer: ReplyWriter,
+    is_streamed: bool | None,
 ) -> Response:
-    """Wait for the first chunk and return the response that streams all chunks."""
+    """Return the response with the completions of a request. A stream starts when the first chunk has arrived."""
+    if is_streamed:
+        first = await connection.run(_first(chunks))
+        return _EventStream(first, chunks, connection=connection, writer=writer)
+    return json_response(writer.whole(await connection.run(_all(chunks))))
 
-    async def first_or_none() -> ResponseModel | None:
-        return await anext(chunks, None)
 
+async def _all(chunks: AsyncGenerator[ParsedChunk]) -> list[ParsedChunk]:
+    async with aclosing(chunks):
+        return [chunk async for chunk in chunks]
+
+
+async def _first(chunks: AsyncGenerator[ParsedChunk]) -> ParsedChunk:
     try:
-        first = await connection.run(first_or_none())
+        return await anext(chunks)
     except BaseException:
         await chunks.aclose()
         raise
-    return _EventStream(first, chunks, connection=connection, writer=writer)
 
 
 class _EventStream(Response):
@@ -123,8 +98,8 @@ class _EventStream(Response):
 
     def __init__(
         self,
-        first: ResponseModel | None,
-        rest: AsyncGenerator[ResponseModel],
+        first: ParsedChunk,
+        rest: AsyncGenerator[ParsedChunk],
         *,
         connection: ClientConnection,
         writer: ReplyWriter,
@@ -142,13 +117,12 @@ class _EventStream(Response):
                 try:
                     await self._connection.run(self._send(send))
                 except AgentLoopError as error:
-                    await send(_body_message(self._writer.error(error_response_of(error))))
+                    await send(_body_message(self._writer.error(ErrorReply.of(error))))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if self._first is not None:
-            await send(_body_message(self._writer.chunk(self._first)))
+        await send(_body_message(self._writer.chunk(self._first)))
         async for chunk in self._rest:
             await send(_body_message(self._writer.chunk(chunk)))
         await send(_body_message(self._writer.end()))
@@ -156,3 +130,9 @@ class _EventStream(Response):
 
 def _body_message(body: bytes) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+def json_response(value: Mapping[str, Any], *, status: int = 200) -> Response:
+    """Return a value as JSON."""
+    body = to_json(value, inf_nan_mode="null")
+    return Response(body, status_code=status, media_type="application/json")

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any
 from uuid import uuid4
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import RequestError
 from agent_loop.runtime.concurrency import merged, run_together
 from agent_loop.serve.chat_replies import (
-    TextCompletion,
-    TextCompletionChoice,
-    TextCompletionLogProbs,
-    usage_of,
+    DONE,
+    JsonObject,
+    ParsedChunk,
+    ReplyHead,
+    Usage,
+    by_choice,
+    server_sent_event,
 )
 from agent_loop.serve.chat_requests import CompletionRequest
+from agent_loop.serve.errors import ErrorReply
+from agent_loop.serve.fields import without_none
 from agent_loop.serve.sampling import ChunkDecoder, DecodedChunk, Sampler, completion_session, token_chunks
+from agent_loop.serve.stream_parser import ParsedDelta
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.prompt_logprobs import MINUS_INFINITY
 from agent_loop.servers.scores import TokenScores, checked_text
@@ -30,158 +35,8 @@ MAX_CHOICES = 1024
 """Maximum number of completions of one request, over all of its prompts."""
 
 
-async def completion(
-    request: CompletionRequest, *, template: ChatTemplate, sampler: Sampler
-) -> TextCompletion:
-    """Complete each prompt `n` times. Choice `p * n + i` is the i-th completion of prompt `p`.
-
-    Sessions are those of `chat_completion`. Only the template's tokenizer is used.
-    """
-    prepared = _PreparedRequest.create(request, template=template, sampler=sampler)
-    sampled = await run_together(prepared.sampled(index) for index in range(prepared.num_choices))
-    choices = [prepared.choice(index, chunks) for index, chunks in enumerate(sampled)]
-    return prepared.response(choices, sampled=[chunk for chunks in sampled for chunk in chunks])
-
-
-async def stream_completion(
-    request: CompletionRequest, *, template: ChatTemplate, sampler: Sampler
-) -> AsyncGenerator[TextCompletion]:
-    """Yield the completions in chunks while they are sampled. Closing the iterator aborts the completions.
-
-    Arguments and errors are those of `completion`.
-    """
-    prepared = _PreparedRequest.create(request, template=template, sampler=sampler)
-    sampled: list[DecodedChunk] = []
-    offsets = [0] * prepared.num_choices
-    started: set[int] = set()
-    chunks = merged(prepared.chunks(index, is_streamed=True) for index in range(prepared.num_choices))
-    async with aclosing(chunks):
-        async for index, chunk in chunks:
-            sampled.append(chunk)
-            shows_tokens = request.return_token_ids or request.wants_logprobs
-            if not chunk.text and chunk.finish_reason is None and not (shows_tokens and chunk.token_ids):
-                continue
-            yield prepared.response(
-                [prepared.chunk_choice(index, chunk, offset=offsets[index], is_first=index not in started)]
-            )
-            started.add(index)
-            offsets[index] += len(chunk.text)
-    if request.stream_options is not None and request.stream_options.include_usage:
-        yield prepared.response([], sampled=sampled)
-
-
-@dataclass(frozen=True, slots=True)
-class _PreparedRequest:
-    """Text completion request with its encoded prompts."""
-
-    request: CompletionRequest
-    template: ChatTemplate
-    sampler: Sampler
-    prompts: Sequence[IntArray]
-    id: str
-    created: int
-
-    @classmethod
-    def create(
-        cls, request: CompletionRequest, *, template: ChatTemplate, sampler: Sampler
-    ) -> _PreparedRequest:
-        prompts = prompts_of(request, template=template)
-        if len(prompts) * request.num_choices > MAX_CHOICES:
-            raise RequestError(
-                f"{len(prompts)} prompts with n = {request.num_choices} are more than {MAX_CHOICES} completions; "
-                "send several requests",
-                param="n",
-            )
-        return cls(request, template, sampler, prompts, f"cmpl-{uuid4().hex}", int(time.time()))
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.request.num_choices
-
-    async def chunks(self, index: int, *, is_streamed: bool) -> AsyncGenerator[tuple[int, DecodedChunk]]:
-        """Sample one of the completions, and yield its index with each chunk."""
-        request = self.request
-        prompt, number = divmod(index, request.num_choices)
-        params = request.sampling_params(max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS, choice=number)
-        with completion_session(self.sampler, None if index else request.session_id) as request_id:
-            decoder = ChunkDecoder(self.template, stops=request.stops, needs_logprobs=request.wants_logprobs)
-            chunks = token_chunks(
-                self.sampler,
-                self.prompts[prompt],
-                params,
-                request_id,
-                is_streamed=is_streamed or decoder.is_token_by_token,
-            )
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    for decoded in decoder.feed(chunk):
-                        yield index, decoded
-                        if decoded.finish_reason is not None:
-                            return
-
-    async def sampled(self, index: int) -> list[DecodedChunk]:
-        """Sample one of the completions."""
-        async with aclosing(self.chunks(index, is_streamed=False)) as chunks:
-            return [chunk async for _, chunk in chunks]
-
-    def choice(self, index: int, chunks: Sequence[DecodedChunk]) -> TextCompletionChoice:
-        """Return a whole completion."""
-        whole = DecodedChunk(
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=[token for chunk in chunks for token in chunk.token_ids],
-            logprobs=[p for chunk in chunks for p in chunk.logprobs or ()],
-            finish_reason=chunks[-1].finish_reason,
-            top_logprobs=[top for chunk in chunks for top in chunk.top_logprobs or ()],
-        )
-        return self.chunk_choice(index, whole, offset=0, is_first=True)
-
-    def chunk_choice(
-        self, index: int, chunk: DecodedChunk, *, offset: int, is_first: bool
-    ) -> TextCompletionChoice:
-        shows_ids = bool(self.request.return_token_ids)
-        prompt = self.prompts[index // self.request.num_choices]
-        return TextCompletionChoice(
-            index=index,
-            text=chunk.text,
-            finish_reason=cast(Literal["stop", "length"] | None, chunk.finish_reason),
-            logprobs=self._logprobs(chunk, offset=offset) if self.request.wants_logprobs else None,
-            token_ids=chunk.token_ids if shows_ids else None,
-            prompt_token_ids=prompt.tolist() if shows_ids and is_first else None,
-        )
-
-    def response(
-        self, choices: list[TextCompletionChoice], *, sampled: Sequence[DecodedChunk] | None = None
-    ) -> TextCompletion:
-        """Return a response, with the token counts of `sampled` if it is given."""
-        num_prompt_tokens = sum(map(len, self.prompts))
-        return TextCompletion(
-            id=self.id,
-            created=self.created,
-            model=self.request.model,
-            choices=choices,
-            usage=None if sampled is None else usage_of(sampled, prompt_tokens=num_prompt_tokens),
-        )
-
-    def _logprobs(self, chunk: DecodedChunk, *, offset: int) -> TextCompletionLogProbs:
-        tokens = [self.template.decode([token]) for token in chunk.token_ids]
-        offsets: list[int] = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        tops = [
-            {self.template.decode([token]): logprob for token, logprob in reversed(top)}
-            for top in chunk.top_logprobs or ()
-        ]
-        return TextCompletionLogProbs(
-            tokens=tokens,
-            token_logprobs=list(chunk.logprobs or ()),
-            text_offset=offsets,
-            top_logprobs=tops if self.request.num_top_logprobs else None,
-        )
-
-
 def prompts_of(request: CompletionRequest, *, template: ChatTemplate) -> list[IntArray]:
-    """Return the token ids of each prompt of a request."""
+    """Return the token ids of each prompt of a request. Only the template's tokenizer is used."""
     given: Any = request.prompt
     several: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     prompts = [
@@ -190,7 +45,134 @@ def prompts_of(request: CompletionRequest, *, template: ChatTemplate) -> list[In
     ]
     if any(not len(prompt) for prompt in prompts):
         raise RequestError("prompt is empty; give at least one token", param="prompt")
+    if len(prompts) * request.num_choices > MAX_CHOICES:
+        raise RequestError(
+            f"{len(prompts)} prompts with n = {request.num_choices} are more than {MAX_CHOICES} completions; "
+            "send several requests",
+            param="n",
+        )
     return prompts
+
+
+async def sample_text(
+    request: CompletionRequest, prompts: Sequence[IntArray], *, template: ChatTemplate, sampler: Sampler
+) -> AsyncGenerator[ParsedChunk]:
+    """Complete each prompt `n` times, and yield the chunks as they are sampled. Closing the iterator aborts them.
+
+    Choice `p * n + i` is the i-th completion of prompt `p`. Sessions are those of `chat_completion`.
+    """
+    heads = [ReplyHead(prompt) for prompt in prompts for _ in range(request.num_choices)]
+    choices = [
+        _sample_choice(request, head, template, sampler, index=index) for index, head in enumerate(heads)
+    ]
+    async with aclosing(merged(choices)) as chunks:
+        async for chunk in chunks:
+            yield chunk
+
+
+async def _sample_choice(
+    request: CompletionRequest, head: ReplyHead, template: ChatTemplate, sampler: Sampler, *, index: int
+) -> AsyncGenerator[ParsedChunk]:
+    max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
+    params = request.sampling_params(max_tokens=max_tokens, choice=index % request.num_choices)
+    decoder = ChunkDecoder(template, stops=request.stops, needs_logprobs=request.wants_logprobs)
+    with completion_session(sampler, None if index else request.session_id) as session:
+        is_streamed = bool(request.stream) or decoder.is_token_by_token
+        chunks = token_chunks(sampler, head.prompt_ids, params, session, is_streamed=is_streamed)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                for decoded in decoder.feed(chunk):
+                    yield ParsedChunk(head, index, decoded, ParsedDelta(decoded.text))
+                    if decoded.finish_reason is not None:
+                        return
+
+
+class TextWriter:
+    """Writes a text completion.
+
+    Args:
+        request: The request.
+        template: Decodes single tokens.
+        num_prompt_tokens: Number of tokens of all prompts.
+    """
+
+    def __init__(self, request: CompletionRequest, *, template: ChatTemplate, num_prompt_tokens: int) -> None:
+        self._request = request
+        self._template = template
+        self._num_prompt_tokens = num_prompt_tokens
+        self._chunks: list[ParsedChunk] = []
+        self._offsets: dict[int, int] = {}
+        """Number of characters sent of each completion that has begun."""
+
+    def whole(self, chunks: Sequence[ParsedChunk]) -> JsonObject:
+        choices = [self._choice(choice) for choice in by_choice(chunks)]
+        return self._body(chunks[0], choices=choices, usage=self._usage(chunks))
+
+    def chunk(self, chunk: ParsedChunk) -> bytes:
+        self._chunks.append(chunk)
+        decoded = chunk.decoded
+        shows_tokens = self._request.return_token_ids or self._request.wants_logprobs
+        if not decoded.text and decoded.finish_reason is None and not (shows_tokens and decoded.token_ids):
+            return b""
+        return server_sent_event(self._body(self._chunks[0], choices=[self._choice(chunk)]))
+
+    def error(self, error: ErrorReply) -> bytes:
+        return server_sent_event(error.as_openai())
+
+    def end(self) -> bytes:
+        options = self._request.stream_options
+        if options is None or not options.include_usage:
+            return DONE
+        usage = self._usage(self._chunks)
+        return server_sent_event(self._body(self._chunks[0], choices=[], usage=usage)) + DONE
+
+    def _usage(self, chunks: Sequence[ParsedChunk]) -> JsonObject:
+        usage = Usage.of(chunks)
+        return Usage(self._num_prompt_tokens, usage.completion_tokens, usage.cached_tokens).as_openai()
+
+    def _body(self, chunk: ParsedChunk, **fields: Any) -> JsonObject:
+        return {
+            "id": f"cmpl-{chunk.head.id}",
+            "object": "text_completion",
+            "created": chunk.head.created,
+            "model": self._request.model,
+            **fields,
+        }
+
+    def _choice(self, chunk: ParsedChunk) -> JsonObject:
+        decoded, shows_ids = chunk.decoded, bool(self._request.return_token_ids)
+        is_first = chunk.index not in self._offsets
+        offset = self._offsets.get(chunk.index, 0)
+        self._offsets[chunk.index] = offset + len(decoded.text)
+        more = {
+            "token_ids": decoded.token_ids if shows_ids else None,
+            "prompt_token_ids": chunk.head.prompt_ids.tolist() if shows_ids and is_first else None,
+        }
+        return {
+            "index": chunk.index,
+            "text": decoded.text,
+            "finish_reason": decoded.finish_reason,
+            "logprobs": self._logprobs(decoded, offset=offset) if self._request.wants_logprobs else None,
+            **without_none(more),
+        }
+
+    def _logprobs(self, decoded: DecodedChunk, *, offset: int) -> JsonObject:
+        tokens = [self._template.decode([token]) for token in decoded.token_ids]
+        offsets: list[int] = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        logprobs: JsonObject = {
+            "tokens": tokens,
+            "token_logprobs": list(decoded.logprobs or ()),
+            "text_offset": offsets,
+        }
+        if self._request.num_top_logprobs:
+            logprobs["top_logprobs"] = [
+                {self._template.decode([token]): logprob for token, logprob in reversed(top)}
+                for top in decoded.top_logprobs or ()
+            ]
+        return logprobs
 
 
 async def score_prompts(
@@ -199,7 +181,7 @@ async def score_prompts(
     template: ChatTemplate,
     manager: AsyncLLMServerManager,
     max_model_len: int | None,
-) -> Mapping[str, Any]:
+) -> JsonObject:
     """Return the response to a request with `prompt_logprobs`: the log-probs of the tokens of each prompt.
 
     The log-probs are by token id at each place: those of the prompt's own token and of the likeliest tokens. The first
@@ -218,14 +200,14 @@ async def score_prompts(
     ]
     scores = await run_together(manager.score(prompt, top_logprobs=num_top) for prompt in prompts)
     places = [_places(prompt, each) for prompt, each in zip(prompts, scores, strict=True)]
-    choice: dict[str, Any] = {"text": "", "finish_reason": "length", "token_ids": []}
+    choice: JsonObject = {"text": "", "finish_reason": "length", "token_ids": []}
     return {
         "id": f"cmpl-{uuid4().hex}",
         "object": "text_completion",
         "created": int(time.time()),
         "model": request.model,
         "choices": [{"index": i, **choice, "prompt_logprobs": each} for i, each in enumerate(places)],
-        "usage": usage_of((), prompt_tokens=sum(map(len, prompts))),
+        "usage": Usage(sum(map(len, prompts))).as_openai(),
     }
 
 

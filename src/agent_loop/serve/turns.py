@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from msgspec import structs
 
 from agent_loop.chat.messages import settle_system_messages
@@ -42,7 +40,7 @@ from agent_loop.serve.shared_completion import SharedCompletion
 from agent_loop.serve.stream_parser import ParsedDelta
 from agent_loop.tools.json_schema import InvalidSchema, SchemaValidator
 from agent_loop.trajectory import IncidentKind
-from agent_loop.types import IntArray, Message, SamplingParams, StopReason, TokenChunk, as_token_ids
+from agent_loop.types import IntArray, Message, SamplingParams, StopReason, TokenChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,49 +93,35 @@ def plan_turn(
     """Return the plan of a request's turn.
 
     With `continue_final_message`, the last message is continued: from the tokens of the turn that it is, if the turn
-    was sampled in this session and cut, and otherwise from its text.
-
-    Args:
-        request: The request.
-        written: Its conversation.
-        tree: Conversation tree of the session.
-        json_schema: See `TurnPlan`.
-        trusts_call_ids: See `ConversationTree.locate`.
+    was sampled in this session and cut, and otherwise from its text. `TurnPlan` and `ConversationTree.locate` describe
+    the other arguments.
     """
-    messages, keys = tree.with_model_ids(written.messages), written.keys
-    locate = partial(
-        tree.locate,
+    messages, keys = written.messages, written.keys
+    continues = bool(request.continue_final_message) and messages[-1]["role"] == "assistant"
+    *before, last = messages
+    if not continues:
+        before, _ = split_prefill(request, messages)
+    position = tree.locate(
+        before,
+        keys[: len(before)],
         tools=request.tools_in_use,
         variables=written.template.variables,
         trusts_call_ids=trusts_call_ids,
     )
-    if not request.continue_final_message or messages[-1]["role"] != "assistant":
-        messages, _ = split_prefill(request, messages)
-        position = locate(messages, keys)
-        return TurnPlan(request, written.template, messages, position, json_schema=json_schema)
-    *earlier, last = messages
-    position = locate(earlier, keys[:-1])
+    plan = TurnPlan(request, written.template, before, position, json_schema=json_schema)
+    if not continues:
+        return plan
     cut = tree.find_cut_turn(position, keys[-1])
     if cut is None:
-        earlier, prefill = split_prefill(request, messages)
-        return TurnPlan(
-            request, written.template, earlier, position, begun=last, prefill=prefill, json_schema=json_schema
-        )
+        _, prefill = split_prefill(request, messages)
+        return replace(plan, begun=last, prefill=prefill)
     if last.get("tool_calls"):
         raise RequestError(
             "continue_final_message: the last message has tool calls, and cannot be continued; answer the calls with "
             "tool messages",
             param="continue_final_message",
         )
-    return TurnPlan(
-        request,
-        written.template,
-        earlier,
-        tree.position_of_rest(cut),
-        continued=cut,
-        begun=last,
-        json_schema=json_schema,
-    )
+    return replace(plan, position=tree.position_of_rest(cut), continued=cut, begun=last)
 
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k")
@@ -169,14 +153,7 @@ class TurnGenerator:
     async def generate(
         self, plan: TurnPlan, *, turn: TurnNode, shared: SharedCompletion, choice: int
     ) -> None:
-        """Sample a completion of a turn and publish it to `shared`, chunk by chunk if the request streams.
-
-        Args:
-            plan: What the request asks for.
-            turn: The turn, with its branch.
-            shared: Receives the completion.
-            choice: Index of the completion in the response.
-        """
+        """Sample a completion of a turn and publish it to `shared`, chunk by chunk if the request streams."""
         await self._add_new_messages(turn, plan)
         await self._sample(turn, plan, shared, choice=choice)
         episode, message = turn.branch.episode, _sent_message(plan, shared.chunks)
@@ -218,9 +195,6 @@ class TurnGenerator:
             index=choice,
             new_call_id=lambda position: f"{turn_name}C{position}",
         )
-        shared.prompt_ids = context  # a view: copies would grow with the square of the conversation
-        if prefix.token_ids:
-            shared.prompt_ids = np.concatenate([context, as_token_ids(prefix.token_ids)])
 
         def publish(chunk: TokenChunk) -> bool:
             """Publish a chunk of tokens. Return whether the server should continue sampling."""
@@ -320,26 +294,6 @@ def _sent_message(plan: TurnPlan, chunks: Sequence[ParsedChunk]) -> Message:
         "reasoning_content": ("" if reply is None else reply.reasoning) + delta.reasoning,
         "tool_calls": [{**call.as_message(), "id": call_id} for call_id, call in calls],
     }
-
-
-async def count_prompt_tokens(plan: TurnPlan) -> int:
-    """Return the number of tokens before the first one that would be sampled. Nothing is added to a conversation."""
-    if plan.continued is not None and plan.continued.after is not None:
-        return plan.continued.after.num_tokens
-    context = await _context(plan)
-    prefix = begin_turn(plan.request, template=plan.template, context=context, prefill=plan.prefill)
-    return len(context) + len(prefix.token_ids)
-
-
-async def _context(plan: TurnPlan) -> IntArray:
-    parent = plan.position.parent
-    if parent is not None and parent.after is not None:
-        new_messages = with_model_call_ids(plan.position)
-        with suppress(ChatTemplateError):  # a request would start a new conversation then
-            return await parent.branch.episode.context_with(new_messages, at=parent.after)
-    template = plan.template
-    read = await template.read(plan.messages)
-    return template.open_encoded(plan.messages, tools=plan.request.tools_in_use, read=read).token_ids
 
 
 def unmet_demands(plan: TurnPlan, message: Message) -> Iterator[str]:

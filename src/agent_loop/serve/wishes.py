@@ -13,13 +13,8 @@ from pydantic import ValidationError
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ConfigError, RequestError, UnsupportedParameter
 from agent_loop.serve.chat import check_calls
-from agent_loop.serve.chat_requests import (
-    ChatCompletionRequest,
-    RequestModel,
-    fault_path,
-    parameter_of,
-    request_error,
-)
+from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.fields import RequestModel, fault_path, parameter_of, request_error
 from agent_loop.servers.base import Ability, unsupported_params
 from agent_loop.servers.pool import ServerPool
 from agent_loop.trajectory import Incident, IncidentKind
@@ -31,15 +26,6 @@ COMPARED = frozenset({"response_format"})
 """Parameters that may be dropped without being wishes, because each completion is compared with them."""
 _REQUEST_NAMES = {"json_schema": "response_format"}
 """Names in requests of sampling parameters that are called otherwise there."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadRequest:
-    """A request without the parameters that cannot be honoured."""
-
-    request: ChatCompletionRequest
-    incidents: Sequence[Incident]
-    """One for each parameter that was dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +53,17 @@ class Wishes:
                 return model.model_validate(body), incidents
             except ValidationError as error:
                 faults = cast(Sequence[Mapping[str, Any]], error.errors())
-                refused = request_error(faults, known=model)
-                path = next((path for fault in faults if (path := self._wish_at(fault))), None)
-                if path is None or not _contains(body, path):
+                refused = request_error(error, body, known=model)
+                wished = [(fault, path) for fault in faults if (path := self._wish_at(fault, body))]
+                if not wished:
                     raise self.hinted(refused, name=_own_name(faults[0])) from None
-                incidents.append(dropped(_dotted(path), reason=str(refused)))
+                fault, path = wished[0]
+                incidents.append(dropped(_own_name(fault) or _dotted(path), reason=str(refused)))
                 body = _without(body, path)
 
     def granted(
         self, request: ChatCompletionRequest, *, template: ChatTemplate, pool: ServerPool
-    ) -> ReadRequest:
+    ) -> tuple[ChatCompletionRequest, Sequence[Incident]]:
         """Return the request without the wishes that the model's format or the servers do not support.
 
         A `response_format` that is not supported is dropped too, since the completion is compared with it.
@@ -93,7 +80,7 @@ class Wishes:
                 incidents.append(dropped(name, reason=str(error)))
                 request = request.model_copy(update={name: None})
                 continue
-            return ReadRequest(request, [*incidents, *_unknown_to_template(request, template)])
+            return request, [*incidents, *_unknown_to_template(request, template)]
 
     def hinted(self, error: RequestError, *, name: str = "") -> RequestError:
         """Return the error of an unsupported parameter with the advice to accept it as a wish.
@@ -109,15 +96,13 @@ class Wishes:
         message = f"{error}{hint} {name} to accept_as_wish of the loop's entry"
         return UnsupportedParameter(message, param=error.param, code=error.code)
 
-    def _wish_at(self, fault: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    def _wish_at(self, fault: Mapping[str, Any], body: Any) -> Sequence[str | int] | None:
         """Return the path of the wish that a fault belongs to; None if it belongs to none."""
-        path = fault_path(fault)
+        path = fault_path(fault, body)
         if _own_name(fault) in self.names:
-            return tuple(path)
-        for length in range(1, len(path) + 1):
-            if ".".join(str(part) for part in path[:length] if not isinstance(part, int)) in self.names:
-                return tuple(path[:length])
-        return None
+            return path
+        parts = range(1, len(path) + (fault["type"] != "missing"))
+        return next((path[:length] for length in parts if _dotted(path[:length]) in self.names), None)
 
 
 NO_WISHES = Wishes()
@@ -164,17 +149,6 @@ def dropped(name: str, *, reason: str) -> Incident:
 
 def _dotted(path: Sequence[Any]) -> str:
     return ".".join(str(part) for part in path if not isinstance(part, int))
-
-
-def _contains(body: Any, path: Sequence[Any]) -> bool:
-    for part in path:
-        if isinstance(body, Mapping) and part in body:
-            body = cast(Mapping[Any, Any], body)[part]
-        elif isinstance(body, list) and isinstance(part, int) and part < len(cast(list[Any], body)):
-            body = cast(list[Any], body)[part]
-        else:
-            return False
-    return bool(path)
 
 
 def _without(body: Any, path: Sequence[Any]) -> Any:

@@ -28,7 +28,6 @@ from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 if TYPE_CHECKING:
     import torch
 
-    from agent_loop.serve.chat_replies import ChatCompletion
     from agent_loop.serve.chat_requests import ChatCompletionRequest
 
 
@@ -334,8 +333,10 @@ class AsyncServerBase:
 
     async def chat_completion(
         self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
-    ) -> ChatCompletion:
-        """Return the completion of an OpenAI chat request. The caller ends the session of a request with `session_id`.
+    ) -> dict[str, Any]:
+        """Return the body of the response to an OpenAI chat request.
+
+        The caller ends the session of a request with `session_id`.
 
         Raises:
             RequestError: The request has an unknown or unsupported field.

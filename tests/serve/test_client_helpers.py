@@ -1,0 +1,128 @@
+"""Tests of the official clients' helpers that parse completions, run tools and send further requests by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from anthropic import beta_async_tool
+from pydantic import BaseModel
+
+from agent_loop.servers.base import Ability
+from agent_loop.servers.scripted import Script, ScriptedServer
+from tests.helpers import call_text, encoded, text_reply, tool_call_reply, user
+from tests.serve.harness import MODEL, ProgramHarness, in_order, origins
+
+
+class Sum(BaseModel):
+    """Add two numbers."""
+
+    a: int
+    b: int
+    note: str = ""
+
+
+SUM = '{"a": 1, "b": 2, "note": "\\u00e9 fox"}'
+EXPECTED = Sum(a=1, b=2, note="\u00e9 fox")
+CALL = call_text("Sum", a=1, b=2, note="\u00e9 fox")
+
+
+def json_server(script: Script) -> ScriptedServer:
+    return ScriptedServer(script, streams=True, more_abilities=[Ability.JSON_SCHEMA])
+
+
+def openai_client(base_url: str, api_key: str, http_client: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+
+
+def anthropic_client(anthropic_base_url: str, api_key: str, http_client: Any) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(
+        base_url=anthropic_base_url, api_key=api_key, http_client=http_client, max_retries=0
+    )
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Pydantic serializer warnings"
+)  # the client's, for its own parsed messages
+def test_a_chat_completion_is_parsed_as_a_model_and_continued() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        completions = openai_client(base_url, api_key, http_client).chat.completions
+        first = await completions.parse(model=MODEL, messages=user("1 + 2?"), response_format=Sum)
+        message = first.choices[0].message
+        assert message.parsed == EXPECTED
+        second = await completions.parse(
+            model=MODEL, messages=[*user("1 + 2?"), message, *user("Again.")], response_format=Sum
+        )
+        assert second.choices[0].message.parsed == EXPECTED
+
+    harness = ProgramHarness([json_server(in_order(text_reply(SUM)))])
+    [trajectory] = harness.run_virtual(program)
+    assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
+    schemas = [request.sampling_params.json_schema for request in harness.server.requests]
+    assert all('"additionalProperties": false' in schema for schema in schemas)
+
+
+def test_a_streamed_chat_completion_is_parsed_as_a_model() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        completions = openai_client(base_url, api_key, http_client).chat.completions
+        asked: Any = {"model": MODEL, "messages": user("?"), "response_format": Sum, "logprobs": True}
+        async with completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_completion()
+        assert "".join(event.delta for event in events if event.type == "content.delta") == SUM
+        [done] = [event for event in events if event.type == "content.done"]
+        assert done.parsed == final.choices[0].message.parsed == EXPECTED
+        [logprobs] = [event for event in events if event.type == "logprobs.content.done"]
+        assert len(logprobs.content) == final.usage.completion_tokens == len(encoded(SUM + "<|im_end|>"))
+
+    [trajectory] = ProgramHarness([json_server(in_order(text_reply(SUM)))]).run_virtual(program)
+    assert origins(trajectory.output) == ["prompt", "model"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_tool_runner_leads_one_conversation(stream: bool) -> None:
+    sums: list[int] = []
+
+    @beta_async_tool
+    async def add(a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        sums.append(a + b)
+        return str(a + b)
+
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+        client = anthropic_client(anthropic_base_url, api_key, http_client)
+        runner = client.beta.messages.tool_runner(
+            model="claude", max_tokens=256, messages=user("1 + 2?"), tools=[add], stream=stream
+        )
+        final = await runner.until_done()
+        assert final.content[-1].text == "It is 3."
+
+    replies = [tool_call_reply("add", a=1, b=2), text_reply("It is 3.")]
+    [trajectory] = ProgramHarness(in_order(*replies)).run_virtual(program)
+    assert origins(trajectory.output) == ["prompt", "model", "tool", "model"]
+    assert sums == [3]
+
+
+def test_a_message_is_parsed_as_a_model() -> None:
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+        client = anthropic_client(anthropic_base_url, api_key, http_client)
+        asked: Any = {
+            "model": "claude",
+            "max_tokens": 256,
+            "messages": user("1 + 2?"),
+            "output_format": Sum,
+        }
+        message = await client.messages.parse(**asked)
+        assert message.parsed_output == EXPECTED
+        async with client.messages.stream(**asked) as stream:
+            assert (await stream.get_final_message()).parsed_output == EXPECTED
+
+    first, second = ProgramHarness([json_server(in_order(text_reply(SUM)))]).run_virtual(program)
+    assert origins(first.output) == origins(second.output) == ["prompt", "model"]

@@ -1,0 +1,300 @@
+"""Tests that a message is continued: from the tokens of a cut turn, or from a text that the client gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.recording.record import RecordKind
+from agent_loop.recording.values import unpack
+from agent_loop.rollout.journal.file import HEADER, framed, read_records
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from agent_loop.trajectory import IncidentKind
+from tests.chat.test_hostile_text import OPENS_REASONING
+from tests.harness import examples
+from tests.helpers import call_text, encoded, hermes_template, text_reply, user
+from tests.rollout.harness import WorkerHarness
+from tests.rollout.journaled import RandomScript, facts, run_journaled
+from tests.serve.harness import ADD, MODEL, ProgramHarness, in_order, origins, tokens
+from tests.serve.test_conversations import client_of
+
+REST = {"continue_final_message": True, "return_token_ids": True}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def test_a_cut_turn_is_continued_from_its_own_tokens_and_later_requests_continue_it() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        first = await create(model=MODEL, messages=user("count"))
+        assert first.choices[0].finish_reason == "length"
+        text = first.choices[0].message.content
+        second = await create(model=MODEL, messages=[*user("count"), assistant(text)], extra_body=REST)
+        assert second.choices[0].message.content == "o three"
+        history = [*user("count"), assistant(text + "o three"), *user("more")]
+        third = await create(model=MODEL, messages=history)
+        assert third.choices[0].message.content == "four"
+
+    # "t" and "w" are two tokens here, and one token in most encodings of the whole text.
+    replies = [ScriptedReply([*encoded("one "), *encoded("t"), *encoded("w")], stops=False)]
+    harness = ProgramHarness(in_order(*replies, text_reply("o three"), text_reply("four")))
+    [trajectory] = harness.run_virtual(program)
+    assert trajectory.output.failure is None
+    assert origins(trajectory.output) == ["prompt", "model", "model", "interaction", "model"]
+    first, second, third = harness.server.requests
+    cut = [*first.prompt_ids.tolist(), *encoded("one "), *encoded("t"), *encoded("w")]
+    assert second.prompt_ids.tolist() == cut
+    assert third.prompt_ids.tolist()[: len(cut)] == cut
+    assert tokens(trajectory.output) == [*third.prompt_ids.tolist(), *encoded("four<|im_end|>")]
+    assert [m["content"] for m in trajectory.output.messages] == ["count", "one two three", "more", "four"]
+
+
+def test_a_text_of_the_client_begins_the_turn_without_being_trained_on() -> None:
+    begun = "It is <|im_end|>"
+
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        reply = await create(model=MODEL, messages=[*user("1 + 2?"), assistant(begun)], extra_body=REST)
+        assert reply.choices[0].message.content == " 3."
+        history = [*user("1 + 2?"), assistant(f"{begun} 3."), *user("sure?")]
+        again = await create(model=MODEL, messages=[*history, assistant("Y")], extra_body=REST)
+        assert again.choices[0].message.content == "es."
+
+    harness = ProgramHarness(in_order(text_reply(" 3."), text_reply("es.")))
+    [trajectory] = harness.run_virtual(program)
+    output = trajectory.output
+    assert output.failure is None
+    assert origins(output) == ["prompt", "prefix", "model", "interaction", "prefix", "model"]
+    prefix = output.segments[1].token_ids.tolist()
+    assert hermes_template().decode(prefix) == begun
+    assert hermes_template().encoder.control_ids.isdisjoint(prefix)
+    assert output.response_mask.sum() == len(encoded(" 3.<|im_end|>")) + len(encoded("es.<|im_end|>"))
+    assert output.num_turns == 4
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_response_holds_only_the_continuation(is_streamed: bool) -> None:
+    call = call_text("add", a=1, b=2)
+    begun, rest = f"Sum: {call[:20]}", call[20:]
+
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        asked = {"model": MODEL, "tools": [ADD], "extra_body": REST}
+        messages = [*user("1 + 2?"), assistant(begun)]
+        if is_streamed:
+            deltas = [c.choices[0].delta async for c in await create(**asked, messages=messages, stream=True)]
+            content = "".join(delta.content or "" for delta in deltas)
+            calls = [call for delta in deltas for call in delta.tool_calls or ()]
+        else:
+            message = (await create(**asked, messages=messages)).choices[0].message
+            content, calls = message.content or "", message.tool_calls
+        assert content == ""
+        assert [call.function.name for call in calls] == ["add"]
+        [call] = [call.model_dump(exclude={"index"}) for call in calls]
+        history = [*user("1 + 2?"), {**assistant(begun), "tool_calls": [call]}]
+        await create(
+            model=MODEL,
+            messages=[*history, {"role": "tool", "tool_call_id": call["id"], "content": "3"}],
+            tools=[ADD],
+        )
+
+    [trajectory] = ProgramHarness(in_order(text_reply(rest), text_reply("3"))).run_virtual(program)
+    assert trajectory.output.failure is None
+    assert origins(trajectory.output) == ["prompt", "prefix", "model", "tool", "model"]
+
+
+def test_a_continuation_of_an_earlier_turn_is_a_branch() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        await create(model=MODEL, messages=user("?"))
+        begun = [*user("?"), assistant("a")]
+        await create(model=MODEL, messages=begun, extra_body=REST)
+        await create(model=MODEL, messages=[*begun, *user("next")])
+        await create(model=MODEL, messages=begun, extra_body=REST)
+
+    replies = [text_reply("a", ends=False), text_reply("b"), text_reply("c"), text_reply("d")]
+    trajectories = ProgramHarness(in_order(*replies)).run_virtual(program)
+    assert [[m["content"] for m in t.output.messages] for t in trajectories] == [
+        ["?", "ab"],
+        ["?", "a", "next", "c"],
+        ["?", "ad"],
+    ]
+    shared = {id(t.output.segments[1]) for t in trajectories}
+    assert len(shared) == 1
+
+
+@pytest.mark.parametrize(
+    ("last", "fields", "what"),
+    [
+        ({"content": ""}, {}, "must be an assistant message with a text"),
+        ({"content": "x", "reasoning_content": "y"}, {}, "without tool_calls or reasoning_content"),
+        ({"content": "x"}, {"tools": [ADD], "tool_choice": "required"}, "cannot force a call"),
+    ],
+)
+def test_a_message_that_cannot_be_continued_exactly_is_refused(last: Any, fields: Any, what: str) -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        messages = [*user("?"), {"role": "assistant", **last}]
+        with pytest.raises(openai.BadRequestError, match=what):
+            await create(model=MODEL, messages=messages, extra_body=REST, **fields)
+
+    harness = ProgramHarness(in_order(text_reply("x")))
+    harness.run_virtual(program)
+    assert not harness.server.requests
+
+
+def test_a_text_cannot_begin_a_turn_that_the_template_opens_with_reasoning() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        with pytest.raises(openai.BadRequestError, match="begins each turn of the assistant with reasoning"):
+            await create(model=MODEL, messages=[*user("?"), assistant("x")], extra_body=REST)
+
+    template = ChatTemplate(placeholder_tokenizer(OPENS_REASONING))
+    harness = ProgramHarness(in_order(text_reply("x")), template=template)
+    [trajectory] = harness.run_virtual(program)
+    assert [i.kind for i in trajectory.output.incidents] == [IncidentKind.FAILED_REQUEST]
+
+
+TEXTS = [
+    "yes ",
+    "no",
+    "a b",
+    f"sum {call_text('add', a=1)}",
+    call_text("add", a=1)[:25],
+    "<think>\nso\n</think>\n\nhm",
+]
+STEP = st.tuples(
+    st.sampled_from(["begin", "go_on", "go_on", "continue", "continue", "prefill", "force", "retry"]),
+    st.integers(0, 9),
+    st.integers(0, 5),
+)
+
+
+class Client:
+    """Client that continues, prefills and forces turns, and checks where each completion continues."""
+
+    def __init__(self, create: Any) -> None:
+        self._create = create
+        self.known: list[tuple[list[dict[str, Any]], list[int], bool]] = []
+        """Messages of each conversation, its tokens, and whether its last turn was cut."""
+        self.asked: list[tuple[list[int], list[int]]] = []
+        self._last: Any = None
+
+    async def do(self, action: str, which: int, what: int) -> None:
+        messages, _, is_cut = self.known[which % len(self.known)] if self.known else ([], [], False)
+        calls = messages[-1].get("tool_calls") if messages else None
+        answers = [{"role": "tool", "tool_call_id": c["id"], "content": "3"} for c in calls or ()]
+        if action == "retry" and self._last is not None:
+            fields, reply = self._last
+            again = await self._create(**fields, extra_headers={"x-stainless-retry-count": "1"})
+            assert again.choices[0].token_ids == reply.choices[0].token_ids
+        elif not messages or action == "begin":
+            await self._ask(user(f"question {what}"), {})
+        elif action == "continue" and is_cut and not calls and messages[-1]["content"]:
+            prompt = await self._ask(messages[:-1], REST, begun=messages[-1])
+            assert any(prompt == start for m, start, cut in self.known if cut and m == messages)
+        elif action == "prefill":
+            prompt = await self._ask(
+                [*messages, *(answers or user("and?"))], REST, begun=assistant(TEXTS[what])
+            )
+            assert self._continues(prompt, messages)
+        else:
+            forced = {"tool_choice": "required"} if action == "force" else {}
+            prompt = await self._ask([*messages, *(answers or user(f"go on {what}"))], forced)
+            assert self._continues(prompt, messages)
+
+    def _continues(self, prompt: list[int], messages: list[dict[str, Any]]) -> bool:
+        return any(prompt[: len(start)] == start for known, start, _ in self.known if known == messages)
+
+    async def _ask(
+        self, messages: list[Any], fields: dict[str, Any], *, begun: dict[str, Any] | None = None
+    ) -> list[int]:
+        sent = [*messages, begun] if begun else messages
+        body = {"return_token_ids": True, **fields}
+        request = {"model": MODEL, "messages": sent, "tools": [ADD], "extra_body": body}
+        reply = await self._create(**request)
+        self._last = (request, reply)
+        choice, prompt = reply.choices[0], reply.prompt_token_ids
+        self.asked.append((prompt, choice.token_ids))
+        got = choice.message.model_dump(exclude_none=True, exclude={"token_ids"})
+        if begun is not None:
+            for name in ("content", "reasoning_content"):
+                if joined := (begun.get(name) or "") + (got.get(name) or ""):
+                    got[name] = joined
+        is_cut = choice.finish_reason == "length"
+        self.known.append(([*messages, got], [*prompt, *choice.token_ids], is_cut))
+        return prompt
+
+
+@examples(60)
+@given(
+    steps=st.lists(STEP, min_size=1, max_size=8),
+    sayings=st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=6),
+)
+def test_tokens_on_record_are_those_of_the_server_for_any_continuations(
+    steps: list[tuple[str, int, int]], sayings: list[tuple[int, bool]]
+) -> None:
+    asked: list[tuple[list[int], list[int]]] = []
+    num_sent = 0
+
+    def script(_: ScriptedRequest) -> ScriptedReply:
+        nonlocal num_sent
+        what, ends = sayings[num_sent % len(sayings)]
+        num_sent += 1
+        return text_reply(TEXTS[what], ends=ends)
+
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        client = Client(client_of(base_url, api_key, http_client).chat.completions.create)
+        for step in steps:
+            await client.do(*step)
+        asked.extend(client.asked)
+
+    harness = ProgramHarness(script)
+    trajectories = harness.run_virtual(program)
+    assert [t.output.failure for t in trajectories] == [None] * len(trajectories)
+    assert sorted(prompt for prompt, _ in asked) == sorted(
+        request.prompt_ids.tolist() for request in harness.server.requests
+    )
+    records = [tokens(t.output) for t in trajectories]
+    for prompt, completion in asked:
+        whole = [*prompt, *completion]
+        assert any(record[: len(whole)] == whole for record in records)
+    sampled = {id(s): s for t in trajectories for s in t.output.segments if s.weight_version is not None}
+    assert sum(map(len, sampled.values())) == sum(len(completion) for _, completion in asked)
+
+
+ROWS: Sequence[dict[str, Any]] = [
+    {"raw_prompt": user("-"), "program": "tests.serve.programs:continues_and_forces", "question": "why" * n}
+    for n in (1, 2)
+]
+
+
+def worker(seed: int) -> tuple[WorkerHarness, RandomScript]:
+    script = RandomScript(seed=seed, per_turn=1)
+    return WorkerHarness(script, agent="agent_program"), script
+
+
+def test_a_journal_brings_prefixes_and_continued_turns_back(tmp_path: Path) -> None:
+    first = run_journaled(tmp_path / "j", worker(1)[0], ROWS)
+    kinds = {str(s.origin) for t in first for s in t.output.segments}
+    assert "prefix" in kinds
+    assert [facts(t) for t in run_journaled(tmp_path / "j", worker(2)[0], ROWS, resume=True)] == [
+        facts(t) for t in first
+    ]
+    payloads = read_records((tmp_path / "j").read_bytes()).payloads
+    kept = [p for p in payloads if unpack(p)["is"] not in (RecordKind.END, RecordKind.COMPLETE)]
+    (tmp_path / "j").write_bytes(HEADER + b"".join(map(framed, kept)))
+    harness, script = worker(3)
+    again = run_journaled(tmp_path / "j", harness, ROWS, resume=True)
+    assert script.num_requests == 0
+    assert [facts(t) for t in again] == [facts(t) for t in first]

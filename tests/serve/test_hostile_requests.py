@@ -1,0 +1,141 @@
+"""Tests that invalid requests get an error in the format of their API and never break the gateway."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from agent_loop.episode.limits import EpisodeLimits
+from agent_loop.loops.base import LoopContext
+from agent_loop.serve.gateway import http_client, reachable
+from agent_loop.serve.session import Session
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.scripted import ScriptedServer
+from agent_loop.testing import run_virtual
+from tests.harness import thinned
+from tests.helpers import hermes_template, text_reply
+from tests.hostile_json import RAW, mutated
+from tests.serve.harness import ADD, MODEL
+
+CHAT = {
+    "model": MODEL,
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "1 + 2?"}], "name": "ann"},
+        {
+            "role": "assistant",
+            "content": "Now:",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ],
+    "tools": [ADD],
+    "max_tokens": 8,
+    "temperature": 0.5,
+    "top_k": 3,
+    "seed": 1,
+    "stop": ["x"],
+    "stop_token_ids": [1],
+    "stream": False,
+    "n": 1,
+}
+MESSAGES = {
+    "model": MODEL,
+    "max_tokens": 8,
+    "system": [{"type": "text", "text": "Be brief."}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "1 + 2?"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                {"type": "text", "text": "Now:"},
+                {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c",
+                    "content": [{"type": "text", "text": "3"}],
+                    "is_error": True,
+                },
+                {"type": "text", "text": "And?"},
+                {
+                    "type": "document",
+                    "title": "T",
+                    "source": {"type": "text", "media_type": "text/plain", "data": "-"},
+                },
+                {
+                    "type": "search_result",
+                    "title": "T",
+                    "source": "S",
+                    "content": [{"type": "text", "text": "-"}],
+                },
+            ],
+        },
+        {"role": "system", "content": [{"type": "text", "text": "Hurry."}]},
+    ],
+    "tools": [{"name": "add", "description": "-", "input_schema": {"type": "object", "properties": {}}}],
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 10, "display": "omitted"},
+    "output_config": {"effort": "high"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "stop_sequences": ["x"],
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 3,
+    "stream": False,
+}
+COUNTED = {key: MESSAGES[key] for key in ("model", "messages", "system", "tools", "tool_choice", "thinking")}
+
+
+@asynccontextmanager
+async def session() -> AsyncGenerator[tuple[Any, str, dict[str, str]]]:
+    server = ScriptedServer(lambda _: text_reply("Yes."), streams=True)
+    context = LoopContext(
+        server_manager=AsyncLLMServerManager([server]),
+        template=hermes_template(),
+        limits=EpisodeLimits(prompt_length=100_000, response_length=4096),
+    )
+    async with Session(context, max_branches=1_000_000) as opened, reachable(opened) as endpoint:
+        async with http_client(endpoint.app) as client:
+            headers = {"authorization": f"Bearer {endpoint.api_key}", "content-type": "application/json"}
+            yield client, endpoint.base_url, headers
+        assert opened.fault is None
+
+
+async def answers(path: str, bodies: Iterable[bytes]) -> list[tuple[int, bytes, bytes]]:
+    async with session() as (client, url, headers):
+        found: list[tuple[int, bytes, bytes]] = []
+        for body in bodies:
+            reply = await client.post(f"{url}{path}", content=body, headers=headers)
+            found.append((reply.status_code, body, reply.content))
+        return found
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/chat/completions", CHAT), ("/messages", MESSAGES), ("/messages/count_tokens", COUNTED)],
+)
+def test_a_request_with_one_invalid_part_gets_a_completion_or_a_400(path: str, body: Any) -> None:
+    bodies = [*(json.dumps(changed).encode() for changed in thinned([*mutated(body)], step=7)), *RAW]
+    found = run_virtual(answers(path, bodies))
+    faults = [(status, sent[:300], reply[:300]) for status, sent, reply in found if status not in (200, 400)]
+    assert faults == []
+    assert {status for status, _, _ in found} == {200, 400}
+    for status, _, reply in found:
+        if status == 400:
+            error = json.loads(reply)
+            assert error["error"]["message"]
+            assert error["error"]["type"] == "invalid_request_error"
+            assert not path.startswith("/messages") or error["type"] == "error"
