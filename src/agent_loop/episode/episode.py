@@ -247,20 +247,6 @@ class Episode:
             self._deadlines.end(TimeLimit.TURN)
         return was_added
 
-    async def context_with(self, messages: Sequence[Message], *, at: EpisodeMark) -> IntArray:
-        """Return the context that `observe` would make of messages, without adding them.
-
-        Args:
-            messages: The messages.
-            at: Position after which they follow.
-
-        Raises:
-            ChatTemplateError: The template does not accept the messages.
-        """
-        transcript = self._transcript.fork(at)
-        encoded = await transcript.encoded_reply(messages)
-        return np.concatenate([transcript.ledger.context, encoded.token_ids])
-
     async def call_tools(self, calls: Sequence[ToolCall], *, max_parallel: int = 1) -> list[ToolResult]:
         """Run calls on the trajectory's own tool instances and record their rewards.
 
