@@ -8,24 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3MoeConfig,
-)
 
 from agent_loop.errors import SamplingParamsError, ServerError
 from agent_loop.servers.embedded.sampling import sample_rows, uniform_at, uniform_stream
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import (
     GREEDY,
-    SIZES,
     VOCAB_SIZE,
-    build,
     full_forward_logprobs,
     generate_all,
     joined,
@@ -70,47 +59,6 @@ def test_greedy_output_equals_that_of_transformers_at_every_concurrency(model: A
         assert asyncio.run(main(concurrency)) == expected, f"at concurrency {concurrency}"
 
 
-ARCHITECTURES = {
-    "qwen2": lambda: Qwen2Config(**SIZES),
-    "qwen3_moe": lambda: Qwen3MoeConfig(
-        **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
-    ),
-    "llama": lambda: LlamaConfig(**SIZES),
-    "mistral_without_window": lambda: MistralConfig(**SIZES, sliding_window=None),
-    "mistral_with_a_window_past_the_longest_sequence": lambda: MistralConfig(**SIZES, sliding_window=256),
-    "phi3": lambda: Phi3Config(**SIZES),
-    "olmo2": lambda: Olmo2Config(**SIZES),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        n_positions=512,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    ),
-    "qwen2_tied": lambda: Qwen2Config(**{**SIZES, "tie_word_embeddings": True}),
-}
-
-
-@pytest.mark.nightly(keep=2)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_architectures_agree_with_transformers(name: str) -> None:
-    model = build(ARCHITECTURES[name]())
-    prompts = [random_prompt(5 + 9 * i, seed=i) for i in range(6)]
-
-    async def main() -> list[TokenOutput]:
-        async with serving(model, prefill_chunk_tokens=16) as server:
-            return await generate_all(server, prompts, GREEDY)
-
-    for prompt, output in zip(prompts, asyncio.run(main()), strict=True):
-        assert output.token_ids == plain_greedy(model, prompt)
-        assert output.log_probs == pytest.approx(
-            full_forward_logprobs(model, prompt, output.token_ids), abs=1e-4
-        )
-
-
 def test_logprobs_equal_those_of_a_full_forward_for_any_mix_of_requests(model: Any) -> None:
     rng = np.random.default_rng(7)
     choices = [
@@ -153,17 +101,6 @@ def test_logprobs_equal_those_of_a_full_forward_for_any_mix_of_requests(model: A
             )
 
     asyncio.run(main())
-
-
-def test_rows_of_very_different_lengths_decode_in_one_batch(model: Any) -> None:
-    prompts = [random_prompt(length, seed=length) for length in (3, 400, 9, 300, 20)]
-
-    async def main() -> list[TokenOutput]:
-        async with serving(model, max_model_len=500) as server:
-            return await generate_all(server, prompts, GREEDY)
-
-    for prompt, output in zip(prompts, asyncio.run(main()), strict=True):
-        assert output.token_ids == plain_greedy(model, prompt)
 
 
 def test_a_seed_gives_the_same_tokens_regardless_of_concurrent_requests(model: Any) -> None:

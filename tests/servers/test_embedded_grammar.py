@@ -151,32 +151,6 @@ def test_a_completion_resumed_anywhere_is_the_uninterrupted_one(folder: Path) ->
     asyncio.run(scenario())
 
 
-def test_an_aborted_completion_keeps_its_tokens_and_an_abort_during_compilation_is_not_lost(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> None:
-        server = server_of(folder)
-        compiling, may_continue = asyncio.Event(), asyncio.Event()
-        compile_schema = GrammarCompiler.grammar
-        loop = asyncio.get_running_loop()
-
-        def slow(*args: Any, **kwargs: Any) -> Any:
-            loop.call_soon_threadsafe(compiling.set)
-            asyncio.run_coroutine_threadsafe(may_continue.wait(), loop).result()
-            return compile_schema(*args, **kwargs)
-
-        monkeypatch.setattr(GrammarCompiler, "grammar", slow)
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(server.generate(PROMPT, params(0), "s"))
-            await compiling.wait()
-            await server.abort("s")
-            may_continue.set()
-        await server.close()
-        assert task.result() == TokenOutput([], [], "aborted", num_cached_tokens=0)
-
-    asyncio.run(scenario())
-
-
 def test_stop_tokens_are_allowed_only_where_the_text_is_complete(folder: Path) -> None:
     [letter] = TOKENIZER.encode("e", add_special_tokens=False)
 

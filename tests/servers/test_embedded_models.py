@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    BloomConfig,
     Gemma2Config,
-    GptOssConfig,
     MambaConfig,
     MistralConfig,
     Phi3Config,
     PhimoeConfig,
     Qwen2Config,
-    Qwen2MoeConfig,
     Qwen3ForCausalLM,
 )
 
@@ -59,43 +56,16 @@ SLOWER: dict[str, tuple[Any, str]] = {
         lambda: MistralConfig(**SIZES, sliding_window=WINDOW),
         "sliding window of 32 tokens",
     ),
-    "sliding_window_in_some_layers": (
-        lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
-        "sliding window of 32 tokens",
-    ),
     "sliding_window_in_the_mask_alone": (
         lambda: PhimoeConfig(**SIZES, **MIXTURE, sliding_window=WINDOW),
-        "sliding window of 32 tokens",
-    ),
-    "sliding_window_in_the_mask_of_some_layers": (
-        lambda: Qwen2MoeConfig(
-            **SIZES,
-            use_sliding_window=True,
-            sliding_window=WINDOW,
-            max_window_layers=1,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
-        ),
         "sliding window of 32 tokens",
     ),
     "soft_capping": (
         lambda: Gemma2Config(**SIZES, head_dim=16, sliding_window=4096, query_pre_attn_scalar=16),
         "type gemma2 is not proved",
     ),
-    "attention_sinks": (
-        lambda: GptOssConfig(
-            **SIZES, head_dim=16, sliding_window=4096, num_experts_per_tok=1, num_local_experts=2
-        ),
-        "type gpt_oss is not proved",
-    ),
     "no_attention": (
         lambda: MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2),
-        "is not proved",
-    ),
-    "fixed_attention": (
-        lambda: BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4),
         "is not proved",
     ),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,8 @@ from agent_loop.errors import (
 )
 from agent_loop.servers.base import Ability
 from agent_loop.servers.factory import create_servers
-from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.openai_compatible import OpenAIOptions, OpenAIServer
-from agent_loop.types import FORCED, SamplingParams, as_token_ids
+from agent_loop.types import SamplingParams, as_token_ids
 from tests.helpers import small_tokenizer
 from tests.serve.applications import MODEL, embedded, serve_app, tiny_lm
 from tests.servers.test_http import engine, events
@@ -242,33 +240,6 @@ def test_a_server_scores_with_one_sampled_token_or_says_what_it_answered(least_t
             await server.close()
 
     asyncio.run(main())
-
-
-def test_completions_of_agent_loop_serve_match_a_schema_and_have_their_forced_tokens_marked(
-    tmp_path: Path,
-) -> None:
-    tokenizer = small_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
-    params = {"json_schema": json.dumps({**schema, "additionalProperties": False}), "max_tokens": 200}
-    prompt = tokenizer.encode("say hello")
-
-    async def main() -> None:
-        options = OpenAIOptions(logprobs="scaled", offers=("json_schema",))
-        manager = AsyncLLMServerManager([OpenAIServer(served.url, options=options)])
-        await manager.start()
-        for seed in range(4):
-            output = await manager.generate(
-                f"s{seed}", prompt_ids=prompt, sampling_params={**params, "seed": seed}
-            )
-            assert json.loads(tokenizer.decode(output.token_ids[:-1]))["a"] in ("x", "y")
-            forced = output.extras[FORCED]
-            assert forced.tolist() == [logprob == 0 for logprob in output.log_probs or ()]
-            assert 0 < forced.sum() < len(forced)
-        await manager.close()
-
-    with serve_app([embedded(tokenizer_path=str(tmp_path))]) as served:
-        asyncio.run(main())
 
 
 def test_a_server_that_rejects_schemas_cannot_offer_them() -> None:

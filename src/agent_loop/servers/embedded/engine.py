@@ -103,8 +103,6 @@ class EmbeddedEngine:
             self._num_unseeded += 1
         self._sessions.add(request.request_id)
         self._queued.append(request)
-        if request.is_aborted:
-            self.abort(request)
 
     def submit_score(self, request: ScoreRequest) -> None:
         """Queue a text to score.
@@ -204,7 +202,7 @@ class EmbeddedEngine:
         self._running.clear()
         self.backend.free()
         self._sessions.clear()
-        self._runner.hand_back()
+        self._runner.restore_attention()
 
     def _start(self, request: EngineRequest) -> bool:
         try:

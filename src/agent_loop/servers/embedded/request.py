@@ -73,8 +73,6 @@ class EngineRequest:
     grammar: Grammar | None = None
     """Position in the schema of `params.json_schema`, which the server sets before it submits the request."""
     penalties: Penalties | None = None
-    is_aborted: bool = False
-    """Whether the request was aborted before it was submitted, while its schema was compiled."""
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     weight_versions: list[int] = field(default_factory=list[int])

@@ -7,7 +7,6 @@ import inspect
 import os
 from collections.abc import Sequence
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -21,16 +20,14 @@ from agent_loop.types import IntArray
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 """Names of the cache in the arguments and outputs of models."""
-_owned: WeakSet[Any] = WeakSet()
-"""Models that belong to a runner."""
 
 
 class ModelRunner:
-    """Model of one embedded server, which owns it until `hand_back`.
+    """Model of one embedded server, which owns it until `restore_attention`.
 
     Raises:
-        ConfigError: The model belongs to another server, is an encoder-decoder, or supports fewer positions than the
-            context.
+        ConfigError: The model belongs to another server with a shared cache, is an encoder-decoder, or supports fewer
+            positions than the context.
     """
 
     def __init__(self, model: Any, *, config: EmbeddedConfig) -> None:
@@ -48,7 +45,6 @@ class ModelRunner:
             model.config.rescale_every = 0
         self._plain_attention: str = self.text_config._attn_implementation
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        _owned.add(model)
 
     @property
     def vocab_size(self) -> int:
@@ -126,11 +122,6 @@ class ModelRunner:
         """Move the weights to the device."""
         self.model.to(self.device)
 
-    def hand_back(self) -> None:
-        """Restore the model's attention and give up its ownership."""
-        self.restore_attention()
-        _owned.discard(self.model)
-
     def _input(self, token_ids: Sequence[int] | IntArray) -> Tensor:
         return torch.as_tensor(token_ids, dtype=torch.long, device=self.device).unsqueeze(0)
 
@@ -142,7 +133,7 @@ def _check_model(model: Any, *, config: EmbeddedConfig) -> None:
     """Reject models that are known to be unsupported."""
     kind, longest = model.config.model_type, config.max_model_len
     model_config = text_config_of(model.config)
-    if model in _owned or model_config._attn_implementation == ATTENTION_NAME:
+    if model_config._attn_implementation == ATTENTION_NAME:
         raise ConfigError(
             "this model already belongs to an embedded server; load it again or give a copy of the original model"
         )

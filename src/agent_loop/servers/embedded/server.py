@@ -103,7 +103,7 @@ class EmbeddedServer(AsyncServerBase):
             )
             backend = _choose_backend(runner, config=config, server=name)
         except ConfigError:
-            runner.hand_back()
+            runner.restore_attention()
             raise
         self.cache_kind: CacheKind = backend.kind
         """Kind of the chosen backend: see `EmbeddedConfig.cache`."""
@@ -113,8 +113,6 @@ class EmbeddedServer(AsyncServerBase):
         if not backend.resumes_turns:
             self.abilities -= {Ability.PREFIX_REUSE}
         self._compiler: GrammarCompiler | None = None
-        self._aborted_early: dict[str, bool] = {}
-        """Requests whose schemas are being compiled, and whether they were aborted."""
         if tokenizer_path is not None and GrammarCompiler.is_available(tokenizer_path):
             self._compiler = GrammarCompiler(
                 tokenizer_path,
@@ -200,16 +198,12 @@ class EmbeddedServer(AsyncServerBase):
             attachments=attachments,
         )
         if sampling_params.json_schema and self._compiler is not None:
-            self._aborted_early[request_id] = False
-            try:
-                request.grammar = await run_in_thread(
-                    self._compiler.grammar,
-                    sampling_params.json_schema,
-                    stop_token_ids=request.stop_token_ids,
-                    sampled=request.sampled_before,
-                )
-            finally:
-                request.is_aborted = self._aborted_early.pop(request_id, False)
+            request.grammar = await run_in_thread(
+                self._compiler.grammar,
+                sampling_params.json_schema,
+                stop_token_ids=request.stop_token_ids,
+                sampled=request.sampled_before,
+            )
         async with aclosing(self._thread.stream(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -235,8 +229,6 @@ class EmbeddedServer(AsyncServerBase):
         return await self._thread.score(ScoreRequest(text, start=start, num_top=num_top))
 
     async def abort(self, request_id: str) -> None:
-        if request_id in self._aborted_early:
-            self._aborted_early[request_id] = True
         if self._thread.end_reason is None:
             await self._thread.call(lambda engine: engine.abort_session(request_id))
 
