@@ -1,6 +1,6 @@
 """Overhead of sandboxes: many concurrent trajectories, each with its own sandbox and three calls.
 
-    python benchmarks/bench_sandbox.py [--quick] [--mechanism landlock] [--python /usr/bin/python3]
+    python benchmarks/bench_sandbox.py [--quick] [--python /usr/bin/python3]
 
 The floor is a bare `python -c` for each call, without isolation and without state between calls. Rounds alternate
 between the two, so that other load on the machine affects both.
@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from agent_loop.tools.sandbox.host import SandboxHost
+from agent_loop.tools.sandbox.sandbox import open_sandbox
 from agent_loop.tools.sandbox.settings import SandboxSettings
 
 NUM_CALLS = 3
@@ -39,14 +39,14 @@ class Round:
     memory_mb: float = 0.0
 
 
-async def run_sandboxes(host: SandboxHost, number: int) -> Round:
+async def run_sandboxes(settings: SandboxSettings, number: int) -> Round:
     """Run all sandboxes concurrently. All are open before the first one closes."""
     taken = Round()
     started = time.perf_counter()
 
     async def converse() -> None:
         clock = time.perf_counter()
-        sandbox = await host.open()
+        sandbox = await open_sandbox(settings)
         taken.opens.append(time.perf_counter() - clock)
         for _ in range(NUM_CALLS):
             clock = time.perf_counter()
@@ -126,19 +126,18 @@ async def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="32 sandboxes; the target is not enforced")
-    parser.add_argument("--mechanism", default="auto")
     parser.add_argument(
         "--python", default=SandboxSettings().resolve_python(), help="interpreter of both sides"
     )
     options = parser.parse_args()
     number, rounds = (32, 1) if options.quick else (256, 3)
-    host = SandboxHost(SandboxSettings(mechanism=options.mechanism, python=options.python))
+    settings = SandboxSettings(python=options.python)
     pairs = [
-        (await run_bare(options.python, number), await run_sandboxes(host, number)) for _ in range(rounds)
+        (await run_bare(options.python, number), await run_sandboxes(settings, number)) for _ in range(rounds)
     ]
 
     bare, sandboxed = ([pair[index] for pair in pairs] for index in (0, 1))
-    table = Table(title=f"{number} trajectories of {NUM_CALLS} calls; {host.isolation.mechanism}")
+    table = Table(title=f"{number} trajectories of {NUM_CALLS} calls")
     for column in ("", "bare processes", "sandboxes"):
         table.add_column(column, justify="right")
 
@@ -167,7 +166,6 @@ async def main() -> None:
     console.print(table)
     ratio = statistics.median(sandbox.wall / process.wall for process, sandbox in pairs)
     console.print(f"{ratio:.2f} of the time of bare processes (target: at most {TARGET})")
-    console.print(str(host.isolation), markup=False)
     if ratio > TARGET and not options.quick:
         raise SystemExit(1)
 

@@ -1,4 +1,4 @@
-"""Choice of the isolation, and cleanup when a process dies."""
+"""Measurement of the isolation, and cleanup when a process dies."""
 
 import asyncio
 import os
@@ -6,21 +6,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agent_loop.errors import ConfigError, SandboxError
 from agent_loop.tools.python import PythonTool
-from agent_loop.tools.sandbox import host as host_module
-from agent_loop.tools.sandbox.host import SandboxHost
+from agent_loop.tools.sandbox.inside import landlock
 from agent_loop.tools.sandbox.inside.execution import Output
-from agent_loop.tools.sandbox.probe import CAPABILITIES, Isolation, judge
+from agent_loop.tools.sandbox.probe import find_escapes
 from agent_loop.tools.sandbox.sandbox import open_sandbox
-from agent_loop.tools.sandbox.settings import Mechanism, SandboxSettings
+from agent_loop.tools.sandbox.settings import SandboxSettings
 from tests.tools.sandboxes import (
     SMALL,
     Answer,
@@ -34,68 +30,18 @@ from tests.tools.sandboxes import (
     talk,
 )
 
-WHOLE = Isolation(
-    mechanism="landlock",
-    files=True,
-    network=True,
-    processes=True,
-    privileges=True,
-    limits=True,
-    own_user=True,
-    system_calls=True,
-)
 
-
-def choose(monkeypatch: pytest.MonkeyPatch, found: Isolation | SandboxError, **settings: Any) -> Isolation:
-    """Return the isolation that is chosen if every mechanism isolates as given, or fails."""
-
-    def measure(settings: SandboxSettings, *, mechanism: Mechanism) -> Isolation:
-        if isinstance(found, SandboxError):
-            raise found
-        return replace(found, mechanism=mechanism)
-
-    monkeypatch.setattr(host_module, "measure_isolation", measure)
-    return SandboxHost(SandboxSettings(**settings)).isolation
-
-
-def test_the_isolation_in_use_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        choose(monkeypatch, WHOLE)
-    (line,) = caplog.messages
-    assert line.startswith("sandboxes: landlock: files of the host out of reach; no network; ")
-
-
-@pytest.mark.parametrize("lacking", ["files", "network", "processes", "privileges", "limits"])
-def test_each_property_of_the_minimum_is_required(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
-    found = replace(WHOLE, **{lacking: False})
-    message = r"(?s)cannot be isolated on this machine.*not in force.*allow_weaker_isolation"
-    with pytest.raises(ConfigError, match=message):
-        choose(monkeypatch, found)
-    assert choose(monkeypatch, found, allow_weaker_isolation=True).mechanism == "landlock"
-
-
-@pytest.mark.parametrize("lacking", ["own_user", "system_calls"])
-def test_properties_beyond_the_minimum_are_reported_but_not_required(
-    monkeypatch: pytest.MonkeyPatch, lacking: str
-) -> None:
-    assert "(not in force: " in str(choose(monkeypatch, replace(WHOLE, **{lacking: False})))
-
-
-def test_the_reason_of_a_mechanism_that_fails_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)landlock: forbidden\n.*limits: forbidden"):
-        choose(monkeypatch, SandboxError("forbidden"), allow_weaker_isolation=True)
-
-
-def test_a_failed_start_of_a_sandbox_is_retried_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    choose(monkeypatch, WHOLE)
-    host = SandboxHost(SandboxSettings(python="/no/such/python"))
-    with pytest.raises(SandboxError, match="/no/such/python could not be started"):
-        asyncio.run(host.open())
-    assert "retrying once" in caplog.text
+def test_escapes_are_found_where_the_kernel_does_not_isolate(monkeypatch: pytest.MonkeyPatch) -> None:
+    python_tool()
+    assert asyncio.run(find_escapes(SandboxSettings(python=readable_python()))) == []
+    monkeypatch.setattr(landlock, "version", lambda: 0)
+    with pytest.raises(ConfigError, match="it has no Landlock"):
+        PythonTool(SMALL)
+    weak = SandboxSettings(python=readable_python(), allow_weaker_isolation=True)
+    found = asyncio.run(find_escapes(weak))
+    assert "reads files of the host" in found
+    assert "inspects processes of the host" in found
+    assert "has no limits" not in found
 
 
 def test_output_of_a_python_that_cannot_run_the_sandbox_is_shown(tmp_path: Path) -> None:
@@ -103,63 +49,7 @@ def test_output_of_a_python_that_cannot_run_the_sandbox_is_shown(tmp_path: Path)
     python.write_text("#!/bin/sh\necho 'too old' >&2\nexit 1\n")
     python.chmod(0o755)
     with pytest.raises(SandboxError, match="or newer: too old"):
-        asyncio.run(open_sandbox(SandboxSettings(python=str(python)), mechanism="limits"))
-
-
-FACTS: dict[str, Any] = {
-    "reads": False,
-    "writes": False,
-    "reaches_tcp": False,
-    "reaches_unix": False,
-    "signals": False,
-    "looks_into": False,
-    "makes_hidden_memory": False,
-    "limits": [1, 1, 1, 1],
-}
-STATUS = {"Uid": f"{os.geteuid() + 1} 1 1 1", "NoNewPrivs": "1"} | dict.fromkeys(CAPABILITIES, "0" * 16)
-
-
-def judged(
-    facts: Mapping[str, Any] = FACTS,
-    status: Mapping[str, str] = STATUS,
-    mechanism: Mechanism = "landlock",
-) -> Isolation:
-    return judge(facts, status=status, settings=SandboxSettings(), mechanism=mechanism)
-
-
-@pytest.mark.parametrize(
-    ("facts", "lacking"),
-    [
-        ({}, []),
-        ({"reads": True}, ["files"]),
-        ({"writes": True}, ["files"]),
-        ({"reaches_tcp": True}, ["network"]),
-        ({"reaches_unix": True}, ["network"]),
-        ({"signals": True}, ["processes"]),
-        ({"looks_into": True}, ["processes"]),
-        ({"makes_hidden_memory": True}, ["system_calls"]),
-        ({"limits": [-1, 1, 1, 1]}, ["limits"]),
-        ({"limits": [1, 2**40, 1, 1]}, ["limits"]),
-    ],
-)
-def test_each_property_depends_on_the_result_of_its_attempt(
-    facts: dict[str, Any], lacking: list[str]
-) -> None:
-    assert judged(FACTS | facts) == replace(WHOLE, **dict.fromkeys(lacking, False))
-
-
-def test_limits_alone_never_count_as_isolation() -> None:
-    found = judged(mechanism="limits")
-    assert [found.files, found.network, found.processes] == [False, False, False]
-
-
-@pytest.mark.parametrize("status", [{"NoNewPrivs": "0"}, {"CapEff": "0000000000000001"}])
-def test_privileges_of_any_kind_are_reported(status: dict[str, str]) -> None:
-    assert judged(status=STATUS | status) == replace(WHOLE, privileges=False)
-
-
-def test_the_process_limit_does_not_count_for_root() -> None:
-    assert not judged(status=STATUS | {"Uid": "0 0 0 0"}).limits
+        asyncio.run(open_sandbox(SandboxSettings(python=str(python))))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
@@ -178,12 +68,6 @@ def test_the_ends_of_the_output_are_kept_for_any_chunk_size(chunk: int) -> None:
 def test_the_documentation_names_every_setting() -> None:
     page = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text(encoding="utf-8")
     assert [name for name in SandboxSettings.model_fields if name not in page] == []
-
-
-def test_output_within_the_limit_is_complete() -> None:
-    output = Output(10)
-    output.add("zwölf".encode())
-    assert (output.text(), output.dropped_bytes) == ("zwölf", 0)
 
 
 def test_sandboxes_start_with_a_restrictive_umask() -> None:
@@ -207,10 +91,10 @@ def test_root_uses_the_system_python_if_other_users_cannot_reach_its_own(
 
 
 def test_a_missing_folder_for_temporary_files_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    python_tool(mechanism="landlock")
+    python_tool()
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     with pytest.raises(ConfigError, match="/no/such/folder"):
-        PythonTool(SMALL | {"mechanism": "landlock"})
+        PythonTool(SMALL)
 
 
 AGENT = """
@@ -233,11 +117,10 @@ open('file', 'w').close()
 """
 
 
-@pytest.mark.parametrize("mechanism", ["landlock", "limits"])
-def test_an_agent_killed_by_sigkill_leaves_no_processes_and_no_files(mechanism: Mechanism) -> None:
-    config = {"mechanism": mechanism, "allow_weaker_isolation": True, "python": readable_python()}
+def test_an_agent_killed_by_sigkill_leaves_no_processes_and_no_files() -> None:
+    config = {"python": readable_python()}
     python_tool(**config)
-    marker = f"{os.getpid()}0{len(mechanism)}.5"
+    marker = f"{os.getpid()}0.5"
     script = AGENT.format(config=config, code=LEAVES_A_DAEMON.format(marker=marker))
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
@@ -276,7 +159,8 @@ def test_a_sandbox_whose_supervisor_dies_is_replaced_at_the_next_call() -> None:
 
 
 def test_without_isolation_limits_hold_and_daemons_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"mechanism": "limits", "allow_weaker_isolation": True, "python": readable_python()}
+    monkeypatch.setattr(landlock, "version", lambda: 0)
+    settings = {"allow_weaker_isolation": True, "python": readable_python()}
     marker = f"{os.getpid()}1.5"
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)

@@ -1,4 +1,4 @@
-"""Code that attempts to escape, to exceed limits or to leave processes, under every sufficient mechanism.
+"""Code that attempts to escape, to exceed limits or to leave processes.
 
 After each attempt, the same trajectory and the next one work, and no process is left running.
 """
@@ -14,19 +14,14 @@ from uuid import uuid4
 
 import pytest
 
-from tests.tools.sandboxes import HASTY, MECHANISMS, SECRET, SMALL, ask, python_tool, running, talk
+from tests.tools.sandboxes import HASTY, SECRET, ask, python_tool, running, talk
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("mechanism")]
+pytestmark = pytest.mark.slow
 
 SUICIDE = "import os\ntry:\n    os.kill(-1, 9)\nfinally:\n    os.kill(os.getpid(), 9)"
 ALIVE = "print('still', 'here')"
 COUNTED = "ran more than 16 processes, and they were killed"
 """Message where the supervisor counts processes, since the kernel counts them with those of the agent's user."""
-
-
-@pytest.fixture(params=MECHANISMS)
-def mechanism(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SMALL, "mechanism", request.param)
 
 
 def only(code: str, **settings: object) -> str:

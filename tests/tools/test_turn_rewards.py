@@ -23,7 +23,7 @@ from agent_loop.training.advantages.estimate import estimate_advantages, load_es
 from agent_loop.training.advantages.groups import turn_advantages
 from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.training.step_metrics import feedback_metrics
-from agent_loop.trajectory import AgentLoopOutput, Feedback, IncidentKind, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import Message, Origin, ToolCall
 from tests.helpers import call_text, encoded, text_reply, tool_call_reply, user
 from tests.rollout.harness import WorkerHarness
@@ -182,19 +182,6 @@ def test_a_call_before_the_first_sampled_token_belongs_to_no_turn() -> None:
     assert not assemble([trajectory], pad_token_id=0)["has_turn_reward"].any()
 
 
-def test_outputs_built_from_token_lists_may_have_turn_rewards() -> None:
-    output = AgentLoopOutput(
-        prompt_ids=[1],
-        response_ids=[2, 3, 4, 5],
-        response_mask=[1, 1, 0, 1],
-        feedback=[Feedback(Origin.TOOL, "mine", place=1, reward=0.5)],
-    )
-    trajectory = Trajectory(
-        output, row={"raw_prompt": user("?")}, group=0, rollout=0, reward=1.0, reward_extra={}
-    )
-    assert assemble([trajectory], pad_token_id=0)["turn_rewards"].tolist() == [[0.0, 0.5, 0.0, 0.0]]
-
-
 # -- advantages --------------------------------------------------------------------------------------------------------
 
 
@@ -222,17 +209,6 @@ def test_a_reward_of_zero_counts_and_a_missing_one_does_not() -> None:
         rewards_BR, is_rewarded_BR=torch.tensor([[False, True], [False, False]]), groups_B=groups_B
     )
     assert not alone.any(), "one reward is no better than itself"
-
-
-def test_equal_rewards_and_missing_rewards_give_exactly_zero() -> None:
-    rewards_BR = torch.tensor([[0.1], [0.1], [0.3]])
-    is_rewarded_BR = torch.ones(3, 1, dtype=torch.bool)
-    assert not turn_advantages(
-        rewards_BR, is_rewarded_BR=is_rewarded_BR, groups_B=torch.tensor([0, 0, 1])
-    ).any()
-    empty = turn_advantages(rewards_BR, is_rewarded_BR=~is_rewarded_BR, groups_B=torch.tensor([0, 0, 1]))
-    assert empty.shape == (3, 1)
-    assert not empty.any()
 
 
 def advantages_of_turns(trajectories: Sequence[Trajectory], *, weight: float) -> torch.Tensor:

@@ -49,11 +49,7 @@ class CombinedReward(RewardFunction):
         self._parts = parts
 
     async def __call__(self, output: AgentLoopOutput, row: Row) -> Score:
-        """Score one trajectory.
-
-        Raises:
-            RewardError: A part raised, took too long, or did not return a reward. The message names the part.
-        """
+        """Score one trajectory."""
         found = await run_together(
             _caught(name, part.reward(output, row))
             for name, part in self._parts.items()
@@ -102,11 +98,7 @@ class CombinedBatchReward(BatchRewardFunction):
 
 
 def load_rewards(config: RewardConfig) -> CombinedReward | CombinedBatchReward:
-    """Load the parts of `reward.functions`.
-
-    Raises:
-        ConfigError: A function does not exist, or its parameters do not fit its `batch`.
-    """
+    """Load the parts of `reward.functions`."""
     parts: dict[str, Part] = {}
     for name, part in config.functions.items():
         load = load_batch_reward if part.batch else load_reward

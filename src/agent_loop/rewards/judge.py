@@ -75,11 +75,7 @@ class Question:
         return self.reply.model_json_schema()
 
     def read(self, text: str) -> Verdict:
-        """Return the verdict in the text of a reply.
-
-        Raises:
-            UnreadableReply: The text is not exactly the requested JSON.
-        """
+        """Return the verdict in the text of a reply."""
         try:
             reply: Any = self.reply.model_validate_json(text)
         except ValidationError as error:
@@ -204,9 +200,6 @@ class JudgeCache:
 
     Args:
         path: SQLite database that keeps the replies for later runs. None keeps replies in memory only.
-
-    Raises:
-        ConfigError: The file cannot be opened or created.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -286,9 +279,6 @@ class Judge:
     Args:
         settings: The model and its endpoint.
         cache: Keeps the replies. May be shared with other judges.
-
-    Raises:
-        ConfigError: The client is not installed, or the API key is not set.
     """
 
     def __init__(self, settings: JudgeSettings, *, cache: JudgeCache) -> None:
@@ -306,11 +296,7 @@ class Judge:
         """Locks of the questions that are being asked."""
 
     async def ask(self, question: Question) -> Verdict:
-        """Return the judge's verdict. A reply that cannot be read is asked for once more.
-
-        Raises:
-            RewardUnavailable: The endpoint failed, or both replies cannot be read.
-        """
+        """Return the judge's verdict. A reply that cannot be read is asked for once more."""
         identity = self._settings.model_dump(mode="json", include=IN_CACHE_KEY)
         key = cache_key([identity, question.messages, question.schema])
         verdict = self._cached(key, question)

@@ -117,12 +117,7 @@ class Rubric:
         self._jury = _Jury(settings)
 
     async def score(self, output: AgentLoopOutput, row: Row) -> dict[str, Any]:
-        """Return the weighted mean of the criteria as `reward`, and the value of each criterion, from 0 to 1.
-
-        Raises:
-            RewardUnavailable: A judge failed.
-            RewardError: The row lacks a field of a criterion, or the trajectory has no messages.
-        """
+        """Return the weighted mean of the criteria as `reward`, and the value of each criterion, from 0 to 1."""
         settings = self._settings
         messages = _seen(output, shows=settings.shows)
         verdicts = await self._jury.ask(
@@ -156,12 +151,7 @@ class Ranking:
         self._jury = _Jury(settings)
 
     async def score(self, outputs: list[AgentLoopOutput], rows: list[Row]) -> list[dict[str, Any]]:
-        """Return for each trajectory its score from 0 to 1 as `reward`, and its `rank`, of which 1 is the best.
-
-        Raises:
-            RewardUnavailable: A judge failed.
-            RewardError: The row lacks a field of the ranking, or a trajectory has no messages.
-        """
+        """Return for each trajectory its score from 0 to 1 as `reward`, and its `rank`, of which 1 is the best."""
         question = ranking_question(
             _filled(self._text, rows[0], where="ranking"),
             attempts=[_seen(output, shows=self._settings.shows) for output in outputs],
@@ -181,11 +171,7 @@ def is_judged_file(reference: str) -> bool:
 
 
 def load_rubric(reference: str) -> Rubric:
-    """Load a file with criteria.
-
-    Raises:
-        ConfigError: The file or a setting in it is wrong, or the file has a ranking.
-    """
+    """Load a file with criteria."""
     settings = _load(reference)
     if settings.ranking is not None:
         raise ConfigError(
@@ -195,11 +181,7 @@ def load_rubric(reference: str) -> Rubric:
 
 
 def load_ranking(reference: str) -> Ranking:
-    """Load a file with a ranking.
-
-    Raises:
-        ConfigError: The file or a setting in it is wrong, or the file has criteria.
-    """
+    """Load a file with a ranking."""
     settings = _load(reference)
     if settings.ranking is None:
         raise ConfigError(f"{reference} has criteria, which are asked about each trajectory; leave batch out")

@@ -12,9 +12,9 @@ from agent_loop.config import parse_section
 from agent_loop.errors import SandboxError, ToolError
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.base import BaseTool, ToolResponse
-from agent_loop.tools.sandbox.host import SandboxHost
 from agent_loop.tools.sandbox.inside.supervisor import ExecutionResult
-from agent_loop.tools.sandbox.sandbox import Sandbox
+from agent_loop.tools.sandbox.probe import check_isolation
+from agent_loop.tools.sandbox.sandbox import Sandbox, open_sandbox
 from agent_loop.tools.sandbox.settings import SandboxSettings
 
 FENCED = re.compile(
@@ -50,7 +50,7 @@ class PythonTool(BaseTool):
         tool_schema: The OpenAI function schema; it must have a parameter `code`.
 
     Raises:
-        ConfigError: A setting is invalid, or no mechanism that works on this machine isolates the code sufficiently.
+        ConfigError: A setting is invalid, or this machine does not isolate code.
     """
 
     tool_schema: dict[str, Any] = DEFAULT_SCHEMA
@@ -61,13 +61,8 @@ class PythonTool(BaseTool):
         super().__init__(config, tool_schema)
         self._settings = parse_section(SandboxSettings, config, where=f"the config of tool {self.name!r}")
         self.timeout_s = self._settings.time_limit_s + self._settings.interrupt_grace_s + START_ALLOWANCE_S
-        self._host = SandboxHost(self._settings)
+        check_isolation(self._settings)
         self._sessions: dict[str, InterpreterSession] = {}
-
-    @property
-    def isolation(self) -> str:
-        """Description of the isolation in force."""
-        return str(self._host.isolation)
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         """Start the trajectory's sandbox.
@@ -75,7 +70,7 @@ class PythonTool(BaseTool):
         Raises:
             SandboxError: The sandbox could not be started.
         """
-        session = self._sessions[instance_id] = InterpreterSession(self._host)
+        session = self._sessions[instance_id] = InterpreterSession(self._settings)
         await session.start()
 
     async def execute(
@@ -111,8 +106,8 @@ class PythonTool(BaseTool):
 class InterpreterSession:
     """Sandbox of one trajectory. It is restarted at the next call after it was lost."""
 
-    def __init__(self, host: SandboxHost) -> None:
-        self._host = host
+    def __init__(self, settings: SandboxSettings) -> None:
+        self._settings = settings
         self._sandbox: Sandbox | None = None
         self._one_at_a_time = asyncio.Lock()
 
@@ -122,7 +117,7 @@ class InterpreterSession:
         Raises:
             SandboxError: The sandbox could not be started.
         """
-        self._sandbox = await self._host.open()
+        self._sandbox = await open_sandbox(self._settings)
         return self._sandbox
 
     async def run(self, code: str) -> tuple[ExecutionResult, list[str]]:

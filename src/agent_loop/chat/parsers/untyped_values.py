@@ -19,6 +19,7 @@ from msgspec import structs
 
 from agent_loop.chat.parsers.completion_walker import shortened
 from agent_loop.chat.parsers.json_calls import JsonFault, decode_json, is_too_deep
+from agent_loop.files.plain_values import without_references
 from agent_loop.types import ParsedCompletion, ToolCall
 
 PYTHON_WORDS = {"True": True, "False": False, "None": None}
@@ -31,8 +32,7 @@ def parameter_schemas(tools: Sequence[Mapping[str, Any]], *, name: str) -> Mappi
     """Return the JSON schemas of a tool's parameters with references resolved; empty if the tool is unknown."""
     for tool_name, parameters in map(_named_parameters, tools):
         if tool_name == name:
-            properties = _mapping(parameters.get("properties"))
-            return {key: _resolved(schema, parameters) for key, schema in properties.items()}
+            return _mapping(without_references(parameters).get("properties"))
     return {}
 
 
@@ -100,28 +100,26 @@ def _literal(node: ast.expr) -> Any:
     raise ValueError(type(node).__name__)
 
 
-def with_integers(value: Any, schema: Any, *, root: Mapping[str, Any] | None = None) -> Any:
+def with_integers(value: Any, schema: Any) -> Any:
     """Return a value in which whole floats such as `3.0` are integers where the schema says integer.
 
     Args:
         value: JSON value.
-        schema: JSON schema of the value.
-        root: Schema in which references are resolved; None resolves none.
+        schema: JSON schema of the value, without references.
     """
     if isinstance(value, float):
         types = _types(schema)
         return int(value) if value.is_integer() and "integer" in types and "number" not in types else value
-    if not isinstance(value, (dict, list)):
-        return value
-    fields = _mapping(schema)
     if isinstance(value, list):
-        items = _resolved(fields.get("items"), root or {})
-        return [with_integers(item, items, root=root) for item in cast(list[Any], value)]
-    properties = _mapping(fields.get("properties"))
-    return {
-        key: with_integers(inner, _resolved(properties.get(key), root or {}), root=root)
-        for key, inner in cast(dict[str, Any], value).items()
-    }
+        items = _mapping(schema).get("items")
+        return [with_integers(item, items) for item in cast(list[Any], value)]
+    if isinstance(value, dict):
+        properties = _mapping(_mapping(schema).get("properties"))
+        return {
+            key: with_integers(inner, properties.get(key))
+            for key, inner in cast(dict[str, Any], value).items()
+        }
+    return value
 
 
 def with_integer_arguments(
@@ -132,8 +130,8 @@ def with_integer_arguments(
         return parsed
     schemas = dict(map(_named_parameters, tools))
     calls = [
-        structs.replace(call, arguments=with_integers(call.arguments, root, root=root))
-        if isinstance(call, ToolCall) and (root := schemas.get(call.name))
+        structs.replace(call, arguments=with_integers(call.arguments, without_references(schema)))
+        if isinstance(call, ToolCall) and (schema := schemas.get(call.name))
         else call
         for call in parsed.calls
     ]
@@ -143,26 +141,6 @@ def with_integer_arguments(
 def _named_parameters(tool: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
     function = _mapping(tool.get("function", tool))
     return function.get("name"), _mapping(function.get("parameters"))
-
-
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return a schema with its own references resolved, but not the references of referenced definitions."""
-    changed = dict(_mapping(_pointed_at(schema, root)))
-    for key in ("anyOf", "oneOf", "allOf"):
-        if key in changed:
-            changed[key] = [_pointed_at(option, root) for option in _list(changed[key])]
-    return changed
-
-
-def _pointed_at(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the schema that a reference such as `#/$defs/Colour` points at, or any other schema unchanged."""
-    reference = _mapping(schema).get("$ref")
-    if not isinstance(reference, str):
-        return schema
-    found: Any = root
-    for key in reference.removeprefix("#/").split("/"):
-        found = _mapping(found).get(key)
-    return found
 
 
 def _types(schema: Any) -> frozenset[str]:
@@ -185,22 +163,18 @@ def _types(schema: Any) -> frozenset[str]:
 
 
 def _types_of(value: Any) -> frozenset[str]:
-    match value:
-        case None:
-            names = ("null",)
-        case bool():
-            names = ("boolean",)
-        case int():
-            names = ("integer", "number")
-        case float():
-            names = ("integer", "number") if value.is_integer() else ("number",)
-        case str():
-            names = ("string",)
-        case list():
-            names = ("array",)
-        case _:
-            names = ("object",)
-    return frozenset(names)
+    if isinstance(value, float):
+        return frozenset(("integer", "number") if value.is_integer() else ("number",))
+    return _JSON_TYPES.get(type(value), frozenset({"object"}))
+
+
+_JSON_TYPES: Mapping[type, frozenset[str]] = {
+    type(None): frozenset({"null"}),
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    str: frozenset({"string"}),
+    list: frozenset({"array"}),
+}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

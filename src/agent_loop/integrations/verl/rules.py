@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,9 +12,7 @@ from typing import Any, cast
 
 from agent_loop.errors import RewardError, did_you_mean
 from agent_loop.rewards import rules
-from agent_loop.runtime.threads import run_in_thread
-from agent_loop.tools.sandbox.host import SandboxHost
-from agent_loop.tools.sandbox.sandbox import Sandbox
+from agent_loop.tools.sandbox.sandbox import Sandbox, open_sandbox
 from agent_loop.tools.sandbox.settings import SandboxSettings
 
 NUM_TESTS_OF_WRONG = 10
@@ -56,8 +53,7 @@ async def score_code(solution_str: str, ground_truth: Any) -> float:
     inputs, outputs, name = _tests(ground_truth)
     blocks = _BLOCK.findall(solution_str)
     code = str(blocks[-1]) if blocks else solution_str
-    host = await run_in_thread(_host)
-    sandbox = await host.open()
+    sandbox = await open_sandbox(SandboxSettings(time_limit_s=10.0, output_limit_bytes=2_000_000))
     passed: list[bool] = []
     try:
         for given, expected in zip(inputs, outputs, strict=True):
@@ -67,11 +63,6 @@ async def score_code(solution_str: str, ground_truth: Any) -> float:
     finally:
         await sandbox.close()
     return sum(passed) / len(passed)
-
-
-@functools.cache
-def _host() -> SandboxHost:
-    return SandboxHost(SandboxSettings(time_limit_s=10.0, output_limit_bytes=2_000_000))
 
 
 def _tests(ground_truth: Any) -> tuple[Sequence[Any], Sequence[Any], str | None]:

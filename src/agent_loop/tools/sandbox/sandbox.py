@@ -20,7 +20,7 @@ from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.tools.sandbox.inside.files import remove_folder
 from agent_loop.tools.sandbox.inside.supervisor import ExecutionResult
-from agent_loop.tools.sandbox.settings import Mechanism, SandboxSettings
+from agent_loop.tools.sandbox.settings import SandboxSettings
 
 START_TIMEOUT_S = 60.0
 RESPONSE_TIMEOUT_S = 10.0
@@ -80,11 +80,7 @@ class Sandbox:
         self._is_closed = False
 
     async def wait_until_ready(self) -> None:
-        """Wait until the sandbox accepts calls.
-
-        Raises:
-            SandboxError: The sandbox could not be started.
-        """
+        """Wait until the sandbox accepts calls."""
         async with asyncio.timeout(START_TIMEOUT_S):
             ready = await self._receive()
             if ready is None:
@@ -98,11 +94,7 @@ class Sandbox:
         self._supervisor = ready["supervisor"]
 
     async def run(self, code: str) -> ExecutionResult:
-        """Run one call. After a cancellation, the sandbox cannot be used again and must be closed.
-
-        Raises:
-            SandboxError: The sandbox terminated, or does not respond.
-        """
+        """Run one call. After a cancellation, the sandbox cannot be used again and must be closed."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 self._writer.write(json.dumps({"code": code}).encode() + b"\n")
@@ -115,11 +107,6 @@ class Sandbox:
         if received is None:
             raise SandboxError("its supervisor terminated")
         return ExecutionResult(**received)
-
-    def host_status(self) -> dict[str, str]:
-        """Return the host's status of the supervisor: user, capabilities and more, from `/proc/PID/status`."""
-        lines = Path(f"/proc/{self._supervisor}/status").read_text().splitlines()
-        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
     async def close(self) -> None:
         """Terminate everything in the sandbox and remove its files. A cancellation does not interrupt it."""
@@ -147,13 +134,9 @@ class Sandbox:
             await run_in_thread(partial(remove_folder, self._work))
 
 
-async def open_sandbox(settings: SandboxSettings, *, mechanism: Mechanism) -> Sandbox:
-    """Start a sandbox and wait until it accepts calls.
-
-    Raises:
-        SandboxError: The sandbox could not be started.
-    """
-    starting = asyncio.ensure_future(_start_process(settings, mechanism=mechanism))
+async def open_sandbox(settings: SandboxSettings) -> Sandbox:
+    """Start a sandbox and wait until it accepts calls."""
+    starting = asyncio.ensure_future(_start_process(settings))
     try:
         sandbox = await asyncio.shield(starting)  # asyncio may lose a process whose creation is cancelled
     except asyncio.CancelledError:
@@ -172,9 +155,9 @@ async def open_sandbox(settings: SandboxSettings, *, mechanism: Mechanism) -> Sa
     return sandbox
 
 
-async def _start_process(settings: SandboxSettings, *, mechanism: Mechanism) -> Sandbox:
+async def _start_process(settings: SandboxSettings) -> Sandbox:
     command = [settings.resolve_python(), "-s", "-P", "-c", BOOTSTRAP]
-    command.append(json.dumps(asdict(settings.spec(mechanism))))
+    command.append(json.dumps(asdict(settings.spec())))
     try:
         work = tempfile.mkdtemp(prefix="agent-loop-sandbox-")
     except OSError as error:

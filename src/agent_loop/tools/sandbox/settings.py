@@ -5,24 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated
 
 from pydantic import Field
 
 from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section
 from agent_loop.errors import ConfigError
 from agent_loop.tools.sandbox.inside import landlock
-from agent_loop.tools.sandbox.inside.spec import SandboxSpec
+from agent_loop.tools.sandbox.inside.spec import SCOPED_SIGNALS_VERSION, SandboxSpec
 
 MEGABYTE = 2**20
-Mechanism: TypeAlias = Literal["landlock", "limits"]
-MECHANISMS: tuple[Mechanism, ...] = get_args(Mechanism)
-"""All mechanisms, strongest first."""
 SYSTEM_PYTHON = "/usr/bin/python3"
 
 
 class SandboxSettings(Section):
-    """Limits on untrusted code, and the mechanism that isolates it."""
+    """Limits on untrusted code, and what it may see."""
 
     time_limit_s: PositiveSeconds = 20.0
     """Seconds for one call."""
@@ -50,17 +47,9 @@ class SandboxSettings(Section):
     agent runs as root, they must be readable by everybody."""
     preload: tuple[str, ...] = ()
     """Modules that are imported when a sandbox starts, outside of the time limits of its calls."""
-    mechanism: Mechanism | Literal["auto"] = "auto"
-    """Isolation mechanism. `auto` uses Landlock, or limits alone if weaker isolation is allowed."""
     allow_weaker_isolation: bool = False
-    """Whether code runs even if it can reach the network, files or processes of the host. Only for trusted code."""
-
-    @property
-    def mechanisms(self) -> tuple[Mechanism, ...]:
-        """Mechanisms that may be used, strongest first."""
-        if self.mechanism != "auto":
-            return (self.mechanism,)
-        return MECHANISMS if self.allow_weaker_isolation else ("landlock",)
+    """Whether code runs even if the kernel has no Landlock, so that it can reach network, files and processes of the
+    host. Only for trusted code."""
 
     def resolve_python(self) -> str:
         """Return the interpreter. Sandboxes of root run as other users, who must be able to reach it."""
@@ -86,11 +75,27 @@ class SandboxSettings(Section):
             shown |= {path.rstrip("/"), real}
         return sorted(shown)
 
-    def spec(self, mechanism: Mechanism) -> SandboxSpec:
-        """Return the spec that the sandbox's processes receive."""
+    def spec(self) -> SandboxSpec:
+        """Return the spec that the sandbox's processes receive.
+
+        Raises:
+            ConfigError: A path in `visible` is wrong, or the kernel cannot isolate code.
+        """
+        version, has_own_user = landlock.version(), os.geteuid() == 0
+        is_contained = version >= SCOPED_SIGNALS_VERSION or (version > 0 and has_own_user)
+        if not is_contained and not self.allow_weaker_isolation:
+            lack = (
+                f"version {version} of its Landlock does not contain signals"
+                if version
+                else "it has no Landlock"
+            )
+            raise ConfigError(
+                f"this kernel cannot isolate untrusted code: {lack}. Use Linux 6.12, or run the agent as root on Linux "
+                "5.13, with `landlock` in the kernel's `lsm=`; or set allow_weaker_isolation: true if you trust the "
+                "code"
+            )
         return SandboxSpec(
-            mechanism=mechanism,
-            landlock_version=landlock.version() if mechanism == "landlock" else 0,
+            landlock_version=version,
             visible=self.resolve_visible(),
             preload=list(self.preload),
             seed=self.seed,
@@ -99,7 +104,7 @@ class SandboxSettings(Section):
             memory_bytes=self.memory_mb * MEGABYTE,
             cpu_seconds=self.cpu_seconds,
             max_processes=self.max_processes,
-            has_own_user=os.geteuid() == 0,
+            has_own_user=has_own_user,
             max_open_files=self.max_open_files,
             max_file_bytes=self.max_file_mb * MEGABYTE,
             temp_dir_bytes=self.temp_dir_mb * MEGABYTE,

@@ -67,12 +67,7 @@ class RequestTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Send the request, and return the selected part of the response.
-
-        Raises:
-            ToolUnavailable: The service is unavailable; see `WebClient.request`.
-            ToolError: The request failed; see `WebClient.request`. Or the response has nothing at `select`.
-        """
+        """Send the request, and return the selected part of the response."""
         to = self._operation
         query, headers, body = (
             {name: value for name, value in parameters.items() if name in names}
@@ -139,11 +134,7 @@ def _header_value(name: str, value: Any) -> str:
 
 
 def names_in(url: str, *, where: str) -> list[str]:
-    """Return the parameter names in a URL template.
-
-    Raises:
-        ConfigError: The URL is not a valid template with `{name}` placeholders.
-    """
+    """Return the parameter names in a URL template."""
     try:
         parts = list(Formatter().parse(url))
     except ValueError as error:
@@ -172,11 +163,7 @@ class HttpConfig(Section):
 
 
 class HttpTool(RequestTool):
-    """Tool that sends one request per call, from a template in its config.
-
-    Raises:
-        ConfigError: The config is invalid, or does not match the schema.
-    """
+    """Tool that sends one request per call, from a template in its config."""
 
     def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:
         function = tool_schema["function"]

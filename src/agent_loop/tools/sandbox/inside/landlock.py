@@ -50,11 +50,7 @@ def version() -> int:
 
 
 def keep_signals_inside() -> None:
-    """Restrict signals of this process and its children to each other. Needs version 6.
-
-    Raises:
-        OSError: The kernel refuses. The functions below raise it too.
-    """
+    """Restrict signals of this process and its children to each other. Needs version 6."""
     ruleset = _create(RulesetAttributes(scopes=SIGNALS))
     enforce(ruleset)
     os.close(ruleset)

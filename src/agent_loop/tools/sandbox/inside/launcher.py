@@ -96,9 +96,10 @@ def _supervise(control: socket.socket, *, spec: SandboxSpec, work: str, user_id:
     if spec.scopes_signals:
         landlock.keep_signals_inside()
     ruleset = None
-    if spec.mechanism == "landlock":
-        version = spec.landlock_version
-        ruleset = landlock.make_ruleset(version=version, shown=shown, devices=DEVICES, work=work)
+    if spec.landlock_version:
+        ruleset = landlock.make_ruleset(
+            version=spec.landlock_version, shown=shown, devices=DEVICES, work=work
+        )
     for name in spec.preload:
         __import__(name)
     if len(os.listdir("/proc/self/task")) > 1:

@@ -16,11 +16,7 @@ LISTED_CHILDREN = "/proc/self/task/{}/children"
 
 
 def change_user(user_id: int) -> None:
-    """Permanently change the user of this process.
-
-    Raises:
-        OSError: The process may not change its user, or its user namespace has no such user.
-    """
+    """Permanently change the user of this process."""
     try:
         os.setresgid(user_id, user_id, user_id)
         os.setresuid(user_id, user_id, user_id)

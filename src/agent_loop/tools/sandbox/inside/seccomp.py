@@ -198,9 +198,6 @@ def install_filter(*, shares_user: bool) -> None:
 
     Args:
         shares_user: Whether the sandbox shares the agent's user, so that changing file attributes must be blocked.
-
-    Raises:
-        OSError: The kernel has no such filters, or the architecture is not one of `ARCHITECTURES`.
     """
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
@@ -237,11 +234,7 @@ def make_program(
 
 
 def load(lines: list[BpfLine]) -> None:
-    """Enforce a program on this process, which must have set `PR_SET_NO_NEW_PRIVS` or have `CAP_SYS_ADMIN`.
-
-    Raises:
-        OSError: The kernel does not accept the filter.
-    """
+    """Enforce a program on this process, which must have set `PR_SET_NO_NEW_PRIVS` or have `CAP_SYS_ADMIN`."""
     array = (Instruction * len(lines))(*(Instruction(*line) for line in lines))
     program = Program(len(lines), array)
     zero = ctypes.c_ulong(0)

@@ -12,10 +12,8 @@ SCOPED_SIGNALS_VERSION = 6
 class SandboxSpec:
     """Isolation and limits of a sandbox. It is sent as JSON."""
 
-    mechanism: str
-    """`landlock` or `limits`."""
     landlock_version: int
-    """The kernel's version of Landlock; 0 if Landlock is not used."""
+    """The kernel's version of Landlock; 0 if it has none."""
     visible: list[str]
     """Files and folders of the host that are visible read-only, in addition to the system's and Python's."""
     preload: list[str]
