@@ -112,18 +112,6 @@ def test_a_new_base_replaces_the_old_one_and_frees_its_memory() -> None:
             assert flat(receiver.receive(handle)) == flat(weights)
 
 
-def test_plain_weights_between_updates_keep_the_base() -> None:
-    base, plain = base_weights(), {"w": torch.arange(5)}
-    with WeightSender("shared_memory") as sender, WeightReceiver() as receiver:
-        for version in (1, 3):
-            with sender.offer(adapted_of(base, version=version), weight_version=version) as handle:
-                assert flat(receiver.receive(handle)) == flat(adapted_of(base, version=version))
-            with sender.offer(plain.items(), weight_version=version + 1) as handle:
-                assert handle.base is None
-                assert flat(receiver.receive(handle)) == flat(plain.items())
-        assert len(blocks()) == 2
-
-
 @pytest.mark.parametrize("is_base_damaged", [False, True])
 def test_a_damaged_tensor_raises_an_error_and_no_tensor_is_returned(is_base_damaged: bool) -> None:
     base = base_weights()
@@ -140,33 +128,6 @@ def test_a_damaged_tensor_raises_an_error_and_no_tensor_is_returned(is_base_dama
                 receiver.receive(handle)
         damage(part)
         assert flat(receiver.receive(handle)) == flat(adapted_of(base, version=1))
-
-
-@pytest.mark.parametrize("transport", SHARED_OFFERS)
-def test_a_receiver_without_the_base_gets_a_clear_error_after_the_sender_is_closed(
-    transport: Transport,
-) -> None:
-    sender = WeightSender(transport)
-    with sender.offer(adapted_of(base_weights(), version=1), weight_version=1) as handle:
-        pass
-    sender.close()
-    assert not blocks()
-    with pytest.raises(WeightsError, match="the offer has ended"):
-        WeightReceiver().receive(handle)
-
-
-def test_the_next_offer_uses_the_base_of_a_failed_one() -> None:
-    base = base_weights()
-    with WeightSender("shared_memory") as sender:
-        with (
-            pytest.raises(ValueError, match="the engine refuses"),
-            sender.offer(adapted_of(base, version=1), weight_version=1) as handle,
-        ):
-            raise ValueError("the engine refuses")
-        assert handle.base is not None
-        assert blocks() == block_names(handle.base)
-        with sender.offer(adapted_of(base, version=2), weight_version=2) as handle:
-            assert flat(WeightReceiver().receive(handle)) == flat(adapted_of(base, version=2))
 
 
 def test_broadcasts_and_checkpoints_contain_the_merged_weights(

@@ -40,17 +40,6 @@ def test_the_folder_exists_while_the_offer_is_open(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
-def test_a_temporary_folder_is_created_and_deleted_if_no_folder_is_given() -> None:
-    with WeightSender("disk") as sender:
-        with sender.offer(WEIGHTS.items(), weight_version=0) as handle:
-            folder = Path(handle.field("folder", str))
-            assert folder.is_dir()
-        assert folder.parent.is_dir()
-        with pytest.raises(WeightsError, match="the offer has ended"):
-            WeightReceiver().receive(handle)
-    assert not folder.parent.exists()
-
-
 def test_one_wrong_bit_raises_an_error_that_names_the_tensor(tmp_path: Path) -> None:
     with (
         WeightSender("disk", folder=tmp_path) as sender,

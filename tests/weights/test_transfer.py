@@ -63,12 +63,6 @@ def test_tensors_of_all_kinds_are_received_unchanged_and_in_order_in_every_updat
             assert replies == [flat(weights.items())] * 2
 
 
-@pytest.mark.parametrize("transport", ON_CPU)
-def test_an_offer_without_weights_is_received(transport: Transport, receivers: list[Receiver]) -> None:
-    with WeightSender(transport, timeout_s=30) as sender, sender.offer([], weight_version=0) as handle:
-        assert receivers[0].receive(handle.to_json()) == []
-
-
 @pytest.mark.timeout(120)  # the other receiver may wait for the whole time limit of the broadcast
 def test_a_receiver_that_dies_affects_neither_the_others_nor_the_next_offer(
     receivers: list[Receiver], tmp_path: Path
