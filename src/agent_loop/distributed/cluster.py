@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from agent_loop.config import Config
@@ -29,34 +28,6 @@ RESTART_OPTIONS: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
 """Ray restarts processes without limit, and repeats no calls."""
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A machine of the cluster."""
-
-    id: str
-    num_cpus: float
-    num_gpus: float
-
-
-def place_servers(
-    num_servers: int, *, nodes: Sequence[Node], num_cpus: float, num_gpus: float
-) -> list[str | None]:
-    """Return the id of a node for each server: the node with the most free GPUs, then CPUs. Deterministic.
-
-    The id is None if no node has enough resources. Ray then waits for a node.
-    """
-    free = {node.id: [node.num_gpus, node.num_cpus] for node in nodes}
-    placed: list[str | None] = []
-    for _ in range(num_servers):
-        fitting = [node.id for node in nodes if free[node.id][0] >= num_gpus and free[node.id][1] >= num_cpus]
-        best = max(fitting, key=lambda node: free[node], default=None)
-        if best is not None:
-            free[best][0] -= num_gpus
-            free[best][1] -= num_cpus
-        placed.append(best)
-    return placed
-
-
 class Cluster:
     """Connection to Ray that creates the actors of a run."""
 
@@ -65,7 +36,6 @@ class Cluster:
         self._ray_config = config.trainer.ray
         self._ray = load_ray()
         self._is_started_here = False
-        self._server_nodes: list[str | None] = []
 
     def connect(self) -> None:
         """Connect to the cluster at `trainer.ray.address`, or start a cluster if no address is set.
@@ -95,17 +65,6 @@ class Cluster:
                     f"no Ray cluster at trainer.ray.address {self._ray_config.address!r}: {describe_error(error)}"
                 ) from error
             self._is_started_here = True
-        rollout, cpus = self._config.rollout, self._ray_config.num_cpus_per_server
-        self._server_nodes = place_servers(
-            len(rollout.server_urls) or rollout.num_servers,
-            nodes=[
-                Node(node["NodeID"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
-                for node in self._ray.nodes()
-                if node["Alive"]
-            ],
-            num_cpus=cpus,
-            num_gpus=self._num_gpus_per_server,
-        )
         if self._config.placement.is_set:
             create_group(self._ray, self._config)
 
@@ -118,19 +77,13 @@ class Cluster:
             self._ray.shutdown()
 
     def make_server(self, spec: ServerSpec, *, index: int) -> Any:
-        """Create the actor of a server, on a node with enough resources. A restart prefers the same node."""
-        node = self._server_nodes[index]
-        strategy: Any = "SPREAD"
-        if node is not None:
-            strategies: Any = self._ray.util.scheduling_strategies
-            strategy = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=True)
-        if self._config.placement.is_set:
-            strategy = strategy_for(self._ray, bundle=index)
+        """Create the actor of a server. Ray spreads servers over the nodes that have the resources."""
+        is_placed = self._config.placement.is_set
         actor_class = self._ray.remote(
             num_cpus=self._ray_config.num_cpus_per_server,
             num_gpus=self._num_gpus_per_server,
             max_concurrency=NUM_CALLS,
-            scheduling_strategy=strategy,
+            scheduling_strategy=strategy_for(self._ray, bundle=index) if is_placed else "SPREAD",
             **RESTART_OPTIONS,
         )(ServerActor)
         return actor_class.remote(spec, rollout=self._config.rollout, folder=os.getcwd())

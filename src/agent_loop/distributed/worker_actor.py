@@ -16,7 +16,6 @@ from uuid import uuid4
 from agent_loop.config import Config
 from agent_loop.distributed.messages import ServerInfo, WorkerUpdate, pack_trajectories
 from agent_loop.distributed.ray_module import enter_folder
-from agent_loop.distributed.record_buffer import RecordBuffer
 from agent_loop.distributed.remote_server import RemoteServer
 from agent_loop.recording.record import RowRecord
 from agent_loop.recording.row_log import RowLog
@@ -40,6 +39,8 @@ from agent_loop.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 UPDATE_INTERVAL_S = 0.02
+SEND_WITHIN_S = 0.5
+"""Seconds that records wait for another message to travel with. They are lost if the worker dies before."""
 FLUSH_TIMEOUT_S = 10.0
 
 
@@ -56,15 +57,20 @@ class WorkerSetup:
     """Working directory of the driver."""
 
 
-class _JobRun:
-    """Jobs of a batch that the worker runs."""
+class JobRun:
+    """Jobs of a batch that the worker runs: what the driver has to know, until it has fetched and stored it."""
 
     def __init__(self) -> None:
         self.has_update = asyncio.Event()
         self.is_cancelled = asyncio.Event()
         self.is_over = asyncio.Event()
-        self.records = RecordBuffer(self.has_update.set)
         self._ended: list[Trajectory] = []
+        self._records: list[tuple[str, bytes]] = []
+        self._num_records = 0
+        self._num_sent = 0
+        self._num_stored = 0
+        self._is_stored = asyncio.Condition()
+        self._timer: asyncio.TimerHandle | None = None
         self._updated_at = -math.inf
 
     def add(self, trajectory: Trajectory) -> None:
@@ -72,12 +78,29 @@ class _JobRun:
         self._ended.append(trajectory)
         self.has_update.set()
 
+    def add_record(self, trajectory_id: str, payload: bytes) -> None:
+        """Add a journal record, which waits up to `SEND_WITHIN_S` for others to travel with."""
+        self._records.append((trajectory_id, payload))
+        self._num_records += 1
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SEND_WITHIN_S, self.has_update.set)
+
+    async def stored(self) -> None:
+        """Wait until the driver has stored all records so far."""
+        num_records = self._num_records
+        if self._num_sent < num_records:
+            self.has_update.set()
+        async with self._is_stored:
+            await self._is_stored.wait_for(lambda: self._num_stored >= num_records)
+
     async def next_update(self) -> WorkerUpdate:
-        """Wait for something to report, and return everything since the last update.
+        """Wait for something to report, and return everything since the last update, which the driver has stored.
 
         Updates are at least `UPDATE_INTERVAL_S` apart, except the last one.
         """
-        self.records.confirm()
+        self._num_stored = self._num_sent
+        async with self._is_stored:
+            self._is_stored.notify_all()
         await self.has_update.wait()
         clock = asyncio.get_running_loop().time
         if (wait_s := self._updated_at + UPDATE_INTERVAL_S - clock()) > 0:
@@ -85,8 +108,28 @@ class _JobRun:
                 await run_bounded(self.is_over.wait, timeout_s=wait_s)
         self._updated_at = clock()
         self.has_update.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         ended, self._ended = self._ended, []
-        return WorkerUpdate(pack_trajectories(ended), self.records.fetch(), is_last=self.is_over.is_set())
+        records, self._records = self._records, []
+        self._num_sent += len(records)
+        return WorkerUpdate(pack_trajectories(ended), records, is_last=self.is_over.is_set())
+
+
+@dataclass(frozen=True, slots=True)
+class RowRecordSink:
+    """Sink of one row's log. Implements `agent_loop.recording.record.Sink`."""
+
+    run: JobRun
+    trajectory_id: str
+
+    def append(self, payload: bytes) -> None:
+        self.run.add_record(self.trajectory_id, payload)
+
+    async def flushed(self, *, to_disk: bool = False) -> None:
+        """Wait until the driver has stored the records. Its operating system has them then, not yet its disk."""
+        await self.run.stored()
 
 
 class WorkerActor:
@@ -101,7 +144,7 @@ class WorkerActor:
         self._pool = ServerPool(())
         self._worker: AgentLoopWorker | None = None
         self._manager: AsyncLLMServerManager | None = None
-        self._runs: dict[str, _JobRun] = {}
+        self._runs: dict[str, JobRun] = {}
 
     async def start(self, setup: WorkerSetup) -> tuple[str, int]:
         """Load the components that the configuration names.
@@ -151,9 +194,9 @@ class WorkerActor:
         """
         if client != self._client or self._worker is None or self._manager is None:
             return
-        run = self._runs.setdefault(run_id, _JobRun())
+        run = self._runs.setdefault(run_id, JobRun())
         self._pool.weight_version = weight_version
-        jobs = [_with_log(job, records, run.records) for job in jobs]
+        jobs = [_with_log(job, records, run) for job in jobs]
         try:
             async with self._manager.watching():
                 running = self._worker.run(jobs, on_trajectory=run.add)
@@ -176,7 +219,7 @@ class WorkerActor:
         """
         if client != self._client:
             return None
-        update = await self._runs.setdefault(run_id, _JobRun()).next_update()
+        update = await self._runs.setdefault(run_id, JobRun()).next_update()
         if update.is_last:
             self._runs.pop(run_id, None)
         return update
@@ -184,7 +227,7 @@ class WorkerActor:
     async def cancel_run(self, client: str, run_id: str) -> None:
         """Cancel a run, and wait until all of it has ended."""
         if client == self._client:
-            run = self._runs.setdefault(run_id, _JobRun())
+            run = self._runs.setdefault(run_id, JobRun())
             run.is_cancelled.set()
             await run.is_over.wait()
             self._runs.pop(run_id, None)
@@ -240,9 +283,8 @@ class WorkerActor:
         self._pool.balancer.set_external_requests(server, num_requests)
 
 
-def _with_log(job: Job, records: Mapping[str, RowRecord], buffer: RecordBuffer) -> Job:
+def _with_log(job: Job, records: Mapping[str, RowRecord], run: JobRun) -> Job:
     record = records.get(job.job_id)
     if record is None:
         return job
-    sink = buffer.sink(job.job_id)
-    return replace(job, log=RowLog(job.job_id, sink=sink, record=record))
+    return replace(job, log=RowLog(job.job_id, sink=RowRecordSink(run, job.job_id), record=record))

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from agent_loop.distributed.job_batch import JobBatch
-from agent_loop.distributed.record_buffer import SEND_WITHIN_S, RecordBuffer
+from agent_loop.distributed.worker_actor import SEND_WITHIN_S, JobRun, RowRecordSink
 from agent_loop.recording.record import RecordEntry, RecordKind, RecordPosition
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.values import pack
@@ -31,42 +31,42 @@ class ListSink:
         pass
 
 
-def test_records_are_sent_after_a_short_wait_and_stored_once_the_driver_confirms() -> None:
+def test_records_are_sent_after_a_short_wait_and_stored_once_the_driver_fetches_again() -> None:
     async def scenario() -> None:
-        clock, is_due = asyncio.get_running_loop().time, asyncio.Event()
-        buffer = RecordBuffer(is_due.set)
-        first, second = buffer.sink("first"), buffer.sink("second")
+        clock, run = asyncio.get_running_loop().time, JobRun()
+        first, second = RowRecordSink(run, "first"), RowRecordSink(run, "second")
         first.append(b"1")
         second.append(b"2")
-        await is_due.wait()
+        update = await run.next_update()
         assert clock() == SEND_WITHIN_S
-        assert buffer.fetch() == [("first", b"1"), ("second", b"2")]
-        is_due.clear()
+        assert update.records == [("first", b"1"), ("second", b"2")]
         async with asyncio.TaskGroup() as group:
             flushing = group.create_task(second.flushed())
             await asyncio.sleep(60)
             assert not flushing.done()
-            buffer.confirm()
-        assert not is_due.is_set()
+            fetching = group.create_task(run.next_update())
+            await flushing
+            assert not fetching.done()
+            fetching.cancel()
 
     run_virtual(scenario())
 
 
 def test_a_flush_sends_the_records_at_once() -> None:
     async def scenario() -> None:
-        is_due = asyncio.Event()
-        buffer = RecordBuffer(is_due.set)
-        buffer.sink("row").append(b"1")
+        run = JobRun()
+        sink = RowRecordSink(run, "row")
+        sink.append(b"1")
         async with asyncio.TaskGroup() as group:
-            flushing = group.create_task(buffer.flushed())
-            cancelled = group.create_task(buffer.flushed())
-            await is_due.wait()
+            flushing = group.create_task(sink.flushed())
+            cancelled = group.create_task(sink.flushed())
+            assert (await run.next_update()).records == [("row", b"1")]
             assert asyncio.get_running_loop().time() == 0
             cancelled.cancel()
-            assert buffer.fetch() == [("row", b"1")]
-            buffer.confirm()
+            fetching = group.create_task(run.next_update())
             await flushing
-        await buffer.flushed()
+            fetching.cancel()
+        await sink.flushed()
 
     run_virtual(scenario())
 
@@ -116,13 +116,14 @@ def test_a_row_whose_end_is_recorded_is_not_run_again() -> None:
 
     async def scenario() -> None:
         batch, chunk = logged_batch(ListSink())
-        buffer = RecordBuffer(lambda: None)
-        log = RowLog("group=0/rollout=0", sink=buffer.sink("group=0/rollout=0"))
+        run = JobRun()
+        log = RowLog("group=0/rollout=0", sink=RowRecordSink(run, "group=0/rollout=0"))
         async with asyncio.TaskGroup() as group:
-            group.create_task(log.end([trajectory]))
-            await asyncio.sleep(0)
-            await batch.keep(buffer.fetch())
-            buffer.confirm()
+            ending = group.create_task(log.end([trajectory]))
+            await batch.keep((await run.next_update()).records)
+            fetching = group.create_task(run.next_update())
+            await ending
+            fetching.cancel()
         assert await batch.put_back(chunk, max_restarts=5, reason="killed before it sent the row") == 0
         assert batch.is_complete
         [kept] = batch.trajectories
