@@ -38,3 +38,12 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except FileNotFoundError:
         return False
+
+
+def scheduler_of(leader: int | None) -> int:
+    """Return the id of the scheduler in the process group of an engine."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        pid, group = int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[2])
+        if group == leader and b"scheduler" in (stat.parent / "cmdline").read_bytes():
+            return pid
+    raise AssertionError("there is no scheduler")

@@ -22,7 +22,7 @@ from agent_loop.checks import Reference, check_server
 from agent_loop.errors import ConfigError, ServerDied
 from agent_loop.servers.base import Ability
 from agent_loop.servers.sglang import SGLangClient
-from agent_loop.types import SamplingParams, TokenOutput
+from agent_loop.types import SamplingParams
 from tests.engines.common import (
     LOG_PROB_TOLERANCE,
     MAX_MODEL_LEN,
@@ -123,9 +123,8 @@ def test_scores_are_those_of_the_reference(case: tuple[EngineCase, object], mode
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("streams", [False, True])
 def test_requests_in_flight_continue_with_new_weights_from_files(
-    case: tuple[EngineCase, object], model_path: Path, streams: bool
+    case: tuple[EngineCase, object], model_path: Path
 ) -> None:
     async def scenario() -> None:
         client = await connect(case[0], model_path)
@@ -137,15 +136,8 @@ def test_requests_in_flight_continue_with_new_weights_from_files(
         prompt, other_prompt = prompts(2, seed=30)
         params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 
-        async def generate() -> TokenOutput:
-            if not streams:
-                return await client.generate(prompt, params, "in flight")
-            return TokenOutput.from_chunks(
-                [part async for part in client.stream(prompt, params, "in flight")]
-            )
-
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(generate())
+            task = group.create_task(client.generate(prompt, params, "in flight"))
             await client.generate(other_prompt, SamplingParams(max_tokens=10, ignore_eos=True), "other")
             assert 0 < ((await client.health()).kv_cache_share or 0) < 1
             await client.update_weights(weights.items(), weight_version=version + 1)

@@ -39,7 +39,7 @@ def test_a_model_that_cannot_be_loaded_fails_with_the_last_log_lines(model_path:
     finally:
         (model_path / "hidden").rename(model_path / "model.safetensors")
     head, _, log = str(raised.value).partition("last log lines:\n")
-    assert head.startswith("server sglang-0: SGLang")
+    assert head.startswith("server sglang-0: the engine")
     assert "Cannot find any model weights" in log
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -24,13 +22,6 @@ from agent_loop.errors import BadPrompt, ConfigError, SamplingParamsError, Serve
 from agent_loop.servers.base import Ability, ServerSpec
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.embedded_process import EmbeddedProcess
-from agent_loop.servers.embedded_process.connection import (
-    MAX_MESSAGES,
-    SIZE_BYTES,
-    EngineCall,
-    EngineConnection,
-    EngineReply,
-)
 from tests.servers.tiny_embedded import GREEDY, LONG, random_prompt, tiny_model
 
 LENGTH = 256
@@ -82,9 +73,9 @@ async def running(model_path: Path, **engine_kwargs: object) -> AsyncIterator[Em
 
 
 def pid_of(server: EmbeddedProcess) -> int:
-    process = server._process._process
-    assert process is not None
-    return process.pid
+    pid = server._process.pid
+    assert pid is not None
+    return pid
 
 
 @pytest.mark.slow
@@ -135,7 +126,7 @@ async def check_loss(server: EmbeddedProcess) -> None:
     health = await server.health()
     assert not health.is_alive
     assert "exit code -9" in health.detail
-    with pytest.raises(ServerDied, match="start a new server"):
+    with pytest.raises(ServerDied, match="start another server"):
         await server.generate(random_prompt(9), GREEDY, "d")
     await server.abort("a")
     server.end_session("a")
@@ -171,13 +162,13 @@ def test_the_engine_ends_with_the_process_that_started_it(model_path: Path) -> N
     program = f"""
         import asyncio, time
         from agent_loop.config import ModelConfig
-        from agent_loop.servers.base import Ability, ServerSpec
+        from agent_loop.servers.base import ServerSpec
         from agent_loop.servers.embedded_process import EmbeddedProcess
 
         async def main():
             server = EmbeddedProcess(ServerSpec("engine", ModelConfig(path={str(model_path)!r}), {LENGTH}))
             await server.start()
-            print(server._process._process.pid, flush=True)
+            print(server._process.pid, flush=True)
             await asyncio.sleep(600)
 
         asyncio.run(main())
@@ -205,39 +196,3 @@ def _is_running(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-def test_messages_of_one_event_loop_iteration_are_sent_together() -> None:
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        connection, other = await EngineConnection.open(ours), await EngineConnection.open(theirs)
-        for number in range(3):
-            connection.send(EngineCall(number, "health"))
-        received = other.messages()
-        assert [(await anext(received)) for _ in range(3)] == [
-            EngineCall(number, "health") for number in range(3)
-        ]
-        connection.send(EngineReply(7, "the last message"))
-        connection.close()
-        assert [message async for message in received] == [EngineReply(7, "the last message")]
-        connection.send(EngineCall(8, "health"))
-        await asyncio.sleep(0)
-        other.close()
-
-    asyncio.run(main())
-
-
-def test_many_messages_are_sent_before_the_event_loop_iteration_ends() -> None:
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            connection = await EngineConnection.open(ours)
-            calls = [EngineCall(number, "health") for number in range(MAX_MESSAGES + 1)]
-            for call in calls:
-                connection.send(call)
-            sent = theirs.recv(2**20, socket.MSG_DONTWAIT)
-            assert pickle.loads(sent[SIZE_BYTES:]) == calls[:-1]
-            connection.close()
-            assert pickle.loads(theirs.recv(2**20)[SIZE_BYTES:]) == calls[-1:]
-
-    asyncio.run(main())

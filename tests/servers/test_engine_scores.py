@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agent_loop.errors import BadPrompt, BadServerReply, ServerError
-from agent_loop.servers.sglang.scores import read_scores, score_body
+from agent_loop.servers.sglang.requests import read_scores, score_body
 from agent_loop.servers.vllm.limits import ModelInfo
 from agent_loop.servers.vllm.replies import ReplyReader
 from agent_loop.servers.vllm.scores import read_flat_scores, score_sampling

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
+import base64
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from agent_loop.servers.base import Ability, ServerSpec
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.sglang import SGLangClient, SGLangServer, loader
-from agent_loop.servers.sglang.frames import Frame, FrameProtocol
 from agent_loop.servers.sglang.in_flight import SGLangRequests
 from agent_loop.servers.sglang.requests import (
     CONSTRAINT_ABILITIES,
@@ -35,7 +35,7 @@ from agent_loop.servers.sglang.requests import (
     read_reply,
     schema_errors,
 )
-from agent_loop.servers.sglang.server import HeldTokens
+from agent_loop.servers.weight_versions import stamp
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
 from agent_loop.weights import WeightSender
 
@@ -66,13 +66,12 @@ def event(
     }
 
 
-def joined(events: list[dict[str, Any]], *, stops: frozenset[int] = frozenset()) -> TokenOutput:
-    held, chunks = HeldTokens(stop_token_ids=stops), list[TokenChunk]()
+def joined(events: list[dict[str, Any]]) -> TokenOutput:
+    num_read, chunks = 0, list[TokenChunk]()
     for each in events:
-        reply = read_reply(each, num_seen=held.num_read, server="s", request_id="r")
-        held.add(reply)
-        if reply.chunk.stop_reason is not None or not held.is_cut:
-            chunks += held.release(reply)
+        chunk, versions = read_reply(each, num_seen=num_read, server="s", request_id="r")
+        chunks += stamp(chunk, first=num_read, weight_versions=versions)
+        num_read += len(chunk.token_ids)
     return TokenOutput.from_chunks(chunks)
 
 
@@ -95,20 +94,9 @@ def test_a_cumulative_and_an_incremental_stream_are_read_alike() -> None:
 def test_tokens_have_the_weight_version_that_sampled_them() -> None:
     finish = {"type": "length", "length": 4}
     whole = event([1, 2, 3, 4], finish=finish, versions=[("7", 0, 3), ("8", 3, 4)])
-    reply = read_reply(whole, num_seen=0, server="s", request_id="r")
-    output = TokenOutput.from_chunks(reply.chunks())
+    output = joined([whole])
     assert [(c.weight_version, len(c.token_ids)) for c in output.chunks] == [(7, 3), (8, 1)]
     assert (output.weight_version, output.stop_reason) == (8, "length")
-
-
-def test_a_stream_is_cut_after_the_first_stop_token_and_later_tokens_are_dropped() -> None:
-    events = [
-        event([1], total=1),
-        event([2, 9, 3], total=4),
-        event([4], total=5, finish={"type": "abort"}, versions=[("3", 0, 5)]),
-    ]
-    output = joined(events, stops=frozenset({9}))
-    assert (output.token_ids, output.stop_reason) == ([1, 2, 9], "stop")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +126,7 @@ def test_a_request_that_the_engine_aborts_with_an_error_fails() -> None:
 
 def test_top_k_of_one_keeps_the_temperature_of_the_logprobs() -> None:
     params = SamplingParams(temperature=0.7, top_k=1)
-    sampling = generate_body(PROMPT, params, rid="x", max_new_tokens=4, stream=False)["sampling_params"]
+    sampling = generate_body(PROMPT, params, rid="x", max_new_tokens=4)["sampling_params"]
     assert (sampling["top_k"], sampling["temperature"]) == (-1, 0.7)
     assert sampling["top_p"] < 1e-3
 
@@ -179,31 +167,6 @@ def test_no_request_is_sent_during_a_weight_update_and_an_aborted_one_is_never_s
     assert asyncio.run(scenario()) == (True, False)
 
 
-def test_frames_are_read_from_parts_of_any_size() -> None:
-    frames = [Frame("part", 3, {"a": [1, 2]}), Frame("end", 4, None), Frame("call", 5, b"x" * 5000)]
-
-    async def scenario() -> list[Frame]:
-        got, is_over = list[Frame](), asyncio.Event()
-        ours, theirs = socket.socketpair()
-        loop = asyncio.get_running_loop()
-        _, sender = await loop.create_unix_connection(
-            lambda: FrameProtocol(on_frame=got.append, on_end=lambda: None), sock=ours
-        )
-        receiver = FrameProtocol(on_frame=got.append, on_end=is_over.set)
-        for frame in frames:
-            sender.send(frame)
-        sender.close()
-        theirs.setblocking(False)
-        while data := await loop.sock_recv(theirs, 7):
-            receiver.data_received(data)
-        receiver.connection_lost(None)
-        theirs.close()
-        assert is_over.is_set()
-        return got
-
-    assert asyncio.run(scenario()) == frames
-
-
 class FakeModel:
     """Stub of a SGLang model, which loads weights."""
 
@@ -237,10 +200,8 @@ def test_the_loader_loads_published_weights_and_reports_the_result(tmp_path: Pat
     assert not is_mixed
 
 
-def _named(payload: bytes) -> Any:
-    import pickle
-
-    return pickle.loads(payload)
+def _named(payload: str) -> Any:
+    return pickle.loads(base64.b64decode(payload))
 
 
 def spec(**changes: Any) -> ServerSpec:
@@ -293,10 +254,10 @@ def test_weights_of_a_model_without_local_files_are_refused() -> None:
 
 def test_the_likeliest_tokens_are_requested_and_read_with_the_sampled_tokens() -> None:
     params = SamplingParams(top_logprobs=2)
-    body = generate_body(as_token_ids([1]), params, rid="r", max_new_tokens=3, stream=False)
+    body = generate_body(as_token_ids([1]), params, rid="r", max_new_tokens=3)
     assert body["top_logprobs_num"] == 2
     assert "top_logprobs_num" not in generate_body(
-        as_token_ids([1]), SamplingParams(), rid="r", max_new_tokens=3, stream=False
+        as_token_ids([1]), SamplingParams(), rid="r", max_new_tokens=3
     )
     top = [[[-0.1 * n, n, None], [-0.2 * n, n + 10, None]] for n in range(1, 5)]
     first, rest = event([1, 2]), event([1, 2, 3, 4], finish={"type": "length"})
@@ -311,10 +272,10 @@ def test_the_likeliest_tokens_are_requested_and_read_with_the_sampled_tokens() -
 
 def test_schemas_penalties_and_min_p_are_sent_under_the_names_of_sglang() -> None:
     params = SamplingParams(json_schema="{}", presence_penalty=0.5, frequency_penalty=-0.5, min_p=0.1)
-    sampling = generate_body(PROMPT, params, rid="x", max_new_tokens=4, stream=False)["sampling_params"]
+    sampling = generate_body(PROMPT, params, rid="x", max_new_tokens=4)["sampling_params"]
     sent = {"json_schema": "{}", "presence_penalty": 0.5, "frequency_penalty": -0.5, "min_p": 0.1}
     assert sent.items() <= sampling.items()
-    plain = generate_body(PROMPT, SamplingParams(), rid="x", max_new_tokens=4, stream=False)
+    plain = generate_body(PROMPT, SamplingParams(), rid="x", max_new_tokens=4)
     assert not sent.keys() & plain["sampling_params"].keys()
     abilities = CONSTRAINT_ABILITIES | {Ability.JSON_SCHEMA}
     check_params(params, abilities=abilities, server="sglang-0")

@@ -1,4 +1,6 @@
-"""SGLang engine that this process starts (`SGLangServer`), or a running SGLang server (`SGLangClient`)."""
+"""A SGLang server that the run starts (`SGLangServer`), or one that runs elsewhere (`SGLangClient`)."""
 
-from agent_loop.servers.sglang.client import SGLangClient as SGLangClient
-from agent_loop.servers.sglang.engine import SGLangServer as SGLangServer
+from agent_loop.servers.sglang.client import SGLangClient
+from agent_loop.servers.sglang.server import SGLangServer
+
+__all__ = ["SGLangClient", "SGLangServer"]

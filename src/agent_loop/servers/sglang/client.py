@@ -2,45 +2,67 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from packaging.specifiers import SpecifierSet
 
-from agent_loop.errors import (
-    BadServerReply,
-    ConfigError,
-    ServerDied,
-    ServerError,
-    WeightsError,
-)
+from agent_loop.errors import BadServerReply, ConfigError, ServerDied, ServerError, WeightsError
 from agent_loop.runtime.concurrency import run_shielded
-from agent_loop.servers.base import Ability, ServerSpec, refuse_unknown_options
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.prompt_limits import PromptLimits
-from agent_loop.servers.publishing import WeightPublisher
-from agent_loop.servers.sglang.options import CONTEXT_MARGIN
-from agent_loop.servers.sglang.requests import SAMPLING_ABILITIES
-from agent_loop.servers.sglang.server import CONTROL_TIMEOUT_S, SGLangBase, SGLangConnection
-from agent_loop.servers.sglang.versions import SUPPORTED
+from agent_loop.servers.publishing import WeightPublisher, local_folder
+from agent_loop.servers.scores import TokenScores, checked_scores, checked_text, scores_of_no_token
+from agent_loop.servers.sglang.in_flight import SGLangRequest, SGLangRequests
+from agent_loop.servers.sglang.options import CONTEXT_MARGIN, SUPPORTED
+from agent_loop.servers.sglang.requests import (
+    CONSTRAINT_ABILITIES,
+    SAMPLING_ABILITIES,
+    check_params,
+    generate_body,
+    needs_own_stop,
+    read_reply,
+    read_scores,
+    schema_errors,
+    score_body,
+)
+from agent_loop.servers.weight_versions import as_version, stamped
+from agent_loop.trajectory.attachments import Attachment
+from agent_loop.types import IntArray, SamplingParams, TokenChunk
 
 if TYPE_CHECKING:
+    import torch
+
     from agent_loop.weights import WeightHandle
 
 OPTIONS = ("api_key", "weights_folder")
 """Keys of `engine_kwargs`: the server's API key, and a folder for new weights that both processes can access."""
-GET_PATHS = ("/server_info", "/model_info", "/v1/loads")
+NOT_STARTED = "the server was not started; await start() first"
+CLOSED = "the server was closed; start another server"
+HEALTH_TIMEOUT_S = 10.0
+CONTROL_TIMEOUT_S = 600.0
+ABORT_INTERVAL_S = 0.2
 ABORT_TIMEOUT_S = 10.0
+SLEEP_TAGS = ("kv_cache", "weights")
 PROBE_IDS = (0, 1, 2, 3)
 PROBE_TOLERANCE = 1e-2
 
 
-class SGLangClient(SGLangBase):
+class SGLangClient(AsyncServerBase):
     """Client of `python -m sglang.launch_server`, with token ids in and out. `engine_kwargs` accepts an `api_key`.
+
+    An update takes running requests out of the batch, empties the prefix cache, loads the weights, and resumes the
+    requests. Their context is prefilled again under the new weights, which counts as a preemption. SGLang could also
+    keep the old cache and resume faster. The tokens of the current step would then have the wrong weight version, and
+    the cache could not be emptied.
 
     New weights are sent as files (`/update_weights_from_disk`). If the server is on another machine, set
     `weights_folder` to a folder that both machines can access. Only one client may update the weights: tokens of
@@ -64,10 +86,16 @@ class SGLangClient(SGLangBase):
                 f"rollout.weight_transfer is {spec.weight_transfer}, but a running SGLang server loads "
                 "weights only from disk; set disk or auto"
             )
-        folder = spec.engine_kwargs.get("weights_folder")
-        super().__init__(
+        folder, key = spec.engine_kwargs.get("weights_folder"), spec.engine_kwargs.get("api_key")
+        self._set_up(
             spec,
-            publisher=WeightPublisher(
+            HttpClient(
+                spec.url,
+                server=spec.name,
+                timeout_s=CONTROL_TIMEOUT_S,
+                headers={"Authorization": f"Bearer {key}"} if key else None,
+            ),
+            WeightPublisher(
                 spec.model,
                 transfer="disk",
                 is_same_host=False,
@@ -75,9 +103,32 @@ class SGLangClient(SGLangBase):
                 folder=Path(str(folder)) if folder else None,
                 as_checkpoints=True,
             ),
-            takes_seeds=False,
         )
-        self._url = spec.url
+
+    def _set_up(self, spec: ServerSpec, http: HttpClient, publisher: WeightPublisher) -> None:
+        self.name = spec.name
+        self.abilities = frozenset(
+            {
+                *SAMPLING_ABILITIES,
+                *CONSTRAINT_ABILITIES,
+                Ability.STREAMING,
+                Ability.PREFIX_REUSE,
+                Ability.WEIGHT_UPDATE,
+                Ability.UPDATE_IN_FLIGHT,
+                Ability.SCORE,
+            }
+        )
+        self._spec = spec
+        self._http = http
+        self._publisher = publisher
+        self._running = SGLangRequests(spec.name)
+        self._score_numbers = count()
+        self._updating = asyncio.Lock()
+        self._weight_version = 0
+        self._is_asleep = False
+        self._released: set[str] = set()
+        self._trouble = NOT_STARTED
+        self._limits: PromptLimits | None = None
 
     @classmethod
     def create(cls, spec: ServerSpec) -> SGLangClient:
@@ -85,53 +136,176 @@ class SGLangClient(SGLangBase):
         return cls(spec)
 
     async def start(self) -> None:
-        key = self._spec.engine_kwargs.get("api_key")
-        client = HttpClient(
-            self._url,
-            server=self.name,
-            timeout_s=CONTROL_TIMEOUT_S,
-            headers={"Authorization": f"Bearer {key}"} if key else None,
-        )
-        connection = HttpConnection(client, server=self.name)
         try:
-            await self._inspect(connection)
+            await self._inspect()
         except BaseException:
-            await client.close()
+            await self._http.close()
             raise
-        self._connection, self._trouble = connection, ""
+        self._trouble = ""
+
+    async def stream(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> AsyncGenerator[TokenChunk]:
+        """Yield the completion in chunks. See `AsyncServerBase.stream`.
+
+        Tokens after a weight update come in one chunk at the end, when SGLang reports the weight version of each token.
+        """
+        limits = self._usable_limits(request_id)
+        check_params(sampling_params, abilities=self.abilities, server=self.name)
+        room = limits.check(request_id, prompt_ids=prompt_ids, attachments=attachments)
+        if sampling_params.max_tokens is not None:
+            room = min(room, sampling_params.max_tokens)
+        with self._running.enter(request_id) as running, schema_errors(sampling_params):
+            if not await self._running.send(running):
+                yield TokenChunk([], [], weight_version=self._weight_version, stop_reason="aborted")
+                return
+            body = generate_body(prompt_ids, sampling_params, rid=running.rid, max_new_tokens=room)
+            stops = frozenset(sampling_params.stop_token_ids if needs_own_stop(sampling_params) else ())
+            replies = self._replies(body, running, stops)
+            async with (
+                self._typed_errors(request_id),
+                aclosing(stamped(replies, current_version=lambda: self._weight_version)) as chunks,
+            ):
+                async for chunk in chunks:
+                    is_exact = Ability.LOG_PROBS in self.abilities
+                    yield chunk if is_exact else replace(chunk, logprobs=None, extras={})
+
+    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
+        limits = self._usable_limits("")
+        text = checked_text(
+            token_ids,
+            start=start,
+            top_logprobs=top_logprobs,
+            server=self.name,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+        )
+        num_top = min(top_logprobs, limits.vocab_size)
+        if start == len(text):
+            return scores_of_no_token(num_top)
+        request_id = f"score-{next(self._score_numbers)}"
+        with self._running.enter(request_id) as running:
+            if not await self._running.send(running):
+                raise ServerError("the request was aborted", server=self.name)
+            body = score_body(text, start=start, num_top=num_top, rid=running.rid)
+            async with self._typed_errors(""), self._aborting_if_cancelled(running):
+                reply = await self._http.post_json("/generate", body)
+        scores = read_scores(reply, token_ids=text, start=start, num_top=num_top, server=self.name)
+        return checked_scores(
+            scores,
+            num_scores=len(text) - start,
+            top_logprobs=num_top,
+            server=self.name,
+            vocab_size=limits.vocab_size,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        running.is_aborted = True
+        while running.is_sent and not running.is_over.is_set():
+            # Repeated, because the engine ignores an abort that arrives before its request.
+            with suppress(ServerError):  # the request itself fails with the same error
+                await self._http.post_json("/abort_request", {"rid": running.rid})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_INTERVAL_S):
+                    await running.is_over.wait()
+
+    def end_session(self, request_id: str) -> None:
+        """Do nothing. SGLang evicts the oldest prefixes when it needs their memory."""
+
+    async def wake_up(self) -> None:
+        async with self._updating:
+            await self._resume(self._released)
+            self._is_asleep = False
+
+    async def sleep(self) -> None:
+        async with self._updating:
+            if self._running:
+                raise ServerError(
+                    f"{len(self._running)} requests are still running; await or abort them before sleep()",
+                    server=self.name,
+                )
+            if Ability.SLEEP in self.abilities and not self._is_asleep:
+                tags = [tag for tag in SLEEP_TAGS if tag not in self._released]
+                await self._post("/release_memory_occupation", {"tags": tags})
+                self._released.update(tags)
+            self._is_asleep = True
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
+    ) -> None:
+        async with self._updating:
+            self._refuse_if_unusable()
+            async with self._publisher.offer(weights, weight_version=weight_version) as handle:
+                await self._resume(self._released & {"weights"})
+                async with self._typed_errors(""), self._paused():
+                    await self._load(handle)
+                    self._weight_version = weight_version
+
+    async def health(self) -> ServerHealth:
+        detail = self._trouble
+        shares: list[float] = []
+        if not detail:
+            try:
+                await self._http.get_json("/server_info", timeout_s=HEALTH_TIMEOUT_S)
+                reply = await self._http.get_json("/v1/loads", timeout_s=HEALTH_TIMEOUT_S)
+                shares = [float(load["token_usage"]) for load in reply["loads"]]
+            except ServerError as error:
+                detail = str(error)
+        return ServerHealth(
+            is_alive=not detail,
+            num_running=self._running.num_sent,
+            num_waiting=len(self._running) - self._running.num_sent,
+            weight_version=self._weight_version,
+            detail=detail,
+            kv_cache_share=max(shares, default=None),
+        )
 
     async def close(self) -> None:
+        """Abort the requests in flight, and close the connections."""
         for running in self._running.all:
-            if running.is_sent and self._connection is not None:
+            if running.is_sent and not self._trouble:
                 with suppress(ServerError):
-                    await self._connection.call(
+                    await self._http.post_json(
                         "/abort_request", {"rid": running.rid}, timeout_s=ABORT_TIMEOUT_S
                     )
-        await super().close()
+        self._trouble = CLOSED
+        self._publisher.close()
+        await self._http.close()
 
-    async def _inspect(self, connection: SGLangConnection) -> None:
+    async def _inspect(self, *, has_scaled_logprobs: bool | None = None) -> None:
         """Find out what the server offers.
+
+        Args:
+            has_scaled_logprobs: Whether log-probs are of the scaled logits; None finds it out.
 
         Raises:
             ConfigError: The server has an unsupported version or another model, or its context is too short.
         """
-        timeout_s = self._spec.start_timeout_s
-        info = cast(Mapping[str, Any], await connection.call("/server_info", {}, timeout_s=timeout_s))
-        model = cast(Mapping[str, Any], await connection.call("/model_info", {}, timeout_s=timeout_s))
+        timeout_s, url = self._spec.start_timeout_s, self._http.url
+        info = cast(Mapping[str, Any], await self._http.get_json("/server_info", timeout_s=timeout_s))
+        model = cast(Mapping[str, Any], await self._http.get_json("/model_info", timeout_s=timeout_s))
         version = str(info.get("version"))
         if not SpecifierSet(SUPPORTED, prereleases=True).contains(version):
-            raise ConfigError(f"{self._url} runs SGLang {version}, but only {SUPPORTED} is supported")
-        config = _read_config(self._spec.model.path)
+            raise ConfigError(f"{url} runs SGLang {version}, but only {SUPPORTED} is supported")
+        config = _read_config(local_folder(self._spec.model))
         architectures = model.get("architectures")
         if config and architectures and config.get("architectures") != architectures:
             raise ConfigError(
-                f"{self._url} runs a {architectures}, but model.path is a {config.get('architectures')}; start it "
+                f"{url} runs a {architectures}, but model.path is a {config.get('architectures')}; start it "
                 f"with --model-path {self._spec.model.path}"
             )
         longest = int(info.get("max_req_input_len") or 0)
         if longest and longest < self._spec.max_model_len:
             raise ConfigError(
-                f"{self._url} accepts prompts below {longest} tokens, but rollout.prompt_length and "
+                f"{url} accepts prompts below {longest} tokens, but rollout.prompt_length and "
                 f"rollout.response_length add up to {self._spec.max_model_len}; start it with "
                 f"--context-length {self._spec.max_model_len + CONTEXT_MARGIN} or more"
             )
@@ -142,115 +316,167 @@ class SGLangClient(SGLangBase):
                 config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 2**31
             ),
         )
-        seen = str(model.get("weight_version"))
-        self._weight_version = int(seen) if seen.isdecimal() else 0
+        self._weight_version = as_version(model.get("weight_version"))
         if not info.get("skip_tokenizer_init") and info.get("grammar_backend") != "none":
             self.abilities |= {Ability.JSON_SCHEMA}
         if info.get("enable_deterministic_inference"):
             self.abilities |= {Ability.SEED}
         if info.get("enable_memory_saver") and info.get("enable_weights_cpu_backup"):
             self.abilities |= {Ability.SLEEP}
-        if not await _has_scaled_logprobs(connection):
+        if has_scaled_logprobs is None:
+            has_scaled_logprobs = await self._has_scaled_logprobs()
+        if not has_scaled_logprobs:
             self.abilities -= SAMPLING_ABILITIES
 
-    async def _load(self, connection: SGLangConnection, handle: WeightHandle) -> None:
+    async def _has_scaled_logprobs(self) -> bool:
+        """Return whether log-probs are of the scaled logits: temperature 2 halves the difference of two tokens."""
+        gaps: list[list[float]] = []
+        for temperature in (1.0, 2.0):
+            body = {
+                "input_ids": [*PROBE_IDS],
+                "sampling_params": {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True},
+                "return_logprob": True,
+                "token_ids_logprob": [*PROBE_IDS],
+                "rid": f"agent-loop-probe-{temperature:g}",
+                "stream": False,
+            }
+            reply = await self._http.post_json("/generate", body)
+            with self._http.validating("/generate"):
+                found = [float(entry[0]) for entry in reply["meta_info"]["output_token_ids_logprobs"][0]]
+            gaps.append([after - before for before, after in itertools.pairwise(found)])
+        return all(abs(hot * 2 - plain) < PROBE_TOLERANCE for plain, hot in zip(*gaps, strict=True))
+
+    async def _load(self, handle: WeightHandle) -> None:
+        """Load the weights into the paused engine, empty its cache, and set its weight version.
+
+        Raises:
+            WeightsError: The engine refused the weights.
+        """
         body = {
             "model_path": str(handle.source["folder"]),
             "weight_version": str(handle.weight_version),
             "flush_cache": self._has_cache,
         }
         try:
-            await connection.call("/update_weights_from_disk", body, timeout_s=CONTROL_TIMEOUT_S)
+            await self._post("/update_weights_from_disk", body)
         except HttpStatusError as error:
             if "Rolling back" in str(error):  # SGLang rolls back to the files that it failed to load
                 raise self._mixed(str(error)) from error
             raise WeightsError(
-                f"{self._url} did not load the weights of version {handle.weight_version}: {error}; check that it can "
-                "read the folder, or set rollout.engine_kwargs.weights_folder to a folder that it can read"
+                f"{self._http.url} did not load the weights of version {handle.weight_version}: {error}; check that "
+                "it can read the folder, or set rollout.engine_kwargs.weights_folder to a folder that it can read"
             ) from error
 
+    @property
+    def _has_cache(self) -> bool:
+        """Whether there is a prefix cache to empty. `sleep` on a GPU frees the cache."""
+        return "kv_cache" not in self._released
 
-class HttpConnection:
-    """Connection to SGLang's HTTP server.
+    def _mixed(self, why: str) -> ServerError:
+        """Stop using an engine that has a part of the new weights. Return the error to raise."""
+        self._trouble = f"its weights are partly old and partly new ({why}); start the server again"
+        return ServerError(self._trouble, server=self.name)
 
-    A request that is cancelled is aborted explicitly, because the server checks for lost clients only every few
-    seconds.
-    """
+    def _refuse_if_unusable(self, request_id: str = "") -> None:
+        if self._trouble:
+            raise ServerError(self._trouble, server=self.name, request_id=request_id)
 
-    def __init__(self, client: HttpClient, *, server: str) -> None:
-        self._client = client
-        self._server = server
-        self._is_closed = False
+    def _usable_limits(self, request_id: str) -> PromptLimits:
+        """Return the limits of requests, if the server can take one."""
+        self._refuse_if_unusable(request_id)
+        if self._is_asleep:
+            raise ServerError(
+                "the server is asleep; call wake_up first", server=self.name, request_id=request_id
+            )
+        assert self._limits is not None, "set by start"
+        return self._limits
 
-    async def call(
-        self, path: str, body: Mapping[str, Any], *, request_id: str = "", timeout_s: float | None = None
-    ) -> Any:
-        if path in GET_PATHS:
-            return await self._client.get_json(path, timeout_s=timeout_s)
-        async with self._abort_if_cancelled(path, body, request_id):
-            return await self._client.post_json(path, body, request_id=request_id, timeout_s=timeout_s)
-
-    async def stream(
-        self, path: str, body: Mapping[str, Any], *, request_id: str = ""
-    ) -> AsyncGenerator[Any]:
-        async with (
-            self._abort_if_cancelled(path, body, request_id),
-            aclosing(self._client.stream_events(path, body, request_id=request_id)) as events,
-        ):
+    async def _replies(
+        self, body: dict[str, Any], running: SGLangRequest, stops: frozenset[int]
+    ) -> AsyncGenerator[tuple[TokenChunk, Sequence[int]]]:
+        """Yield chunks of a completion with weight versions, and cut it after the first of `stops`."""
+        num_read, is_cut = 0, False
+        events = self._http.stream_events("/generate", body, request_id=running.request_id)
+        async with self._aborting_if_cancelled(running), aclosing(events):
             async for event in events:
-                yield event
-
-    async def close(self) -> None:
-        self._is_closed = True
-        await self._client.close()
+                chunk, versions = read_reply(
+                    event, num_seen=num_read, server=self.name, request_id=running.request_id
+                )
+                num_read += len(chunk.token_ids)
+                is_last = chunk.stop_reason is not None
+                ends = [place for place, token in enumerate(chunk.token_ids, 1) if token in stops]
+                if is_cut or ends:
+                    kept = chunk.part(0, 0 if is_cut else ends[0])
+                    counts = (chunk.num_preempted, chunk.num_cached_tokens)
+                    chunk = replace(
+                        kept,
+                        stop_reason="stop" if is_last else None,
+                        num_preempted=counts[0],
+                        num_cached_tokens=counts[1],
+                    )
+                    if not is_cut and not is_last:
+                        await self._http.post_json("/abort_request", {"rid": running.rid})
+                    is_cut = True
+                yield chunk, versions
+                if is_last:
+                    return
+        raise BadServerReply(
+            "SGLang's stream ended before the completion did", server=self.name, request_id=running.request_id
+        )
 
     @asynccontextmanager
-    async def _abort_if_cancelled(
-        self, path: str, body: Mapping[str, Any], request_id: str
-    ) -> AsyncGenerator[None]:
-        """Abort the request at the server if the body ends with an exception."""
+    async def _typed_errors(self, request_id: str) -> AsyncGenerator[None]:
         try:
             yield
-        except BaseException as error:
-            if self._is_closed and isinstance(error, Exception):
-                raise ServerDied(
-                    "the server was closed during the request", server=self._server, request_id=request_id
-                ) from error
-            if path == "/generate" and not self._is_closed:
-                await self._abort(body["rid"])
+        except ServerError as error:
+            if self._trouble != CLOSED:
+                raise
+            raise ServerDied(
+                "the server was closed during the request", server=self.name, request_id=request_id
+            ) from error
+
+    @asynccontextmanager
+    async def _aborting_if_cancelled(self, running: SGLangRequest) -> AsyncGenerator[None]:
+        """Abort the request if the body raises, because the server checks for lost clients only every few seconds."""
+        try:
+            yield
+        except BaseException:
+            if self._trouble != CLOSED:
+                with suppress(ServerError, TimeoutError):
+                    await run_shielded(
+                        lambda: self._http.post_json("/abort_request", {"rid": running.rid}),
+                        timeout_s=ABORT_TIMEOUT_S,
+                    )
             raise
 
-    async def _abort(self, rid: str) -> None:
-        with suppress(ServerError, TimeoutError):
-            await run_shielded(
-                lambda: self._client.post_json("/abort_request", {"rid": rid}), timeout_s=ABORT_TIMEOUT_S
-            )
+    @asynccontextmanager
+    async def _paused(self) -> AsyncGenerator[None]:
+        """Pause the engine while the body runs."""
+        with self._running.hold():
+            try:
+                await self._post("/pause_generation", {"mode": "retract"})
+                yield
+            finally:
+                await run_shielded(
+                    lambda: self._post("/continue_generation", {}), timeout_s=CONTROL_TIMEOUT_S
+                )
+
+    async def _resume(self, tags: Iterable[str]) -> None:
+        """Allocate memory again that `sleep` released."""
+        tags = sorted(tags)
+        if tags:
+            await self._post("/resume_memory_occupation", {"tags": tags})
+            self._released.difference_update(tags)
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        return await self._http.post_json(path, body, timeout_s=CONTROL_TIMEOUT_S)
 
 
-async def _has_scaled_logprobs(connection: SGLangConnection) -> bool:
-    """Return whether log-probs are of the scaled logits: temperature 2 halves the difference between two tokens."""
-    gaps: list[list[float]] = []
-    for temperature in (1.0, 2.0):
-        body = {
-            "input_ids": [*PROBE_IDS],
-            "sampling_params": {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True},
-            "return_logprob": True,
-            "token_ids_logprob": [*PROBE_IDS],
-            "rid": f"agent-loop-probe-{temperature:g}",
-            "stream": False,
-        }
-        reply = await connection.call("/generate", body)
-        try:
-            found = [float(entry[0]) for entry in reply["meta_info"]["output_token_ids_logprobs"][0]]
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise BadServerReply(f"SGLang's reply to a probe has no log-probs: {error!r}") from error
-        gaps.append([after - before for before, after in itertools.pairwise(found)])
-    return all(abs(hot * 2 - plain) < PROBE_TOLERANCE for plain, hot in zip(*gaps, strict=True))
-
-
-def _read_config(path: str) -> dict[str, Any]:
-    """Read the model's configuration. Return an empty dict if `path` is not a local folder."""
+def _read_config(folder: Path | None) -> dict[str, Any]:
+    """Read the model's configuration. Return an empty dict if the model is not on this machine."""
     try:
-        return cast(dict[str, Any], json.loads((Path(path) / "config.json").read_text(encoding="utf-8")))
+        return cast(
+            dict[str, Any], json.loads(((folder or Path()) / "config.json").read_text(encoding="utf-8"))
+        )
     except (OSError, ValueError):
         return {}

@@ -36,8 +36,6 @@ class SGLangRequests:
         self._by_session: dict[str, SGLangRequest] = {}
         self._may_send = asyncio.Event()
         self._may_send.set()
-        self.num_holds = 0
-        """Number of times that sending was paused."""
 
     def __len__(self) -> int:
         return len(self._by_session)
@@ -82,7 +80,6 @@ class SGLangRequests:
     @contextmanager
     def hold(self) -> Generator[None]:
         """Pause sending while the body runs."""
-        self.num_holds += 1
         self._may_send.clear()
         try:
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
 from collections.abc import Iterable
@@ -19,11 +20,11 @@ NAME = "agent_loop.servers.sglang.loader.load"
 _receivers: dict[int, WeightReceiver] = {}
 
 
-def payload(handle_json: str, *, report_folder: Path) -> bytes:
+def payload(handle_json: str, *, report_folder: Path) -> str:
     """Return the arguments of `load` in the form of serialized tensors, which SGLang passes to the loader."""
     text = json.dumps({"handle": handle_json, "report_folder": str(report_folder)})
     named = [("agent_loop", torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))]
-    return pickle.dumps(named)
+    return base64.b64encode(pickle.dumps(named)).decode("ascii")
 
 
 def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

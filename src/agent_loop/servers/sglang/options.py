@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from agent_loop.errors import ConfigError
-from agent_loop.planning.devices import environment_for
 from agent_loop.servers.base import ServerSpec, refuse_unknown_options
 from agent_loop.servers.packages import import_engine, require_version
 from agent_loop.servers.sglang import loader
-from agent_loop.servers.sglang.versions import SUPPORTED
 
+SUPPORTED = ">=0.5.23,<0.5.24"
+"""Tested with 0.5.23. Earlier versions report no weight versions of tokens. Later versions are not tested."""
 CONTEXT_MARGIN = 8
 """Tokens of its context that SGLang reserves: prompts end 6 tokens before its end, completions 2 tokens."""
 
@@ -26,7 +26,7 @@ SET_BY: Mapping[str, str] = {
     "dtype": "model.dtype",
 }
 """Options that are set by other keys of the configuration, and those keys."""
-FIXED = ("incremental_streaming_output", "weight_version", "tokenizer_worker_num")
+FIXED = ("incremental_streaming_output", "weight_version", "tokenizer_worker_num", "host", "port", "api_key")
 """Options that have a required value."""
 
 
@@ -68,6 +68,7 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
         "dtype": spec.model.dtype,
         "incremental_streaming_output": True,
         "weight_version": "0",
+        "skip_server_warmup": True,
     }
     if spec.tensor_parallel_size > 1:
         options["tp_size"] = spec.tensor_parallel_size
@@ -79,11 +80,7 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
 def engine_environment(spec: ServerSpec) -> dict[str, str]:
     """Return the environment variables that SGLang needs in addition to those of this process."""
     # The margin may exceed the positions of a model whose whole context is used. No token is placed there.
-    environment = {
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-        **environment_for(spec.devices),
-    }
+    environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
     if spec.model.device == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
     return environment

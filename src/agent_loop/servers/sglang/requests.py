@@ -1,15 +1,18 @@
-"""Bodies and replies of SGLang's `/generate`."""
+"""Bodies and replies of SGLang's `/generate`, for completions and for scores of texts."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any, cast
 
+import numpy as np
+
 from agent_loop.errors import BadServerReply, SamplingParamsError, ServerError
+from agent_loop.runtime.describe import one_line
 from agent_loop.servers.base import Ability, refuse_params_of_request
+from agent_loop.servers.scores import TokenScores
+from agent_loop.servers.weight_versions import as_version
 from agent_loop.types import (
     IntArray,
     SamplingParams,
@@ -27,40 +30,6 @@ LOWEST_TEMPERATURE = 1e-4
 """Lower temperatures overflow the logits in float32, and SGLang treats them as greedy."""
 GREEDY_TOP_P = 1e-6
 """Value of `top_p` that leaves one candidate."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateReply:
-    """New tokens of one reply of `/generate`."""
-
-    chunk: TokenChunk
-    """The new tokens. The stop reason and the counts are set in the last reply."""
-    weight_versions: list[int]
-    """Version of each token of the whole completion, in the last reply. The current version, in earlier replies."""
-
-    def chunks(self) -> list[TokenChunk]:
-        """Return a completion that this reply has all tokens of, in chunks of one weight version each."""
-        return stamp(self.chunk, first=0, weight_versions=self.weight_versions)
-
-
-def stamp(chunk: TokenChunk, *, first: int, weight_versions: Sequence[int]) -> list[TokenChunk]:
-    """Split a chunk at its weight versions.
-
-    Args:
-        first: Position of the chunk's first token in the completion.
-        weight_versions: Version of each token of the completion. The last version holds for all later tokens.
-    """
-    num_tokens = len(chunk.token_ids)
-    versions = [weight_versions[min(first + place, len(weight_versions) - 1)] for place in range(num_tokens)]
-    if not versions:
-        return [replace(chunk, weight_version=weight_versions[-1])]
-    chunks: list[TokenChunk] = []
-    start = 0
-    for version, run in groupby(versions):
-        end = start + len(list(run))
-        chunks.append(replace(chunk.part(start, end), weight_version=version))
-        start = end
-    return chunks
 
 
 def check_params(params: SamplingParams, *, abilities: frozenset[Ability], server: str) -> None:
@@ -117,7 +86,7 @@ def needs_own_stop(params: SamplingParams) -> bool:
 
 
 def generate_body(
-    prompt_ids: IntArray, params: SamplingParams, *, rid: str, max_new_tokens: int, stream: bool
+    prompt_ids: IntArray, params: SamplingParams, *, rid: str, max_new_tokens: int
 ) -> dict[str, Any]:
     """Return the JSON body of a request to `/generate`.
 
@@ -150,12 +119,16 @@ def generate_body(
         "sampling_params": sampling,
         "return_logprob": True,
         "logprob_start_len": -1,
-        "stream": stream,
+        "stream": True,
     }
 
 
-def read_reply(event: Any, *, num_seen: int, server: str, request_id: str) -> GenerateReply:
-    """Read a reply, cumulative or incremental.
+def read_reply(
+    event: Any, *, num_seen: int, server: str, request_id: str
+) -> tuple[TokenChunk, Sequence[int]]:
+    """Return the new tokens of a reply, cumulative or incremental, and the weight version of each token.
+
+    The last reply has the version of every token of the completion. Earlier replies have the current version.
 
     Args:
         num_seen: Number of tokens in the replies before it.
@@ -178,7 +151,7 @@ def read_reply(event: Any, *, num_seen: int, server: str, request_id: str) -> Ge
         scored = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]
         extras = _top_logprobs(meta.get("output_top_logprobs"), num_new=num_new)
         finish: Mapping[str, Any] | None = meta["finish_reason"]
-        versions = _versions(meta.get("weight_versions")) or [_as_version(meta.get("weight_version"))]
+        versions = _versions(meta.get("weight_versions")) or [as_version(meta.get("weight_version"))]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise bad(f"{type(error).__name__} {error}") from error
     if not 0 <= num_new <= min(len(output_ids), len(scored)):
@@ -200,7 +173,7 @@ def read_reply(event: Any, *, num_seen: int, server: str, request_id: str) -> Ge
         num_cached_tokens=meta.get("cached_tokens") if is_last else None,
         extras=extras,
     )
-    return GenerateReply(chunk, weight_versions=versions)
+    return chunk, versions
 
 
 def _stop_reason(finish: Mapping[str, Any], bad: Any) -> ServerStopReason:
@@ -229,12 +202,64 @@ def _top_logprobs(entries: Any, *, num_new: int) -> TokenArrays:
 
 def _versions(spans: Any) -> list[int]:
     return [
-        _as_version(span["version"])
+        as_version(span["version"])
         for span in spans or ()
         for _ in range(int(span["end"]) - int(span["start"]))
     ]
 
 
-def _as_version(text: Any) -> int:
-    """Return a weight version as a number. Servers that were started elsewhere name their first version `default`."""
-    return int(text) if str(text).isdecimal() else 0
+def score_body(token_ids: IntArray, *, start: int, num_top: int, rid: str) -> dict[str, Any]:
+    """Return the JSON body of a request to `/generate` that scores a text.
+
+    SGLang returns no log-prob of the first token that it is asked for, so it is asked for one token more.
+    """
+    top = {"top_logprobs_num": num_top} if num_top else {}
+    return top | {
+        "rid": rid,
+        "input_ids": token_ids.tolist(),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": start - 1,
+        "stream": False,
+    }
+
+
+def read_scores(reply: Any, *, token_ids: IntArray, start: int, num_top: int, server: str) -> TokenScores:
+    """Read the log-probs of a prompt. Entries begin with a log-prob and a token id, and the first has no log-prob.
+
+    Raises:
+        ServerError: SGLang failed the request.
+        BadServerReply: The reply has no log-probs of this prompt.
+    """
+    try:
+        fields = cast(Mapping[str, Any], reply)
+        if "error" in fields:
+            raise ServerError(f"SGLang failed: {fields['error']}", server=server)
+        meta: Mapping[str, Any] = fields["meta_info"]
+        finish: Any = meta["finish_reason"]
+        if finish is not None and finish.get("type") == "abort":
+            raise ServerError(f"SGLang aborted the request: {finish.get('message')}", server=server)
+        entries = cast(Sequence[Any], meta["input_token_logprobs"])[1:]
+        if not _are_ids([int(entry[1]) for entry in entries], token_ids[start:].tolist()):
+            raise ValueError(f"{len(entries)} log-probs of other tokens")
+        logprobs = np.array([float(entry[0]) for entry in entries], np.float32)
+        if not num_top:
+            return TokenScores(logprobs)
+        places = cast(Sequence[Any], meta["input_top_logprobs"])[1:]
+        shape = (len(entries), num_top)
+        return TokenScores(
+            logprobs,
+            np.array([[int(each[1]) for each in place] for place in places], np.int32).reshape(shape),
+            np.array([[float(each[0]) for each in place] for place in places], np.float32).reshape(shape),
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        shown = one_line(repr(cast(object, reply)), max_length=200)
+        raise BadServerReply(
+            f"SGLang's reply has no log-probs of the prompt ({error!r}): {shown}", server=server
+        ) from error
+
+
+def _are_ids(given: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Return whether a reply is about these tokens. SGLang writes the last id of the vocabulary as 0."""
+    differing = {(got, want) for got, want in zip(given, wanted, strict=False) if got != want}
+    return len(given) == len(wanted) and (not differing or differing == {(0, max(wanted))})
