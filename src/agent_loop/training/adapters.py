@@ -6,6 +6,7 @@ import secrets
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,13 +29,9 @@ BASE = ".base_layer."
 
 def add_adapters(model: PreTrainedModel, *, config: ModelConfig, seed: int) -> None:
     """Add new adapters to the model and freeze all other weights. New adapters do not change the outputs."""
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise _needs_peft() from error
-    settings = LoraConfig(
+    settings = _peft().LoraConfig(
         r=config.lora_rank,
-        lora_alpha=cast(Any, config.lora_alpha),
+        lora_alpha=config.lora_alpha,
         target_modules=config.target_modules,
         task_type="CAUSAL_LM",
     )
@@ -73,11 +70,7 @@ def _check_not_shared(model: PreTrainedModel, *, config: ModelConfig) -> None:
 
 def load_adapters(model: PreTrainedModel, *, config: ModelConfig, folder: Path) -> None:
     """Load adapters that `save_pretrained` wrote into the model, for further training."""
-    try:
-        from peft import PeftConfig
-    except ImportError as error:
-        raise _needs_peft() from error
-    rank = cast(Any, PeftConfig).from_pretrained(str(folder)).r
+    rank = _peft().PeftConfig.from_pretrained(str(folder)).r
     if rank != config.lora_rank:
         raise ConfigError(
             f"model.lora_rank is {config.lora_rank}, but the adapters in {folder} have {rank}; set "
@@ -103,13 +96,9 @@ def without_adapters(model: PreTrainedModel) -> Generator[None]:
 
 def merged_adapters(model: PreTrainedModel, *, folder: Path) -> PreTrainedModel:
     """Return the model with adapters that `save_pretrained` wrote, merged into its weights."""
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise _needs_peft() from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute by its former name
-        return cast(Any, PeftModel).from_pretrained(model, str(folder)).merge_and_unload()
+        return _peft().PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
 def is_adapter_folder(path: str | Path) -> bool:
@@ -156,8 +145,11 @@ def _merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         yield f"{owner}.{own_name}", merged
 
 
-def _needs_peft() -> ConfigError:
-    return ConfigError('model.lora_rank needs: pip install "agent-loop[lora]"')
+def _peft() -> Any:
+    try:
+        return import_module("peft")
+    except ImportError as error:
+        raise ConfigError('model.lora_rank needs: pip install "agent-loop[lora]"') from error
 
 
 def are_low_rank(model: PreTrainedModel) -> bool:
