@@ -35,10 +35,10 @@ from rich.table import Table
 from training_rounds import run_in_new_process
 
 from agent_loop.config import load_config
+from agent_loop.storage.metrics_file import METRICS_FILE
 from agent_loop.training import metrics as names
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
-from agent_loop.training.run_folder import METRICS_FILE
 from examples.common.warm_start import make_warm_model
 from examples.run import RECIPES, tool_schemas
 

@@ -43,9 +43,9 @@ from rich.table import Table
 from training_rounds import TASK_CONFIG, make_task_model, run_in_new_process, silence_libraries
 
 from agent_loop.config import load_config
+from agent_loop.storage.metrics_file import METRICS_FILE
 from agent_loop.training.metrics import MODEL_TOKENS, REWARD_MEAN, STEP_SECONDS, read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
-from agent_loop.training.run_folder import METRICS_FILE
 from examples.two_hop_lookup import task
 
 NUM_PROMPTS = 16

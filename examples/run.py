@@ -29,6 +29,7 @@ from agent_loop.environments.tasks import load_suite
 from agent_loop.errors import AgentLoopError
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
+from agent_loop.storage.metrics_file import METRICS_FILE
 from agent_loop.tiny_models.model import make_model
 from agent_loop.tiny_models.tokenizer import pad_id, train_tokenizer
 from agent_loop.tools.registry import load_tools
@@ -36,7 +37,6 @@ from agent_loop.training.checkpoint import latest_checkpoint
 from agent_loop.training.evaluation.scores import summarise
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
-from agent_loop.training.run_folder import METRICS_FILE
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Message, Row
 from examples.catalog import RECIPES, Recipe

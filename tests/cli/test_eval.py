@@ -247,7 +247,6 @@ def save_step(model: Any, *, config: dict[str, Any]) -> Path:
     return save_checkpoint(
         Path("trained"),
         step=7,
-        weight_version=7,
         learner=SavedModel(model),
         tokenizer=tokenizer,
         config=config,

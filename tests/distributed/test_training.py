@@ -14,10 +14,10 @@ from rich.console import Console
 from agent_loop.config import load_config
 from agent_loop.errors import ProcessGroupError
 from agent_loop.runtime.concurrency import run_together
+from agent_loop.storage.metrics_file import METRICS_FILE
 from agent_loop.training import metrics as names
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
-from agent_loop.training.run_folder import METRICS_FILE
 from tests.cli.project import make_project
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]

@@ -18,12 +18,12 @@ import pytest
 from rich.console import Console
 
 from agent_loop.config import load_config
+from agent_loop.storage.metrics_file import METRICS_FILE
 from agent_loop.tiny_models.model import make_model
 from agent_loop.tiny_models.tokenizer import pad_id, train_tokenizer
 from agent_loop.training.checkpoint import latest_checkpoint
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
-from agent_loop.training.run_folder import METRICS_FILE
 from examples.common.demonstrations import Task, demonstrations
 from examples.common.warm_start import encode, warm_start
 from examples.run import RECIPES, tool_schemas

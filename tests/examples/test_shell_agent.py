@@ -14,9 +14,9 @@ from rich.console import Console
 
 from agent_loop.config import load_config
 from agent_loop.runtime.owner import this_process
+from agent_loop.storage.metrics_file import METRICS_FILE
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
-from agent_loop.training.run_folder import METRICS_FILE
 from agent_loop.workspaces.container.container import OWNER_LABEL
 from agent_loop.workspaces.container.pool import close_pools
 from agent_loop.workspaces.folder import root_folder

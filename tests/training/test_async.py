@@ -22,7 +22,7 @@ from agent_loop.training import metrics as names
 from agent_loop.training.checkpoint import latest_checkpoint
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
-from agent_loop.training.run_folder import TrainResult
+from agent_loop.training.run import TrainResult
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 from tests.training.fakes import FakeRollouts, tiny_policy

@@ -50,7 +50,6 @@ def one_small_checkpoint() -> Iterator[None]:
         path = save_checkpoint(
             Path(folder),
             step=1,
-            weight_version=1,
             learner=Small(),
             tokenizer=Small(),
             config={"actor": {"lr": 1.5}},
@@ -69,7 +68,6 @@ def save(run_dir: Path, *, step: int, keep: int = 2) -> Checkpoint:
     path = save_checkpoint(
         run_dir,
         step=step,
-        weight_version=step,
         learner=make_learner(step),
         tokenizer=tiny_tokenizer(),
         config={"actor": {"lr": 1.0}},
@@ -82,7 +80,7 @@ def test_a_checkpoint_is_a_model_folder_and_a_state(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, step=40)
 
     assert checkpoint.path == tmp_path / "checkpoints" / "step-000040"
-    assert (checkpoint.step, checkpoint.weight_version) == (40, 40)
+    assert checkpoint.step == 40
     assert checkpoint.config == {"actor": {"lr": 1.0}}
     model = AutoModelForCausalLM.from_pretrained(checkpoint.model_path, dtype="float32")
     expected = tiny_policy(seed=40).state_dict()
@@ -241,7 +239,6 @@ def test_a_full_disk_is_an_error_and_the_previous_checkpoint_is_intact(tmp_path:
         save_checkpoint(
             tmp_path,
             step=2,
-            weight_version=2,
             learner=LearnerOnFullDisk(name),
             tokenizer=tiny_tokenizer(),
             config={},

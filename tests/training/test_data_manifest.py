@@ -15,7 +15,7 @@ from agent_loop.errors import CheckpointError
 from agent_loop.rollout.rows import RowFile, load_row_files
 from agent_loop.training.checkpoint import Checkpoint
 from agent_loop.training.manifest import DataManifest
-from agent_loop.training.run_folder import check_rows_unchanged
+from agent_loop.training.run import check_rows_unchanged
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +38,7 @@ def checkpoint(**rows: DataManifest) -> Checkpoint:
     return Checkpoint(
         path=Path("run/checkpoints/step-000002"),
         step=2,
-        weight_version=2,
         config={},
-        config_digest="",
-        version="",
         rows=rows,
     )
 

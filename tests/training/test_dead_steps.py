@@ -17,7 +17,7 @@ from agent_loop.errors import TrainingError
 from agent_loop.training import metrics as names
 from agent_loop.training.checkpoint import latest_checkpoint
 from agent_loop.training.metrics import read_metrics
-from agent_loop.training.monitor import DeadSteps, why_dead
+from agent_loop.training.monitor import Monitor, why_dead
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 from tests.training.fakes import FakeRollouts, tiny_policy
@@ -105,26 +105,6 @@ def test_too_many_dead_steps_in_a_row_save_and_stop_the_run(config: Config, mode
     assert latest_checkpoint(Path(config.trainer.run_dir)).step == 4
 
 
-def test_without_a_limit_dead_steps_never_stop_a_run(config: Config) -> None:
-    shown = run(config, dict.fromkeys(range(1, 13), 0.0), max_dead_steps=None, total_steps=12)
-
-    assert "in a row" not in shown
-    assert dead_steps_of(config)[-1] == 12
-
-
-@pytest.mark.nightly(keep=3)
-@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus_baseline", "reinforce_plus_plus"])
-@pytest.mark.parametrize("drops", [True, False])
-def test_equal_rewards_are_a_dead_step_for_every_estimator_without_a_critic(
-    config: Config, estimator: str, drops: bool
-) -> None:
-    config = changed(config, "algorithm", adv_estimator=estimator, drop_zero_variance_groups=drops)
-
-    shown = run(config, {2: 0.1})
-
-    assert "step 2 has nothing to learn from: all 16 rewards are 0.1, so no trajectory is better" in shown
-
-
 def test_groups_of_equal_rewards_are_a_dead_step_for_an_estimator_that_compares_in_groups(
     config: Config,
 ) -> None:
@@ -158,4 +138,4 @@ def test_a_step_of_the_critic_alone_is_not_dead() -> None:
     trajectories = sampled([{"raw_prompt": [{"role": "user", "content": "2 3"}]}])
     without_actor = {key: value for key, value in ALIVE.items() if not key.startswith(names.ACTOR)}
 
-    assert DeadSteps(limit=1, report=print).add(trajectories, without_actor, step=1) == 0
+    assert Monitor(max_dead_steps=1, report=print).add(trajectories, without_actor, step=1) == 0

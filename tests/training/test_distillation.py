@@ -99,16 +99,6 @@ def test_one_step_with_any_objective_trains_rows_without_a_signal(taught: Config
     assert (line[names.ADVANTAGE_STD] > 0) == (objective == "reward")
 
 
-def test_a_run_without_any_reward_learns_from_its_teacher(taught: Config) -> None:
-    taught = changed(with_distillation(taught, reward_coef=0.0), "trainer", total_steps=2)
-
-    result = train(taught, rollouts=RewardedRollouts(None))
-
-    first, second = lines_of(result.run_dir)
-    assert first[names.ROWS_TRAINED] == second[names.ROWS_TRAINED] == 16
-    assert second[names.TEACHER_KL + "big"] < first[names.TEACHER_KL + "big"]
-
-
 def test_rewards_count_besides_the_teacher(taught: Config) -> None:
     taught = changed(taught, "trainer", total_steps=1)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from agent_loop.config import Config
 from agent_loop.training import metrics as names
-from agent_loop.training.monitor import CUT_SHARE, FIRST_STEPS, EarlyWarnings
+from agent_loop.training.monitor import CUT_SHARE, FIRST_STEPS, Monitor
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import Row, StopReason
 from tests.training.fakes import FakeRollouts, tiny_policy
@@ -32,10 +32,10 @@ HEALTHY = {
 def warnings_of(values: Sequence[float | None], *, metric: str) -> list[str]:
     """Return the warnings of a run whose other metrics are healthy. None is a step without the metric."""
     shown: list[str] = []
-    watch = EarlyWarnings(report=shown.append)
+    watch = Monitor(max_dead_steps=None, report=shown.append)
     for step, value in enumerate(values, start=1):
         metrics = {**HEALTHY, metric: value}
-        watch.add({name: each for name, each in metrics.items() if each is not None}, step=step)
+        watch.check({name: each for name, each in metrics.items() if each is not None}, step=step)
     return shown
 
 

@@ -35,7 +35,6 @@ def trained(folder: Path, **model: Any) -> tuple[Learner, Checkpoint]:
     save_checkpoint(
         folder / "run",
         step=1,
-        weight_version=1,
         learner=learner,
         tokenizer=tokenizer,
         config=config.model_dump(mode="json"),

@@ -74,15 +74,6 @@ def test_a_failed_write_is_counted_in_a_metric_and_the_run_continues(config: Con
     assert lines[-1][names.UNSTORED_FILES] >= 1
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize(("keep", "steps"), [(0, []), (2, [3, 4]), (None, [1, 2, 3, 4])])
-def test_the_configured_number_of_steps_is_kept(config: Config, keep: int | None, steps: list[int]) -> None:
-    result = train(changed(config, "trainer", save_every=None, keep_trajectories=keep))
-    folder = result.run_dir / "trajectories"
-    kept = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    assert kept == [f"train-{step:06d}.parquet" for step in steps]
-
-
 def test_a_stored_trajectory_equals_the_trained_trajectory(config: Config) -> None:
     result = train(changed(config, "trainer", total_steps=1))
     read = [to_trajectory(row) for row in StoredRun(result.run_dir).rows()]

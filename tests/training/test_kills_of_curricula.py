@@ -44,7 +44,7 @@ def learn_and_tell(self, rollout):
         for trajectory in [*rollout.trajectories, *rollout.replayed]
     ]
     with open("trained.log", "a") as file:
-        file.write(json.dumps({"step": self._completed + 1, "trained": trained}) + chr(10))
+        file.write(json.dumps({"step": self.run.completed + 1, "trained": trained}) + chr(10))
     return result
 
 TrainingLoop._learn = learn_and_tell

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
-from rich.console import Console
 
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, TrainingError
@@ -21,7 +18,7 @@ from agent_loop.training.monitor import refuse_without_reward
 from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
 from agent_loop.types import Row, StopReason
 from tests.training.fakes import FakeRollouts, tiny_policy
-from tests.training.test_ppo_trainer import changed, train
+from tests.training.test_ppo_trainer import train
 
 Edit = Callable[[Trajectory], Trajectory]
 
@@ -95,44 +92,6 @@ def test_a_first_step_without_a_signal_stops_the_run_with_the_reason(
     assert message in str(error.value)
     assert rollouts.weight_version == 0
     assert list_checkpoints(Path(config.trainer.run_dir)) == []
-
-
-def test_a_later_step_without_a_signal_is_reported_and_skipped(config: Config) -> None:
-    output = io.StringIO()
-
-    result = train(
-        config, rollouts=EditedRollouts(unscored, since=3), console=Console(file=output, width=400)
-    )
-
-    assert result.step == 4
-    assert output.getvalue().count("has nothing to learn from") == 1
-    assert (
-        "step 3 has nothing to learn from: none of the 16 trajectories with sampled tokens, of 16, was scored"
-        in output.getvalue()
-    )
-
-
-def test_skipped_updates_are_reported(config: Config) -> None:
-    output = io.StringIO()
-
-    def set_logprobs_to_nan(trajectory: Trajectory) -> Trajectory:
-        """Return log-probs that only another rollout layer could return, because this package checks them."""
-        segments = [
-            s if s.logprobs is None else structs.replace(s, logprobs=s.logprobs * math.nan)
-            for s in trajectory.output.segments
-        ]
-        return structs.replace(trajectory, output=AgentLoopOutput(segments=segments))
-
-    result = train(
-        changed(config, "trainer", total_steps=1),
-        rollouts=EditedRollouts(set_logprobs_to_nan),
-        console=Console(file=output, width=400),
-    )
-
-    assert result.metrics["actor/nonfinite_updates"] == 2
-    assert (
-        "step 1: 2 optimiser steps of the policy were skipped, because their gradients" in output.getvalue()
-    )
 
 
 @register("scores_itself")

@@ -175,7 +175,7 @@ def test_a_checkpoint_contains_all_trained_state(
     first = load_learner(config)
     first.learn(batch)
     first.save(tmp_path)
-    checkpoint = Checkpoint(path=tmp_path, step=1, weight_version=1, config={}, config_digest="", version="0")
+    checkpoint = Checkpoint(path=tmp_path, step=1, config={})
 
     second = load_learner(config, checkpoint=checkpoint)
     first_metrics, second_metrics = first.learn(batch), second.learn(batch)

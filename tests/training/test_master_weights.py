@@ -100,7 +100,7 @@ def test_a_checkpoint_has_float32_weights_and_training_resumes_with_them(tmp_pat
     first = load_learner(config)
     first.learn(BATCH)
     first.save(tmp_path)
-    checkpoint = Checkpoint(path=tmp_path, step=1, weight_version=1, config={}, config_digest="", version="")
+    checkpoint = Checkpoint(path=tmp_path, step=1, config={})
 
     second = load_learner(config, checkpoint=checkpoint)
 

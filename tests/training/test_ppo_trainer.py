@@ -22,7 +22,7 @@ from agent_loop.training import metrics as names
 from agent_loop.training.checkpoint import latest_checkpoint, list_checkpoints
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
-from agent_loop.training.run_folder import TrainResult
+from agent_loop.training.run import TrainResult
 from agent_loop.types import Row
 from tests.training.fakes import PAD, FakeRollouts, FakeTemplate, tiny_policy
 
@@ -61,22 +61,6 @@ def test_a_run_raises_its_reward(config: Config) -> None:
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
     assert not result.is_interrupted
     assert result.checkpoint is None
-
-
-@pytest.mark.parametrize("name", ["cispo", "dppo", "gspo", "ppo", "sapo"])
-def test_one_step_with_any_built_in_policy_loss_changes_the_weights(config: Config, name: str) -> None:
-    config = changed(config, "trainer", total_steps=1, save_every=1)
-
-    result = train(changed(config, "actor", policy_loss=name))
-
-    before = tiny_policy().state_dict()
-    after = policy_of(result)
-    [line] = read_metrics(result.run_dir / "metrics.jsonl")
-    assert line["step"] == 1
-    assert line[names.GRAD_NORM] > 0
-    assert line[names.NONFINITE_UPDATES] == 0
-    assert all(value.isfinite().all() for value in after.values())
-    assert any(not torch.equal(value, before[key]) for key, value in after.items())
 
 
 def test_each_step_publishes_its_weights_and_writes_one_line(config: Config) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from contextlib import ExitStack
 
 from rich.console import Console
 
@@ -33,18 +32,18 @@ def test_outside_a_terminal_each_step_is_one_plain_line() -> None:
     assert "val success 90.0%" in second
 
 
-def test_in_a_terminal_the_view_shows_step_metrics_and_shares_of_time() -> None:
+def test_in_a_terminal_live_bars_count_steps_and_trajectories_below_the_lines() -> None:
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=100)
-    with ExitStack() as later, Progress(total_steps=4, console=console) as progress:
+    with Progress(total_steps=4, console=console) as progress:
         progress.start(completed_steps=0)
-        note = later.enter_context(progress.rollout(num_trajectories=8))
-        note(object())
-        progress.end_step(1, METRICS, time_spent="time: rollout 100%")
-        progress.say("a line that stays")
+        with progress.rollout(num_trajectories=8) as note:
+            note(object())
+            progress.end_step(1, METRICS, time_spent="time: decode 100%")
+            progress.say("a line that stays")
 
     text = output.getvalue()
-    for part in ("1/4", "0.412", "25.0%", "trajectories 1/8", "rollout 100%", "a line that stays"):
+    for part in ("step 1/4", "0/8", "reward 0.412", "decode 100%", "a line that stays"):
         assert part in text
 
 

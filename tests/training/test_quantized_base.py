@@ -66,10 +66,7 @@ def test_servers_and_an_export_compute_what_the_trainer_computes(config: ModelCo
     checkpoint = Checkpoint(
         path=tmp_path,
         step=1,
-        weight_version=1,
         config={"model": config.model_dump()},
-        config_digest="",
-        version="",
     )
     export_model(checkpoint, tmp_path / "exported")
     exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent_loop.config import DataConfig, SamplerConfig, load_config
-from agent_loop.errors import AlgorithmError, ConfigError
+from agent_loop.config import DataConfig, SamplerConfig
+from agent_loop.errors import AlgorithmError
 from agent_loop.rollout.rows import RowSampler
 from agent_loop.training.registry import SAMPLERS, row_sampler
 from agent_loop.training.samplers import (
@@ -133,21 +133,6 @@ def test_results_count_scored_rollouts_once_however_many_branches_they_have() ->
     results = row_results(trajectories, rows=[7, 8, 9], success_threshold=1.0)
 
     assert results == [RowResult(7, 2, 1, 0.25), RowResult(9, 1, 1, 2.0)]
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("floor=1.5", "data.sampler.floor"),
-        ("smoothing=0", "data.sampler.smoothing"),
-        ("skip_solved=0", "data.sampler.skip_solved"),
-        ("replay_share=1", "data.sampler.replay_share"),
-        ("flor=1", "floor"),
-    ],
-)
-def test_a_setting_that_does_not_fit_is_refused_by_name(setting: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(overrides=[f"data.sampler.{setting}"])
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.config import Config, DataConfig
+from agent_loop.config import Config
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.training import metrics as names
 from agent_loop.training.registry import SAMPLERS
-from agent_loop.training.row_selection import RowSelector, Selection, make_selector
-from agent_loop.training.samplers import RowResult, load_sampler
+from agent_loop.training.row_selection import RowSelector, Selection
+from agent_loop.training.samplers import RowResult
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 from tests.harness import examples
@@ -28,14 +28,15 @@ NUM_ROWS, NUM_STEPS, NUM_GROUPS = 12, 14, 4
 def selector_of(
     *, max_staleness: int = 0, max_refills: int = 0, num_rows: int = NUM_ROWS, **sampler: Any
 ) -> RowSelector:
-    config = DataConfig.model_validate({"train_batch_size": NUM_GROUPS, "seed": 5, "sampler": sampler})
-    rows = [{"raw_prompt": [{"role": "user", "content": str(n)}]} for n in range(num_rows)]
+    config = Config.model_validate(
+        {
+            "data": {"train_batch_size": NUM_GROUPS, "seed": 5, "sampler": sampler},
+            "algorithm": {"max_refills": max_refills},
+            "trainer": {"mode": "async" if max_staleness else "sync", "max_staleness": max_staleness},
+        }
+    )
     return RowSelector(
-        rows,
-        config=config,
-        sampler=load_sampler(config.sampler.name),
-        max_refills=max_refills,
-        max_staleness=max_staleness,
+        [{"raw_prompt": [{"role": "user", "content": str(n)}]} for n in range(num_rows)], config
     )
 
 
@@ -254,16 +255,17 @@ def test_too_few_rows_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "max_staleness", "message"),
+    ("values", "message"),
     [
-        ({}, 2, r"replay_max_age is 4, but .*max_staleness=2.* 5 versions old; give at least 5"),
-        ({"algorithm": {"adv_estimator": "remax"}}, 0, r"adv_estimator=remax needs greedy rollouts"),
+        (
+            {"trainer": {"mode": "async", "max_staleness": 2}},
+            r"replay_max_age is 4, but .*max_staleness=2.* 5 versions old; give at least 5",
+        ),
+        ({"algorithm": {"adv_estimator": "remax"}}, r"adv_estimator=remax needs greedy rollouts"),
     ],
 )
-def test_replay_is_refused_where_no_group_could_be_replayed(
-    values: dict[str, Any], max_staleness: int, message: str
-) -> None:
+def test_replay_is_refused_where_no_group_could_be_replayed(values: dict[str, Any], message: str) -> None:
     config = Config.model_validate({"data": {"sampler": {"replay_share": 0.5}}, **values})
 
     with pytest.raises(ConfigError, match=message):
-        make_selector([{"n": n} for n in range(20)], config=config, max_staleness=max_staleness)
+        RowSelector([{"n": n} for n in range(2000)], config)

@@ -19,7 +19,7 @@ from agent_loop.config import Config
 from agent_loop.training import metrics as names
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
-from agent_loop.training.run_folder import TrainResult
+from agent_loop.training.run import TrainResult
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 from tests.training.fakes import FakeRollouts, tiny_policy
@@ -114,25 +114,3 @@ def test_replayed_groups_are_trained_and_counted_and_are_no_rollouts(config: Con
         assert line[names.STALENESS_MAX] == 0
     trained = [line[names.ROWS_TRAINED] for line in lines if line.get(names.REPLAYED_GROUPS) == 2]
     assert all(num_rows >= 8 for num_rows in trained)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [1, 2])
-def test_asynchronous_runs_select_the_same_rows_before_and_after_a_resume(
-    config: Config, tmp_path: Path, max_staleness: int
-) -> None:
-    sampler = {"name": "curriculum", "floor": 0.05, "skip_failed": 2}
-    settings = {"mode": "async", "max_staleness": max_staleness}
-    _, whole = train(
-        with_sampler(config, run_dir=tmp_path / "whole", sampler=sampler, total_steps=8, **settings)
-    )
-    half = with_sampler(config, run_dir=tmp_path / "half", sampler=sampler, total_steps=4, **settings)
-    _, first = train(half)
-
-    resumed, rest = train(
-        with_sampler(config, run_dir=tmp_path / "half", sampler=sampler, total_steps=8, **settings),
-        resume=True,
-    )
-
-    assert resumed.step == 8
-    assert first.prompts | rest.prompts == whole.prompts

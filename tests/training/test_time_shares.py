@@ -74,12 +74,3 @@ def test_nested_and_overlapping_spans_count_once() -> None:
     assert time.shares[names.TIME_DECODE] == pytest.approx(1 / 8)
     assert time.shares[names.TIME_OTHER] == pytest.approx(3 / 8)
     assert sum(time.shares.values()) == pytest.approx(1)
-
-
-def test_steps_are_combined_in_proportion_to_their_seconds() -> None:
-    first = time_shares([trajectory(0, seconds=1.0)], phases={"rollout": 1.0, "step": 1.0}, label="step=1")
-    second = time_shares([], phases={"update": 3.0, "step": 3.0}, label="step=2")
-    both = first.plus(second)
-    assert both.seconds == 4.0
-    assert both.shares[names.TIME_TRAINING] == pytest.approx(0.75)
-    assert both.slowest.startswith("step=1/group=0/rollout=0 ")

@@ -25,7 +25,7 @@ from agent_loop.rollout.rows import load_rows, prepare_rows
 from agent_loop.training.evaluation.scores import Evaluation, summarise
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.progress import without_progress_of_transformers
-from agent_loop.training.run_folder import TrainResult
+from agent_loop.training.run import TrainResult
 from agent_loop.trajectory import Trajectory, mean_over_rollouts
 from agent_loop.types import Row
 

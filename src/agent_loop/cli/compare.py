@@ -175,7 +175,7 @@ def _mean_table(comparison: MetricComparison, *, names: Sequence[str]) -> Table:
     for index, name in enumerate(names):
         table.add_row(name, *(in_one(column.groups[index], spec) for column in columns.values()))
     for index, name in enumerate(names[1:]):
-        estimates = [column.differences[index].estimate for column in columns.values()]
+        estimates = [column.differences[index] for column in columns.values()]
         cells = (Text(in_one(each, f"+{spec}"), style=colour_of(each)) for each in estimates)
         table.add_row(f"{name} - {names[0]}", *cells)
     return table

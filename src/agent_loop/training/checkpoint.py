@@ -5,20 +5,19 @@ checkpoints/step-000040/
     critic/      the same for the critic, where there is one
     rows/        the results of the rows so far, for the selection of rows
     trainer/     what `torch.distributed.checkpoint` loads into any number of processes: optimiser, random states
-    state.json   step, weight version, configuration, the files of the rows, the size and CRC-32 of every other file,
+    state.json   step, configuration, the files of the rows, the size and CRC-32 of every other file,
                  and a CRC-32 of itself
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -56,12 +55,8 @@ class Checkpoint:
     path: Path
     step: int
     """Completed steps."""
-    weight_version: int
     config: Mapping[str, Any]
     """Configuration of the run that wrote the checkpoint."""
-    config_digest: str
-    version: str
-    """Version of this package that wrote the checkpoint."""
     rows: Mapping[str, DataManifest] = field(default_factory=dict[str, DataManifest])
     """Rows of the run, by split (`train`, `val`); empty in checkpoints of older versions."""
 
@@ -74,7 +69,6 @@ def save_checkpoint(
     run_dir: Path,
     *,
     step: int,
-    weight_version: int,
     learner: SavesItself,
     tokenizer: Any,
     config: Mapping[str, Any],
@@ -99,9 +93,7 @@ def save_checkpoint(
         tokenizer.save_pretrained(str(temporary / MODEL_FOLDER))
         state = {
             "step": step,
-            "weight_version": weight_version,
             "version": version("agent-loop"),
-            "config_digest": config_digest(config),
             "config": dict(config),
             "rows": {split: manifest.form() for split, manifest in (rows or {}).items()},
             "files": manifest_of(temporary),
@@ -156,7 +148,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def latest_checkpoint(run_dir: Path, *, parts: Iterable[str] | None = None) -> Checkpoint:
+def latest_checkpoint(run_dir: Path, *, parts: Collection[str] | None = None) -> Checkpoint:
     """Return the last checkpoint of a run.
 
     Raises:
@@ -171,7 +163,7 @@ def latest_checkpoint(run_dir: Path, *, parts: Iterable[str] | None = None) -> C
     return open_checkpoint(checkpoints[-1], parts=parts)
 
 
-def named_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkpoint:
+def named_checkpoint(path: Path, *, parts: Collection[str] | None = None) -> Checkpoint:
     """Return the checkpoint in a folder, or the last checkpoint of the run in it; see `latest_checkpoint`.
 
     Raises:
@@ -186,7 +178,7 @@ def named_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Check
     return open_checkpoint(path, parts=parts)
 
 
-def open_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, *, parts: Collection[str] | None = None) -> Checkpoint:
     """Read the state file of a checkpoint, and check the size and the checksum of its files by reading them.
 
     Raises:
@@ -201,10 +193,7 @@ def open_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkp
         checkpoint = Checkpoint(
             path=path,
             step=int(state["step"]),
-            weight_version=int(state["weight_version"]),
             config=dict(state["config"]),
-            config_digest=str(state["config_digest"]),
-            version=str(state["version"]),
             rows={split: DataManifest.read(form) for split, form in dict(state.get("rows", {})).items()},
         )
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -223,29 +212,20 @@ def checkpoints_folder(run_dir: Path) -> Path:
     return run_dir / CHECKPOINTS_FOLDER
 
 
-def config_digest(config: Mapping[str, Any]) -> str:
-    """Return a digest of a configuration."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def _checksum(state: Mapping[str, Any]) -> int:
     """Return the CRC-32 of the contents of a state file, whose layout does not matter."""
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    earlier = [each for each in list_checkpoints(path.parent.parent) if step_of(each) < _step_in(path)]
+    others = list_checkpoints(path.parent.parent)
+    earlier = others[: others.index(path)] if path in others else []
     advice = (
         f"move that folder elsewhere and resume, which takes the checkpoint before it, {str(earlier[-1])!r}"
         if earlier
         else "copy it again from a complete copy; its run has no earlier checkpoint"
     )
     return CheckpointError(f"checkpoint {str(path)!r} is damaged: {why}; {advice}")
-
-
-def _step_in(path: Path) -> int:
-    """Return the step in the name of a checkpoint; 0 if it has another name."""
-    return step_of(path) if re.fullmatch(r"step-\d{6,}", path.name) else 0
 
 
 def _last_good(run_dir: Path) -> str:

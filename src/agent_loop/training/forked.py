@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Protocol
 
 from msgspec import structs
 
 from agent_loop.rollout.forks import FORKED_TURN, Fork, own_segments
-from agent_loop.rollout.journal.step import StepJournal
 from agent_loop.training import metrics as names
 from agent_loop.trajectory import Trajectory, group_branches, mean_reward
-
-
-class ForkRunner(Protocol):
-    """The part of `AgentLoopManager` that samples continuations. The method is documented there."""
-
-    async def run_forks(
-        self,
-        forks: Sequence[Fork],
-        *,
-        n: int,
-        on_trajectory: Callable[[Trajectory], None] | None = None,
-        journal: StepJournal | None = None,
-        label: str = "",
-    ) -> list[Trajectory]: ...
 
 
 @dataclass(frozen=True, slots=True)

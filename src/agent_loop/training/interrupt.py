@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Coroutine, Generator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from agent_loop.runtime.concurrency import run_while
+
+ResultT = TypeVar("ResultT")
 
 
 class Interrupt:
     """Stop request of the first SIGINT. The second SIGINT raises KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
-        self._is_requested = False
-        self._scope: asyncio.Timeout | None = None
+        self._requested = asyncio.Event()
 
     @property
     def is_requested(self) -> bool:
-        return self._is_requested
-
-    def request(self) -> None:
-        """Request a stop. Call it in the event loop only."""
-        self._is_requested = True
-        if self._scope is not None:
-            self._scope.reschedule(asyncio.get_running_loop().time())
+        return self._requested.is_set()
 
     @contextmanager
     def listening(self) -> Generator[None]:
@@ -37,7 +35,7 @@ class Interrupt:
 
         def on_sigint() -> None:
             loop.remove_signal_handler(signal.SIGINT)  # the second one gets Python's own handler
-            self.request()
+            self._requested.set()
 
         loop.add_signal_handler(signal.SIGINT, on_sigint)
         try:
@@ -46,17 +44,10 @@ class Interrupt:
             loop.remove_signal_handler(signal.SIGINT)
             signal.signal(signal.SIGINT, previous)
 
-    @asynccontextmanager
-    async def abandoning(self) -> AsyncGenerator[None]:
-        """Cancel the body when a stop is requested, without raising. Only one body may run at a time."""
-        scope = self._scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                if self._is_requested:
-                    scope.reschedule(asyncio.get_running_loop().time())
-                yield
-        except TimeoutError:
-            if not scope.expired():
-                raise
-        finally:
-            self._scope = None
+    async def unless_requested(self, call: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+        """Await a call. When a stop is requested, cancel the call and return None."""
+
+        async def requested() -> None:
+            await self._requested.wait()
+
+        return await run_while(call, condition=requested())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,40 +19,47 @@ _MAX_NAMED = 5
 """Number of changes that an error names."""
 
 
-def manifest_of(folder: Path) -> dict[str, dict[str, int]]:
-    """Return the size and the CRC-32 of all files in a folder, by path relative to the folder, with `/`."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+def manifest_of(folder: Path, *, parts: Collection[str] | None = None) -> dict[str, dict[str, int]]:
+    """Return the size and the CRC-32 of all files in a folder, by path relative to the folder, with `/`.
+
+    `parts` are the subfolders to read; None reads all files.
+    """
+    named = {
+        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+    if parts is not None:
+        named = {name: path for name, path in named.items() if _part_of(name) in parts}
     with ThreadPoolExecutor(MAX_THREADS) as threads:
         return {
-            path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "crc32": crc32}
-            for path, crc32 in zip(files, threads.map(_crc32_of, files), strict=True)
+            name: {"size": path.stat().st_size, "crc32": crc32}
+            for (name, path), crc32 in zip(named.items(), threads.map(_crc32_of, named.values()), strict=True)
         }
 
 
 def find_damage(
-    folder: Path, manifest: Mapping[str, Mapping[str, int]], *, parts: Iterable[str] | None = None
+    folder: Path, manifest: Mapping[str, Mapping[str, int]], *, parts: Collection[str] | None = None
 ) -> str | None:
     """Return the first file that differs from the manifest, and how; None if all files are equal.
 
     `parts` are the subfolders to check; None checks all that the manifest names.
     """
-    wanted = set(parts) if parts is not None else {name.partition("/")[0] for name in manifest}
-    names = [name for name in manifest if name.partition("/")[0] in wanted]
-    for name in names:
-        file = folder / name
-        if not file.is_file():
+    parts = {_part_of(name) for name in manifest} if parts is None else parts
+    expected = {name: facts for name, facts in manifest.items() if _part_of(name) in parts}
+    found = manifest_of(folder, parts=parts)
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
             return f"{name} is missing"
-        if file.stat().st_size != manifest[name]["size"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {manifest[name]['size']}"
-    for file in (file for part in sorted(wanted) for file in sorted((folder / part).rglob("*"))):
-        name = file.relative_to(folder).as_posix()
-        if file.is_file() and name not in manifest:
+        if name not in expected:
             return f"{name} was not written with it"
-    with ThreadPoolExecutor(MAX_THREADS) as threads:
-        for name, crc32 in zip(names, threads.map(_crc32_of, [folder / name for name in names]), strict=True):
-            if crc32 != manifest[name]["crc32"]:
-                return f"{name} is not what was written (its checksum differs)"
+        if found[name]["size"] != expected[name]["size"]:
+            return f"{name} has {found[name]['size']} bytes instead of {expected[name]['size']}"
+        if found[name] != expected[name]:
+            return f"{name} is not what was written (its checksum differs)"
     return None
+
+
+def _part_of(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def _crc32_of(file: Path) -> int:
@@ -115,26 +122,16 @@ class DataManifest:
         """
         if self.digest == before.digest:
             return None
-        old, new = {file.name: file for file in before.files}, {file.name: file for file in self.files}
+        old, new = ({file.name: file for file in each.files} for each in (before, self))
         kept = {file.digest for file in self.files} & {file.digest for file in before.files}
-        changes = [
-            *(
-                f"added: {f.name} ({f.size})"
-                for f in self.files
-                if f.name not in old and f.digest not in kept
-            ),
-            *(
-                f"removed: {f.name} ({f.size})"
-                for f in before.files
-                if f.name not in new and f.digest not in kept
-            ),
-            *(
-                f"changed: {name} (was {old[name].size}; is {new[name].size})"
-                for name in old.keys() & new.keys()
-                if old[name].digest != new[name].digest
-            ),
-        ]
+        changes: list[str] = []
+        for name in sorted(old.keys() | new.keys()):
+            if name in old and name in new:
+                if old[name].digest != new[name].digest:
+                    changes.append(f"changed: {name} (was {old[name].size}; is {new[name].size})")
+            elif (file := old.get(name) or new[name]).digest not in kept:
+                changes.append(f"{'added' if name in new else 'removed'}: {name} ({file.size})")
         if not changes:
             return "the files come in another order, or another number of times"
         more = f"; and {len(changes) - _MAX_NAMED} more" if len(changes) > _MAX_NAMED else ""
-        return "; ".join(sorted(changes)[:_MAX_NAMED]) + more
+        return "; ".join(changes[:_MAX_NAMED]) + more

@@ -1,11 +1,12 @@
-"""Monitor of a run: refuses to train on nothing, and warns where a known collapse begins."""
+"""Refusals to train on nothing, and a monitor that warns of dead steps and of known collapses."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from statistics import fmean
 
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, TrainingError
@@ -98,44 +99,6 @@ SMALLEST_ADVANTAGE = 1e-6
 """Advantages below this, in mean and standard deviation, are rounding errors."""
 
 
-class DeadSteps:
-    """Counter of consecutive dead steps."""
-
-    def __init__(self, *, limit: int | None, report: Callable[[str], None]) -> None:
-        self._limit = limit
-        self._report = report
-        self._num_consecutive = 0
-        self._reason = ""
-
-    def add(self, trajectories: Sequence[Trajectory], metrics: Mapping[str, float], *, step: int) -> int:
-        """Count a completed step and return the number of consecutive dead steps up to it.
-
-        The first one of them is reported, with its reason.
-        """
-        reason = why_dead(trajectories, metrics)
-        if reason is None:
-            self._num_consecutive = 0
-            return 0
-        self._num_consecutive += 1
-        self._reason = reason
-        if self._num_consecutive == 1:
-            until = f"; the run stops after {self._limit} such steps in a row" if self._limit else ""
-            self._report(f"step {step} has nothing to learn from: {reason}{until}")
-        return self._num_consecutive
-
-    @property
-    def are_too_many(self) -> bool:
-        return self._limit is not None and self._num_consecutive >= self._limit
-
-    def error(self, *, step: int) -> TrainingError:
-        """Return the error that ends the run after this step."""
-        return TrainingError(
-            f"steps {step - self._num_consecutive + 1} to {step} had nothing to learn from; step {step}: "
-            f"{self._reason}. The run stopped, because trainer.max_dead_steps is {self._limit}; fix the cause, then "
-            "resume the run"
-        )
-
-
 def why_dead(trajectories: Sequence[Trajectory], metrics: Mapping[str, float]) -> str | None:
     """Return why a step gave its update no usable signal; None if it gave one."""
     if any(metrics.get(name) for name in (names.SFT_TOKENS, names.OBSERVATION_LOSS, names.TAUGHT_SHARE)):
@@ -188,135 +151,115 @@ FIRST_STEPS = 5
 """Number of steps whose mean a metric is compared with. A resumed run counts them from its own first step."""
 WINDOW = 3
 """Number of recent steps whose mean is compared, so that one unusual step gives no warning."""
-LOWEST_ENTROPY_SHARE = 0.1
-"""Smallest entropy without a warning, as a share of its mean over the first steps."""
-LARGEST_LENGTH_RATIO = 2.0
-"""Largest response length without a warning, as a multiple of its mean over the first steps."""
-LARGEST_CUT_SHARE = 0.5
-"""Largest share of rollouts that end at `rollout.response_length` without a warning."""
-LOWEST_SIGNAL_SHARE = 0.05
-"""`reward/signal_share` below this in `WINDOW` steps in a row gives a warning, unless all of them are dead steps."""
-LARGEST_MISMATCH = 0.1
-"""Largest mean absolute difference between the log-probs of trainer and rollout without a warning, in nats."""
 CUT_SHARE = f"{names.STOP_REASON}{StopReason.RESPONSE_LENGTH}"
 """Share of rollouts that end at `rollout.response_length`; absent if none does."""
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
-    """Values of a metric in the first steps and in the recent ones."""
+class Check:
+    """Check of a metric in every step."""
 
-    first: list[float] = field(default_factory=list[float])
-    recent: deque[float] = field(default_factory=lambda: deque[float](maxlen=WINDOW))
-
-    def add(self, value: float) -> None:
-        """Add the value of a step."""
-        if len(self.first) < FIRST_STEPS:
-            self.first.append(value)
-        self.recent.append(value)
-
-    @property
-    def start(self) -> float | None:
-        """Mean over the first steps; None before there are `FIRST_STEPS`."""
-        return sum(self.first) / FIRST_STEPS if len(self.first) == FIRST_STEPS else None
-
-    @property
-    def now(self) -> float:
-        """Mean over the recent steps."""
-        return sum(self.recent) / len(self.recent)
+    metric: str
+    fails: Callable[[Sequence[float], float, float], bool]
+    """Called with the last values, their mean, and the mean of the first steps, NaN before there are `FIRST_STEPS`."""
+    warning: str
+    """What is seen (`now`, `start`, `last`), what it usually means, and what to try."""
 
 
-class EarlyWarnings:
-    """Checks of the metrics of a run. A warning is reported once, and again only after its check has passed."""
+CHECKS = (
+    Check(
+        names.ENTROPY,
+        lambda _, now, start: now < 0.1 * start,
+        "the entropy fell from {start:.2g} nats in the first 5 steps to {now:.2g}: the policy hardly explores, so the "
+        "rewards of a group soon become equal; raise actor.entropy_coeff or actor.clip_ratio_high, or lower actor.lr",
+    ),
+    Check(
+        names.RESPONSE_LENGTH_MEAN,
+        lambda _, now, start: now > 2 * start,
+        "responses grew from {start:.0f} tokens in the first 5 steps to {now:.0f}: the policy may repeat itself, or "
+        "the reward may favour length; read some trajectories with agent-loop show, or set algorithm.overlong_buffer",
+    ),
+    Check(
+        CUT_SHARE,
+        lambda _, now, __: now > 0.5,
+        "{now:.0%} of the rollouts end at rollout.response_length: their answers are cut, so their rewards say little; "
+        "raise rollout.response_length, or set algorithm.overlong_buffer",
+    ),
+    Check(
+        names.SIGNAL_SHARE,
+        lambda recent, _, __: len(recent) == WINDOW and 0 < max(recent) < 0.05,  # without any, steps are dead
+        "only {now:.1%} of the rollouts of the last 3 steps had a signal: nearly all groups have equal rewards, "
+        "because their rows are too easy or too hard; use other rows, raise rollout.n, or set algorithm.max_refills",
+    ),
+    Check(
+        names.LOGPROB_DIFF_MEAN,
+        lambda _, now, __: now > 0.1,
+        "the log-probs of trainer and rollout differ by {now:.2g} nats in the mean: the trainer computes other "
+        "probabilities than the servers that sampled, or older weights sampled; use one model.dtype for both, lower "
+        "trainer.max_staleness, or set actor.correction.kind",
+    ),
+    *(
+        Check(
+            metric,
+            lambda _, now, __: now > 0,
+            f"{{last:.0f}} optimiser steps of the {model} were skipped, because their gradients were not finite: the "
+            f"training diverges, or numbers overflow; lower {section}.lr, or use a wider model.dtype",
+        )
+        for metric, model, section in (
+            (names.NONFINITE_UPDATES, "policy", "actor"),
+            (names.CRITIC_NONFINITE_UPDATES, "critic", "critic"),
+        )
+    ),
+)
 
-    def __init__(self, *, report: Callable[[str], None]) -> None:
+
+class Monitor:
+    """Observer of completed steps. Reports dead steps and the beginnings of known collapses.
+
+    A warning is reported once, and again only after its check has passed.
+    """
+
+    def __init__(self, *, max_dead_steps: int | None, report: Callable[[str], None]) -> None:
+        self._max_dead_steps = max_dead_steps
         self._report = report
-        self._series = {name: Series() for name in CHECKS}
+        self._num_dead = 0
+        self._reason = ""
+        self._values = {check.metric: list[float]() for check in CHECKS}
         self._failing = set[str]()
 
-    def add(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Check the metrics of a completed step, and report new warnings."""
-        for name, check in CHECKS.items():
-            value = metrics.get(name, 0.0 if name == CUT_SHARE else math.nan)
+    def add(self, trajectories: Sequence[Trajectory], metrics: Mapping[str, float], *, step: int) -> int:
+        """Check a completed step. Return the number of consecutive dead steps up to it."""
+        reason = why_dead(trajectories, metrics)
+        self._num_dead = 0 if reason is None else self._num_dead + 1
+        self._reason = reason or ""
+        if self._num_dead == 1:
+            limit = self._max_dead_steps
+            until = f"; the run stops after {limit} such steps in a row" if limit else ""
+            self._report(f"step {step} has nothing to learn from: {reason}{until}")
+        self.check(metrics, step=step)
+        return self._num_dead
+
+    def check(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Report new warnings on the metrics of a step."""
+        for check in CHECKS:
+            value = metrics.get(check.metric, 0.0 if check.metric == CUT_SHARE else math.nan)
             if not math.isfinite(value):
                 continue
-            self._series[name].add(value)
-            warning = check(self._series[name])
-            if warning is None:
-                self._failing.discard(name)
-            elif name not in self._failing:
-                self._failing.add(name)
-                self._report(f"step {step}: {warning}")
+            values = self._values[check.metric]
+            values.append(value)
+            recent, first = values[-WINDOW:], values[:FIRST_STEPS]
+            now, start = fmean(recent), fmean(first) if len(first) == FIRST_STEPS else math.nan
+            if not check.fails(recent, now, start):
+                self._failing.discard(check.metric)
+            elif check.metric not in self._failing:
+                self._failing.add(check.metric)
+                self._report(f"step {step}: {check.warning.format(now=now, start=start, last=value)}")
 
-
-def _check_entropy(entropy: Series) -> str | None:
-    if entropy.start is None or entropy.now >= LOWEST_ENTROPY_SHARE * entropy.start:
-        return None
-    return (
-        f"the entropy fell from {entropy.start:.2g} nats in the first {FIRST_STEPS} steps to {entropy.now:.2g}: the "
-        "policy hardly explores, so the rewards of a group soon become equal; raise actor.entropy_coeff or "
-        "actor.clip_ratio_high, or lower actor.lr"
-    )
-
-
-def _check_length(length: Series) -> str | None:
-    if length.start is None or length.now <= LARGEST_LENGTH_RATIO * length.start:
-        return None
-    return (
-        f"responses grew from {length.start:.0f} tokens in the first {FIRST_STEPS} steps to {length.now:.0f}: the "
-        "policy may repeat itself, or the reward may favour length; read some trajectories with agent-loop show, or "
-        "set algorithm.overlong_buffer"
-    )
-
-
-def _check_cut_share(share: Series) -> str | None:
-    if share.now <= LARGEST_CUT_SHARE:
-        return None
-    return (
-        f"{share.now:.0%} of the rollouts end at rollout.response_length: their answers are cut, so their rewards say "
-        "little; raise rollout.response_length, or set algorithm.overlong_buffer"
-    )
-
-
-def _check_signal(share: Series) -> str | None:
-    if len(share.recent) < WINDOW or not 0 < max(share.recent) < LOWEST_SIGNAL_SHARE:
-        return None
-    return (
-        f"only {share.now:.1%} of the rollouts of the last {WINDOW} steps had a signal: nearly all groups have equal "
-        "rewards, because their rows are too easy or too hard; use other rows, raise rollout.n, or set "
-        "algorithm.max_refills"
-    )
-
-
-def _check_mismatch(difference: Series) -> str | None:
-    if difference.now <= LARGEST_MISMATCH:
-        return None
-    return (
-        f"the log-probs of trainer and rollout differ by {difference.now:.2g} nats in the mean: the trainer computes "
-        "other probabilities than the servers that sampled, or older weights sampled; use one model.dtype for both, "
-        "lower trainer.max_staleness, or set actor.correction.kind"
-    )
-
-
-def _check_skipped(model: str, *, section: str) -> Callable[[Series], str | None]:
-    def check(skipped: Series) -> str | None:
-        if not skipped.now:
+    def error(self, *, step: int) -> TrainingError | None:
+        """Return the error that ends the run after this step; None if there are not too many dead steps."""
+        if self._max_dead_steps is None or self._num_dead < self._max_dead_steps:
             return None
-        return (
-            f"{skipped.recent[-1]:.0f} optimiser steps of the {model} were skipped, because their gradients were not "
-            f"finite: the training diverges, or numbers overflow; lower {section}.lr, or use a wider model.dtype"
+        return TrainingError(
+            f"steps {step - self._num_dead + 1} to {step} had nothing to learn from; step {step}: {self._reason}. The "
+            f"run stopped, because trainer.max_dead_steps is {self._max_dead_steps}; fix the cause, then resume the run"
         )
-
-    return check
-
-
-CHECKS: Mapping[str, Callable[[Series], str | None]] = {
-    names.ENTROPY: _check_entropy,
-    names.RESPONSE_LENGTH_MEAN: _check_length,
-    CUT_SHARE: _check_cut_share,
-    names.SIGNAL_SHARE: _check_signal,
-    names.LOGPROB_DIFF_MEAN: _check_mismatch,
-    names.NONFINITE_UPDATES: _check_skipped("policy", section="actor"),
-    names.CRITIC_NONFINITE_UPDATES: _check_skipped("critic", section="critic"),
-}
-"""Check of each metric: a function that returns what is seen, what it usually means, and what to try."""

@@ -12,40 +12,23 @@ from agent_loop.config import Config
 from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.components import load_template
-from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.rows import load_row_files
 from agent_loop.runtime.garbage_collection import frozen_objects, infrequent_collections
 from agent_loop.runtime.threads import run_in_thread
-from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.storage.writer import TrajectoryKeeper
 from agent_loop.training.advantages.estimate import check_groups, estimator_needs
-from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
 from agent_loop.training.distillation.teachers import open_teachers, refuse_other_teachers
-from agent_loop.training.interrupt import Interrupt
-from agent_loop.training.learner import load_learner
 from agent_loop.training.loggers import make_loggers
 from agent_loop.training.loop import TrainingLoop
 from agent_loop.training.losses.policy import load_policy_loss
 from agent_loop.training.manifest import DataManifest
-from agent_loop.training.metrics import MetricsWriter
 from agent_loop.training.monitor import refuse_truncated_sampling, refuse_without_reward
-from agent_loop.training.progress import Progress, without_progress_of_transformers
-from agent_loop.training.ranks import seeing_own_devices, start_process_group
-from agent_loop.training.rollouts import Rollouts, max_staleness
-from agent_loop.training.row_selection import RowSelector, make_selector
-from agent_loop.training.run_folder import (
-    METRICS_FILE,
-    SFT_SPLIT,
-    TrainResult,
-    changed_keys,
-    check_rows_unchanged,
-    check_run_folder,
-    config_values,
-    find_checkpoint,
-    prepare_run_folder,
-)
+from agent_loop.training.progress import without_progress_of_transformers
+from agent_loop.training.ranks import seeing_own_devices
+from agent_loop.training.rollouts import Rollouts
+from agent_loop.training.row_selection import RowSelector
+from agent_loop.training.run import SFT_SPLIT, TrainResult, claimed_folder, open_run
 from agent_loop.training.supervised.examples import ExampleSampler, load_examples
-from agent_loop.training.timing import StepClock
 from agent_loop.types import Row
 
 
@@ -82,8 +65,6 @@ class PPOTrainer:
         overwrite: bool = False,
         console: Console | None = None,
     ) -> None:
-        if resume and overwrite:
-            raise ConfigError("resume and overwrite are both set; give one of them")
         self._config = config
         self._manager = manager
         self._resume = resume
@@ -108,79 +89,58 @@ class PPOTrainer:
             TrainingError: The first step has nothing to learn from: no trajectory with sampled tokens is scored.
             ProcessGroupError: One of several processes ended.
         """
-        config, run_dir = self._config, Path(self._config.trainer.run_dir)
+        config = self._config
         _check_algorithm(config)
-        _check_supervised(config)
         selector, val_rows, manifests = _load_data(config, has_manager=self._manager is not None)
         config = with_total_steps(config, num_rows=len(selector.rows))
         supervised = await run_in_thread(_load_supervised, config, self._manager, manifests)
         own_tokenizer = None if self._manager is None else self._manager.template.tokenizer
         await run_in_thread(refuse_other_teachers, config, tokenizer=own_tokenizer)
+        loggers = make_loggers(config)
         async with AsyncExitStack() as stack:
             stack.enter_context(without_progress_of_transformers())
             stack.enter_context(seeing_own_devices(config))
-            stack.enter_context(exclusive_folder(run_dir, name="trainer.run_dir"))
-            journals = JournalFolder(run_dir)
-            has_checkpoints = bool(list_checkpoints(run_dir))
-            # Before the first checkpoint, the journals are enough to reproduce the run.
-            from_journals = self._resume in (True, "auto") and not has_checkpoints and journals.has(1)
-            is_new = from_journals or (self._resume == "auto" and not has_checkpoints)
-            checkpoint = None if is_new else find_checkpoint(run_dir, resume=self._resume)
-            check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite or is_new)
-            notes = checkpoint and check_rows_unchanged(
-                checkpoint, manifests, allow_changed=config.data.allow_changed_rows
+            start = stack.enter_context(
+                claimed_folder(config, resume=self._resume, overwrite=self._overwrite, manifests=manifests)
             )
-            loggers = make_loggers(config)
             manager = self._manager or await stack.enter_async_context(create_manager(config))
             manager.check_rows(selector.rows)
             manager.check_rows(val_rows)
             if estimator_needs(config.algorithm.adv_estimator).forks:
                 manager.check_forks()
             teachers = await stack.enter_async_context(open_teachers(config, template=manager.template))
-            process_group = await stack.enter_async_context(start_process_group(config))
-            learner = await run_in_thread(
-                load_learner, config, checkpoint=checkpoint, process_group=process_group
+            run = await stack.enter_async_context(
+                open_run(
+                    config,
+                    start,
+                    tokenizer=manager.template.tokenizer,
+                    manifests=manifests,
+                    loggers=loggers,
+                    console=self._console,
+                    selector=selector,
+                )
             )
-            prepare_run_folder(run_dir, config=config, checkpoint=checkpoint)
-            if checkpoint is None and not from_journals:
-                journals.drop_after(0)
-            clock, interrupt = StepClock(), Interrupt()
-            progress = Progress(total_steps=config.trainer.total_steps, console=self._console)
-            keeper = TrajectoryKeeper(
-                run_dir,
-                num_steps=config.trainer.keep_trajectories,
-                success_threshold=config.reward.success_threshold,
-                report=progress.say,
+            keeper = stack.enter_context(
+                TrajectoryKeeper(
+                    Path(config.trainer.run_dir),
+                    num_steps=config.trainer.keep_trajectories,
+                    success_threshold=config.reward.success_threshold,
+                    report=run.progress.say,
+                )
             )
+            keeper.keep_vocabulary(manager.template.tokenizer)
+            stack.enter_context(frozen_objects())
+            stack.enter_context(infrequent_collections())
             loop = TrainingLoop(
-                config=config,
+                run=run,
                 manager=manager,
-                learner=learner,
                 selector=selector,
                 val_rows=val_rows,
-                writer=stack.enter_context(MetricsWriter(run_dir / METRICS_FILE, loggers=loggers)),
-                progress=stack.enter_context(progress),
-                clock=clock,
-                interrupt=interrupt,
-                journals=journals if _keeps_journals(config) else None,
-                keeper=stack.enter_context(keeper),
-                manifests=manifests,
+                keeper=keeper,
                 supervised=supervised,
                 teachers=teachers,
             )
-            keeper.keep_vocabulary(manager.template.tokenizer)
-            stack.enter_context(interrupt.listening())
-            if checkpoint is not None:
-                _report_changes(progress, checkpoint, config)
-                for note in [*(notes or ()), *_load_results(selector, checkpoint, manifests)]:
-                    progress.say(note)
-            elif from_journals:
-                progress.say("there is no checkpoint yet; resuming from the journals")
-            elif is_new:
-                progress.say(f"there is nothing to resume from in {run_dir}; starting a new run")
-            stack.enter_context(frozen_objects())
-            stack.enter_context(infrequent_collections())
-            return await loop.run(checkpoint)
+            return await loop.train()
 
 
 def _load_data(
@@ -203,7 +163,7 @@ def _load_data(
     rows = [row for file in files for row in file.rows]
     if not has_manager and not config.distillation.teachers:
         refuse_without_reward(config, rows)
-    selector = make_selector(rows, config=config, max_staleness=max_staleness(config))
+    selector = RowSelector(rows, config)
     val_rows: list[Row] = []
     if wants_validation:
         val_files = load_row_files(data.val_files, prompt_key=data.prompt_key, workspace=data.workspace)
@@ -212,26 +172,14 @@ def _load_data(
     return selector, val_rows, manifests
 
 
-def _load_results(
-    selector: RowSelector, checkpoint: Checkpoint, manifests: dict[str, DataManifest]
-) -> list[str]:
-    """Load the results of the rows from a checkpoint, and return notes for the user."""
-    before, now = checkpoint.rows.get("train"), manifests["train"]
-    note = selector.load(checkpoint.path, has_same_rows=before is not None and before.digest == now.digest)
-    return [] if note is None else [note]
-
-
-def _check_supervised(config: Config) -> None:
-    if config.sft.every is not None and not config.sft.files:
-        raise ConfigError("sft.every is set but sft.files is empty; give conversations, or unset sft.every")
-
-
 def _load_supervised(
     config: Config, manager: Rollouts | None, manifests: dict[str, DataManifest]
 ) -> ExampleSampler | None:
     """Return the sampler of the supervised steps, and add a manifest of their files; None without such steps."""
     if config.sft.every is None:
         return None
+    if not config.sft.files:
+        raise ConfigError("sft.every is set but sft.files is empty; give conversations, or unset sft.every")
     template = load_template(config) if manager is None else manager.template
     if not isinstance(template, ChatTemplate):
         raise ConfigError("sft.every is set, which needs a manager with a chat template; unset sft.every")
@@ -247,15 +195,3 @@ def _check_algorithm(config: Config) -> None:
     refuse_truncated_sampling(config)
     load_policy_loss(config.actor.policy_loss)
     check_groups(config)
-
-
-def _keeps_journals(config: Config) -> bool:
-    """Return whether the run has journals. Without checkpoints, they would never be dropped."""
-    return config.rollout.journal and config.trainer.save_every is not None
-
-
-def _report_changes(progress: Progress, checkpoint: Checkpoint, config: Config) -> None:
-    progress.say(f"resuming after step {checkpoint.step} from {checkpoint.path}")
-    changed = changed_keys(checkpoint.config, config_values(config))
-    if changed:
-        progress.say(f"changed since that checkpoint: {', '.join(changed)}")

@@ -1,4 +1,4 @@
-"""Progress of a run on the console: a live view in a terminal, else one plain line per step."""
+"""Progress of a run on the console: one line per step, and in a terminal a live bar below them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich import progress as rich_progress
+from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from agent_loop.training import metrics as names
@@ -35,103 +31,63 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
 """Columns of a step: heading, metric and format."""
 
 
-@dataclass(slots=True, eq=False)
-class _Rollout:
-    num_trajectories: int
-    num_done: int = 0
-
-    def note(self, _: object) -> None:
-        self.num_done += 1
-
-
 class Progress:
     """Console view of a run. A context manager."""
 
     def __init__(self, *, total_steps: int, console: Console | None = None) -> None:
         self._total_steps = total_steps
         self._console = console or Console()
-        self._step = 0
-        self._latest: Mapping[str, float] = {}
-        self._time_spent = ""
         self._step_ends: deque[float] = deque(maxlen=STEPS_OF_ETA + 1)
-        self._rollouts: list[_Rollout] = []
-        self._live = (
-            Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
-            if self._console.is_terminal
-            else None
+        self._bars = rich_progress.Progress(
+            "{task.description}",
+            rich_progress.BarColumn(),
+            rich_progress.MofNCompleteColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
         )
+        self._steps = self._bars.add_task("steps", total=total_steps)
 
     def __enter__(self) -> Progress:
-        if self._live is not None:
-            self._live.start()
+        self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._bars.stop()
 
     def start(self, *, completed_steps: int) -> None:
         """Start the clock of the first step."""
-        self._step = completed_steps
+        self._bars.update(self._steps, completed=completed_steps)
         self._step_ends.append(time.monotonic())
 
     @contextmanager
     def rollout(self, *, num_trajectories: int) -> Generator[Callable[[object], None]]:
         """Show a rollout while the body runs; yield a callback to call with each trajectory that ended."""
-        rollout = _Rollout(num_trajectories)
-        self._rollouts.append(rollout)
+        bar = self._bars.add_task("trajectories", total=num_trajectories)
         try:
-            yield rollout.note
+            yield lambda _: self._bars.advance(bar)
         finally:
-            self._rollouts.remove(rollout)
+            self._bars.remove_task(bar)
 
     def end_step(self, step: int, metrics: Mapping[str, float], *, time_spent: str = "") -> None:
         """Show the metrics of a completed step."""
-        self._step = step
-        self._time_spent = time_spent
-        self._latest = {**self._latest, **metrics} if self._live is not None else metrics
+        self._bars.update(self._steps, completed=step)
         self._step_ends.append(time.monotonic())
-        if self._live is None:
-            parts = [f"step {step}/{self._total_steps}"]
-            parts += [f"{heading} {value}" for heading, value in self._values().items()]
-            parts += [f"eta {self._remaining()}"]
-            self.say("  ".join(parts) + (f"\n  {time_spent}" if time_spent else ""))
+        parts = [f"step {step}/{self._total_steps}"]
+        parts += [
+            f"{heading} {format(metrics[name], spec)}"
+            for heading, (name, spec) in COLUMNS.items()
+            if name in metrics
+        ]
+        per_step_s = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
+        parts.append(f"eta {datetime.timedelta(seconds=round(per_step_s * (self._total_steps - step)))}")
+        self.say("  ".join(parts) + (f"\n  {time_spent}" if time_spent else ""))
 
     def say(self, text: str) -> None:
-        """Print a line above the live view."""
+        """Print a line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def _values(self) -> dict[str, str]:
-        return {
-            heading: format(self._latest[name], spec)
-            for heading, (name, spec) in COLUMNS.items()
-            if name in self._latest
-        }
-
-    def _remaining(self) -> str:
-        if len(self._step_ends) < 2:
-            return "-"
-        per_step_s = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
-        return str(datetime.timedelta(seconds=round(per_step_s * (self._total_steps - self._step))))
-
-    def _render(self) -> RenderableType:
-        table = Table(box=None, pad_edge=False)
-        cells = {"step": f"{self._step}/{self._total_steps}", **self._values(), "eta": self._remaining()}
-        for heading in cells:
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_row(*cells.values())
-        rollouts = list(self._rollouts)  # a copy: the live view reads it from a thread of its own
-        num_done = sum(rollout.num_done for rollout in rollouts)
-        num_trajectories = sum(rollout.num_trajectories for rollout in rollouts)
-        bar = Table.grid(expand=True)  # a bar on its own would not end its line
-        bar.add_row(ProgressBar(total=self._total_steps, completed=self._step))
-        return Group(
-            bar,
-            table,
-            Text(f"trajectories {num_done}/{num_trajectories}   {self._time_spent}", style="dim"),
-        )
 
 
 @contextmanager

@@ -19,91 +19,136 @@ from collections.abc import (
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 from msgspec import structs
 from torch import Tensor
 
-from agent_loop.config import AlgorithmConfig, Config
+from agent_loop.config import AlgorithmConfig
 from agent_loop.config.algorithm import OUTCOME
 from agent_loop.rollout.forks import Fork, as_branches, find_forks
-from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.numeric import as_reward
 from agent_loop.training import metrics as names
 from agent_loop.training.advantages.estimate import SOURCE, estimator_needs
 from agent_loop.training.distillation.scoring import Lessons
-from agent_loop.training.forked import NOT_FORKED, Forked, ForkRunner, fork_metrics
-from agent_loop.training.progress import Progress
-from agent_loop.training.row_selection import RowSelector
+from agent_loop.training.forked import NOT_FORKED, Forked, fork_metrics
+from agent_loop.training.row_selection import RowSelector, max_staleness
+from agent_loop.training.run import Run
 from agent_loop.training.samplers import RowResult, row_results
 from agent_loop.trajectory import Trajectory, group_branches
 from agent_loop.trajectory.branches import seat_of
 from agent_loop.types import Row
 
-RolloutT = TypeVar("RolloutT")
+OnTrajectory: TypeAlias = Callable[[Trajectory], None]
 
 
-class RolloutsAhead(Generic[RolloutT]):
-    """Runs the rollouts of the next steps concurrently, as many as the bound on staleness allows.
+class Rollouts(Protocol):
+    """The part of `AgentLoopManager` that the trainer uses. The methods are documented there."""
+
+    @property
+    def template(self) -> RolloutTemplate: ...
+
+    def check_rows(self, rows: Iterable[Row]) -> None: ...
+
+    def check_forks(self) -> None: ...
+
+    async def run(
+        self,
+        rows: Sequence[Row],
+        *,
+        n: int | None = None,
+        validate: bool = False,
+        num_groups: int | None = None,
+        on_trajectory: OnTrajectory | None = None,
+        journal: StepJournal | None = None,
+        label: str = "",
+        greedy: bool = False,
+    ) -> list[Trajectory]: ...
+
+    async def run_forks(
+        self,
+        forks: Sequence[Fork],
+        *,
+        n: int,
+        on_trajectory: OnTrajectory | None = None,
+        journal: StepJournal | None = None,
+        label: str = "",
+    ) -> list[Trajectory]: ...
+
+    def awake(self) -> AbstractAsyncContextManager[None]: ...
+
+    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> None: ...
+
+
+class RolloutTemplate(Protocol):
+    """The part of a chat template that the trainer uses."""
+
+    @property
+    def pad_token_id(self) -> int: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRollout:
+    """Trajectories that a step is trained on."""
+
+    trajectories: Sequence[Trajectory]
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Metrics of the selection of the rows, and of the continuations."""
+    baseline_rewards: Mapping[int, float] | None = None
+    """Rewards of greedy rollouts by group; None if the estimator does not need them."""
+    lessons: Lessons | None = None
+    """Scores of the teachers; None without teachers."""
+    rows: Sequence[int] = ()
+    """Row of each group, by the number of the group: an index in the data set."""
+    results: Sequence[RowResult] = ()
+    """Results of all rows that were run, also of groups that were replaced."""
+    replayed: Sequence[Trajectory] = ()
+    """Trajectories of earlier steps that are trained again, in groups of their own."""
+    forked: Forked = NOT_FORKED
+    """Continuations of the trajectories, if the estimator needs them."""
+
+    @property
+    def trained(self) -> list[Trajectory]:
+        """Trajectories of the update, without continuations."""
+        return [*self.trajectories, *self.replayed]
+
+
+TakeRollout: TypeAlias = Callable[[int], Coroutine[Any, Any, StepRollout]]
+"""Function that waits for the rollout of the next step. Call it when all earlier steps are complete."""
+
+
+@asynccontextmanager
+async def rollouts_ahead(
+    roll_out: Callable[[int], Coroutine[Any, Any, StepRollout]], *, max_staleness: int, last_step: int
+) -> AsyncGenerator[TakeRollout]:
+    """Run the rollouts of the next steps concurrently, as many as the bound on staleness allows.
 
     Step `k` trains the weights of version `k - 1`. Its rollout starts when version `k - 1 - max_staleness` is
     published. No token is older than that, however long a rollout takes, because the trainer waits for it. Synchronous
     training has the bound 0: the rollout of a step starts when the previous step is complete.
 
-    Used with `async with`. Leaving the context cancels the rollouts that are running.
+    The rollouts that are running at the end of the body are cancelled.
     """
+    running: dict[int, asyncio.Task[StepRollout]] = {}
 
-    def __init__(
-        self,
-        roll_out: Callable[[int], Coroutine[Any, Any, RolloutT]],
-        *,
-        max_staleness: int,
-        last_step: int,
-    ) -> None:
-        self._roll_out = roll_out
-        self._max_staleness = max_staleness
-        self._last_step = last_step
-        self._group = asyncio.TaskGroup()
-        self._running: dict[int, asyncio.Task[RolloutT | _RolloutFailure]] = {}
+    async def take(step: int) -> StepRollout:
+        for each in range(step, min(step + max_staleness, last_step) + 1):
+            if each not in running:
+                running[each] = asyncio.create_task(roll_out(each), name=f"rollout of step {each}")
+        return await running.pop(step)
 
-    async def take(self, step: int) -> RolloutT:
-        """Wait for the rollout of the next step and return it, after starting the rollouts that may run now.
-
-        Call it when all earlier steps are complete.
-        """
-        for each in range(step, min(step + self._max_staleness, self._last_step) + 1):
-            if each not in self._running:
-                self._running[each] = self._group.create_task(self._run(each), name=f"rollout of step {each}")
-        outcome = await self._running.pop(step)
-        if isinstance(outcome, _RolloutFailure):
-            raise outcome.error
-        return outcome
-
-    async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for task in self._running.values():
+    try:
+        yield take
+    finally:
+        for task in running.values():
             task.cancel()
-        await self._group.__aexit__(None, None, None)
-
-    async def _run(self, step: int) -> RolloutT | _RolloutFailure:
-        """Return the error of a failed rollout, which `take` raises, so that it does not cancel the other rollouts."""
-        try:
-            return await self._roll_out(step)
-        except Exception as error:  # noqa: BLE001  (raised by `take`)
-            return _RolloutFailure(error)
-
-
-@dataclass(frozen=True, slots=True)
-class _RolloutFailure:
-    error: Exception
+        await asyncio.gather(*running.values(), return_exceptions=True)
 
 
 def with_variance(trajectories: Sequence[Trajectory], *, algorithm: AlgorithmConfig) -> list[Trajectory]:
@@ -144,95 +189,19 @@ def _compared(
             yield name, value
 
 
-OnTrajectory: TypeAlias = Callable[[Trajectory], None]
-
-
-class RolloutTemplate(Protocol):
-    """The part of a chat template that the trainer uses."""
-
-    @property
-    def pad_token_id(self) -> int: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-
-class Rollouts(ForkRunner, Protocol):
-    """The part of `AgentLoopManager` that the trainer uses. The methods are documented there."""
-
-    @property
-    def template(self) -> RolloutTemplate: ...
-
-    def check_rows(self, rows: Iterable[Row]) -> None: ...
-
-    def check_forks(self) -> None: ...
-
-    async def run(
-        self,
-        rows: Sequence[Row],
-        *,
-        n: int | None = None,
-        validate: bool = False,
-        num_groups: int | None = None,
-        on_trajectory: Callable[[Trajectory], None] | None = None,
-        journal: StepJournal | None = None,
-        label: str = "",
-        greedy: bool = False,
-    ) -> list[Trajectory]: ...
-
-    def awake(self) -> AbstractAsyncContextManager[None]: ...
-
-    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepRollout:
-    """Trajectories that a step is trained on."""
-
-    trajectories: Sequence[Trajectory]
-    seconds: float
-    num_dropped_groups: int
-    """Number of groups without variance that were replaced by other groups, as far as there were any."""
-    baseline_rewards: Mapping[int, float] | None = None
-    """Rewards of greedy rollouts by group; None if the estimator does not need them."""
-    lessons: Lessons | None = None
-    """Scores of the teachers; None without teachers."""
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Metrics of the selection of the rows."""
-    rows: Sequence[int] = ()
-    """Row of each group, by the number of the group: an index in the data set."""
-    results: Sequence[RowResult] = ()
-    """Results of all rows that were run, also of groups that were replaced."""
-    replayed: Sequence[Trajectory] = ()
-    """Trajectories of earlier steps that are trained again, in groups of their own."""
-    forked: Forked = NOT_FORKED
-    """Continuations of the trajectories, if the estimator needs them."""
-
-    @property
-    def trained(self) -> list[Trajectory]:
-        """Trajectories of the update, without continuations."""
-        return [*self.trajectories, *self.replayed]
-
-
 class StepRollouts:
     """Runs the rollouts of steps. Rollouts of several steps may run at once."""
 
-    def __init__(
-        self,
-        config: Config,
-        manager: Rollouts,
-        selector: RowSelector,
-        progress: Progress,
-        *,
-        journals: JournalFolder | None,
-    ) -> None:
-        self._config = config
+    def __init__(self, run: Run, manager: Rollouts, selector: RowSelector) -> None:
+        self._config = run.config
         self._manager = manager
         self._selector = selector
-        self._progress = progress
-        self._journals = journals
-        self._settings = training_settings(config)
-        self._needs = estimator_needs(config.algorithm.adv_estimator)
+        self._progress = run.progress
+        # Without checkpoints, journals would never be dropped.
+        keeps_journals = run.config.rollout.journal and run.config.trainer.save_every is not None
+        self._journals = run.journals if keeps_journals else None
+        self._settings = training_settings(run.config)
+        self._needs = estimator_needs(run.config.algorithm.adv_estimator)
 
     async def run(self, step: int, *, on_trajectory: OnTrajectory | None = None) -> StepRollout:
         """Run the rollout of a step.
@@ -272,9 +241,8 @@ class StepRollouts:
         return StepRollout(
             kept,
             time.monotonic() - started,
-            num_dropped,
-            baselines or None,
-            metrics=selection.metrics,
+            metrics={**selection.metrics, **forked.metrics, names.DROPPED_GROUPS: float(num_dropped)},
+            baseline_rewards=baselines or None,
             rows=rows,
             results=results,
             replayed=self._selector.replayed(selection, first_group=len(rows)),
@@ -393,11 +361,6 @@ class StepRollouts:
                 what = "continuations" if forks else "rollouts"
                 self._progress.say(f"step {step}: {journal.num_ended} {what} are in the journal")
             yield journal
-
-
-def max_staleness(config: Config) -> int:
-    """Return how many versions the sampling weights may be older than the trained weights."""
-    return config.trainer.max_staleness if config.trainer.mode == "async" else 0
 
 
 def _earned(branches: Sequence[Trajectory], *, turn_weight: float) -> float:

@@ -1,15 +1,12 @@
-"""Metrics of the trajectories of a step: rewards, lengths, turns, tools, failures, and drift of the chat template."""
+"""Metrics of the trajectories of a step: rewards, lengths, turns, tools and failures."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from agent_loop.chat.encoding import num_shared
-from agent_loop.chat.report import Cause
-from agent_loop.chat.template import ChatTemplate
 from agent_loop.runtime.numeric import as_finite_number
 from agent_loop.training import metrics as names
 from agent_loop.training.advantages.estimate import SOURCE
@@ -28,8 +25,6 @@ from agent_loop.types import Origin, Row
 
 MAX_SOURCES = 20
 """Number of data sources with metrics of their own."""
-MAX_DRIFT_SAMPLE = 16
-"""Number of compared trajectories. A comparison costs a render and an encoding of the whole conversation."""
 
 
 def rollout_metrics(
@@ -149,57 +144,6 @@ def feedback_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             values, shares = zip(*found, strict=True)
             metrics[f"{prefix}{key}/mean"] = float(np.dot(values, shares)) / sum(shares)
     return metrics
-
-
-def drift_metrics(trajectories: Sequence[Trajectory], *, template: ChatTemplate) -> dict[str, float]:
-    """Return the share of a sample of trajectories that a full render reproduces; empty if none can be compared."""
-    comparable = [
-        t.output
-        for t in trajectories
-        if t.rollout == 0 and t.output.messages and not any(s.attachments for s in t.output.segments)
-    ]
-    causes = Counter(find_drift(output, template=template) for output in comparable[:MAX_DRIFT_SAMPLE])
-    if not causes:
-        return {}
-    shares = {cause: n / causes.total() for cause, n in causes.items()}
-    metrics = {
-        f"{names.TEMPLATE_DRIFT}{cause}": share for cause, share in shares.items() if cause is not None
-    }
-    return {names.TEMPLATE_EXACT_SHARE: shares.get(None, 0.0), **metrics}
-
-
-def find_drift(output: AgentLoopOutput, *, template: ChatTemplate) -> Cause | None:
-    """Compare a trajectory's tokens with a full render of its messages.
-
-    A trajectory that differs is not wrong: its tokens are those that the model read and sampled. The share of
-    differing trajectories measures how far a system that renders the history again would train on other tokens.
-
-    Returns:
-        None if the render begins with the trajectory, else the cause of the difference.
-    """
-    kept = [token for segment in output.segments for token in segment.token_ids.tolist()]
-    messages = [template.bridges.adapted(message) for message in output.messages]
-    rendered = template.open(messages, tools=output.tool_schemas).tolist()
-    position = num_shared(kept, rendered)
-    if position == len(kept):
-        return None
-    if template.decode(rendered[: len(kept) + 1]).startswith(template.decode(kept)):
-        return Cause.MERGED_TOKENS
-    end = 0
-    for segment in output.segments:
-        end += len(segment)
-        if position < end:
-            break
-    else:
-        return Cause.OTHER
-    if segment.origin is Origin.PROMPT:
-        return Cause.REWRITTEN_PROMPT
-    if segment.origin is Origin.MODEL:
-        if position == end - 1:
-            return Cause.END_TOKEN
-        has_reasoning = any("reasoning_content" in message for message in output.messages)
-        return Cause.STRIPPED_REASONING if has_reasoning else Cause.REWRITTEN_TURN
-    return Cause.REWRITTEN_REPLIES if segment.origin is Origin.TOOL else Cause.OTHER
 
 
 def _rewards_of(rollouts: Sequence[Sequence[Trajectory]]) -> list[float]:

@@ -64,12 +64,15 @@ class StepClock:
         """Return the seconds of each phase of the current step, and those since its start as `step`."""
         return {**self._step, "step": time.monotonic() - self._step_started}
 
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds by metric name."""
+        return {f"{names.SECONDS}{phase}": seconds for phase, seconds in self.seconds().items()}
+
 
 @dataclass(frozen=True, slots=True)
 class TimeShares:
-    """Shares of the time of one or several steps."""
+    """Shares of the time of a step."""
 
-    seconds: float
     shares: Mapping[str, float]
     """Shares by metric, which sum to 1."""
     slowest_s: float | None = None
@@ -90,19 +93,8 @@ class TimeShares:
             for name, share in largest_first
             if share >= LEAST_SHOWN
         ]
-        return "  ".join(
-            ["time: " + "  ".join(parts), *([f"slowest {self.slowest}"] if self.slowest else [])]
-        )
-
-    def plus(self, other: TimeShares) -> TimeShares:
-        """Return the shares of both together."""
-        seconds = self.seconds + other.seconds
-        shares = {
-            name: (self.shares[name] * self.seconds + other.shares[name] * other.seconds) / (seconds or 1.0)
-            for name in self.shares
-        }
-        slower = max(self, other, key=lambda each: each.slowest_s or 0.0)
-        return TimeShares(seconds, shares, slower.slowest_s, slower.slowest)
+        slowest = [f"slowest {self.slowest}"] if self.slowest else []
+        return "time: " + "  ".join([*parts, *slowest])
 
 
 def time_shares(trajectories: Sequence[Trajectory], *, phases: Mapping[str, float], label: str) -> TimeShares:
@@ -117,11 +109,11 @@ def time_shares(trajectories: Sequence[Trajectory], *, phases: Mapping[str, floa
         shares[name] += part * phases.get("rollout", 0.0) / step_s
     shares[names.TIME_IDLE] += max(0.0, 1.0 - sum(shares.values()))
     if not traces:
-        return TimeShares(step_s, shares)
+        return TimeShares(shares)
     slowest, trace = max(traces.items(), key=lambda item: item[1].seconds)
     part, part_s = max(times_of(trace).whole().items(), key=lambda item: item[1])
     text = f"{label}/{slowest} {trace.seconds:.1f} s ({part.removesuffix('_s')} {part_s:.1f} s)"
-    return TimeShares(step_s, shares, trace.seconds, text)
+    return TimeShares(shares, trace.seconds, text)
 
 
 def _rollout_shares(traces: Sequence[Trace]) -> dict[str, float]:

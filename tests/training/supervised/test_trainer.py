@@ -16,10 +16,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agent_loop.config import Config
-from agent_loop.errors import CheckpointError, ConfigError
+from agent_loop.errors import ConfigError
 from agent_loop.training import metrics as names
 from agent_loop.training.metrics import read_metrics
-from agent_loop.training.run_folder import TrainResult
+from agent_loop.training.run import TrainResult
 from agent_loop.training.supervised.trainer import SupervisedTrainer
 from tests.helpers import small_tokenizer, user
 
@@ -159,14 +159,6 @@ def test_epochs_set_the_number_of_steps(config: Config) -> None:
     assert train(changed(config, "sft", epochs=1.5)).step == 5
 
 
-def test_changed_conversations_are_refused_at_a_resume(config: Config, tmp_path: Path) -> None:
-    train(changed(config, "trainer", total_steps=2))
-    write_chats(tmp_path, num_chats=13)
-
-    with pytest.raises(CheckpointError, match="the training rows are not those of the checkpoint"):
-        train(config, resume=True)
-
-
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
@@ -179,10 +171,3 @@ def test_settings_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train(changed(config, section, **values))
-
-
-def test_an_earlier_run_is_not_overwritten(config: Config) -> None:
-    train(changed(config, "trainer", total_steps=2))
-
-    with pytest.raises(ConfigError, match="holds a run already"):
-        train(config)

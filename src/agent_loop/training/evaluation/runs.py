@@ -66,20 +66,11 @@ class RunGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupDifference:
-    """How much larger the mean of a group is than that of the first group."""
-
-    estimate: MeanEstimate
-    is_paired: bool
-    """Whether the runs were paired by their seeds."""
-
-
-@dataclass(frozen=True, slots=True)
 class SeedEstimates:
-    """Mean over the runs of each group, and the differences of the later groups from the first."""
+    """Mean over the runs of each group, and how much larger those of the later groups are than that of the first."""
 
     groups: tuple[MeanEstimate, ...]
-    differences: tuple[GroupDifference, ...]
+    differences: tuple[MeanEstimate, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +79,6 @@ class CurvePoint:
 
     step: int
     groups: tuple[MeanEstimate, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Separation:
-    """Steps at which the interval of a group does not overlap that of the first group."""
-
-    first_step: int
-    num_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +98,6 @@ class MetricComparison:
     """Mean over the last steps."""
     curve: tuple[CurvePoint, ...]
     """All steps, in ascending order."""
-    separations: tuple[Separation | None, ...]
-    """For each group after the first; None if the intervals overlap or are unknown at every step."""
 
     def thin_curve(self, num_points: int) -> list[CurvePoint]:
         """Return at most `num_points` (at least 2) evenly spaced points of the curve, with the first and the last."""
@@ -242,7 +223,6 @@ def compare_metric(groups: Sequence[RunGroup], *, metric: str, num_recent: int) 
         last=_estimate(groups, values(steps[-1:])),
         recent=_estimate(groups, values(recent)),
         curve=points,
-        separations=tuple(_separation(points, group=index) for index in range(1, len(groups))),
     )
 
 
@@ -304,24 +284,11 @@ def _estimate(groups: Sequence[RunGroup], values: Sequence[Sequence[float]]) -> 
 
 def _difference(
     first: RunGroup, group: RunGroup, *, first_values: Sequence[float], values: Sequence[float]
-) -> GroupDifference:
+) -> MeanEstimate:
     if not are_paired(first, group):
-        return GroupDifference(estimate_welch(values, others=first_values), is_paired=False)
+        return estimate_welch(values, others=first_values)
     by_seed = dict(zip(first.seeds, first_values, strict=True))
-    differences = [value - by_seed[seed] for seed, value in zip(group.seeds, values, strict=True)]
-    return GroupDifference(estimate_mean(differences), is_paired=True)
-
-
-def _separation(curve: Sequence[CurvePoint], *, group: int) -> Separation | None:
-    steps = [point.step for point in curve if _are_apart(point.groups[0], point.groups[group])]
-    return Separation(steps[0], len(steps)) if steps else None
-
-
-def _are_apart(one: MeanEstimate, other: MeanEstimate) -> bool:
-    """Return whether two intervals have no common value. False if one of them is unknown."""
-    if one.low is None or one.high is None or other.low is None or other.high is None:
-        return False
-    return one.high < other.low or other.high < one.low
+    return estimate_mean([value - by_seed[seed] for seed, value in zip(group.seeds, values, strict=True)])
 
 
 def _names(runs: Iterable[TrainingRun]) -> str:

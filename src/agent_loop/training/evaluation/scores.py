@@ -6,7 +6,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from agent_loop.errors import DataError, did_you_mean
 from agent_loop.recording.values import digest
@@ -26,7 +26,7 @@ from agent_loop.training.metrics import (
     UNSCORED_SHARE,
     VALIDATION,
 )
-from agent_loop.trajectory import Trajectory, without_lost
+from agent_loop.trajectory import FailureKind, Trajectory
 from agent_loop.types import Row
 
 MAX_PROMPT_CHARACTERS = 200
@@ -125,30 +125,74 @@ class EvaluationDifference:
 Pair = tuple[RowResult, RowResult]
 
 
+class Sample(NamedTuple):
+    """What an evaluation needs of a trajectory."""
+
+    group: int
+    rollout: int
+    reward: float | None
+    stop_reason: str
+    incidents: Sequence[str]
+    """Kind of each incident."""
+    failure: str | None
+    """Kind of the failure."""
+    row: Row
+
+
 def summarise(trajectories: Sequence[Trajectory], *, success_threshold: float) -> Evaluation:
     """Evaluate trajectories. Samples with a reward of at least `success_threshold` are successes.
 
     Trajectories that infrastructure failed are left out of all scores.
     """
-    groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
-    for trajectory in without_lost(trajectories):
-        groups[trajectory.group].append(trajectory)
-    rows = tuple(
-        row_result(
-            group,
-            row=samples[-1].row,
-            samples=[(each.rollout, each.reward) for each in samples],
-            success_threshold=success_threshold,
+    samples = [
+        Sample(
+            t.group,
+            t.rollout,
+            t.reward,
+            t.output.stop_reason.value,
+            [incident.kind.value for incident in t.output.incidents],
+            t.output.failure and t.output.failure.kind.value,
+            t.row,
         )
-        for group, samples in sorted(groups.items())
+        for t in trajectories
+    ]
+    return evaluate(samples, success_threshold=success_threshold)
+
+
+def evaluate(samples: Sequence[Sample], *, success_threshold: float) -> Evaluation:
+    """Evaluate samples, as `summarise` evaluates trajectories."""
+    groups: defaultdict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.failure in (None, FailureKind.CODE):
+            groups[sample.group].append(sample)
+    rows = tuple(
+        _row_result(group, found, success_threshold=success_threshold)
+        for group, found in sorted(groups.items())
     )
     return Evaluation(
-        num_trajectories=len(trajectories),
+        num_trajectories=len(samples),
         scores=score(rows),
         rows=rows,
-        stop_reasons=_counts(t.output.stop_reason.value for t in trajectories),
-        incidents=_counts(i.kind.value for t in trajectories for i in t.output.incidents),
-        failures=_counts(t.output.failure.kind.value for t in trajectories if t.output.failure is not None),
+        stop_reasons=_counts(sample.stop_reason for sample in samples),
+        incidents=_counts(kind for sample in samples for kind in sample.incidents),
+        failures=_counts(sample.failure for sample in samples if sample.failure is not None),
+    )
+
+
+def _row_result(group: int, samples: Sequence[Sample], *, success_threshold: float) -> RowResult:
+    best: dict[int, float | None] = {}
+    for sample in samples:
+        found = (best.get(sample.rollout), sample.reward)
+        best[sample.rollout] = max((reward for reward in found if reward is not None), default=None)
+    rewards = [reward for reward in best.values() if reward is not None]
+    return RowResult(
+        group=group,
+        prompt=prompt_text(samples[-1].row),
+        prompt_digest=prompt_digest(samples[-1].row),
+        num_samples=len(best),
+        num_scored=len(rewards),
+        num_correct=sum(reward >= success_threshold for reward in rewards),
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
     )
 
 
@@ -163,25 +207,6 @@ def score(rows: Sequence[RowResult]) -> Scores:
         num_correct=sum(row.num_correct for row in rows),
         mean_reward=estimate_mean(rewards) if rewards else None,
         pass_at_k={k: _pass_at(k, rows=rows) for k in (2**power for power in range(most.bit_length()))},
-    )
-
-
-def row_result(
-    group: int, *, row: Row, samples: Iterable[tuple[int, float | None]], success_threshold: float
-) -> RowResult:
-    """Return the result of a row from the rollout and the reward of each of its trajectories."""
-    best: dict[int, float | None] = {}
-    for rollout, reward in samples:
-        best[rollout] = max((r for r in (best.get(rollout), reward) if r is not None), default=None)
-    rewards = [reward for reward in best.values() if reward is not None]
-    return RowResult(
-        group=group,
-        prompt=prompt_text(row),
-        prompt_digest=prompt_digest(row),
-        num_samples=len(best),
-        num_scored=len(rewards),
-        num_correct=sum(reward >= success_threshold for reward in rewards),
-        mean_reward=sum(rewards) / len(rewards) if rewards else None,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,11 @@ from agent_loop.storage.schema import METADATA, pa, parquet
 from agent_loop.training.evaluation.scores import (
     Evaluation,
     EvaluationDifference,
+    Sample,
     Scores,
     difference,
+    evaluate,
     pair_rows,
-    row_result,
-    score,
     score_categories,
 )
 from agent_loop.trajectory import FailureKind
@@ -145,11 +144,14 @@ def compare_evaluations(
         raise DataError(
             f"{path!r} has none of the rows that were evaluated; compare evaluations of the same rows"
         )
-    by_column: dict[str, dict[str, EvaluationDifference]] = {}
-    for column, categories in columns.items():
-        names = sorted({categories[row.group] for row, _ in pairs})
-        found = {name: difference([p for p in pairs if categories[p[0].group] == name]) for name in names}
-        by_column[column] = {name: each for name, each in found.items() if each is not None}
+    by_column = {
+        column: {
+            name: found
+            for name in sorted({categories[row.group] for row, _ in pairs})
+            if (found := difference([pair for pair in pairs if categories[pair[0].group] == name]))
+        }
+        for column, categories in columns.items()
+    }
     return Comparison(path=path, other_model=other_model, total=total, categories=by_column)
 
 
@@ -170,40 +172,32 @@ def evaluate_stored(paths: Sequence[Path], *, with_prompts: bool = True) -> Stor
     Raises:
         DataError: A file cannot be read.
     """
-    samples: defaultdict[int, list[tuple[int, float | None]]] = defaultdict(list)
+    samples: list[Sample] = []
     rows: dict[int, Row] = {}
-    stop_reasons, incidents, failures = Counter[str](), Counter[str](), Counter[str]()
     threshold = 1.0
     for path in paths:
         stored_rows, threshold = _read(
             path, (*SCORE_COLUMNS, *(("incidents", "row") if with_prompts else ()))
         )
         for stored in stored_rows:
-            stop_reasons[str(stored["stop_reason"])] += 1
-            incidents.update(str(item["kind"]) for item in json.loads(stored.get("incidents") or "[]"))
-            kind = stored.get("failure_kind") or FailureKind.CODE
-            if stored.get("failure") is not None:
-                failures[str(kind)] += 1
-                if kind != FailureKind.CODE:
-                    continue  # infrastructure failed it, so it is in no score
-            group = stored["group"]
-            samples[group].append((stored["rollout"], stored["reward"]))
+            group, is_failed = stored["group"], stored.get("failure") is not None
             if group not in rows and stored.get("row"):
                 rows[group] = json.loads(stored["row"])
-    results = tuple(
-        row_result(group, row=rows.get(group, {}), samples=found, success_threshold=threshold)
-        for group, found in sorted(samples.items())
-    )
-    evaluation = Evaluation(
-        num_trajectories=sum(stop_reasons.values()),
-        scores=score(results),
-        rows=results,
-        stop_reasons=dict(stop_reasons.most_common()),
-        incidents=dict(incidents.most_common()),
-        failures=dict(failures.most_common()),
-    )
+            samples.append(
+                Sample(
+                    group,
+                    stored["rollout"],
+                    stored["reward"],
+                    str(stored["stop_reason"]),
+                    [str(incident["kind"]) for incident in json.loads(stored.get("incidents") or "[]")],
+                    str(stored.get("failure_kind") or FailureKind.CODE) if is_failed else None,
+                    rows.get(group, {}),
+                )
+            )
+    most = max(rows, default=-1)
     return StoredEvaluation(
-        evaluation, tuple(rows.get(group, {}) for group in range(max(rows, default=-1) + 1))
+        evaluate(samples, success_threshold=threshold),
+        tuple(rows.get(group, {}) for group in range(most + 1)),
     )
 
 

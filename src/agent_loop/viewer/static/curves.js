@@ -100,14 +100,6 @@ const SECTIONS = [
         least: 0,
         about: "Weight versions between sampling and training",
       },
-      {
-        title: "Template exact",
-        lines: [one("rollout/template_exact_share", "exact")],
-        format: share,
-        least: 0,
-        most: 1,
-        about: "Share of trajectories whose tokens equal a full render of their messages",
-      },
     ],
   },
   {
