@@ -16,7 +16,7 @@ from agent_loop.servers.scores import TokenScores
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.training import metrics as names
 from agent_loop.training.distillation.scoring import Lessons, Scoring, open_scoring
-from agent_loop.training.distillation.teachers import Teacher, TeacherPrompts, Teachers
+from agent_loop.training.distillation.teachers import Teacher, Teachers
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import FloatArray, IntArray, Origin, StopReason, as_token_ids
@@ -49,7 +49,7 @@ class Bench:
                     "big",
                     config=settings,
                     server=server,
-                    prompts=TeacherPrompts(settings, template=TEMPLATE),
+                    template=TEMPLATE,
                     context_length=settings.context_length or 1000,
                     num_candidates=0,
                     vocab_size=TEMPLATE.vocab_size,

@@ -25,7 +25,6 @@ NOT_A_LOGGER = "console"
 TENSORBOARD_FOLDER = "tensorboard"
 MAX_MLFLOW_PARAMETER = 500
 """Maximum length of a setting's value in characters; longer values are cut."""
-MAX_MLFLOW_PARAMETERS_AT_ONCE = 100
 
 _NOT_ALLOWED_BY_MLFLOW = re.compile(r"[^\w\-. :/]")
 
@@ -82,8 +81,7 @@ class MlflowLogger:
         run_id = client.create_run(experiment, run_name=_experiment(self._config)).info.run_id
         settings = flat(self._config.model_dump(mode="json"))
         parameters = [param(key, str(value)[:MAX_MLFLOW_PARAMETER]) for key, value in settings.items()]
-        for start in range(0, len(parameters), MAX_MLFLOW_PARAMETERS_AT_ONCE):
-            client.log_batch(run_id, params=parameters[start : start + MAX_MLFLOW_PARAMETERS_AT_ONCE])
+        client.log_batch(run_id, params=parameters)
         self._client, self._run_id = client, run_id
 
     def write(self, item: Scalars, /) -> None:

@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from agent_loop.config import Config
 from agent_loop.errors import CheckpointError, RolloutError, TrainingError
 from agent_loop.rollout.batch import assemble, timing_metrics
@@ -16,7 +18,6 @@ from agent_loop.training import metrics as names
 from agent_loop.training.distillation.scoring import open_scoring
 from agent_loop.training.distillation.teachers import Teachers
 from agent_loop.training.evaluation.scores import Evaluation, summarise
-from agent_loop.training.forked import with_branches
 from agent_loop.training.learner import learned_of
 from agent_loop.training.monitor import Monitor, refuse_without_lesson
 from agent_loop.training.rollouts import (
@@ -73,7 +74,7 @@ class TrainingLoop:
         """Train to the end of the run."""
         run, metrics = self.run, dict[str, float]()
         # Servers have the weights of the model's files.
-        if run.completed or self._config.model.base_bits:
+        if run.start.checkpoint is not None or self._config.model.base_bits:
             await self._publish()
         if run.start.checkpoint is None and self._config.trainer.val_before_train:
             found = await self._validate()
@@ -104,7 +105,8 @@ class TrainingLoop:
 
     async def _step(self, take: TakeRollout) -> dict[str, float] | None:
         """Run one step and return its metrics; None if the rollout was abandoned."""
-        run, config, step, version = self.run, self._config, self.run.completed + 1, self.run.completed
+        run, config, version = self.run, self._config, self.run.completed
+        step = version + 1
         run.clock.start_step()
 
         # 1. Wait for the rollout of this step. Rollouts of later steps may be running.
@@ -178,8 +180,13 @@ class TrainingLoop:
 
     def _learn(self, rollout: StepRollout) -> tuple[dict[str, float], list[Learned]]:
         """Train on a rollout. Called in a thread."""
-        trained, branches = rollout.trained, rollout.forked.branches
-        rows = [*with_branches(trained, branches), *branches]
+        branches = rollout.forked.branches
+        # A trajectory with branches is one itself, so that shared tokens are trained once.
+        forked = {(branch.group, branch.rollout) for branch in branches}
+        trained = [
+            structs.replace(t, branch=0) if (t.group, t.rollout) in forked else t for t in rollout.trained
+        ]
+        rows = [*trained, *branches]
         batch = assemble(rows, pad_token_id=self.manager.template.pad_token_id)
         lessons = rollout.lessons
         if lessons is not None:

@@ -95,15 +95,6 @@ FORK_LOST_SHARE = "forks/lost_share"
 """Share of the continuations that were not scored, or did not reach the state that they were to continue from."""
 FORK_TOKENS = "forks/model_tokens"
 """Number of tokens that were sampled for continuations. Replayed tokens do not count."""
-FORK_TOKEN_SHARE = "forks/token_share"
-"""Share of the continuations in all tokens that were sampled for the step."""
-FORK_VALUE_SHIFT = "forks/value_shift"
-"""Mean absolute difference between the value of a state and the mean reward of its group: the credit that forking moves
-between turns."""
-FORK_NEWER_SHARE = "forks/newer_weights_share"
-"""Share of the tokens of continuations that newer weights sampled than the last token of the trajectory they fork."""
-FORK_REFUSED = "forks/refused"
-"""Number of trajectories of several turns that cannot be continued anew, as their responses cannot be replayed."""
 
 TOOLS = "tools/"
 """Prefix: per tool, calls per rollout, the share of failed calls, and means of rewards and of the numbers that calls

@@ -69,30 +69,25 @@ def why_unlearnable(trajectories: Sequence[Trajectory]) -> str | None:
     sampled = [t for t in trajectories if t.output.response_mask.any()]
     if any(t.reward is not None for t in sampled):
         return None
-    num, reasons = len(trajectories), Counter(t.output.stop_reason for t in trajectories)
+    num, ended = len(trajectories), _stop_reasons(trajectories)
     failures = Counter(t.output.failure.error for t in trajectories if t.output.failure is not None)
     if not trajectories:
         return "the rollout returned no trajectories; check the rows and rollout.over_sample"
-    if reasons[StopReason.PROMPT_LENGTH] == num:
+    if all(t.output.stop_reason is StopReason.PROMPT_LENGTH for t in trajectories):
         return (
             f"the prompts of all {num} trajectories are over rollout.prompt_length; raise it, set "
             "rollout.truncate_prompt, or shorten the prompts"
         )
-    if failures.total() == num:
-        [(error, count)] = failures.most_common(1)
-        return f"all {num} trajectories failed, {count} of them with {error}; fix that first"
-    ended = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-    if failures:
-        [(error, count)] = failures.most_common(1)
+    for error, count in failures.most_common(1):
+        if failures.total() == num:
+            return f"all {num} trajectories failed, {count} of them with {error}; fix that first"
         ended += f"; {count} failed with {error}"
-    if not sampled and any(t.output.num_model_tokens for t in trajectories):
+    if sampled:
+        counts = f"{len(sampled)} trajectories with sampled tokens, of {num}"
+        return f"none of the {counts}, was scored ({ended}); {GIVE_A_REWARD}"
+    if any(t.output.num_model_tokens for t in trajectories):
         return f"a grammar forced every sampled token of {num} trajectories ({ended}); allow more than one completion"
-    if not sampled:
-        return (
-            f"no token was sampled in any of {num} trajectories ({ended}); check the prompts and the limits"
-        )
-    counts = f"{len(sampled)} trajectories with sampled tokens, of {num}"
-    return f"none of the {counts}, was scored ({ended}); {GIVE_A_REWARD}"
+    return f"no token was sampled in any of {num} trajectories ({ended}); check the prompts and the limits"
 
 
 SMALLEST_ADVANTAGE = 1e-6
@@ -125,17 +120,18 @@ def why_dead(trajectories: Sequence[Trajectory], metrics: Mapping[str, float]) -
 
 def _why_equal(trajectories: Sequence[Trajectory], metrics: Mapping[str, float]) -> str:
     rewards = [t.reward for t in trajectories if t.reward is not None]
-    if min(rewards) == max(rewards) and metrics.get(names.SUCCESS_SHARE) == 1:
-        remedy = "the rows may be solved: use harder rows, or end the run here"
-    else:
-        remedy = "use rows that the model solves sometimes, raise rollout.n, or start from a model that solves some"
-    if min(rewards) == max(rewards):
-        return f"all {len(rewards)} rewards are {rewards[0]:g}, so no trajectory is better than another; {remedy}"
-    num_groups = len({t.group for t in trajectories})
-    return (
-        f"in each of the {num_groups} groups, all rewards are equal or only one trajectory is scored, so none is "
-        f"better than another of its group; {remedy}"
+    remedy = (
+        "use rows that the model solves sometimes, raise rollout.n, or start from a model that solves some"
     )
+    if min(rewards) < max(rewards):
+        num_groups = len({t.group for t in trajectories})
+        return (
+            f"in each of the {num_groups} groups, all rewards are equal or only one trajectory is scored, so none is "
+            f"better than another of its group; {remedy}"
+        )
+    if metrics.get(names.SUCCESS_SHARE) == 1:
+        remedy = "the rows may be solved: use harder rows, or end the run here"
+    return f"all {len(rewards)} rewards are {rewards[0]:g}, so no trajectory is better than another; {remedy}"
 
 
 def _is_zero(metrics: Mapping[str, float], *keys: str) -> bool:

@@ -26,14 +26,13 @@ from torch import Tensor
 
 from agent_loop.config import AlgorithmConfig
 from agent_loop.config.algorithm import OUTCOME
-from agent_loop.rollout.forks import Fork, as_branches, find_forks
+from agent_loop.rollout.forks import Fork, as_branches, find_forks, own_segments
 from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.numeric import as_reward
 from agent_loop.training import metrics as names
 from agent_loop.training.advantages.estimate import SOURCE, estimator_needs
 from agent_loop.training.distillation.scoring import Lessons
-from agent_loop.training.forked import NOT_FORKED, Forked, fork_metrics
 from agent_loop.training.row_selection import RowSelector, max_staleness
 from agent_loop.training.run import Run
 from agent_loop.training.samplers import RowResult, row_results
@@ -93,6 +92,15 @@ class RolloutTemplate(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Forked:
+    """New continuations of the trajectories of a step."""
+
+    branches: Sequence[Trajectory] = ()
+    """Scored continuations, as branches of the rollouts that they fork."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True)
 class StepRollout:
     """Trajectories that a step is trained on."""
 
@@ -110,7 +118,7 @@ class StepRollout:
     """Results of all rows that were run, also of groups that were replaced."""
     replayed: Sequence[Trajectory] = ()
     """Trajectories of earlier steps that are trained again, in groups of their own."""
-    forked: Forked = NOT_FORKED
+    forked: Forked = Forked()
     """Continuations of the trajectories, if the estimator needs them."""
 
     @property
@@ -149,6 +157,23 @@ async def rollouts_ahead(
         for task in running.values():
             task.cancel()
         await asyncio.gather(*running.values(), return_exceptions=True)
+
+
+def fork_metrics(
+    forks: Sequence[Fork], continuations: Sequence[Trajectory], branches: Sequence[Trajectory]
+) -> dict[str, float]:
+    """Return the number of the continuations of a step, and their cost."""
+    num_tokens = sum(
+        len(segment) for each in continuations for segment in own_segments(forks[each.group], each)
+    )
+    metrics = {
+        names.FORK_STATES: float(len(forks)),
+        names.FORK_CONTINUATIONS: float(len(continuations)),
+        names.FORK_TOKENS: float(num_tokens),
+    }
+    if continuations:
+        metrics[names.FORK_LOST_SHARE] = 1 - len(branches) / len(continuations)
+    return metrics
 
 
 def with_variance(trajectories: Sequence[Trajectory], *, algorithm: AlgorithmConfig) -> list[Trajectory]:
@@ -237,7 +262,7 @@ class StepRollouts:
             results += self._results(more, rows=others)
             kept = [*informative, *(structs.replace(t, group=t.group + first_group) for t in more)]
             baselines |= {group + first_group: reward for group, reward in their_baselines.items()}
-        forked = await self._fork(kept, step=step, origins=origins) if self._needs.forks else NOT_FORKED
+        forked = await self._fork(kept, step=step, origins=origins) if self._needs.forks else Forked()
         return StepRollout(
             kept,
             time.monotonic() - started,
@@ -286,8 +311,7 @@ class StepRollouts:
                         forks, n=n, on_trajectory=note, journal=journal, label=f"{label}/forks"
                     )
         branches = as_branches(forks, continuations)
-        metrics = fork_metrics(trajectories, forks, continuations, branches)
-        return Forked(branches, metrics | {names.FORK_REFUSED: float(len(reasons))})
+        return Forked(branches, fork_metrics(forks, continuations, branches))
 
     async def _run_rows(
         self,

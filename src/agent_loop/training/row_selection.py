@@ -53,10 +53,7 @@ class StoredGroup(NamedTuple):
         rollouts: defaultdict[int, list[Trajectory]] = defaultdict(list)
         for trajectory in trajectories:
             rollouts[trajectory.rollout].append(trajectory)
-        forms = [
-            [rollout, serialize_trajectories(branches)]
-            for rollout, branches in rollouts.items()
-        ]
+        forms = [[rollout, serialize_trajectories(branches)] for rollout, branches in rollouts.items()]
         return cls(step, trajectories[0].group, row, min(versions, default=step - 1), pack(forms))
 
     def trajectories(self, *, rows: Sequence[Row], group: int) -> list[Trajectory]:
@@ -64,9 +61,7 @@ class StoredGroup(NamedTuple):
         return [
             trajectory
             for rollout, form in unpack(self.data)
-            for trajectory in deserialize_trajectories(
-                form, row=rows[self.row], group=group, rollout=rollout
-            )
+            for trajectory in deserialize_trajectories(form, row=rows[self.row], group=group, rollout=rollout)
         ]
 
 

@@ -104,7 +104,7 @@ def claimed_folder(
         elif resume == "auto" and not has_checkpoints:
             yield Start(notes=[f"there is nothing to resume from in {run_dir}; starting a new run"])
         elif resume:
-            checkpoint = latest_checkpoint(run_dir) if is_own else named_checkpoint(Path(resume))  # type: ignore[arg-type]
+            checkpoint = latest_checkpoint(run_dir) if is_own else named_checkpoint(Path(str(resume)))
             _refuse_later_checkpoints(run_dir, checkpoint)
             allows_changes = config.data.allow_changed_rows
             notes = check_rows_unchanged(checkpoint, manifests, allow_changed=allows_changes)

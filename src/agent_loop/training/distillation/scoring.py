@@ -20,7 +20,7 @@ from agent_loop.training import metrics as names
 from agent_loop.training.distillation.targets import LOG_PROBS, TEACHER, TOP_IDS, TOP_LOG_PROBS
 from agent_loop.training.distillation.teachers import NotTaught, Teacher, Teachers
 from agent_loop.trajectory import Trajectory
-from agent_loop.types import IntArray, StopReason
+from agent_loop.types import StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,6 @@ class Failure:
 
 
 _Result: TypeAlias = TokenScores | Failure
-_Key: TypeAlias = tuple[str, bytes, int]
-"""Teacher, text, and start of the response. Equal texts are scored once."""
 
 
 class Scoring:
@@ -110,33 +108,36 @@ class Scoring:
         self._teachers = teachers
         self._report = report
         self._tasks = tasks
-        self._running: dict[_Key, asyncio.Task[_Result]] = {}
+        self._running: dict[tuple[object, ...], asyncio.Task[_Result]] = {}
 
     def begin(self, trajectory: Trajectory) -> None:
         """Ask the teacher for the scores of a trajectory that has ended."""
-        self._task(trajectory)
+        teacher = self._teacher_of(trajectory)
+        if teacher is not None:
+            self._task(trajectory, teacher)
 
     async def finish(self, trajectories: Sequence[Trajectory], *, label: str) -> Lessons:
         """Return the scores of the trajectories that are trained, and cancel all other requests."""
         started = time.monotonic()
-        tasks = [self._task(trajectory) for trajectory in trajectories]
-        wanted = {id(task[1]) for task in tasks if task is not None and isinstance(task[1], asyncio.Task)}
-        for running in self._running.values():
-            if id(running) not in wanted:
-                running.cancel()
-        lessons: list[Lesson | None] = []
+        asked = [
+            None if (teacher := self._teacher_of(t)) is None else (teacher, self._task(t, teacher))
+            for t in trajectories
+        ]
+        wanted = {each[1] for each in asked if each is not None}
+        for task in self._running.values():
+            if task not in wanted:
+                task.cancel()
+        lessons: list[Lesson | None] = [None] * len(trajectories)
         failures: list[tuple[Trajectory, Teacher, Failure]] = []
-        for trajectory, asked in zip(trajectories, tasks, strict=True):
-            if asked is None:
-                lessons.append(None)
+        for number, each in enumerate(asked):
+            if each is None:
                 continue
-            teacher, pending = asked
-            result = pending if isinstance(pending, Failure) else await pending
+            teacher, task = each
+            result = await task
             if isinstance(result, Failure):
-                failures.append((trajectory, teacher, result))
-                lessons.append(None)
+                failures.append((trajectories[number], teacher, result))
             else:
-                lessons.append(Lesson(self._teachers.numbers[teacher.name], result))
+                lessons[number] = Lesson(self._teachers.numbers[teacher.name], result)
         self._explain(failures, label=label, has_lesson=any(lessons))
         return Lessons(
             lessons,
@@ -144,20 +145,25 @@ class Scoring:
             wait_s=time.monotonic() - started,
         )
 
-    def _task(self, trajectory: Trajectory) -> tuple[Teacher, asyncio.Task[_Result] | Failure] | None:
-        """Return the teacher of a trajectory and its request, started if it is new; None if nobody teaches it."""
-        teacher = self._teachers.of(trajectory)
+    def _teacher_of(self, trajectory: Trajectory) -> Teacher | None:
         output = trajectory.output
-        if teacher is None or output.stop_reason in UNTAUGHT or not output.response_mask.any():
-            return None
-        text = _text(trajectory, teacher)
-        if isinstance(text, Failure):
-            return teacher, text
-        token_ids, start = text
-        key = (teacher.name, token_ids.tobytes(), start)
+        is_untaught = output.stop_reason in UNTAUGHT or not output.response_mask.any()
+        return None if is_untaught else self._teachers.of(trajectory)
+
+    def _task(self, trajectory: Trajectory, teacher: Teacher) -> asyncio.Task[_Result]:
+        """Return the request for a trajectory, started if it is new. Equal texts are scored once."""
+        output, hint_key = trajectory.output, teacher.config.hint_key
+        hint = None if hint_key is None else str(trajectory.row.get(hint_key))
+        key = (
+            teacher.name,
+            output.prompt_ids.tobytes(),
+            output.response_ids.tobytes(),
+            bool(output.attachments),
+            hint,
+        )
         if key not in self._running:
-            self._running[key] = self._tasks.create_task(_score(teacher, token_ids, start=start))
-        return teacher, self._running[key]
+            self._running[key] = self._tasks.create_task(_score(teacher, trajectory))
+        return self._running[key]
 
     def _explain(
         self, failures: Sequence[tuple[Trajectory, Teacher, Failure]], *, label: str, has_lesson: bool
@@ -188,13 +194,12 @@ async def open_scoring(teachers: Teachers, *, report: Callable[[str], None]) -> 
         raise first from first.__cause__
 
 
-def _text(trajectory: Trajectory, teacher: Teacher) -> tuple[IntArray, int] | Failure:
-    """Return the text that the teacher scores, and the index of the first token of the response."""
+async def _score(teacher: Teacher, trajectory: Trajectory) -> _Result:
     output = trajectory.output
     if output.attachments:
         return Failure(NotTaught.ATTACHMENTS, "it has images or videos, which teachers cannot score")
     try:
-        prompt_ids = teacher.prompts.prompt(trajectory)
+        prompt_ids = teacher.prompt(trajectory)
     except (DataError, ChatTemplateError) as error:
         return Failure(NotTaught.HINT, describe_error(error))
     num_tokens = len(prompt_ids) + len(output.response_ids)
@@ -205,11 +210,7 @@ def _text(trajectory: Trajectory, teacher: Teacher) -> tuple[IntArray, int] | Fa
         )
     if not len(prompt_ids):
         return Failure(NotTaught.SERVER, "its prompt is empty, so nothing predicts its first token")
-    return np.concatenate([prompt_ids, output.response_ids]), len(prompt_ids)
-
-
-async def _score(teacher: Teacher, token_ids: IntArray, *, start: int) -> _Result:
     try:
-        return await teacher.score(token_ids, start=start)
+        return await teacher.score(np.concatenate([prompt_ids, output.response_ids]), start=len(prompt_ids))
     except (ServerError, TimeoutError) as error:
         return Failure(NotTaught.SERVER, describe_error(error))

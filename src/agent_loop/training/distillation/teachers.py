@@ -24,68 +24,6 @@ from agent_loop.training.policy import load_vocabulary, refuse_other_vocabulary
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import IntArray, Message
 
-
-class TeacherPrompts:
-    """Prompts of one teacher. Without a hint, they are the policy's own tokens."""
-
-    def __init__(self, config: TeacherConfig, *, template: object) -> None:
-        self._hint, self._key = config.hint, config.hint_key
-        self._template = template if isinstance(template, ChatTemplate) else None
-        if self.has_hint and self._template is None:
-            raise ConfigError(
-                "a teacher has a hint, which needs a manager with a chat template; unset the hint"
-            )
-
-    @property
-    def has_hint(self) -> bool:
-        return self._hint is not None or self._key is not None
-
-    def prompt(self, trajectory: Trajectory) -> IntArray:
-        """Return the teacher's prompt for a trajectory; the response follows it."""
-        if self._template is None or not self.has_hint:
-            return trajectory.output.prompt_ids
-        return _with_hint(trajectory, hint=self._hint_of(trajectory), template=self._template)
-
-    def _hint_of(self, trajectory: Trajectory) -> str:
-        texts = [] if self._hint is None else [self._hint]
-        if self._key is not None:
-            value = trajectory.row.get(self._key)
-            if value is None:
-                raise DataError(
-                    f"the row of {trajectory.trajectory_id} has no column {self._key!r} for its hint; add it, or set "
-                    "hint_key to another column"
-                )
-            texts.append(str(value))
-        return "\n".join(texts)
-
-
-def _with_hint(trajectory: Trajectory, *, hint: str, template: ChatTemplate) -> IntArray:
-    messages, tools = _prompt_messages(trajectory.output.messages), trajectory.output.tool_schemas
-    if not np.array_equal(template.open(messages, tools=tools), trajectory.output.prompt_ids):
-        raise DataError(
-            f"the prompt of {trajectory.trajectory_id} is not what the chat template writes for its first messages, so "
-            "no hint can be put into it; use a teacher without a hint for such rows"
-        )
-    return template.open(_hinted(messages, hint), tools=tools)
-
-
-def _prompt_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages before the first completion of the policy."""
-    return list(takewhile(lambda message: message.get("role") != "assistant", messages))
-
-
-def _hinted(messages: Sequence[Message], hint: str) -> list[Message]:
-    """Return messages whose last user message begins with the hint."""
-    last = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=None)
-    if last is None:
-        raise DataError("a prompt has no user message, so no hint can be put before it")
-    content: Any = messages[last].get("content")
-    parts: Any = f"{hint}\n\n{content or ''}"
-    if isinstance(content, list):
-        parts = [{"type": "text", "text": f"{hint}\n\n"}, *content]
-    return [*messages[:last], {**messages[last], "content": parts}, *messages[last + 1 :]]
-
-
 CLOSE_TIMEOUT_S = 30.0
 HINT_TOKENS = 1024
 """Tokens that the context of a teacher with a hint is longer by."""
@@ -111,7 +49,8 @@ class Teacher:
     name: str
     config: TeacherConfig
     server: AsyncServerBase
-    prompts: TeacherPrompts
+    template: Any
+    """Chat template of the policy, which writes prompts with a hint."""
     context_length: int
     num_candidates: int
     vocab_size: int
@@ -120,6 +59,32 @@ class Teacher:
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.config.max_concurrent)
+
+    def hint(self, trajectory: Trajectory) -> str | None:
+        """Return what the teacher is told beside the prompt; None if it reads the policy's own tokens."""
+        texts = [] if self.config.hint is None else [self.config.hint]
+        if self.config.hint_key is not None:
+            value = trajectory.row.get(self.config.hint_key)
+            if value is None:
+                raise DataError(
+                    f"the row of {trajectory.trajectory_id} has no column {self.config.hint_key!r} for its hint; add "
+                    "it, or set hint_key to another column"
+                )
+            texts.append(str(value))
+        return "\n".join(texts) if texts else None
+
+    def prompt(self, trajectory: Trajectory) -> IntArray:
+        """Return the teacher's prompt for a trajectory; the response follows it."""
+        output, hint = trajectory.output, self.hint(trajectory)
+        if hint is None:
+            return output.prompt_ids
+        messages = list(takewhile(lambda message: message.get("role") != "assistant", output.messages))
+        if not np.array_equal(self.template.open(messages, tools=output.tool_schemas), output.prompt_ids):
+            raise DataError(
+                f"the prompt of {trajectory.trajectory_id} is not what the chat template writes for its first "
+                "messages, so no hint can be put into it; use a teacher without a hint for such rows"
+            )
+        return self.template.open(_hinted(messages, hint), tools=output.tool_schemas)
 
     async def score(self, token_ids: IntArray, *, start: int) -> TokenScores:
         """Return the scores of the tokens of a text from `start` on, at most `timeout_s` after a slot is free."""
@@ -133,6 +98,18 @@ class Teacher:
             server=self.server.name,
         )
         return _without_other_ids(scores, vocab_size=self.vocab_size)
+
+
+def _hinted(messages: Sequence[Message], hint: str) -> list[Message]:
+    """Return messages whose last user message begins with the hint."""
+    last = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=None)
+    if last is None:
+        raise DataError("a prompt has no user message, so no hint can be put before it")
+    content: Any = messages[last].get("content")
+    parts: Any = f"{hint}\n\n{content or ''}"
+    if isinstance(content, list):
+        parts = [{"type": "text", "text": f"{hint}\n\n"}, *content]
+    return [*messages[:last], {**messages[last], "content": parts}, *messages[last + 1 :]]
 
 
 class Teachers:
@@ -164,9 +141,13 @@ async def open_teachers(config: Config, *, template: Any) -> AsyncGenerator[Teac
     async with AsyncExitStack() as stack:
         teachers: dict[str, Teacher] = {}
         for name, each in settings.teachers.items():
-            prompts = TeacherPrompts(each, template=template)
+            has_hint = each.hint is not None or each.hint_key is not None
+            if has_hint and not isinstance(template, ChatTemplate):
+                raise ConfigError(
+                    "a teacher has a hint, which needs a manager with a chat template; unset the hint"
+                )
             length = each.context_length or (
-                config.rollout.prompt_length + config.rollout.response_length + prompts.has_hint * HINT_TOKENS
+                config.rollout.prompt_length + config.rollout.response_length + has_hint * HINT_TOKENS
             )
             server = _create_server(name, config=config, context_length=length)
             stack.push_async_callback(run_shielded, server.close, timeout_s=CLOSE_TIMEOUT_S)
@@ -181,7 +162,7 @@ async def open_teachers(config: Config, *, template: Any) -> AsyncGenerator[Teac
                 name,
                 config=each,
                 server=server,
-                prompts=prompts,
+                template=template,
                 context_length=length,
                 num_candidates=settings.num_candidates,
                 vocab_size=_vocab_size(template),

@@ -5,8 +5,7 @@ A run is one observation. The values of a run at its steps are correlated, so on
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import glob, has_magic
@@ -37,8 +36,11 @@ DEFAULT_METRICS = (
     f"{VALIDATION}{REWARD_MEAN}",
     SFT_LOSS,
     SFT_VALIDATION_LOSS,
+    f"{VALIDATION}pass@[0-9]",
+    f"{VALIDATION}pass@[0-9][0-9]",
+    f"{VALIDATION}pass@[0-9][0-9][0-9]",
 )
-PASS_AT_K = re.compile(rf"{VALIDATION}pass@(\d+)")
+"""Metrics that are compared if none are named, as globs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +113,16 @@ def read_groups(sources: Sequence[str]) -> list[RunGroup]:
     Raises:
         DataError: A source names no run or something else than runs, two groups share a run, or a file is damaged.
     """
-    paths = [_find_runs(source) for source in sources]
-    owners: dict[Path, str] = {}
-    for source, found in zip(sources, paths, strict=True):
+    paths = {number: _find_runs(source) for number, source in enumerate(sources)}
+    owners: dict[Path, int] = {}
+    for number, found in paths.items():
         for path in map(Path.resolve, found):
-            if path in owners:
+            if owners.setdefault(path, number) != number:
                 raise DataError(
-                    f"{str(path)!r} is in the group {owners[path]!r} and in {source!r}; give groups without common runs"
+                    f"{str(path)!r} is in the group {sources[owners[path]]!r} and in {sources[number]!r}; give groups "
+                    "without common runs"
                 )
-        owners |= {path.resolve(): source for path in found}
-    return [
-        RunGroup(source, tuple(map(read_run, found))) for source, found in zip(sources, paths, strict=True)
-    ]
+    return [RunGroup(sources[number], tuple(map(read_run, found))) for number, found in paths.items()]
 
 
 def read_run(path: Path) -> TrainingRun:
@@ -159,31 +159,27 @@ def choose_metrics(groups: Sequence[RunGroup], *, patterns: Sequence[str] = ()) 
     Without patterns, these are the rewards, the share of successes and the scores of the validation.
 
     Raises:
-        DataError: A run lacks a metric, or no metric of all runs matches.
+        DataError: No metric of all runs matches a pattern.
     """
     runs = [run for group in groups for run in group.runs]
     common = sorted(name for name in runs[0].curves if all(name in run.curves for run in runs))
-    if not patterns:
-        defaults = [name for name in DEFAULT_METRICS if name in common]
-        ks = sorted(int(found[1]) for name in common if (found := PASS_AT_K.fullmatch(name)))
-        defaults += [f"{VALIDATION}pass@{k}" for k in ks]
-        if not defaults:
-            raise DataError(
-                f"none of the metrics {', '.join(DEFAULT_METRICS)} is in all of {_names(runs)}; give one with "
-                f"--metric{did_you_mean('', common)}"
-            )
-        return defaults
-    chosen: list[str] = []
-    for pattern in patterns:
+    chosen: dict[str, None] = {}
+    for pattern in patterns or DEFAULT_METRICS:
         matches = [name for name in common if name == pattern or fnmatchcase(name, pattern)]
-        if not matches:
-            lacking = [run for run in runs if pattern not in run.curves]
+        if patterns and not matches:
+            lacking = ", ".join(repr(run.path) for run in runs if pattern not in run.curves)
             raise DataError(
-                f"no value of the metric {pattern!r} is in {_names(lacking)}; leave these runs out, or give "
-                f"another --metric{did_you_mean(pattern, common)}"
+                f"no value of the metric {pattern!r} is in {lacking}; leave these runs out, or give another "
+                f"--metric{did_you_mean(pattern, common)}"
             )
-        chosen += matches
-    return list(dict.fromkeys(chosen))
+        chosen |= dict.fromkeys(matches)
+    if not chosen:
+        paths = ", ".join(repr(run.path) for run in runs)
+        raise DataError(
+            f"none of the metrics {', '.join(DEFAULT_METRICS[:5])} is in all of {paths}; give one with "
+            f"--metric{did_you_mean('', common)}"
+        )
+    return list(chosen)
 
 
 def compare_metric(groups: Sequence[RunGroup], *, metric: str, num_recent: int) -> MetricComparison:
@@ -289,7 +285,3 @@ def _difference(
         return estimate_welch(values, others=first_values)
     by_seed = dict(zip(first.seeds, first_values, strict=True))
     return estimate_mean([value - by_seed[seed] for seed, value in zip(group.seeds, values, strict=True)])
-
-
-def _names(runs: Iterable[TrainingRun]) -> str:
-    return ", ".join(repr(run.path) for run in runs)

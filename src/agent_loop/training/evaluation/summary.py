@@ -78,9 +78,6 @@ class EvaluationSummary(BaseModel):
         Raises:
             DataError: The other evaluation has none of the rows.
         """
-        categories = {
-            column: score_categories(evaluation.rows, categories=values) for column, values in columns.items()
-        }
         comparison = other and compare_evaluations(
             evaluation,
             path=str(other[0]),
@@ -93,7 +90,9 @@ class EvaluationSummary(BaseModel):
             rows_of=rows_of,
             settings=settings,
             evaluation=evaluation,
-            categories=categories,
+            categories={
+                name: score_categories(evaluation.rows, categories=values) for name, values in columns.items()
+            },
             comparison=comparison,
         )
 
