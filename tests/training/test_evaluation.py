@@ -15,7 +15,6 @@ from agent_loop.storage import write_trajectories
 from agent_loop.training.evaluation.estimates import (
     MeanEstimate,
     estimate_difference,
-    estimate_mean,
     estimate_share,
     pass_at_k,
 )
@@ -135,14 +134,6 @@ def test_the_interval_of_single_samples_is_wilsons() -> None:
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.8, 0.4902, 0.9433), abs=1e-4)
     nothing = estimate_share([0.0] * 10, num_draws=10)
     assert (nothing.low, nothing.high) == pytest.approx((0.0, 0.2775), abs=1e-4)
-
-
-def test_the_interval_of_means_is_students() -> None:
-    estimate = estimate_mean([1.0, 2.0, 3.0, 4.0])
-    # t(3) = 3.182446, s / sqrt(4) = 0.645497
-    assert estimate.half_width == pytest.approx(3.182446 * 0.645497, rel=0.01)
-    two = estimate_mean([0.0, 1.0])
-    assert two.half_width == pytest.approx(12.7062 * 0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize("num_rows", [10, 100])

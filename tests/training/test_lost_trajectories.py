@@ -105,18 +105,6 @@ def test_lost_trajectories_are_in_no_mean_and_no_share_of_the_metrics(
     )
 
 
-@examples(100)
-@given(both=losses())
-def test_lost_trajectories_are_in_no_score_of_an_evaluation(
-    both: tuple[list[Trajectory], list[Trajectory]],
-) -> None:
-    everything, kept = both
-    found, expected = [summarise(trajectories, success_threshold=0.5) for trajectories in (everything, kept)]
-    assert (found.scores, found.rows) == (expected.scores, expected.rows)
-    assert found.num_trajectories == len(everything)
-    assert sum(found.failures.values()) == len(everything) - len(kept)
-
-
 def sampled_group(*rewards: float) -> list[Trajectory]:
     sampled = sample_trajectories(tiny_policy(), num_groups=1, n=len(rewards))
     return [structs.replace(t, reward=reward) for t, reward in zip(sampled, rewards, strict=True)]
@@ -133,16 +121,6 @@ def test_a_bug_counts_as_not_correct_and_an_outage_counts_as_nothing() -> None:
         assert evaluation.scores.mean_reward is not None
         assert evaluation.scores.mean_reward.value == 0.5
         assert evaluation.failures == {kind: 1}
-
-
-def test_the_metrics_name_the_kind_of_every_lost_rollout() -> None:
-    trajectories = sampled_group(*[1.0] * len(FailureKind))
-    lost = [failed(t, kind) for t, kind in zip(trajectories, FailureKind, strict=True)]
-    metrics = rollout_metrics([*lost[:3], *trajectories[3:]], success_threshold=1.0, weight_version=0)
-    counted = {name: n for name, n in metrics.items() if name.startswith(names.FAILURES)}
-    assert counted == {f"{names.FAILURES}{kind}": 1 for kind in list(FailureKind)[:3]}
-    none_is_left = rollout_metrics(lost[1:], success_threshold=1.0, weight_version=0)
-    assert not [name for name in none_is_left if not name.startswith(COUNTED)]
 
 
 def test_a_group_with_one_rollout_left_has_no_variance() -> None:

@@ -19,7 +19,7 @@ class RunRank(Protocol):
 
 
 class RayRanks:
-    """Implementation of `OtherRanks` on Ray. A context manager.
+    """The ranks other than 0, as actors of Ray. A context manager.
 
     Ray places each rank on a node that has the CPUs and GPUs of `trainer.ray`.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -17,7 +16,6 @@ from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.vision import auto_model_class
 from agent_loop.training.adapters import is_adapter_folder, merged_adapters
 from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint, named_checkpoint
-from agent_loop.training.manifest import find_damage, manifest_of
 from agent_loop.training.policy import compute_dtype, load_base
 
 MERGED_FOLDER = "merged"
@@ -60,21 +58,10 @@ def evaluated_model(path: Path) -> Path:
     checkpoint = named_checkpoint(path, parts=[MODEL_FOLDER])
     if not is_adapter_folder(checkpoint.model_path):
         return checkpoint.model_path
-    merged, kept = checkpoint.path / MERGED_FOLDER, checkpoint.path / f"{MERGED_FOLDER}.json"
-    if not _is_whole(merged, kept):
-        shutil.rmtree(merged, ignore_errors=True)
+    merged = checkpoint.path / MERGED_FOLDER
+    if not merged.exists():  # it is written under another name, and renamed when it is complete
         export_model(checkpoint, merged)
-        kept.write_text(json.dumps(manifest_of(merged)), encoding="utf-8")
     return merged
-
-
-def _is_whole(folder: Path, kept: Path) -> bool:
-    """Return whether the files of a folder agree with the manifest of the folder."""
-    try:
-        manifest = json.loads(kept.read_text(encoding="utf-8"))
-        return bool(manifest) and find_damage(folder, manifest) is None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False
 
 
 def _load_model(checkpoint: Checkpoint, config: ModelConfig) -> PreTrainedModel:

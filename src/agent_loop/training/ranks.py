@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncGenerator, Generator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from typing import Any, Protocol, Self
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch.distributed import is_torchelastic_launched
@@ -49,7 +49,7 @@ POLL_S = 0.2
 
 
 class LocalRanks:
-    """Implementation of `OtherRanks` for one machine. A context manager."""
+    """The ranks other than 0, as processes of this machine. A context manager."""
 
     def __init__(self, config: Config, *, grace_s: float, assignment: Assignment = UNASSIGNED) -> None:
         self.host = LOOPBACK
@@ -59,11 +59,13 @@ class LocalRanks:
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, *, port: int) -> None:
+        """Start the ranks, which reach rank 0 at `host`."""
         self._processes = [
             self._start(port=port, rank=rank) for rank in range(1, self._config.trainer.num_processes)
         ]
 
     async def wait_for_exit(self) -> str:
+        """Wait until a rank ends, and describe which and how."""
         while True:
             for rank, process in enumerate(self._processes, start=1):
                 if process.poll() is not None:
@@ -105,19 +107,8 @@ GRACE_S = 10.0
 """Seconds that a stopped rank has to end, and seconds to wait for the exit of a rank after a collective call failed."""
 
 
-class OtherRanks(AbstractContextManager[Any], Protocol):
-    """The ranks other than 0. When the context exits, they end; after `GRACE_S` they are killed."""
-
-    host: str
-    """Address at which they reach rank 0."""
-
-    def start(self, *, port: int) -> None:
-        """Start the ranks."""
-        ...
-
-    async def wait_for_exit(self) -> str:
-        """Wait until a rank ends, and describe which and how."""
-        ...
+OtherRanks: TypeAlias = LocalRanks | RayRanks
+"""The ranks other than 0. When the context exits, they end; after `GRACE_S` they are killed."""
 
 
 def is_nonzero_rank() -> bool:
@@ -148,7 +139,11 @@ async def start_process_group(config: Config) -> AsyncGenerator[ProcessGroup]:
     """Start the process group of a training, as its rank 0. The other ranks end with the context."""
     size, device = config.trainer.num_processes, device_of(config.model)
     if is_torchelastic_launched():
-        _check_size_of_torchrun(size)
+        started = int(os.environ["WORLD_SIZE"])
+        if size not in (1, started):
+            raise ConfigError(
+                f"trainer.num_processes is {size}, but torchrun started {started}; leave it out, or torchrun"
+            )
         async with _stopped_at_the_end(await run_in_thread(join_process_group, device)) as process_group:
             yield process_group
     elif size == 1:
@@ -214,26 +209,13 @@ def _create_other_ranks(config: Config, device: torch.device) -> OtherRanks:
                 "trainer.ray.num_gpus_per_learner is 0 where training is on GPUs; set it to 1, or set model.device=cpu"
             )
         return RayRanks(config, run_rank=connect_and_run_rank, grace_s=GRACE_S)
-    assignment = _assignment_of(config)
-    if assignment.trainer is None:
-        _check_gpus(config.trainer.num_processes, device)
-    return LocalRanks(config, grace_s=GRACE_S, assignment=assignment)
-
-
-def _check_size_of_torchrun(size: int) -> None:
-    started = int(os.environ["WORLD_SIZE"])
-    if size not in (1, started):
-        raise ConfigError(
-            f"trainer.num_processes is {size}, but torchrun started {started}; leave it out, or torchrun"
-        )
-
-
-def _check_gpus(size: int, device: torch.device) -> None:
-    if device.type == "cuda" and size > torch.cuda.device_count():
+    assignment, size = _assignment_of(config), config.trainer.num_processes
+    if assignment.trainer is None and device.type == "cuda" and size > torch.cuda.device_count():
         raise ConfigError(
             f"trainer.num_processes is {size}, but torch sees {torch.cuda.device_count()} GPUs; give each process "
             "one, or set model.device=cpu"
         )
+    return LocalRanks(config, grace_s=GRACE_S, assignment=assignment)
 
 
 def run_rank(config: Config, *, local_rank: int, **rendezvous: Any) -> None:

@@ -87,13 +87,24 @@ def load_examples(sources: Sequence[str], *, config: SftConfig, template: ChatTe
     found: list[Trajectory] = []
     for source in sources:
         if is_stored(source):
-            stored = _stored(source, config=config, template=template)
-            files.append(RowFile(source, None, [{"token_ids": _token_ids(segments)} for segments in stored]))
+            stored = stored_segments(
+                source,
+                where=config.conditions,
+                best_of_group=config.best_of_group,
+                tokenizer=template.tokenizer,
+            )
+            token_ids = [[int(each) for s in segments for each in s.token_ids] for segments in stored]
+            files.append(RowFile(source, None, [{"token_ids": ids} for ids in token_ids]))
             found += map(_example, stored)
-        else:
-            chats = load_row_files([source], prompt_key=config.messages_key)
-            files += chats
-            found += map(_example, _conversations(chats, config=config, template=template))
+            continue
+        chats = load_row_files([source], prompt_key=config.messages_key)
+        files += chats
+        for file in chats:
+            for number, row in enumerate(file.rows, start=1):
+                where = f"{file.name}, conversation {number}"
+                found.append(
+                    _example(chat_segments(row, template=template, tools_key=config.tools_key, where=where))
+                )
     trained = [t for t in found if t.output.response_mask.any()]
     fitting = [t for t in trained if sum(map(len, t.output.segments)) <= config.max_tokens]
     if not fitting:
@@ -129,28 +140,6 @@ def batches(examples: Sequence[Trajectory], *, batch_size: int, pad_token_id: in
         yield assemble(examples[start : start + batch_size], pad_token_id=pad_token_id)
 
 
-def _stored(source: str, *, config: SftConfig, template: ChatTemplate) -> list[Sequence[Segment]]:
-    return stored_segments(
-        source,
-        where=config.conditions,
-        best_of_group=config.best_of_group,
-        tokenizer=template.tokenizer,
-    )
-
-
-def _conversations(
-    files: Sequence[RowFile], *, config: SftConfig, template: ChatTemplate
-) -> Iterator[Sequence[Segment]]:
-    for file in files:
-        for number, row in enumerate(file.rows):
-            where = f"{file.name}, conversation {number + 1}"
-            yield chat_segments(row, template=template, tools_key=config.tools_key, where=where)
-
-
 def _example(segments: Sequence[Segment]) -> Trajectory:
     output = AgentLoopOutput(segments=segments)
     return Trajectory(output, row={}, group=0, rollout=0, reward=None, reward_extra={})
-
-
-def _token_ids(segments: Sequence[Segment]) -> list[int]:
-    return [token_id for segment in segments for token_id in segment.token_ids.tolist()]
