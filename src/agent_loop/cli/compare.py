@@ -97,11 +97,6 @@ def compare_command(
         console.print(_mean_table(comparison, names=names))
         console.print()
         console.print(_curve_table(comparison, names=names, num_points=points))
-        for name, separation in zip(names[1:], comparison.separations, strict=True):
-            if separation is not None:
-                apart = f"first at step {separation.first_step}, and at {separation.num_steps}"
-                line = f"The intervals of {names[0]} and {name} are apart {apart} of {len(comparison.curve)} steps."
-                print_line(console, line)
 
 
 def _as_json(
