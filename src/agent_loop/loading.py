@@ -30,9 +30,6 @@ def load_object(reference: str, *, key: str) -> Any:
     Args:
         reference: `path/to/file.py:name`, `package.module:name` or `package.module.name`.
         key: The setting with the reference, for errors.
-
-    Raises:
-        ConfigError: The file, module or name does not exist, or the import raised.
     """
     source, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
     if not source or not name:
@@ -52,9 +49,6 @@ def load_module(source: str, *, key: str) -> ModuleType:
     """Import a module by its dotted name, or a file by its path. A file is imported once.
 
     A file may import modules of its folder, which is appended to `sys.path`.
-
-    Raises:
-        ConfigError: The module or file does not exist, or the import raised.
     """
     try:
         return _import(source, key=key)
@@ -75,9 +69,6 @@ def import_extra(module: str, *, extra: str, by: str) -> Any:
         module: Dotted name of the module.
         extra: Extra that installs the package, as `vision` in `agent-loop[vision]`.
         by: Feature that needs the package, for the error.
-
-    Raises:
-        ConfigError: The package is not installed.
     """
     try:
         return importlib.import_module(module)

@@ -67,11 +67,7 @@ class FunctionRegistry:
         return name in self._functions
 
     def options_of(self, reference: str) -> Any:
-        """Return the options of a function's decorator; None if the function has none.
-
-        Raises:
-            ConfigError: The function does not exist.
-        """
+        """Return the options of a function's decorator; None if the function has none."""
         return self._options.get(id(self._find(reference)), (None, None))[1]
 
     def load(self, reference: str, *, example: str) -> RegisteredFunction:
@@ -80,9 +76,6 @@ class FunctionRegistry:
         Args:
             reference: A registered name, `file.py:name` or `module:name`.
             example: Parameters of the call, for example `rewards, *, config`.
-
-        Raises:
-            ConfigError: The function does not exist, cannot be constructed, or does not take these parameters.
         """
         function = self._find(reference)
         where = f"{self.key} is {reference!r}"
@@ -131,9 +124,6 @@ def read_entries(path: str | Path, *, entry_type: type[EntryT], list_key: str, k
         entry_type: Section that each entry is parsed as.
         list_key: The only key that the file may contain.
         key: Setting that names the file, for the error.
-
-    Raises:
-        ConfigError: The file is missing, is not valid YAML, or does not contain such a list.
     """
     content = read_yaml(path, what=f"{key}: file", resolve=True)
     entries: Any = cast(dict[str, Any], content).get(list_key) if isinstance(content, dict) else None
@@ -149,11 +139,7 @@ def read_entries(path: str | Path, *, entry_type: type[EntryT], list_key: str, k
 
 
 def load_class(reference: str, *, base: type[BaseT], key: str) -> type[BaseT]:
-    """Return the class that a reference names.
-
-    Raises:
-        ConfigError: The class does not exist, or is not a subclass of `base`.
-    """
+    """Return the class that a reference names."""
     loaded = load_object(reference, key=key)
     if not isinstance(loaded, type):
         raise ConfigError(
@@ -168,11 +154,7 @@ def load_class(reference: str, *, base: type[BaseT], key: str) -> type[BaseT]:
 
 
 def construct(make: Callable[..., BaseT], *args: Any, where: str) -> BaseT:
-    """Construct an object of a user's class.
-
-    Raises:
-        ConfigError: The constructor raised.
-    """
+    """Construct an object of a user's class."""
     try:
         return make(*args)
     except Exception as error:

@@ -128,11 +128,7 @@ class SamplingParams(Struct, frozen=True):
 
 @lru_cache(maxsize=256)
 def _check_json(json_schema: str) -> None:
-    """Check that a schema is the JSON text of an object. Engines check the schema itself.
-
-    Raises:
-        SamplingParamsError: The schema is something else.
-    """
+    """Check that a schema is the JSON text of an object. Engines check the schema itself."""
     try:
         schema = json.loads(json_schema)
     except (ValueError, TypeError) as error:

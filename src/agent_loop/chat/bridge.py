@@ -154,11 +154,7 @@ class Joint:
     """Number of control tokens after `sampled` at which the model may have stopped."""
 
     def after(self, rendered: str) -> str:
-        """Return the text of the bridge in a rendered text: close, replies, generation prompt.
-
-        Raises:
-            ChatTemplateError: The end of the assistant's turn cannot be found.
-        """
+        """Return the text of the bridge in a rendered text: close, replies, generation prompt."""
         tail = rendered[rendered.rindex(SENTINEL) + len(SENTINEL) :]
         if tail.startswith(self.sampled):
             return tail[len(self.sampled) :]
@@ -215,11 +211,7 @@ class BridgeBuilder:
         return ids[self._num_sampled(ids, last_token_id, joint) :]
 
     def joint(self, replies: Sequence[Message]) -> Joint:
-        """Return the joint for replies of these roles.
-
-        Raises:
-            ChatTemplateError: The template cannot render such replies after an assistant turn.
-        """
+        """Return the joint for replies of these roles."""
         joint = self._joints[_joint_key(replies)]
         if isinstance(joint, ChatTemplateError):
             raise joint

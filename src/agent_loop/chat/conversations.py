@@ -37,10 +37,6 @@ def encode_conversation(
         messages: Messages in the OpenAI form, with the arguments of calls as mappings. Messages after the last
             assistant turn are left out.
         tools: OpenAI function schemas.
-
-    Raises:
-        ChatTemplateError: There is no prompt or no assistant turn, two assistant turns follow each other, a message has
-            an image, or the template cannot render the messages.
     """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:

@@ -120,12 +120,7 @@ class MediaProcessor:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.read, media)
 
     def read(self, media: Sequence[Medium]) -> list[ReadMedium]:
-        """Return the features of images and videos, from the cache or from the processor.
-
-        Raises:
-            ChatTemplateError: The model does not take videos.
-            DataError: An image or a video cannot be read.
-        """
+        """Return the features of images and videos, from the cache or from the processor."""
         return [self._read(medium) for medium in media]
 
     def encode(self, token_ids: Sequence[int], media: Sequence[ReadMedium]) -> Encoded:

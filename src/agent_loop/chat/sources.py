@@ -55,11 +55,7 @@ class Video:
 
 
 def split_media(messages: Sequence[Message]) -> tuple[Sequence[Message], list[Medium]]:
-    """Return the messages in the form of chat templates, and their images and videos in order.
-
-    Raises:
-        DataError: A part of a message has the type of an image or a video, but no source.
-    """
+    """Return the messages in the form of chat templates, and their images and videos in order."""
     media: list[Medium] = []
     for message in messages:
         if isinstance(message.get("content"), list):
@@ -73,9 +69,6 @@ def load_image(source: Any) -> Any:
     Args:
         source: A Pillow image, an array [height, width] or [height, width, channels] of uint8, a path, a data URL,
             the bytes of a file, or a mapping with `bytes` or `path`, as data sets hold them.
-
-    Raises:
-        DataError: The image does not exist, cannot be decoded, or is on a network.
     """
     try:
         from PIL import Image, ImageOps  # late: text needs no Pillow
@@ -122,9 +115,6 @@ def load_video(source: Any) -> Video:
     Args:
         source: A list of images in any form that `load_image` reads, an array [frames, height, width, 3] of uint8, or
             a mapping with these as `frames` and their rate as `fps`. Files are not decoded.
-
-    Raises:
-        DataError: The source has another form, no frames, or frames of several sizes.
     """
     fps = DEFAULT_FPS
     if isinstance(source, Mapping):
@@ -150,11 +140,7 @@ def load_video(source: Any) -> Video:
 
 
 def medium_key(medium: Medium) -> Hashable:
-    """Return a key that is equal for equal media, without decoding files.
-
-    Raises:
-        DataError: The medium cannot be read.
-    """
+    """Return a key that is equal for equal media, without decoding files."""
     if medium.kind == "image":
         return ("image", _image_key(medium.source))
     video = load_video(medium.source)
@@ -187,11 +173,7 @@ def describe_source(source: Any) -> str:
 
 
 def without_pixels(message: Message) -> Message:
-    """Return the message with descriptions in the place of its images and videos.
-
-    Raises:
-        DataError: A part of the message has the type of an image or a video, but no source.
-    """
+    """Return the message with descriptions in the place of its images and videos."""
     [bare], media = split_media([message])
     if not media:
         return message

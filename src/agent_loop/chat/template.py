@@ -371,10 +371,6 @@ def load_chat_template(
         model_path: Folder or hub name of the model, if it differs from `path`. The model's config holds the size of the
             vocabulary.
         variables: See `ChatTemplate.with_variables`.
-
-    Raises:
-        ConfigError: The tokenizer or the template file does not exist or cannot be loaded.
-        ChatTemplateError: The template cannot be used.
     """
     from transformers import AutoTokenizer  # late: importing transformers takes seconds
 

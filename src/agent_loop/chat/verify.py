@@ -83,11 +83,7 @@ def verify_template(template: ChatTemplate | Any, *, tools: bool) -> TemplateRep
 
 
 def require_template(template: ChatTemplate, *, tools: bool) -> None:
-    """Refuse a template that cannot render the replies of a run, and log what its first prompt leaves out.
-
-    Raises:
-        ChatTemplateError: The template cannot render a reply of a user, or of a tool if the run has tools.
-    """
+    """Refuse a template that cannot render the replies of a run, and log what its first prompt leaves out."""
     for joint in (template.bridges.user, *([template.bridges.tool] if tools else [])):
         if isinstance(joint, ChatTemplateError):
             raise ChatTemplateError(

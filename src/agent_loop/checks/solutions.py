@@ -77,10 +77,6 @@ async def check_named_tasks(
         limit: Number of rows to check. None checks all.
         concurrency: Number of rows that are checked at once.
         on_report: Called with each report as soon as it is known.
-
-    Raises:
-        ConfigError: There is no such suite, task or option, or its rows cannot be played without a model.
-        DataError: The task cannot be used.
     """
     suite = load_suite(name.partition(":")[0])
     if suite.agent_name != LOOP:
@@ -154,9 +150,6 @@ async def play_turns(suite: TaskSuite, row: Mapping[str, Any], turns: Sequence[S
         suite: The row's suite, whose rows are played by `environment_agent`.
         row: A row of the suite.
         turns: The model's turns, each in one completion. Without turns, the model writes one empty turn.
-
-    Raises:
-        ConfigError: Another loop plays the rows of the suite.
     """
     if suite.agent_name != LOOP:
         raise ConfigError(f"rows of {suite.name!r} are played by {suite.agent_name!r}, which needs a model")

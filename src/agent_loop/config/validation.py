@@ -27,9 +27,6 @@ def parse_section(
         values: The values.
         where: Start of the error message, such as the name of the file.
         names: The user's name of each setting that was given under another one.
-
-    Raises:
-        ConfigError: A key or a value is wrong. The message has one line per fault, with the value and the remedy.
     """
     try:
         return section.model_validate(dict(values))

@@ -7,13 +7,7 @@ from agent_loop.rollout.manager import AgentLoopManager
 
 
 def create_manager(config: Config) -> AgentLoopManager:
-    """Create the manager for the runtime in `trainer.runtime`.
-
-    Raises:
-        ConfigError: A component that the configuration names does not exist or does not fit, or the runtime is Ray and
-            Ray is not installed.
-        ChatTemplateError: The model's chat template cannot render the conversations of this run.
-    """
+    """Create the manager for the runtime in `trainer.runtime`."""
     if config.trainer.runtime == "local":
         return AgentLoopManager.from_config(config)
     from agent_loop.distributed.manager import ClusterManager  # late: the local runtime needs none of it

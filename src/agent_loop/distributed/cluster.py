@@ -41,9 +41,6 @@ class Cluster:
         """Connect to the cluster at `trainer.ray.address`, or start a cluster if no address is set.
 
         A process that is connected to Ray already keeps its connection.
-
-        Raises:
-            ConfigError: There is no cluster at the address.
         """
         if not self._ray.is_initialized():
             options: dict[str, Any] = {"address": self._ray_config.address}

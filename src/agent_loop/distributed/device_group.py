@@ -44,9 +44,6 @@ def bundles_of(config: Config, *, driver_ip: str) -> list[dict[str, float]]:
     """Return the resources of each bundle: one per server and one per training process, or shared ones.
 
     The bundle of the first training process is on the driver's node.
-
-    Raises:
-        ConfigError: Servers of several devices would share them with the trainer.
     """
     ray, per_server = config.trainer.ray, devices_per_server(config.placement, config.rollout)
     processes, servers = config.trainer.num_processes, config.rollout.num_servers
@@ -73,11 +70,7 @@ def first_learner_bundle(config: Config) -> int:
 
 
 def create_group(ray: Any, config: Config) -> None:
-    """Reserve the devices of a run, and show the driver the device of the first training process alone.
-
-    Raises:
-        ConfigError: The cluster does not have the devices.
-    """
+    """Reserve the devices of a run, and show the driver the device of the first training process alone."""
     bundles = bundles_of(config, driver_ip=ray.util.get_node_ip_address())
     group = ray.util.placement_group(bundles, strategy="PACK", name=GROUP_NAME)
     if not group.wait(READY_TIMEOUT_S):

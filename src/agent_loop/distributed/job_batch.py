@@ -139,9 +139,6 @@ class JobBatch:
 
         Returns:
             The number of unfinished jobs.
-
-        Raises:
-            JournalError: The journal cannot be written.
         """
         left = [
             job for given in chunk.jobs if given.job_id not in self._ended for job in self._resumable(given)

@@ -17,11 +17,7 @@ class ActorLost(Exception):
 
 
 def load_ray() -> Any:
-    """Import Ray.
-
-    Raises:
-        ConfigError: Ray is not installed.
-    """
+    """Import Ray."""
     try:
         return import_module("ray")
     except ImportError as error:

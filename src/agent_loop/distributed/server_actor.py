@@ -45,11 +45,7 @@ class ServerActor:
         self._start_lock = asyncio.Lock()
 
     async def ensure_started(self, weights: PublishedWeights | None) -> ServerInfo:
-        """Create and start the server if it has not started, and load the weights if it does not have them.
-
-        Raises:
-            AgentLoopError: The server does not start.
-        """
+        """Create and start the server if it has not started, and load the weights if it does not have them."""
         async with self._start_lock:
             if self._frontend is not None:
                 server = self._frontend.server

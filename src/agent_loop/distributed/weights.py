@@ -53,11 +53,7 @@ class WeightStore:
     async def publish(
         self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int
     ) -> PublishedWeights:
-        """Put weights into the object store and release the previous weights.
-
-        Raises:
-            WeightsError: A tensor cannot be sent.
-        """
+        """Put weights into the object store and release the previous weights."""
         async with self._lock:
             is_new = self.current is None or self.current.weight_version != weight_version
             if is_new or self._source is not weights:

@@ -287,11 +287,7 @@ def json_schema_of(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def import_bfcl(name: str) -> Any:
-    """Import a module of `bfcl_eval`.
-
-    Raises:
-        ConfigError: The package is not installed.
-    """
+    """Import a module of `bfcl_eval`."""
     return import_extra(f"bfcl_eval.{name}", extra="bfcl", by="the suite bfcl")
 
 

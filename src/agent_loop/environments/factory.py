@@ -34,9 +34,6 @@ class EnvironmentFactory:
             make: A subclass of `Environment` or `Game`, or a class in TRL's form, without required arguments, or a
                 function that returns an instance of one. It is called at once, to inspect an instance.
             where: Name of the environment in errors.
-
-        Raises:
-            ConfigError: Creating an instance raised, or the instance cannot be used as an environment.
         """
         try:
             probe: Any = make()
@@ -55,9 +52,6 @@ def load_environments(references: Mapping[str, str]) -> dict[str, EnvironmentFac
 
     Args:
         references: `file.py:Class` or `module:Class`, or functions that return instances, by name.
-
-    Raises:
-        ConfigError: An environment does not exist or cannot be used.
     """
     environments: dict[str, EnvironmentFactory] = {}
     for name, reference in references.items():
@@ -75,10 +69,6 @@ def find_environment(name: Any, *, known: Mapping[str, EnvironmentFactory]) -> E
     Args:
         name: Value of the column. None selects the only environment of `known`.
         known: The configured environments by name. The suites of this package need not be among them.
-
-    Raises:
-        DataError: There is no such environment.
-        ConfigError: The package that a suite needs is not installed.
     """
     if name is None and len(known) == 1:
         return next(iter(known.values()))

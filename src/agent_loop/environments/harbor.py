@@ -96,10 +96,6 @@ def harbor_rows(source: str, workspace: Mapping[str, Any]) -> Iterator[tuple[str
     Args:
         source: Path of the folder.
         workspace: Settings that are merged over the workspace of every row.
-
-    Raises:
-        ConfigError: The settings are wrong.
-        DataError: None of the tasks can be used.
     """
     folders = find_tasks(Path(source))
     if not folders:
@@ -172,12 +168,7 @@ class HarborTask:
 
 
 def read_task(folder: Path) -> HarborTask:
-    """Read a task.
-
-    Raises:
-        DataError: A file is missing or invalid, or the task needs something that is not supported. The message starts
-            with the task's folder.
-    """
+    """Read a task."""
     where = f"task {str(folder)!r}"
     file = _read_file(folder / TASK_FILE, where=where)
     instruction = _read_instruction(folder / INSTRUCTION, where=where)
@@ -382,10 +373,6 @@ def task_workspace(task: HarborTask, *, settings: Mapping[str, Any]) -> dict[str
         task: The task.
         settings: Settings that are merged over those of the task. If they name a `provider`, its class gets the
             settings of the container as the argument `container`.
-
-    Raises:
-        ConfigError: The settings are wrong.
-        DataError: A variable of the task has no value, or a key of `task.toml` has a value that containers do not take.
     """
     environment, verifier = task.file.environment, task.file.verifier
     container: dict[str, Any] = {
@@ -434,9 +421,6 @@ def resolve_variables(
 
     The values come from `container.env` of the settings, never from the environment of this process, whose secrets a
     task could name.
-
-    Raises:
-        DataError: A variable has neither a value nor a default.
     """
     container: Mapping[str, Any] = settings.get("container") or {}
     given: Mapping[str, Any] = container.get("env") or {}

@@ -35,11 +35,6 @@ async def run_method(
         what: Name of the call in errors.
         timeout_s: Time limit.
         key: Key of `rollout.multi_turn` that sets the time limit.
-
-    Raises:
-        EnvironmentBug: The method raised, or took too long.
-        EnvironmentUnavailable: As the method raised it.
-        DataError: As the method raised it.
     """
     try:
         return await run_bounded(function, timeout_s=timeout_s, name=what)

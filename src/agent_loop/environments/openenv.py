@@ -265,11 +265,7 @@ class OpenEnvSession:
         self._is_waiting = False
 
     async def open(self) -> dict[str, Any]:
-        """Connect, and return the server's schemas.
-
-        Raises:
-            EnvironmentUnavailable: The server cannot be reached.
-        """
+        """Connect, and return the server's schemas."""
         _open_sessions[self.url] += 1
         self._http = aiohttp.ClientSession()
         try:

@@ -157,10 +157,6 @@ def read_players(
         num_seats: Number of seats of the game. None if it is unknown yet.
         opponents: The configured opponents by name.
         where: Name of the value in errors.
-
-    Raises:
-        DataError: A player does not exist, no seat is the policy's, or the number of names is wrong.
-        ConfigError: A scripted player cannot be loaded.
     """
     names: list[Any] = [given] * (num_seats or 1) if isinstance(given, str) else given
     if not isinstance(given, str | Sequence) or not names:

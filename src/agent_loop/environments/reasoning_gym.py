@@ -103,10 +103,6 @@ def make_entry(key: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         key: `generator`, `config`, `seed` and `index`.
-
-    Raises:
-        ConfigError: reasoning-gym is not installed, or the generator refuses its configuration.
-        DataError: The generator cannot make the entry.
     """
     dataset = _dataset_of(key)
     with _lock:  # some generators draw from Python's global generator of random numbers

@@ -74,9 +74,6 @@ def is_task_name(source: str) -> bool:
     """Return whether a source of rows is the name of a task, not a path or a function.
 
     A path that exists is never a name. A module that has the name of a suite cannot be named as a source.
-
-    Raises:
-        ConfigError: The source can only be a name, but there is no such suite.
     """
     prefix = _PREFIX.match(source)
     if prefix is None or Path(source).exists() or Path(prefix[1]).exists():
@@ -148,10 +145,6 @@ def named_rows(source: str, workspace: Mapping[str, Any]) -> Iterator[tuple[str,
     Args:
         source: `suite:task?option=value&option=value`.
         workspace: Not used: an environment has no workspace.
-
-    Raises:
-        ConfigError: There is no such suite, task or option, or the suite's package is not installed.
-        DataError: The task cannot be used.
     """
     if not is_task_name(source):
         return None
@@ -208,9 +201,6 @@ def select_rows(
         identity: Returns text that two rows share only if they are the same task.
         size: Number of rows to yield, if there are as many. None yields all.
         where: Name of the rows in errors.
-
-    Raises:
-        DataError: The split has no rows, or too few among `MAX_SEARCHED` rows for each.
     """
     num_selected = num_searched = 0
     most = None if size is None else MAX_SEARCHED * size + 1000
@@ -242,10 +232,6 @@ def environment_rows(source: str, *, workspace: Mapping[str, Any]) -> Iterator[t
     Args:
         source: An item of `data.train_files` or `data.val_files`.
         workspace: Settings that are merged over the workspace of every row.
-
-    Raises:
-        ConfigError: The settings are wrong.
-        DataError: No row of the source can be used.
     """
     for rows_of in ROW_FORMATS:
         rows = rows_of(source, workspace)

@@ -374,11 +374,7 @@ class Domain:
 
 @cache
 def load_domain(name: str) -> Domain:
-    """Return a domain.
-
-    Raises:
-        ConfigError: `inspect-evals` is not installed.
-    """
+    """Return a domain."""
     with _lock:
         tools: Any = getattr(tau2(f"{name}.tools"), f"all_{name}_tools")
         definition: Any = inspect("tool").ToolDef

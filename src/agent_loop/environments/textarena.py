@@ -200,12 +200,7 @@ class TextArenaGame(Game):
 
 
 def refuse_unplayable(game: str) -> None:
-    """Raise an error if a game does not exist, or needs a download or a service.
-
-    Raises:
-        ConfigError: TextArena is not installed.
-        DataError: The game cannot be played.
-    """
+    """Raise an error if a game does not exist, or needs a download or a service."""
     specs = _registry()
     if game not in specs:
         raise DataError(f"textarena:{game}: there is no such game{did_you_mean(game, specs)}")

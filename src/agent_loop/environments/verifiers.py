@@ -84,11 +84,7 @@ class VerifiersSuite(TaskSuite):
 
 
 def nested_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with dotted names, such as `taskset.split`, as nested dicts. Values are read as JSON if they are.
-
-    Raises:
-        ConfigError: An option is both a value and a group of options.
-    """
+    """Return options with dotted names, such as `taskset.split`, as nested dicts. JSON values are decoded."""
     settings: dict[str, Any] = {}
     for name, value in options.items():
         *groups, last = name.split(".")
@@ -127,9 +123,6 @@ def read_rows(spec: EnvironmentSpec, *, size: int | None) -> Iterator[dict[str, 
     Args:
         spec: The environment.
         size: Number of rows that are wanted. An environment with endless tasks needs one.
-
-    Raises:
-        ConfigError: The interpreter does not exist, lacks verifiers, or the environment cannot be loaded.
     """
     with tempfile.TemporaryFile() as log:
         try:
@@ -158,9 +151,6 @@ async def environment_process(
     Args:
         spec: The environment.
         env: Environment variables of the process, in addition to those that programs inherit.
-
-    Raises:
-        ConfigError: The interpreter does not exist, lacks verifiers, or the environment cannot be loaded.
     """
     processes = _processes.setdefault(asyncio.get_running_loop(), {})
     key = (spec, tuple(sorted(env.items())))
@@ -188,11 +178,7 @@ class EnvironmentProcess:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def open(self) -> None:
-        """Start the process, unless it runs.
-
-        Raises:
-            ConfigError: The process does not start.
-        """
+        """Start the process, unless it runs."""
         async with self._lock:
             if self._process is not None and self._process.returncode is None:
                 return

@@ -78,13 +78,7 @@ class TrajectoryEnvironment:
         return self._interaction is not None and self._interaction.opens_conversation
 
     async def opened(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the prompt with the interaction's greeting.
-
-        Raises:
-            EpisodeError: The episode has no interaction.
-            InteractionBug: The interaction raised or exceeded its time limit.
-            InteractionUnavailable: A service that the interaction needs is not available.
-        """
+        """Return the prompt with the interaction's greeting."""
         if self._interaction is None:
             raise EpisodeError("the episode has no interaction; set interaction_kwargs.name in the row")
         reply = await self._reply_of(self._interaction, self._interaction.greet, num_messages=len(messages))
@@ -145,12 +139,7 @@ class TrajectoryEnvironment:
         return reply
 
     async def collect_verdicts(self) -> None:
-        """Collect the rewards of the whole trajectory from the tools and the interaction.
-
-        Raises:
-            ToolBug: A tool's `calc_reward` raised or exceeded its time limit.
-            InteractionBug: The interaction's `calculate_score` raised or exceeded its time limit.
-        """
+        """Collect the rewards of the whole trajectory from the tools and the interaction."""
         if self._tools is not None:
             verdicts = {name: v for name, v in self._log.kept_verdicts().items() if v is not None}
             if self._tools.has_verdict:

@@ -70,10 +70,6 @@ class TokenLedger:
             token_ids: Ids of the tokens.
             origin: Author of the tokens.
             attachments: Attachments of the tokens. Their positions count from the first of `token_ids`.
-
-        Raises:
-            EpisodeError: A prompt follows other tokens, the origin is the model, or an attachment lies outside the
-                tokens.
         """
         if origin is Origin.MODEL:
             raise EpisodeError("tokens of the model come from a server's TokenOutput; use append_completion")

@@ -43,9 +43,6 @@ def load_interactions(config_path: str | Path | None) -> dict[str, BaseInteracti
 
     Args:
         config_path: YAML file with `interaction: [{class_name, name, config}]`. None configures no interaction.
-
-    Raises:
-        ConfigError: An interaction cannot be loaded, or two have the same name.
     """
     interactions: dict[str, BaseInteraction] = {}
     if config_path is None:
@@ -78,9 +75,6 @@ def read_interaction_name(
 
     Arguments without a name are ignored if no interaction is configured: some data sets have them in rows that only
     call tools. Fields that are None are ignored: a table has them in rows without an interaction.
-
-    Raises:
-        DataError: The name is missing although interactions are configured, or it is unknown.
     """
     given = {key: value for key, value in (interaction_kwargs or {}).items() if value is not None}
     if not given or ("name" not in given and not known):
@@ -106,10 +100,6 @@ SettingsT = TypeVar("SettingsT", bound=Section)
 
 
 def read_settings(section: type[SettingsT], config: Mapping[str, Any]) -> SettingsT:
-    """Return an interaction's `config`, without `name`, as an instance of `section`.
-
-    Raises:
-        ConfigError: A key is unknown or missing, or a value is out of range.
-    """
+    """Return an interaction's `config`, without `name`, as an instance of `section`."""
     values = {key: value for key, value in config.items() if key != "name"}
     return parse_section(section, values, where=f"config of interaction {config.get('name', '?')!r}")

@@ -112,12 +112,7 @@ class InteractionSession:
         await run_bounded(self._instance.open, timeout_s=self._config.timeout_s, name=self._where)
 
     async def greet(self) -> InteractionReply:
-        """Return the interaction's first message, which is empty if the interaction returned None.
-
-        Raises:
-            InteractionBug: The interaction raised, took too long, or returned something else than a str.
-            InteractionUnavailable: A service that the interaction needs cannot be reached.
-        """
+        """Return the interaction's first message, which is empty if the interaction returned None."""
         await self._bounded(self._instance.open)
         greeting = "" if self._greeting is None else self._greeting
         if not isinstance(greeting, str):
@@ -127,13 +122,7 @@ class InteractionSession:
         return InteractionReply(str.__str__(greeting))
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
-        """Return the interaction's reply to the conversation so far.
-
-        Raises:
-            InteractionBug: The interaction raised, took too long, or returned an invalid reply.
-            InteractionUnavailable: A service that the interaction needs cannot be reached.
-            EpisodeError: The session is closed.
-        """
+        """Return the interaction's reply to the conversation so far."""
         if self._is_closed:
             raise EpisodeError(f"{self._where} was used after close(); use one session per trajectory")
         return await self._bounded(partial(self._reply, messages))
@@ -205,11 +194,7 @@ class InteractionSession:
 
 
 def read_reply(returned: Any, *, where: str) -> InteractionReply:
-    """Return the reply that `generate_response` returned, after validation.
-
-    Raises:
-        InteractionBug: `returned` is not a valid reply.
-    """
+    """Return the reply that `generate_response` returned, after validation."""
     parts: tuple[Any, ...] = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else ()
     if len(parts) != 4:
         raise InteractionBug(
@@ -228,11 +213,7 @@ def read_reply(returned: Any, *, where: str) -> InteractionReply:
 
 
 def read_score(score: Any, *, where: str) -> float:
-    """Return `score` as a float.
-
-    Raises:
-        InteractionBug: `score` is not a number that can be a reward.
-    """
+    """Return `score` as a float."""
     number = as_reward(score)
     if number is None:
         raise InteractionBug(

@@ -175,12 +175,7 @@ class GameAgentLoop(AgentLoopBase):
 
 
 def read_opponents(given: Mapping[str, Mapping[str, Any]] | None) -> dict[str, OpponentSettings]:
-    """Return the opponents of a loop's entry.
-
-    Raises:
-        DataError: An opponent has the name of another player.
-        ConfigError: A setting is wrong.
-    """
+    """Return the opponents of a loop's entry."""
     opponents: dict[str, OpponentSettings] = {}
     for name, settings in (given or {}).items():
         if name in {POLICY, "random", "first"}:

@@ -75,10 +75,6 @@ class LoopRegistry:
         """Load the loop that `rollout.agent.default_agent_loop` names: a known name, `file.py:Class` or `module:Class`.
 
         Rows can name only loops that are known by name, or this one.
-
-        Raises:
-            ConfigError: The class cannot be loaded.
-            DataError: No loop has that name.
         """
         key = "rollout.agent.default_agent_loop"
         if ":" in reference:

@@ -140,11 +140,7 @@ class Sink(Protocol):
     """Receiver of records, in order."""
 
     def append(self, payload: bytes) -> None:
-        """Append a record.
-
-        Raises:
-            JournalError: An earlier record could not be written.
-        """
+        """Append a record."""
         ...
 
     async def flushed(self, *, to_disk: bool = False) -> None:
@@ -152,8 +148,5 @@ class Sink(Protocol):
 
         Args:
             to_disk: Wait until the records are on the disk too, so that a power failure loses no record.
-
-        Raises:
-            JournalError: A record could not be written.
         """
         ...

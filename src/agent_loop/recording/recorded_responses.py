@@ -46,12 +46,7 @@ class RecordedResponses:
 
 
 def extract_responses(trajectory: Trajectory) -> RecordedResponses:
-    """Return the recorded responses of a trajectory of one episode.
-
-    Raises:
-        DataError: The trajectory does not contain all responses. It is one of several branches, has images, or has
-            messages that the loops of this package do not write.
-    """
+    """Return the recorded responses of a trajectory of one episode."""
     output = trajectory.output
     if trajectory.branch is not None:
         raise DataError(

@@ -127,11 +127,7 @@ class RewardFunction:
         self.name = name or _name_of(function)
 
     async def __call__(self, output: AgentLoopOutput, row: Row) -> Score:
-        """Score one trajectory. The function gets copies of the messages, the fields and the row.
-
-        Raises:
-            RewardError: The function raised, took too long, or did not return a reward.
-        """
+        """Score one trajectory. The function gets copies of the messages, the fields and the row."""
         source = f"reward function {self.name}"
 
         async def score() -> Score:
@@ -164,12 +160,7 @@ class BatchRewardFunction:
         self.name = name or _name_of(function)
 
     async def __call__(self, outputs: Sequence[AgentLoopOutput], rows: Sequence[Row]) -> list[ScoreResult]:
-        """Score a group, in the order of its outputs. The function gets copies of the messages, the fields and rows.
-
-        Raises:
-            RewardError: The function raised, took too long, or did not return one value for each output. An invalid
-                value for one output is an error of its result alone.
-        """
+        """Score a group, in the order of its outputs. The function gets copies of the messages, the fields and rows."""
         source = f"reward function {self.name}"
 
         async def score() -> list[ScoreResult]:
@@ -188,9 +179,6 @@ def load_reward(reference: str, *, timeout_s: float) -> RewardFunction:
     Args:
         reference: `file.py:name` or `module:name`, or a YAML file with the criteria of judges.
         timeout_s: Time limit for one trajectory. Judges have limits of their own instead.
-
-    Raises:
-        ConfigError: The function does not exist, or does not take `(output, row)`. Or the file is wrong.
     """
     if is_judged_file(reference):
         return RewardFunction(load_rubric(reference).score, timeout_s=None, name=reference)
@@ -203,9 +191,6 @@ def load_batch_reward(reference: str, *, timeout_s: float) -> BatchRewardFunctio
     Args:
         reference: `file.py:name` or `module:name`, or a YAML file with a ranking by judges.
         timeout_s: Time limit for one group. Judges have limits of their own instead.
-
-    Raises:
-        ConfigError: The function does not exist, or does not take `(outputs, rows)`. Or the file is wrong.
     """
     if is_judged_file(reference):
         return BatchRewardFunction(load_ranking(reference).score, timeout_s=None, name=reference)
@@ -218,9 +203,6 @@ def read_score(returned: Any, *, source: str) -> Score:
     Args:
         returned: The returned value.
         source: The function, for the error.
-
-    Raises:
-        RewardError: The value is not a reward.
     """
     what, value, values = f"{source} returned", returned, dict[str, Any]()
     if isinstance(returned, Mapping):

@@ -26,11 +26,7 @@ from agent_loop.tools.registry import load_tools
 
 
 def load_template(config: Config) -> ChatTemplate:
-    """Load the chat template of the model.
-
-    Raises:
-        ConfigError: There is no such tokenizer or template.
-    """
+    """Load the chat template of the model."""
     return load_chat_template(
         config.model.tokenizer_path or config.model.path,
         tool_parser=config.rollout.multi_turn.format,
@@ -43,11 +39,7 @@ def load_template(config: Config) -> ChatTemplate:
 
 
 def load_reward_function(config: Config) -> RewardFunction | BatchRewardFunction | None:
-    """Load the reward function, or the sum of several ones, if the configuration names any.
-
-    Raises:
-        ConfigError: A function does not exist, or its parameters do not fit `reward.batch`.
-    """
+    """Load the reward function, or the sum of several ones, if the configuration names any."""
     reward = config.reward
     if reward.functions:
         return load_rewards(reward)
@@ -62,11 +54,7 @@ def load_reward_function(config: Config) -> RewardFunction | BatchRewardFunction
 
 
 def load_loops(config: RolloutConfig) -> LoopRegistry:
-    """Load the agent loops.
-
-    Raises:
-        ConfigError: A file is missing or invalid, or the default loop does not exist.
-    """
+    """Load the agent loops."""
     loops = LoopRegistry(loop_files=config.agent.loop_files, config_path=config.agent.agent_loop_config_path)
     loops.load_default(config.default_agent_loop)
     return loops
@@ -88,9 +76,6 @@ def load_context(
         template: The model's chat template.
         settings: The settings of the run outside `config`, which loops may read. None if there are no others.
         tools: Tools by name, in addition to those of `config`.
-
-    Raises:
-        ConfigError: A tool or an interaction does not exist or cannot be created.
     """
     multi_turn = config.multi_turn
     return LoopContext(

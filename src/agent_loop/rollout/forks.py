@@ -65,9 +65,6 @@ def find_forks(
         trajectories: Finished trajectories.
         config: Choice of the states.
         origin: Returns the label of the run that sampled a group, and the number of the group in that run.
-
-    Raises:
-        DataError: The states depend on log-probs, and a sampled token has none.
     """
     forks: list[Fork] = []
     reasons: list[str] = []
@@ -90,11 +87,7 @@ def find_forks(
 
 
 def chosen_states(output: AgentLoopOutput, config: ForkConfig) -> list[int]:
-    """Return the turns before which a trajectory is continued anew, from 0, in order.
-
-    Raises:
-        DataError: `config.choice` is `uncertain`, and a sampled token has no log-prob.
-    """
+    """Return the turns before which a trajectory is continued anew, from 0, in order."""
     turns = _turns(output)
     if config.choice == "every":
         chosen = list(range(config.every, len(turns), config.every))
@@ -143,12 +136,7 @@ def own_segments(fork: Fork, continuation: Trajectory) -> list[Segment]:
 
 
 def refuse_forks(context: LoopContext, *, has_batch_reward: bool) -> None:
-    """Raise an error if continuations from the middle of trajectories would be wrong with these components.
-
-    Raises:
-        ConfigError: The state of a tool or an interaction cannot be restored in a second instance, or the reward
-            function scores whole groups.
-    """
+    """Raise an error if continuations from the middle of trajectories would be wrong with these components."""
     remedy = "or choose another algorithm.adv_estimator"
     if has_batch_reward:
         raise ConfigError(

@@ -46,11 +46,7 @@ class LoopOutputs(Struct, frozen=True):
     completions: CompletionMemory
 
     def accept(self, output: AgentLoopOutput) -> AgentLoopOutput:
-        """Return the output, ready to be scored.
-
-        Raises:
-            EpisodeError: A field has a value that cannot be part of a batch.
-        """
+        """Return the output, ready to be scored."""
         limits = self.context.limits
         num_prompt_tokens = sum([len(s.token_ids) for s in output.segments if s.origin is Origin.PROMPT])
         num_response_tokens = sum([len(s.token_ids) for s in output.segments]) - num_prompt_tokens
@@ -186,11 +182,7 @@ class LoopOutputs(Struct, frozen=True):
 
 
 def listed_outputs(returned: Any, *, loop_name: str) -> list[AgentLoopOutput]:
-    """Return the list of outputs that a loop's `run` returned.
-
-    Raises:
-        EpisodeError: `returned` is not a list of outputs, or is empty.
-    """
+    """Return the list of outputs that a loop's `run` returned."""
     outputs = cast(list[Any], returned) if isinstance(returned, list) else []
     if outputs and all(isinstance(output, AgentLoopOutput) for output in outputs):
         return outputs
@@ -200,11 +192,7 @@ def listed_outputs(returned: Any, *, loop_name: str) -> list[AgentLoopOutput]:
 
 
 def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopOutput:
-    """Return the output with fields of the declared types.
-
-    Raises:
-        EpisodeError: A field has a wrong type or value.
-    """
+    """Return the output with fields of the declared types."""
     num_turns: Any = output.num_turns
     if not isinstance(num_turns, Integral) or not 0 <= int(num_turns) <= MAX_INT32:
         raise EpisodeError(f"num_turns is {describe_value(num_turns)}; give an int, 0 or more")
@@ -257,11 +245,7 @@ def _check_segment(segment: Segment) -> None:
 
 
 def _check_ids(segments: Iterable[Segment], *, vocab_size: int) -> None:
-    """Check that all token ids are in the model's vocabulary. Training would raise an IndexError for other ids.
-
-    Raises:
-        EpisodeError: A token id is outside the vocabulary.
-    """
+    """Check that all token ids are in the model's vocabulary. Training would raise an IndexError for other ids."""
     for segment in segments:
         ids = segment.token_ids
         if ids.dtype != np.int32 or ids.ndim != 1:

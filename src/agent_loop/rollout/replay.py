@@ -34,9 +34,6 @@ async def replay_trajectory(
         continue_live: Whether requests beyond the recorded responses go to the servers, the tools and the interaction.
             If not, such a request fails the replay, and nothing is scored. A batch reward function, which scores whole
             groups, is never called.
-
-    Raises:
-        ConfigError: Something that the configuration names does not exist.
     """
     template = load_template(config)
     servers: Sequence[AsyncServerBase] = (

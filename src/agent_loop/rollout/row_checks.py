@@ -27,11 +27,6 @@ def check_rows(
         context: The tools, interactions and environments that rows may name.
         loops: The agent loops that rows may name.
         default_agent_loop: The loop of rows without `agent_name`.
-
-    Raises:
-        DataError: A row has no prompt, has a column of the wrong form, or names a loop, tool or interaction that
-            does not exist.
-        ConfigError: A row's loop needs something that is not installed.
     """
     for number, row in enumerate(rows):
         where = f"row {number}"

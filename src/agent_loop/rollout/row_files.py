@@ -60,9 +60,6 @@ class Shard:
 
         Args:
             prompt_key: The column with the prompt, which in CSV files may be JSON messages.
-
-        Raises:
-            DataError: The file cannot be read. The error names the line if the file has lines.
         """
         match self.suffix:
             case ".csv":
@@ -106,10 +103,6 @@ def find_shards(source: str) -> list[Shard] | None:
     Args:
         source: A file, a folder of shards, a glob (`**` matches any number of folders), or a folder saved by
             `datasets`, followed by `:` and a split if the folder has several.
-
-    Raises:
-        DataError: There is no such file, or the files are of several kinds or splits.
-        ConfigError: The kind of the source is unknown.
     """
     path = Path(source)
     folder, colon, split = source.rpartition(":")

@@ -79,11 +79,7 @@ def load_row_files(
 
 
 def prepare_rows(rows: Iterable[Any], *, prompt_key: str) -> list[dict[str, Any]]:
-    """Prepare rows that are in memory. Each row gets `raw_prompt`, as in `load_rows`.
-
-    Raises:
-        DataError: A row has no prompt or an invalid prompt, or there are no rows.
-    """
+    """Prepare rows that are in memory. Each row gets `raw_prompt`, as in `load_rows`."""
     prepared = [
         _with_prompt(row, where=where, prompt_key=prompt_key)
         for where, row in number_rows("the data set", _plain_rows(rows))
@@ -235,9 +231,6 @@ def refuse_bad_columns(row: Row, *, where: str) -> None:
     Args:
         row: A row with or without `raw_prompt`.
         where: Location of the row, for errors.
-
-    Raises:
-        DataError: The form of a column is wrong.
     """
     agent_name = row.get("agent_name")
     if not isinstance(agent_name, str | None):

@@ -122,12 +122,7 @@ class GroupScoring:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Accept trajectories in the body, and wait at its end until all groups are scored.
-
-        Raises:
-            RolloutError: More trajectories failed than the budget allows; the body is cancelled.
-            JournalError: The rewards cannot be recorded; the body is cancelled.
-        """
+        """Accept trajectories in the body, and wait at its end until all groups are scored."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 yield

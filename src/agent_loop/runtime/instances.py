@@ -83,11 +83,7 @@ class TrajectoryInstance:
         return len(self._started) + self._num_closing
 
     async def open(self) -> str:
-        """Return the instance's id. The first call opens the instance.
-
-        Raises:
-            EpisodeError: The instance is closed.
-        """
+        """Return the instance's id. The first call opens the instance."""
         if self.instance_id is not None and not self._is_closed:
             return self.instance_id
         if not self._has_state and not self._is_closed:

@@ -22,11 +22,7 @@ END_S = 10
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address; port 0 takes a free port.
-
-    Raises:
-        ConfigError: The address is not available.
-    """
+    """Return a socket that listens on an address; port 0 takes a free port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -81,9 +77,6 @@ async def listening(app: Starlette, *, host: str = "127.0.0.1") -> AsyncGenerato
 
     Yields:
         The URL of the server, such as `http://127.0.0.1:41234`.
-
-    Raises:
-        ConfigError: The address is not available.
     """
     server = AppServer(app)
     listener = listening_socket(host, 0)

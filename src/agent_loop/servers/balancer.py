@@ -232,9 +232,6 @@ class LoadBalancer:
 
         Args:
             max_in_flight: Number of slots; None sets no limit.
-
-        Raises:
-            ConfigError: A server with this name exists.
         """
         if name in self._servers:
             raise ConfigError(f"there are two servers with the name {name!r}; give each server a unique name")

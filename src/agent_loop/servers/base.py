@@ -100,11 +100,7 @@ class ServerSpec:
 
 
 def refuse_unknown_options(given: Iterable[str], *, known: Iterable[str]) -> None:
-    """Refuse unknown keys of `rollout.engine_kwargs`.
-
-    Raises:
-        ConfigError: The engine has no option of that name.
-    """
+    """Refuse unknown keys of `rollout.engine_kwargs`."""
     known = list(known)
     for key in given:
         if key not in known:
@@ -140,9 +136,6 @@ def refuse_params_of_request(params: SamplingParams, *, abilities: Collection[Ab
     """Refuse a request whose sampling parameters a server does not support.
 
     A seed is not refused here, because a server without seeds still samples a valid completion.
-
-    Raises:
-        SamplingParamsError: The server lacks an ability for a parameter.
     """
     if params.stop:
         raise SamplingParamsError(
@@ -157,11 +150,7 @@ def refuse_params_of_request(params: SamplingParams, *, abilities: Collection[Ab
 
 
 def refuse_sampling_params(server: AsyncServerBase, params: SamplingParams) -> None:
-    """Refuse sampling parameters that a started server does not support.
-
-    Raises:
-        ConfigError: The server lacks an ability for a parameter.
-    """
+    """Refuse sampling parameters that a started server does not support."""
     for name in unsupported_params(params, server.abilities):
         raise ConfigError(
             f"rollout.{name} is {getattr(params, name)}, which server {server.name!r} ({type(server).__name__}) does "

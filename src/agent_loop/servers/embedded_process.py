@@ -186,12 +186,7 @@ class EmbeddedProcess(AsyncServerBase):
         await self._background.aclose()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method in the process and return its result. Cancelling the caller cancels the method too.
-
-        Raises:
-            AgentLoopError: The method raised it.
-            ServerDied: The process has ended.
-        """
+        """Call a method in the process and return its result. Cancelling the caller cancels the method too."""
         async with aclosing(self._exchange(method, *arguments)) as replies:
             return await anext(replies)
 

@@ -44,9 +44,6 @@ def create_servers(
         rollout: The engine and its options.
         placement: Number of devices of each server; None is the engine's own setting.
         assignment: Devices of each server.
-
-    Raises:
-        ConfigError: The engine is unknown, or rejects an option.
     """
     server_class = find_server_class(rollout)
     specs = make_server_specs(model, rollout=rollout, placement=placement, assignment=assignment)
@@ -54,11 +51,7 @@ def create_servers(
 
 
 def create_server(server_class: type[AsyncServerBase], spec: ServerSpec) -> AsyncServerBase:
-    """Create one server. Wrap it in `AbortAndResumeServer` if weight updates have to abort its requests.
-
-    Raises:
-        ConfigError: The engine rejects an option.
-    """
+    """Create one server. Wrap it in `AbortAndResumeServer` if weight updates have to abort its requests."""
     server = server_class.create(spec)
     # A server that knows its abilities only once it has started is expected to keep its requests.
     cannot_keep = (
@@ -76,11 +69,7 @@ def make_server_specs(
     placement: PlacementConfig | None = None,
     assignment: Assignment = UNASSIGNED,
 ) -> list[ServerSpec]:
-    """Return the specifications of all servers of a configuration. See `create_servers` for the arguments.
-
-    Raises:
-        ConfigError: The transport of weights cannot reach the devices of the servers.
-    """
+    """Return the specifications of all servers of a configuration. See `create_servers` for the arguments."""
     urls = rollout.server_urls or [None] * rollout.num_servers
     return [
         ServerSpec(
@@ -117,11 +106,7 @@ def _transfer(configured: WeightTransfer, assignment: Assignment, replica: int) 
 
 
 def find_server_class(rollout: RolloutConfig) -> type[AsyncServerBase]:
-    """Return the server class that a configuration names.
-
-    Raises:
-        ConfigError: The engine is unknown.
-    """
+    """Return the server class that a configuration names."""
     engines = REMOTE_ENGINES if rollout.server_urls else ENGINES
     custom = rollout.agent.custom_async_server
     key = "rollout.engine" if custom is None else "rollout.agent.custom_async_server"

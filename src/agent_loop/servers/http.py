@@ -94,9 +94,6 @@ class HttpClient:
         """Post JSON and yield the JSON of each server-sent event, up to `[DONE]`.
 
         Leaving the iteration early closes the connection, which makes engines abort the request.
-
-        Raises:
-            ServerError: See `post_json`. The time limit applies to each event.
         """
         async with self._response(
             "POST", path, body=body, request_id=request_id, timeout_s=timeout_s, is_streamed=True
@@ -111,11 +108,7 @@ class HttpClient:
 
     @contextmanager
     def validating(self, path: str) -> Generator[None]:
-        """Convert errors from reading the fields of a response in the `with` block.
-
-        Raises:
-            BadServerReply: The response lacks a field, or a field has a wrong type.
-        """
+        """Convert errors from reading the fields of a response in the `with` block."""
         try:
             yield
         except (LookupError, TypeError, AttributeError, ValueError) as error:

@@ -117,11 +117,7 @@ class InFlightRequest:
         return TokenOutput.from_chunks(self.chunks[first:])
 
     async def stream_rest(self, server: AsyncServerBase) -> AsyncGenerator[TokenChunk]:
-        """Yield checked chunks of the rest of the completion. The caller adds them.
-
-        Raises:
-            BadServerReply: A chunk is not a part of a completion of the prompt.
-        """
+        """Yield checked chunks of the rest of the completion. The caller adds them."""
         prompt_ids, params = self._rest()
         refuse_params_of_request(params, abilities=server.abilities, server=server.name)
         stream: Any = server.stream(prompt_ids, params, self.session, **self._more)
@@ -134,11 +130,7 @@ class InFlightRequest:
                 yield self._checked(reply, server.name)
 
     def add_partial(self, chunks: Any, *, server: str) -> None:
-        """Add the tokens that a server sampled before it died.
-
-        Raises:
-            BadServerReply: The chunks are invalid. None of them was added.
-        """
+        """Add the tokens that a server sampled before it died."""
         if not isinstance(chunks, Iterable):
             raise self._bad(f"the chunks of its ServerDied error are a {type(chunks).__name__}", server)
         checked: list[TokenChunk] = []

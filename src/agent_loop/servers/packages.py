@@ -18,9 +18,6 @@ def import_engine(module: str, *, package: str, supported: str) -> Any:
         module: Full name of the module, such as `vllm.v1.engine.async_llm`.
         package: Name of the top-level package, such as `vllm`.
         supported: Supported versions, such as `>=0.12,<0.33`.
-
-    Raises:
-        ConfigError: The package is missing, cannot be imported, or has an unsupported version.
     """
     found = require_version(package, supported=supported)
     try:
@@ -30,11 +27,7 @@ def import_engine(module: str, *, package: str, supported: str) -> Any:
 
 
 def require_version(package: str, *, supported: str) -> str:
-    """Return the installed version of a package without importing it.
-
-    Raises:
-        ConfigError: The package is missing, or has an unsupported version.
-    """
+    """Return the installed version of a package without importing it."""
     found = installed_version(package)
     if found is None:
         raise ConfigError(

@@ -103,13 +103,7 @@ class EngineProcess:
         threading.Thread(target=self._watch, args=(self._process, loop), daemon=True).start()
 
     async def ready(self, wait: Callable[[], Coroutine[Any, Any, ResultT]], *, timeout_s: float) -> ResultT:
-        """Return the result of `wait`, which is cancelled if the process ends. Kill the process if that fails.
-
-        Raises:
-            ConfigError: The process refused an option (`refuse_option`).
-            ServerDied: The process ended. The message ends with its last log lines.
-            ServerTimeout: The time limit passed. The message ends with the last log lines.
-        """
+        """Return the result of `wait`, which is cancelled if the process ends. Kill the process if that fails."""
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:

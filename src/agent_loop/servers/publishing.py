@@ -71,10 +71,6 @@ class WeightPublisher:
 
         Args:
             weights: Weights from `AsyncServerBase.update_weights`. For `AdaptedWeights`, the base is checked.
-
-        Raises:
-            WeightsError: A name or a shape does not fit, or a weight is missing.
-            ConfigError: `rollout.weight_transfer` does not support these weights.
         """
         if iter(weights) is weights:
             weights = list(weights)

@@ -96,11 +96,7 @@ def bad_reply(what: str, *, server: str, request_id: str) -> BadServerReply:
 
 
 def checked_health(reply: Any) -> ServerHealth:
-    """Return a checked copy of a health report.
-
-    Raises:
-        BadServerReply: The reply is not a `ServerHealth`, or a field has a wrong type.
-    """
+    """Return a checked copy of a health report."""
     if not isinstance(reply, ServerHealth):
         raise BadServerReply(f"health returned {describe_value(reply)}, not a ServerHealth")
     try:

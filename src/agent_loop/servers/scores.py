@@ -54,10 +54,6 @@ def checked_text(
         server: Name of the server in errors.
         vocab_size: Number of token ids of the model; None if unknown.
         max_model_len: Largest number of tokens of a text; None if unknown.
-
-    Raises:
-        BadPrompt: The text is too short or too long, has a token id outside the vocabulary, or `start` or
-            `top_logprobs` is out of range.
     """
     text = as_token_ids(token_ids)
     num_tokens, problem = len(text), ""
@@ -96,9 +92,6 @@ def checked_scores(
         top_logprobs: Number K of likeliest tokens that were asked for. A model with a smaller vocabulary returns all.
         server: Name of the server in errors.
         vocab_size: Number of token ids of the model; None if unknown.
-
-    Raises:
-        BadServerReply: The reply is not the scores of such a text.
     """
 
     def bad(what: str) -> BadServerReply:

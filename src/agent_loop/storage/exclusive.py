@@ -69,10 +69,6 @@ def exclusive_folder(folder: Path, *, name: str) -> Generator[None]:
         folder: Gets two small files: `.lock`, which remains, and `.lock.owner` while the lock is held. A folder that
             was created here and has no other files is removed again.
         name: The option or setting that names the folder, for errors.
-
-    Raises:
-        OutputError: The path is a file, the folder cannot be written to, or another process holds its lock. The error
-            names that process.
     """
     is_new, lock = False, folder / ".lock"
     with _errors_named(folder, name=name):
@@ -91,12 +87,7 @@ def exclusive_folder(folder: Path, *, name: str) -> Generator[None]:
 
 @contextmanager
 def exclusive_file(file: Path, *, name: str) -> Generator[None]:
-    """Hold the lock of a file. The lock is in the same folder. See `exclusive_folder`.
-
-    Raises:
-        OutputError: The path is a folder or another thing that is not a regular file, the folder of the file cannot
-            be written to, or another process holds the lock.
-    """
+    """Hold the lock of a file. The lock is in the same folder. See `exclusive_folder`."""
     with _errors_named(file, name=name):
         if not file.name or file.is_dir():
             raise OutputError(f"{name} is {str(file)!r}, which is a folder; give a file in it")

@@ -63,22 +63,14 @@ def to_line(row: Mapping[str, Any]) -> str:
 
 
 def stored_copy(path: Path, *, folder: Path) -> Path:
-    """Write the trajectories of a file of JSON lines as a Parquet file into a folder, and return its path.
-
-    Raises:
-        DataError: A line is not that of a trajectory.
-    """
+    """Write the trajectories of a file of JSON lines as a Parquet file into a folder, and return its path."""
     copy = folder / f"{path.name.partition('.')[0]}.parquet"
     write_rows(copy, list(read_lines(path)), success_threshold=1.0)
     return copy
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the columns of each trajectory, as a Parquet file holds them. A last line that was cut off is left out.
-
-    Raises:
-        DataError: A line is not that of a trajectory.
-    """
+    """Yield the columns of each trajectory, as a Parquet file holds them. A last line that was cut off is left out."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:

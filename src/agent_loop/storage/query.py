@@ -102,9 +102,6 @@ def find(
         where: Conditions that a trajectory must fulfil.
         text: Text that one of the columns `SEARCHED` must contain, in any case.
         sort: Column to sort by, smallest first; largest first with a `-` before the name.
-
-    Raises:
-        DataError: A column does not exist.
     """
     table = run.scalars(split=split, step=step)
     if text is not None:
@@ -118,11 +115,7 @@ def find(
 
 
 def column_named(name: str) -> str:
-    """Return the column of a name, or of a heading of `agent-loop show`.
-
-    Raises:
-        DataError: The column does not exist, or holds more than one value per row.
-    """
+    """Return the column of a name, or of a heading of `agent-loop show`."""
     column = HEADINGS.get(name, name)
     if column not in SCALARS:
         raise DataError(f"there is no column {name!r} to compare{did_you_mean(name, (*SCALARS, *HEADINGS))}")
@@ -183,9 +176,6 @@ def preference_pairs(run: StoredRun, *, where: Sequence[Condition] = ()) -> Iter
     Args:
         run: The stored trajectories.
         where: Conditions that a trajectory must fulfil.
-
-    Raises:
-        DataError: A condition names an unknown column.
     """
     table = find(run, where=[*where, Condition("reward", "not_equal", None)])
     groups: defaultdict[tuple[str, int, int], list[dict[str, Any]]] = defaultdict(list)

@@ -143,12 +143,7 @@ class BaseTool(ABC):
 
 
 def check_declarations(tool: BaseTool) -> OnReplay:
-    """Check `on_replay`, `check_arguments` and the limits of a tool, and return its `on_replay`.
-
-    Raises:
-        ConfigError: A limit is out of range, `check_arguments` is not a way of checking, or `retries` is set for calls
-            that may not be executed twice.
-    """
+    """Check `on_replay`, `check_arguments` and the limits of a tool, and return its `on_replay`."""
     on_replay = OnReplay(tool.on_replay)
     if tool.check_arguments not in tuple(ArgumentChecking):
         raise ConfigError(

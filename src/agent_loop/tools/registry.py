@@ -110,11 +110,7 @@ def _check_name(tool: BaseTool, *, source: str) -> None:
 
 
 def create_tools(entry: ToolEntry, *, where: str) -> Sequence[BaseTool]:
-    """Create the tools of one entry.
-
-    Raises:
-        ConfigError: A tool cannot be created.
-    """
+    """Create the tools of one entry."""
     short_name = VERL_NAMES.get(entry.class_name, entry.class_name)
     reference = BUILTIN_TOOLS.get(short_name, entry.class_name)
     config = {**entry.config, **entry.mcp}
@@ -209,11 +205,7 @@ def _create(
 
 
 def read_selection(selection: Any, *, known: Collection[str], where: str) -> list[str] | None:
-    """Return the names in a row's `tool_selection`, or None if the row has none and thereby selects all tools.
-
-    Raises:
-        DataError: The selection is not a list of names, or a name is unknown or occurs twice.
-    """
+    """Return the names in a row's `tool_selection`, or None if the row has none and thereby selects all tools."""
     if selection is None:
         return None
     is_list = isinstance(selection, Iterable) and not isinstance(selection, (str, bytes, Mapping))
@@ -229,11 +221,7 @@ def read_selection(selection: Any, *, known: Collection[str], where: str) -> lis
 
 
 def select_tools(tools: Mapping[str, BaseTool], selection: Any, *, where: str) -> Mapping[str, BaseTool]:
-    """Return the tools that a row selects, in its order. Only these are shown to the model and can be called.
-
-    Raises:
-        DataError: The selection is invalid; see `read_selection`.
-    """
+    """Return the tools that a row selects, in its order. Only these are shown to the model and can be called."""
     names = read_selection(selection, known=tools, where=where)
     return tools if names is None else {name: tools[name] for name in names}
 
@@ -267,11 +255,7 @@ def with_row_columns(
 
 
 def expand_variables(values: Mapping[str, str], *, where: str) -> dict[str, str]:
-    """Return the values with each `$NAME` replaced by that environment variable; `$$` is a dollar sign.
-
-    Raises:
-        ConfigError: A variable is not set, or a value is not a valid template.
-    """
+    """Return the values with each `$NAME` replaced by that environment variable; `$$` is a dollar sign."""
     read: dict[str, str] = {}
     for key, value in values.items():
         try:

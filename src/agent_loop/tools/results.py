@@ -43,9 +43,6 @@ def read_result(returned: Any, *, name: str) -> ToolResult:
 
     The full form is `(response, reward, extra)`. Reward and extra may be omitted or None, and the response may be
     returned alone. A str is the response's text; a dict is converted to JSON text.
-
-    Raises:
-        ToolBug: The value is not a valid result.
     """
     parts = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else (returned,)
     if len(parts) != 3:
@@ -92,11 +89,7 @@ def _as_response(value: Any, returned: Any, *, name: str) -> ToolResponse:
 
 
 def read_reward(reward: Any, *, where: str) -> float:
-    """Return a reward as a float.
-
-    Raises:
-        ToolBug: The reward is not a finite number.
-    """
+    """Return a reward as a float."""
     number = as_reward(reward)
     if number is None:
         raise ToolBug(

@@ -34,11 +34,7 @@ class _ToolSchema(Section):
 
 
 def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:
-    """Check that a schema is an OpenAI function schema and that its parameters are a JSON schema.
-
-    Raises:
-        ConfigError: The schema is invalid.
-    """
+    """Check that a schema is an OpenAI function schema and that its parameters are a JSON schema."""
     function = parse_section(_ToolSchema, tool_schema, where=where).function
     where = f"{where}: function.parameters of {function.name!r}"
     try:

@@ -173,11 +173,7 @@ class ToolSession:
             ) from error
 
     async def calc_rewards(self) -> dict[str, float]:
-        """Return by name the trajectory reward of each tool that was used, or is always judged, and returns one.
-
-        Raises:
-            ToolBug: A `calc_reward` raised, exceeded its time limit, or returned something other than a number.
-        """
+        """Return by name the trajectory reward of each tool that was used, or is always judged, and returns one."""
         for name, tool in self._tools.items():
             if tool.is_always_judged and tool.has_verdict:
                 await self._open_for_reward(name)
@@ -185,11 +181,7 @@ class ToolSession:
         return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
 
     async def verdicts_at_a_cut(self) -> dict[str, float | None]:
-        """Return the current rewards of the tools that were used and whose state cannot be restored on resume.
-
-        Raises:
-            ToolBug: A `calc_reward` failed; see `calc_rewards`.
-        """
+        """Return the current rewards of the tools that were used and whose state cannot be restored on resume."""
         return await self._verdicts(of=(OnReplay.RESTART,))
 
     async def _verdicts(self, *, of: Collection[OnReplay]) -> dict[str, float | None]:
@@ -314,11 +306,7 @@ async def limit_concurrency(tool: BaseTool, run: Callable[[], Awaitable[ResultT]
 
 
 async def with_retries(tool: BaseTool, run: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """Run a call, and retry it up to `tool.retries` times when it raises `ToolUnavailable`.
-
-    Raises:
-        ToolUnavailable: Every attempt raised it.
-    """
+    """Run a call, and retry it up to `tool.retries` times when it raises `ToolUnavailable`."""
     for attempt in range(tool.retries):
         try:
             return await run()

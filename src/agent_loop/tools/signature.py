@@ -20,12 +20,7 @@ from agent_loop.loading import USER_MODULE
 def function_schema(
     function: Callable[..., Any], *, name: str | None = None, description: str | None = None
 ) -> dict[str, Any]:
-    """Return the OpenAI schema of a function, from its type hints and its Google-style docstring.
-
-    Raises:
-        ConfigError: The function has no docstring, or a parameter has no annotation, has a type without a JSON form,
-            or cannot be passed by name.
-    """
+    """Return the OpenAI schema of a function, from its type hints and its Google-style docstring."""
     where = _location(function)
     description = description or parse_docstring(inspect.getdoc(function) or "")[0]
     if not description:
@@ -44,11 +39,7 @@ def function_schema(
 
 
 def arguments_model(function: Callable[..., Any]) -> type[BaseModel]:
-    """Return a pydantic model with one field per parameter, with the parameter's name as its alias.
-
-    Raises:
-        ConfigError: A parameter has no annotation, its annotation cannot be read, or it cannot be passed by name.
-    """
+    """Return a pydantic model with one field per parameter, with the parameter's name as its alias."""
     where = _location(function)
     _, described = parse_docstring(inspect.getdoc(function) or "")
     annotated = function if inspect.isroutine(function) else type(function).__call__

@@ -148,11 +148,7 @@ class _DocumentWriter:
 
 
 def make_writer(backend: str, config: TraceConfig) -> BatchWriter[Json]:
-    """Return the writer of a backend. It connects in `open`.
-
-    Raises:
-        ConfigError: The backend's package is not installed.
-    """
+    """Return the writer of a backend. It connects in `open`."""
     module, name = WRITERS[backend]
     make: Callable[[TraceConfig], Any] = getattr(import_module(f"agent_loop.tracing.{module}"), name)
     return make(config)

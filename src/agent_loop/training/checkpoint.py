@@ -76,11 +76,7 @@ def save_checkpoint(
     selector: SavesItself | None = None,
     keep: int,
 ) -> Path:
-    """Write a checkpoint, then remove all but the last `keep` of the run.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be written. Its files are removed; earlier checkpoints are not changed.
-    """
+    """Write a checkpoint, then remove all but the last `keep` of the run."""
     folder = checkpoints_folder(run_dir)
     final, temporary = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
     try:
@@ -164,11 +160,7 @@ def latest_checkpoint(run_dir: Path, *, parts: Collection[str] | None = None) ->
 
 
 def named_checkpoint(path: Path, *, parts: Collection[str] | None = None) -> Checkpoint:
-    """Return the checkpoint in a folder, or the last checkpoint of the run in it; see `latest_checkpoint`.
-
-    Raises:
-        CheckpointError: The folder holds no checkpoint, or the checkpoint is damaged.
-    """
+    """Return the checkpoint in a folder, or the last checkpoint of the run in it; see `latest_checkpoint`."""
     if list_checkpoints(path):
         return latest_checkpoint(path, parts=parts)
     if path.is_dir() and not (path / STATE_FILE).is_file():
@@ -179,11 +171,7 @@ def named_checkpoint(path: Path, *, parts: Collection[str] | None = None) -> Che
 
 
 def open_checkpoint(path: Path, *, parts: Collection[str] | None = None) -> Checkpoint:
-    """Read the state file of a checkpoint, and check the size and the checksum of its files by reading them.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged.
-    """
+    """Read the state file of a checkpoint, and check the size and the checksum of its files by reading them."""
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {str(path)!r} does not exist; give a folder like .../step-000040")
     try:

@@ -32,9 +32,6 @@ def export_model(
         out: Folder that does not exist or is empty.
         dtype: Dtype of the weights; None is the dtype that the model computed in.
         keep_adapter: Write only the adapters, in the format of `peft`.
-
-    Raises:
-        ConfigError: `out` is not empty, there are no adapters to keep, or the model of the adapters cannot be loaded.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{str(out)!r} exists already; give a folder that does not exist")

@@ -38,11 +38,7 @@ class Scalars:
 
 
 def make_loggers(config: Config) -> list[BackgroundWriter[Scalars]]:
-    """Return the loggers that `trainer.logger` names, which are not connected yet.
-
-    Raises:
-        ConfigError: The package of a logger is not installed.
-    """
+    """Return the loggers that `trainer.logger` names, which are not connected yet."""
     given = config.trainer.logger
     names = [name for name in ([given] if isinstance(given, str) else given) if name != NOT_A_LOGGER]
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # off unless the user switches it on

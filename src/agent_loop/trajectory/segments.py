@@ -130,12 +130,7 @@ def segments_of_mask(
     response_logprobs: Sequence[float] | FloatArray | None,
     weight_version: int,
 ) -> list[Segment]:
-    """Return the segments of token lists: one for each run of the mask.
-
-    Raises:
-        EpisodeError: The lists have different lengths, a list does not hold token ids, or the mask holds other values
-            than 0 and 1.
-    """
+    """Return the segments of token lists: one for each run of the mask."""
     if prompt_ids is None or response_ids is None or response_mask is None:
         raise EpisodeError("AgentLoopOutput needs segments, or prompt_ids, response_ids and response_mask")
     prompt, ids = _checked_ids(prompt_ids, name="prompt_ids"), _checked_ids(response_ids, name="response_ids")

@@ -300,11 +300,7 @@ class BroadcastGroup:
 
     @classmethod
     def join(cls, store: Any, rendezvous: _Rendezvous, *, key: str, rank: int) -> BroadcastGroup:
-        """Join a group and wait for all its ranks.
-
-        Raises:
-            WeightsError: A rank did not join in time.
-        """
+        """Join a group and wait for all its ranks."""
         own_store = _torch.PrefixStore(key, store)
         size, timeout = rendezvous.num_receivers + 1, timedelta(seconds=rendezvous.timeout_s)
         try:
@@ -369,11 +365,7 @@ def serve_store(host: str, **options: Any) -> Any:
 
 
 def _connect_store(rendezvous: _Rendezvous) -> Any:
-    """Connect a receiver to the sender's store.
-
-    Raises:
-        WeightsError: The connection is not established in time.
-    """
+    """Connect a receiver to the sender's store."""
     timeout = timedelta(seconds=rendezvous.timeout_s)
     try:
         return _torch.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)

@@ -104,11 +104,7 @@ class WeightHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def refuse_duplicates(tensors: Iterable[TensorSpec]) -> None:
-    """Raise an error if two tensors have the same name.
-
-    Raises:
-        WeightsError: Two tensors have the same name.
-    """
+    """Raise an error if two tensors have the same name."""
     times: Mapping[str, int] = Counter(spec.name for spec in tensors)
     name = max(times, key=times.__getitem__, default="")
     if name and times[name] > 1:

@@ -68,9 +68,6 @@ def pack(named: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[
     """Assign each tensor an aligned offset in a bucket, in order. Yield its spec without a checksum, and its bytes.
 
     A bucket has at most `bucket_bytes`, unless it holds a single larger tensor.
-
-    Raises:
-        WeightsError: A tensor cannot be sent.
     """
     bucket = offset = 0
     for name, tensor in named:

@@ -54,10 +54,6 @@ async def start_workspace(settings: WorkspaceSettings, *, key: str = "") -> Work
     Args:
         settings: The settings.
         key: As for `open_workspace`.
-
-    Raises:
-        ConfigError: A setting is wrong.
-        WorkspaceError: The workspace cannot be started, or not within its time limit.
     """
     provider = _provider(settings.model_copy(update={"check": None}).model_dump_json())
     try:

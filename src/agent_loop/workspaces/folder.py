@@ -61,11 +61,7 @@ def make_folder(name: str) -> Path:
 
 
 def root_folder() -> Path:
-    """Return the folder of all workspaces of this user, which only this user may open.
-
-    Raises:
-        WorkspaceError: The folder belongs to somebody else.
-    """
+    """Return the folder of all workspaces of this user, which only this user may open."""
     root = Path(tempfile.gettempdir()) / f"agent-loop-workspaces-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     found = root.lstat()

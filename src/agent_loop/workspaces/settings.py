@@ -131,9 +131,6 @@ def read_workspace(value: Any, *, where: str = "workspace") -> WorkspaceSettings
         value: A mapping, or its JSON text. Keys with the value None count as absent, since tables have a value of every
             field in every row.
         where: Name of the setting or column in errors.
-
-    Raises:
-        ConfigError: A setting is unknown, missing or wrong.
     """
     if isinstance(value, WorkspaceSettings):
         return value
@@ -141,11 +138,7 @@ def read_workspace(value: Any, *, where: str = "workspace") -> WorkspaceSettings
 
 
 def workspace_mapping(value: Any, *, where: str) -> dict[str, Any]:
-    """Return settings that are not validated yet as a mapping, from a mapping or its JSON text, without nulls.
-
-    Raises:
-        ConfigError: The value is neither.
-    """
+    """Return settings that are not validated yet as a mapping, from a mapping or its JSON text, without nulls."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

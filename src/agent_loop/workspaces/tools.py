@@ -81,11 +81,7 @@ class SharedWorkspace:
                 await shared._workspace.stop()
 
     async def started(self) -> Workspace:
-        """Return the workspace, and start it before its first use.
-
-        Raises:
-            WorkspaceError: It cannot be started.
-        """
+        """Return the workspace, and start it before its first use."""
         async with self._lock:
             if self._workspace is None:
                 self._workspace = await start_workspace(self._settings)

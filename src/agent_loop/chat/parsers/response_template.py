@@ -246,9 +246,6 @@ def detect_parser(chat_template: str, *, response_template: Any = None, prompt: 
         chat_template: Source of the template.
         response_template: The tokenizer's response template, for templates of no known format.
         prompt: Any rendered prompt.
-
-    Raises:
-        ConfigError: The template shows no known format, or several formats.
     """
     parsers = ToolParser.registered()
     names = sorted(name for name, parser in parsers.items() if parser.recognises(chat_template))

@@ -50,11 +50,7 @@ class TrlCompletion:
 def rollout_output(
     trajectories: Sequence[Trajectory], *, max_tokens: int, pad_token_id: int
 ) -> dict[str, list[Any] | None]:
-    """Return the result of a `rollout_func`: one entry per trajectory under each key.
-
-    Raises:
-        DataError: A loop returned several outputs for one prompt, or a trajectory has images.
-    """
+    """Return the result of a `rollout_func`: one entry per trajectory under each key."""
     _raise_if_unsupported(trajectories)
     completions = [
         TrlCompletion.of(trajectory, max_tokens=max_tokens, pad_token_id=pad_token_id)
@@ -73,11 +69,7 @@ def rollout_output(
 def agent_loop_reward(
     *, agent_loop_trajectory: Sequence[Trajectory], log_metric: Any = None, **_: Any
 ) -> list[float | None]:
-    """Return the reward of each trajectory, None if it failed. The reward function for `GRPOTrainer`.
-
-    Raises:
-        RolloutError: No trajectory has a reward.
-    """
+    """Return the reward of each trajectory, None if it failed. The reward function for `GRPOTrainer`."""
     _raise_if_unscored(agent_loop_trajectory)
     if log_metric is not None:
         num_failed = sum(t.output.stop_reason is StopReason.FAILED for t in agent_loop_trajectory)
@@ -91,13 +83,7 @@ def agent_loop_reward(
 
 
 def rollout_samples(trajectories: Sequence[Trajectory], *, group_id: int, max_tokens: int) -> list[Any]:
-    """Return the samples of one group for `AsyncGRPOTrainer`: the scored trajectories with their advantages.
-
-    Raises:
-        ConfigError: The servers return no log-probs, or TRL is not installed.
-        DataError: A loop returned several outputs for one prompt, or a trajectory has images.
-        RolloutError: No trajectory has a reward, or none has sampled tokens.
-    """
+    """Return the samples of one group for `AsyncGRPOTrainer`: the scored trajectories with their advantages."""
     _raise_if_unsupported(trajectories)
     _raise_if_unscored(trajectories)
     rewards_B = torch.tensor([torch.nan if t.reward is None else t.reward for t in trajectories])

@@ -149,11 +149,7 @@ class AgentLoopRollouts:
 
 
 def check_grpo_trainer(trainer: Any, *, config: RolloutConfig) -> None:
-    """Check that a `GRPOTrainer` trains on exactly what the servers sample.
-
-    Raises:
-        ConfigError: The trainer has its own tools, environments or vLLM, several processes, or other limits.
-    """
+    """Check that a `GRPOTrainer` trains on exactly what the servers sample."""
     if trainer.tools or trainer.environment_factories is not None:
         raise ConfigError(
             "GRPOTrainer has tools= or environment_factory=, which it would run in addition to the agent loop; "
@@ -173,11 +169,7 @@ def check_grpo_trainer(trainer: Any, *, config: RolloutConfig) -> None:
 
 
 def check_async_args(args: Any, *, config: RolloutConfig) -> None:
-    """Check that the arguments of an `AsyncGRPOTrainer` agree with the configuration.
-
-    Raises:
-        ConfigError: The arguments have other limits, another temperature, or several processes.
-    """
+    """Check that the arguments of an `AsyncGRPOTrainer` agree with the configuration."""
     if args.distributed_state is not None and args.distributed_state.num_processes > 1:
         raise ConfigError(
             f"AsyncGRPOConfig is for {args.distributed_state.num_processes} processes, each of which would create a "
@@ -237,9 +229,6 @@ class RowStore:
         Returns:
             Each row once and the group size if every row is repeated equally often, as TRL does. Otherwise one row per
             prompt and 1. In both cases the order of the samples is the order of the prompts.
-
-        Raises:
-            DataError: A prompt is not from a data set of `dataset`.
         """
         numbers = [self._number_of(prompt) for prompt in prompts]
         runs = [(number, len(list(run))) for number, run in groupby(numbers)]

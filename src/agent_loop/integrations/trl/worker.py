@@ -80,12 +80,7 @@ class AgentLoopRolloutWorker:
         self.model_version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise an error that explains why there are no samples, if the worker is broken or stalled.
-
-        Raises:
-            RolloutError: The worker has ended, for the reason in `__cause__`, or no trajectory has ended for
-                `stale_after_s` seconds.
-        """
+        """Raise an error that explains why there are no samples, if the worker is broken or stalled."""
         if self._producing is not None and self._producing.done():
             error = None if self._producing.cancelled() else _root_cause(self._producing.exception())
             raise RolloutError(f"the rollout worker has ended: {error or 'it was stopped'}") from error
@@ -177,11 +172,7 @@ Publish = Callable[[list[tuple[str, Tensor]]], None]
 
 
 def policy_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Return all weights of a model that TRL trains, with LoRA adapters merged and under the names of the servers.
-
-    Raises:
-        ConfigError: The model has adapters other than plain LoRA.
-    """
+    """Return all weights of a model that TRL trains, with LoRA adapters merged and under the names of the servers."""
     for name, adapter in getattr(model, "peft_config", {}).items():
         extras = [key for key in ("use_dora", "modules_to_save") if getattr(adapter, key, None)]
         if str(adapter.peft_type).rpartition(".")[2] != "LORA" or extras:
@@ -209,11 +200,7 @@ class AgentLoopWeightTransfer:
         """Do nothing: servers load weights while requests are in flight."""
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
-        """Publish the weights as the next version.
-
-        Raises:
-            WeightsError: The weights do not fit the servers' model; nothing was changed.
-        """
+        """Publish the weights as the next version."""
         self._publish(list(iterator))
 
     def resume(self) -> None:

@@ -51,11 +51,7 @@ class ContinuousTokens:
     rollout_config: Any
 
     async def process_multi_modal_info(self, messages: list[Message]) -> dict[str, Any]:
-        """Return no media.
-
-        Raises:
-            EpisodeError: The messages contain images or videos, which only `AgentLoopBase.episode` supports.
-        """
+        """Return no media."""
         _, media = split_media(messages)
         if media:
             raise EpisodeError(f"messages contain images or videos; {USE_EPISODE}")

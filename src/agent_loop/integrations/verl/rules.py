@@ -45,10 +45,6 @@ async def score_code(solution_str: str, ground_truth: Any) -> float:
         solution_str: Text with a Markdown block of code, or the code itself.
         ground_truth: Mapping or JSON with `inputs` and `outputs`: standard input and output of each test, or with
             `fn_name` the arguments and the result of each call.
-
-    Raises:
-        RewardError: The tests have another form.
-        SandboxError: The sandbox cannot be started.
     """
     inputs, outputs, name = _tests(ground_truth)
     blocks = _BLOCK.findall(solution_str)
@@ -130,9 +126,6 @@ def default_compute_score(
 
     Returns:
         The score, or a mapping with `score`. For code, an awaitable of the score.
-
-    Raises:
-        RewardError: The data source has no rule.
     """
     rule = RULES.get(data_source) or next(
         (rule for start, rule in RULES_BY_BEGINNING.items() if str(data_source).startswith(start)), None

@@ -109,9 +109,6 @@ def read_contents(path: Path, *, key: StepKey, refuse: bool) -> Contents:
         path: The file, which need not exist.
         key: Identity of the rollout.
         refuse: Whether a file of another rollout is an error. Otherwise the file is replaced, with a note.
-
-    Raises:
-        JournalError: The file cannot be read, or belongs to another rollout and `refuse` is set.
     """
     name, contents = f"the journal {str(path)!r}", Contents()
     try:

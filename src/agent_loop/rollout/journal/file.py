@@ -54,11 +54,7 @@ class JournalBytes:
 
 
 def read_records(data: bytes) -> JournalBytes:
-    """Read the records of a journal up to the first that is incomplete or damaged.
-
-    Raises:
-        JournalError: The file is not a journal, or has another format.
-    """
+    """Read the records of a journal up to the first that is incomplete or damaged."""
     if HEADER.startswith(data):
         return JournalBytes([], len(data) if data == HEADER else 0, num_torn_bytes=len(data) % len(HEADER))
     _check_header(data)

@@ -157,10 +157,6 @@ async def open_journal(
         resume: Whether to resume from the file. Otherwise the file is replaced.
         refuse: Whether a file of another rollout is an error. Otherwise the file is replaced, with a note.
         lock: Whether to lock the file. Pass False if its folder or output is already locked.
-
-    Raises:
-        JournalError: The file cannot be read or written, or belongs to another rollout and `refuse` is set.
-        OutputError: Another process has the file open.
     """
     with exclusive_file(path, name="the journal") if lock else nullcontext():
         contents = Contents()

@@ -88,11 +88,7 @@ class EmbeddedEngine:
         return bool(self._running or self._queued or self._scores)
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request.
-
-        Raises:
-            ServerError: The engine is asleep, or the session has another request that is queued or running.
-        """
+        """Queue a request."""
         self._refuse_if_asleep(request)
         if request.request_id in self._sessions:
             raise self._error(
@@ -105,11 +101,7 @@ class EmbeddedEngine:
         self._queued.append(request)
 
     def submit_score(self, request: ScoreRequest) -> None:
-        """Queue a text to score.
-
-        Raises:
-            ServerError: The engine is asleep.
-        """
+        """Queue a text to score."""
         self._refuse_if_asleep(request)
         self._scores.add(request)
 

@@ -114,10 +114,6 @@ class GrammarCompiler:
 
         Args:
             sampled: Tokens of the completion that were sampled before an interruption.
-
-        Raises:
-            SamplingParamsError: The schema is invalid, or does not allow the sampled tokens. Or no grammar can be
-                compiled for the tokenizer.
         """
         with self._lock:
             matcher = self._compiled.get(json_schema)

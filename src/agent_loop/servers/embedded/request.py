@@ -231,13 +231,7 @@ def build_request(
     limits: EngineLimits,
     attachments: Sequence[Attachment] = (),
 ) -> EngineRequest:
-    """Validate the arguments of a request and build the request.
-
-    Raises:
-        BadPrompt: The prompt is empty or too long, or has a token id outside the vocabulary. Or the attachments do not
-            fit the prompt or the model.
-        SamplingParamsError: The server does not support a sampling parameter.
-    """
+    """Validate the arguments of a request and build the request."""
     prompt_ids = as_token_ids(prompt_ids)
     room = limits.prompt.check(request_id, prompt_ids=prompt_ids)
 

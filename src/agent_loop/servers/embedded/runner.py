@@ -48,11 +48,7 @@ class ModelRunner:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids in the model's embedding.
-
-        Raises:
-            ConfigError: The model has no embedding of token ids.
-        """
+        """Number of token ids in the model's embedding."""
         weight = getattr(self.model.get_input_embeddings(), "weight", None)
         if weight is None:
             raise ConfigError(
@@ -96,11 +92,7 @@ class ModelRunner:
         return output.logits[0, -num_logits:], (found, getattr(output, found))
 
     def switch_attention(self, name: str) -> None:
-        """Set the attention implementation of the language model. A vision tower keeps its own.
-
-        Raises:
-            ConfigError: The model does not support other attention implementations.
-        """
+        """Set the attention implementation of the language model. A vision tower keeps its own."""
         has_parts = self.text_config is not self.model.config
         try:
             self.model.set_attn_implementation({"text_config": name} if has_parts else name)

@@ -151,9 +151,6 @@ class EmbeddedServer(AsyncServerBase):
         """Load a model from a directory, or by its name on the hub, and create its server.
 
         The tokenizer is at `path` too, unless `tokenizer_path` is given.
-
-        Raises:
-            ConfigError: The model cannot be loaded, or the engine does not support it.
         """
         try:
             loader = auto_model_class(path, trust_remote_code=trust_remote_code)
@@ -268,12 +265,7 @@ class EmbeddedServer(AsyncServerBase):
 
 
 def embedded_config(spec: ServerSpec) -> EmbeddedConfig:
-    """Return the engine's settings for a server specification.
-
-    Raises:
-        ConfigError: `rollout.engine_kwargs` has an unknown key, or a value that is out of range or contradicts
-            `rollout.deterministic`.
-    """
+    """Return the engine's settings for a server specification."""
     if spec.deterministic and spec.engine_kwargs.get("deterministic", True) is not True:
         raise ConfigError(
             f"rollout.engine_kwargs.deterministic is {spec.engine_kwargs['deterministic']!r}, but "

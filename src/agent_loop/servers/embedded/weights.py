@@ -27,9 +27,6 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     Names are those of the model's files or of its state dict.
     One name is enough for tied weights, such as an embedding that is also the output head. If several names are given,
     their values must be equal. Buffers may be missing.
-
-    Raises:
-        WeightsError: A name or shape does not fit, or a weight is missing. The model is unchanged.
     """
     weights = from_file_weights(model, weights)
     state: dict[str, Any] = cast(Any, model).state_dict()
@@ -75,9 +72,6 @@ def from_file_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> 
     Args:
         model: Model that the weights belong to.
         weights: All weights, by the names of the model's files or of its state dict.
-
-    Raises:
-        WeightsError: A part of a parameter is unknown, missing, or has another shape.
     """
     state: Mapping[str, Tensor] = cast(Any, model).state_dict()
     if weights.keys() <= state.keys() or not has_own_names(model):

@@ -285,9 +285,6 @@ class SGLangClient(AsyncServerBase):
 
         Args:
             has_scaled_logprobs: Whether log-probs are of the scaled logits; None finds it out.
-
-        Raises:
-            ConfigError: The server has an unsupported version or another model, or its context is too short.
         """
         timeout_s, url = self._spec.start_timeout_s, self._http.url
         info = cast(Mapping[str, Any], await self._http.get_json("/server_info", timeout_s=timeout_s))
@@ -347,11 +344,7 @@ class SGLangClient(AsyncServerBase):
         return all(abs(hot * 2 - plain) < PROBE_TOLERANCE for plain, hot in zip(*gaps, strict=True))
 
     async def _load(self, handle: WeightHandle) -> None:
-        """Load the weights into the paused engine, empty its cache, and set its weight version.
-
-        Raises:
-            WeightsError: The engine refused the weights.
-        """
+        """Load the weights into the paused engine, empty its cache, and set its weight version."""
         body = {
             "model_path": str(handle.source["folder"]),
             "weight_version": str(handle.weight_version),

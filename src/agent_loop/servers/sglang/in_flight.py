@@ -53,11 +53,7 @@ class SGLangRequests:
 
     @contextmanager
     def enter(self, request_id: str) -> Generator[SGLangRequest]:
-        """Register a request while the body runs.
-
-        Raises:
-            ServerError: The session has a request in flight.
-        """
+        """Register a request while the body runs."""
         if request_id in self._by_session:
             raise ServerError(
                 "a request of this session is already running; await or abort it first",

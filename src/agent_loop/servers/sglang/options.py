@@ -31,11 +31,7 @@ FIXED = ("incremental_streaming_output", "weight_version", "tokenizer_worker_num
 
 
 def engine_options(spec: ServerSpec) -> dict[str, Any]:
-    """Return fields of SGLang's `ServerArgs`.
-
-    Raises:
-        ConfigError: SGLang is missing or has an unsupported version, or an option is unknown or cannot be set.
-    """
+    """Return fields of SGLang's `ServerArgs`."""
     require_version("sglang", supported=SUPPORTED)
     given = dict(spec.engine_kwargs)
     for key in given:

@@ -33,11 +33,7 @@ GREEDY_TOP_P = 1e-6
 
 
 def check_params(params: SamplingParams, *, abilities: frozenset[Ability], server: str) -> None:
-    """Check sampling parameters.
-
-    Raises:
-        SamplingParamsError: SGLang does not support a parameter, or its log-probs would not be exact.
-    """
+    """Check sampling parameters."""
     if params.repetition_penalty != 1.0:
         raise SamplingParamsError(
             f"repetition_penalty is {params.repetition_penalty}; SGLang servers offer only 1.0 (none), because SGLang "
@@ -132,10 +128,6 @@ def read_reply(
 
     Args:
         num_seen: Number of tokens in the replies before it.
-
-    Raises:
-        ServerError: The engine failed the request.
-        BadServerReply: The event is not a reply of `/generate`.
     """
 
     def bad(why: str) -> BadServerReply:
@@ -225,12 +217,7 @@ def score_body(token_ids: IntArray, *, start: int, num_top: int, rid: str) -> di
 
 
 def read_scores(reply: Any, *, token_ids: IntArray, start: int, num_top: int, server: str) -> TokenScores:
-    """Read the log-probs of a prompt. Entries begin with a log-prob and a token id, and the first has no log-prob.
-
-    Raises:
-        ServerError: SGLang failed the request.
-        BadServerReply: The reply has no log-probs of this prompt.
-    """
+    """Read the log-probs of a prompt. Entries begin with a log-prob and a token id, and the first has no log-prob."""
     try:
         fields = cast(Mapping[str, Any], reply)
         if "error" in fields:

@@ -44,11 +44,7 @@ class McpServer(Section):
 
 
 def import_mcp() -> Any:
-    """Import the SDK.
-
-    Raises:
-        ConfigError: The SDK is not installed.
-    """
+    """Import the SDK."""
     try:
         return import_module("mcp")
     except ImportError as error:
@@ -59,9 +55,6 @@ def open_client(server: McpServer, *, where: str) -> AbstractAsyncContextManager
     """Return a client of a server, to be opened with `async with`.
 
     A server given by `command` is started with the client, and terminated with all its child processes.
-
-    Raises:
-        ConfigError: The SDK is not installed, or an environment variable is not set.
     """
     mcp = import_mcp()
     if server.command is None:
@@ -160,11 +153,7 @@ class McpSession:
         self._lock = asyncio.Lock()
 
     async def open(self) -> None:
-        """Open the session.
-
-        Raises:
-            ToolUnavailable: The server cannot be reached or started.
-        """
+        """Open the session."""
         self._held = HeldOpen(self._open_as())
         try:
             self._client = await self._held.open()

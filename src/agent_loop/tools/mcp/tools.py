@@ -45,11 +45,7 @@ class McpConfig(McpServer):
 
 
 def read_servers(config: Mapping[str, Any]) -> tuple[McpConfig, dict[str, McpServer]]:
-    """Return the settings, and the servers by name.
-
-    Raises:
-        ConfigError: The settings or the file are invalid.
-    """
+    """Return the settings, and the servers by name."""
     where = "the config of mcp"
     settings = parse_section(McpConfig, config, where=where)
     if settings.mcp_servers_config_path is None:
@@ -134,11 +130,7 @@ class McpTool(BaseTool):
 
 
 def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
-    """Return a tool for each selected tool of the servers. Each server is opened once, to list its tools.
-
-    Raises:
-        ConfigError: A server cannot be reached, or no server offers a selected tool.
-    """
+    """Return a tool for each selected tool of the servers. Each server is opened once, to list its tools."""
     settings, servers = read_servers(config)
     tools: list[BaseTool] = []
     offered_names: list[str] = []

@@ -53,11 +53,7 @@ print(json.dumps({
 
 
 def check_isolation(settings: SandboxSettings) -> None:
-    """Check that sandboxes start and that code in them cannot escape.
-
-    Raises:
-        ConfigError: A sandbox cannot be started, or code in it can escape and the settings do not allow that.
-    """
+    """Check that sandboxes start and that code in them cannot escape."""
     try:
         with ThreadPoolExecutor(1) as thread:  # the caller may itself run in an event loop
             escapes = thread.submit(asyncio.run, find_escapes(settings)).result()
@@ -70,11 +66,7 @@ def check_isolation(settings: SandboxSettings) -> None:
 
 
 async def find_escapes(settings: SandboxSettings) -> list[str]:
-    """Return what code in a sandbox can do that it must not. One sandbox attempts everything.
-
-    Raises:
-        SandboxError: The sandbox could not be started, or the attempts could not be run.
-    """
+    """Return what code in a sandbox can do that it must not. One sandbox attempts everything."""
     with tempfile.TemporaryDirectory(prefix="agent-loop-probe-") as folder, _listening(folder) as given:
         preamble = "".join(f"{key} = {value!r}\n" for key, value in given.items())
         sandbox = await open_sandbox(settings)

@@ -58,11 +58,7 @@ class SandboxSettings(Section):
         return SYSTEM_PYTHON
 
     def resolve_visible(self) -> list[str]:
-        """Return the paths in `visible`, and the targets of links among them.
-
-        Raises:
-            ConfigError: A path is relative, does not exist, or would expose secrets of the host.
-        """
+        """Return the paths in `visible`, and the targets of links among them."""
         shown: set[str] = set()
         for path in self.visible:
             real = str(Path(path).resolve())
@@ -76,11 +72,7 @@ class SandboxSettings(Section):
         return sorted(shown)
 
     def spec(self) -> SandboxSpec:
-        """Return the spec that the sandbox's processes receive.
-
-        Raises:
-            ConfigError: A path in `visible` is wrong, or the kernel cannot isolate code.
-        """
+        """Return the spec that the sandbox's processes receive."""
         version, has_own_user = landlock.version(), os.geteuid() == 0
         is_contained = version >= SCOPED_SIGNALS_VERSION or (version > 0 and has_own_user)
         if not is_contained and not self.allow_weaker_isolation:

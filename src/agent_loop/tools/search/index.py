@@ -36,11 +36,7 @@ class Passage(NamedTuple):
 
 
 def corpus_files(sources: Sequence[str]) -> list[Path]:
-    """Return the files of a corpus. A folder contributes all files of a supported kind.
-
-    Raises:
-        ConfigError: A source does not exist or has an unsupported kind, or the corpus has no files.
-    """
+    """Return the files of a corpus. A folder contributes all files of a supported kind."""
     files: list[Path] = []
     for source in sources:
         path = Path(source).expanduser()
@@ -59,11 +55,7 @@ def corpus_files(sources: Sequence[str]) -> list[Path]:
 
 
 def read_passages(file: Path) -> Iterator[Passage]:
-    """Yield the passages of one file, in order.
-
-    Raises:
-        DataError: The content does not match the file's suffix, or a row has no text.
-    """
+    """Yield the passages of one file, in order."""
     return _READERS[file.suffix](file)
 
 
@@ -71,9 +63,6 @@ def as_passage(document: Any, *, where: str) -> Passage:
     """Convert a document of a corpus or of a retrieval service to a passage.
 
     Without a title field, the first line is the title, as in the corpora of Search-R1.
-
-    Raises:
-        DataError: The document has no text.
     """
     fields = cast(Mapping[str, Any], document) if isinstance(document, Mapping) else {"text": document}
     text = next((fields[name] for name in TEXT_FIELDS if isinstance(fields.get(name), str)), None)

@@ -74,10 +74,6 @@ class WebClient:
         """Send one request of a trajectory and return the response. Call `release` after the last one.
 
         `url` must be quoted; `body` is sent as JSON.
-
-        Raises:
-            ToolUnavailable: The connection failed, the request timed out, or the status is one of `TRY_LATER`.
-            ToolError: The service rejected the request, or its response exceeds `MAX_BYTES`.
         """
         if instance_id not in self._sessions:
             self._sessions[instance_id] = self._open()

@@ -49,11 +49,7 @@ class OpenApiConfig(Section):
 
 
 def openapi_tools(config: Mapping[str, Any]) -> list[BaseTool]:
-    """Return a tool for each operation that the config selects.
-
-    Raises:
-        ConfigError: The specification cannot be read, or an operation cannot become a tool.
-    """
+    """Return a tool for each operation that the config selects."""
     settings = parse_section(OpenApiConfig, config, where="the config of openapi")
     spec = read_specification(settings.spec)
     described = {operation.name: operation for operation in _operations(spec)}
@@ -218,9 +214,6 @@ def read_specification(source: str) -> Mapping[str, Any]:
 
     Args:
         source: Path or URL of a JSON or YAML file.
-
-    Raises:
-        ConfigError: The file cannot be read, or is not an OpenAPI 3 specification.
     """
     try:
         if source.startswith(("http://", "https://")):
@@ -245,11 +238,7 @@ def _parse_spec(text: str) -> Any:
 
 
 def server_url_of(spec: Mapping[str, Any], *, source: str) -> str:
-    """Return the URL of a specification's first server, with the defaults of its variables.
-
-    Raises:
-        ConfigError: The specification has no server URL.
-    """
+    """Return the URL of a specification's first server, with the defaults of its variables."""
     servers: list[Any] = spec.get("servers") or []
     server: Mapping[str, Any] = servers[0] if servers else {}
     url = str(server.get("url", ""))

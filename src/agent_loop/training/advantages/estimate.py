@@ -160,11 +160,7 @@ def estimate_advantages(
     baselines_B: Tensor | None = None,
     turns: Turns | None = None,
 ) -> BatchAdvantages:
-    """Return the advantages of rows that share an estimator; the arguments are those of `estimate_batch`.
-
-    Raises:
-        AlgorithmError: The estimator raised, or did not return advantages.
-    """
+    """Return the advantages of rows that share an estimator; the arguments are those of `estimate_batch`."""
     config, needs = estimator.config, estimator.needs
     given: dict[str, Any] = {"values_BR": values_BR, "baselines_B": baselines_B, "turns": turns}
     result = _call(estimator, rewards, **{name: given[name] for name in _inputs_of(needs)})

@@ -108,11 +108,7 @@ class MetricComparison:
 
 
 def read_groups(sources: Sequence[str]) -> list[RunGroup]:
-    """Return one group per source: a glob, the folder of a run, a folder of runs, or several with commas between them.
-
-    Raises:
-        DataError: A source names no run or something else than runs, two groups share a run, or a file is damaged.
-    """
+    """Return one group per source: a glob, the folder of a run, a folder of runs, or several, separated by commas."""
     paths = {number: _find_runs(source) for number, source in enumerate(sources)}
     owners: dict[Path, int] = {}
     for number, found in paths.items():
@@ -126,11 +122,7 @@ def read_groups(sources: Sequence[str]) -> list[RunGroup]:
 
 
 def read_run(path: Path) -> TrainingRun:
-    """Return the metrics and the seed of the run in a folder. Values that are null or not finite are left out.
-
-    Raises:
-        DataError: The folder is not a training run, has no metrics, or a file is damaged.
-    """
+    """Return the metrics and the seed of the run in a folder. Values that are null or not finite are left out."""
     if kind_of(path) is not RUN:
         raise DataError(explain(path, wanted=WANTED))
     file = path / METRICS_FILE
@@ -157,9 +149,6 @@ def choose_metrics(groups: Sequence[RunGroup], *, patterns: Sequence[str] = ()) 
     """Return the metrics to compare that all runs have, by names or globs such as `val/*`.
 
     Without patterns, these are the rewards, the share of successes and the scores of the validation.
-
-    Raises:
-        DataError: No metric of all runs matches a pattern.
     """
     runs = [run for group in groups for run in group.runs]
     common = sorted(name for name in runs[0].curves if all(name in run.curves for run in runs))
@@ -186,9 +175,6 @@ def compare_metric(groups: Sequence[RunGroup], *, metric: str, num_recent: int) 
     """Compare each later group with the first by a metric that all runs have.
 
     `num_recent` is the number of last steps for the mean of recent values.
-
-    Raises:
-        DataError: There is no step at which all runs have a value.
     """
     runs = [run for group in groups for run in group.runs]
     curves = [run.curves[metric] for run in runs]

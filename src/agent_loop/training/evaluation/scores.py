@@ -230,9 +230,6 @@ def categories_of(rows: Sequence[Row], *, column: str) -> list[str]:
     """Return the category of each row of the data set: its value in a column, as text.
 
     A name with dots, such as `extra_info.level`, is a key inside a column.
-
-    Raises:
-        DataError: No row has the column.
     """
     values = [_value(row, column) for row in rows]
     if all(value is None for value in values):

@@ -74,9 +74,6 @@ class EvaluationSummary(BaseModel):
         """Return the summary of an evaluation, with a comparison if there is another one.
 
         `columns` holds the category of each row of the data set, by column.
-
-        Raises:
-            DataError: The other evaluation has none of the rows.
         """
         comparison = other and compare_evaluations(
             evaluation,
@@ -103,11 +100,7 @@ class EvaluationSummary(BaseModel):
 
 
 def read_summary(path: Path) -> EvaluationSummary:
-    """Read a summary from the file, or from its folder.
-
-    Raises:
-        DataError: The file is missing, or is not a summary.
-    """
+    """Read a summary from the file, or from its folder."""
     file = path / SUMMARY_FILE if path.is_dir() else path
     try:
         return EvaluationSummary.model_validate_json(file.read_bytes())
@@ -132,11 +125,7 @@ def compare_evaluations(
     other_model: str,
     columns: Mapping[str, Sequence[str]],
 ) -> Comparison:
-    """Return how much better an evaluation is than another one, on the rows that are in both.
-
-    Raises:
-        DataError: The other evaluation has none of the rows.
-    """
+    """Return how much better an evaluation is than another one, on the rows that are in both."""
     pairs = pair_rows(evaluation.rows, others=other.rows)
     total = difference(pairs)
     if total is None:
@@ -167,9 +156,6 @@ def evaluate_stored(paths: Sequence[Path], *, with_prompts: bool = True) -> Stor
     """Evaluate the trajectories of Parquet files, as `summarise` evaluates trajectories.
 
     Without prompts, the rows of the data set are not read, and the results have no prompts and no digests.
-
-    Raises:
-        DataError: A file cannot be read.
     """
     samples: list[Sample] = []
     rows: dict[int, Row] = {}

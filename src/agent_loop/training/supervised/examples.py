@@ -77,12 +77,7 @@ class Examples:
 
 
 def load_examples(sources: Sequence[str], *, config: SftConfig, template: ChatTemplate) -> Examples:
-    """Load conversations and stored trajectories, and encode the conversations.
-
-    Raises:
-        ConfigError: The kind of a source is unknown.
-        DataError: A source cannot be read, a conversation is not valid, or no example is left.
-    """
+    """Load conversations and stored trajectories, and encode the conversations."""
     files: list[RowFile] = []
     found: list[Trajectory] = []
     for source in sources:

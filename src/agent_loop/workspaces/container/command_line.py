@@ -122,11 +122,7 @@ class Image:
 
 
 async def prepare_image(command_line: CommandLine, settings: ContainerSettings) -> Image:
-    """Build or pull the image, unless the runtime has it.
-
-    Raises:
-        WorkspaceError: The image cannot be built or pulled. The message has the end of the build's output.
-    """
+    """Build or pull the image, unless the runtime has it."""
     if settings.image:
         found = await _inspect(command_line, settings.image)
         if found is not None:

@@ -50,22 +50,14 @@ class Container:
         return result.exit_code == 0 and result.stdout.strip() == "true"
 
     async def remove(self) -> None:
-        """End all processes of the container and remove it. Nothing happens if it does not exist.
-
-        Raises:
-            WorkspaceError: The runtime cannot remove it.
-        """
+        """End all processes of the container and remove it. Nothing happens if it does not exist."""
         await remove_containers(self.command_line, [self.name])
 
 
 async def start_container(
     command_line: CommandLine, settings: ContainerSettings, *, image: Image, name: str
 ) -> Container:
-    """Start a container that waits for commands.
-
-    Raises:
-        WorkspaceError: The runtime refused it. The message says so if this machine cannot set a limit.
-    """
+    """Start a container that waits for commands."""
     loop = asyncio.get_running_loop()
     user = settings.user or image.user
     container = Container(command_line, name, settings.folder or image.folder or DEFAULT_FOLDER, user)
@@ -83,11 +75,7 @@ async def start_container(
 
 
 async def remove_containers(command_line: CommandLine, names: list[str]) -> None:
-    """Remove containers with all of their processes. Containers that do not exist count as removed.
-
-    Raises:
-        WorkspaceError: The runtime cannot remove them.
-    """
+    """Remove containers with all of their processes. Containers that do not exist count as removed."""
     without_grace = ["--time", "0"] if command_line.runtime == "podman" else []
     result = await command_line.run("rm", "--force", "--volumes", *without_grace, *names)
     if result.exit_code and not _is_gone(result):

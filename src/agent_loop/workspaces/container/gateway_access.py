@@ -73,9 +73,6 @@ async def open_listener(pid: int, port: int, *, runtime: str) -> socket.socket:
         pid: Process id of the container's first process.
         port: Port on the loopback interface of the container.
         runtime: `podman` or `docker`. Podman can enter the namespaces of a user's own containers.
-
-    Raises:
-        WorkspaceError: The namespace cannot be entered.
     """
     try:
         if os.geteuid() == 0:

@@ -25,9 +25,6 @@ def read_settings(config: DictConfig) -> Config:
 
     Time limits of trajectories and requests are off, as in verl. The section `agent_loop_config` overrides all values:
     `+agent_loop_config.rollout.trajectory_timeout_s=900`, for example.
-
-    Raises:
-        ConfigError: A value of the section `agent_loop_config` is invalid.
     """
     rollout: Any = config.actor_rollout_ref.rollout
     settings: dict[str, Any] = {
@@ -78,11 +75,7 @@ def _rollout_settings(rollout: Any) -> dict[str, Any]:
 
 @cache
 def load_verl(reference: str) -> Any:
-    """Return an object of verl or of TransferQueue, given as `module:name`.
-
-    Raises:
-        ConfigError: The package is not installed, or has another version.
-    """
+    """Return an object of verl or of TransferQueue, given as `module:name`."""
     module, _, name = reference.partition(":")
     try:
         return getattr(import_module(module), name)

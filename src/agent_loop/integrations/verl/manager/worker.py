@@ -119,10 +119,6 @@ class VerlRolloutWorker:
         Args:
             batch: The rows.
             places: Group and rollout of each row within its step. None makes each row a group.
-
-        Raises:
-            RolloutError: More trajectories failed than `rollout.max_failed_share` of this package allows.
-            DataError: A loop returned several outputs, which only V1 supports.
         """
         name = batch_name(batch.meta_info)
         validate = name.validate
