@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.registry import Collector
+
 from agent_loop.rollout.prometheus_metrics import RolloutMetrics
 from agent_loop.serve.metrics import Metrics
 from agent_loop.servers.pool import ServerPool
@@ -109,8 +111,9 @@ def _families(holder: Any) -> dict[str, tuple[str, tuple[str, ...], str]]:
     """Return kind, labels and description of each metric that an object holds or is."""
     families: dict[str, tuple[str, tuple[str, ...], str]] = {}
     for part in [holder, *vars(holder).values()]:
-        if hasattr(part, "describe"):
-            for family in part.describe():
+        if isinstance(part, Collector):
+            # A collector that reads its values at each scrape has nothing to describe without them.
+            for family in part.describe() if hasattr(part, "describe") else part.collect():
                 labels = tuple(getattr(part, "_labelnames", ()) or getattr(family, "_labelnames", ()))
                 families[family.name] = (family.type, labels, family.documentation)
     return families
