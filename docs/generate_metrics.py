@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.registry import Collector
-
 from agent_loop.rollout.prometheus_metrics import RolloutMetrics
 from agent_loop.serve.metrics import Metrics
 from agent_loop.servers.pool import ServerPool
@@ -111,7 +109,7 @@ def _families(holder: Any) -> dict[str, tuple[str, tuple[str, ...], str]]:
     """Return kind, labels and description of each metric that an object holds or is."""
     families: dict[str, tuple[str, tuple[str, ...], str]] = {}
     for part in [holder, *vars(holder).values()]:
-        if isinstance(part, Collector):
+        if isinstance(part, RolloutMetrics) or hasattr(part, "describe"):
             # A collector that reads its values at each scrape has nothing to describe without them.
             for family in part.describe() if hasattr(part, "describe") else part.collect():
                 labels = tuple(getattr(part, "_labelnames", ()) or getattr(family, "_labelnames", ()))
