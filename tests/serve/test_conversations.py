@@ -336,14 +336,17 @@ def test_ids_that_a_client_changed_and_reasoning_under_another_name_are_those_of
         answer |= {"parsed": None, "provider_specific_fields": None}
         history = [answer, {"role": "tool", "tool_call_id": "functions_add_0", "content": "3"}]
         await create(model=MODEL, messages=[*user("1 + 2?"), *history], tools=[ADD])
+        await create(model=MODEL, messages=[*user("Shorter: 1 + 2?"), *history], tools=[ADD])
 
     call = "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     first = f"<think>Hm.</think><|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
     harness = ProgramHarness(in_order(text_reply(first), text_reply("It is 3.")), template=template)
     harness.run_virtual(program)
-    _, continued = prompts(harness.server.requests)
+    _, continued, rebuilt = prompts(harness.server.requests)
     assert "Return of functions.add:0: 3" in continued
-    assert "<think>Hm.</think>" in continued
+    assert "Return of functions.add:0: 3" in rebuilt
+    assert "<|tool_call_begin|>functions.add:0" in rebuilt
+    assert "<think>Hm.</think>" in rebuilt
 
 
 def test_sampling_parameters_of_the_request_override_those_of_the_run() -> None:

@@ -255,6 +255,31 @@ def test_a_hung_server_is_lost_and_its_requests_resume_on_another_one() -> None:
     run_virtual(main())
 
 
+def test_a_server_forgets_the_sessions_that_ended_or_moved_while_it_was_lost() -> None:
+    ended: list[str] = []
+
+    class Records(ScriptedServer):
+        def end_session(self, request_id: str) -> None:
+            ended.append(f"{self.name} {request_id}")
+
+    async def main() -> None:
+        servers = [Records(count_up, name=name) for name in ("a", "b")]
+        manager = AsyncLLMServerManager(servers)
+        with manager.scope() as scope:
+            for number in range(4):
+                await complete(scope, f"s{number}", num_tokens=1)
+            homes = {f"s{n}": manager.balancer.server_of(f"s{n}") for n in range(4)}
+            manager.pool.mark_lost("a", reason="its health check took too long")
+        assert "a" not in {each[0] for each in ended}
+        async with manager.watching():
+            await asyncio.sleep(1)
+        assert {each for each in ended if each[0] == "a"} == {
+            f"a {s}" for s, home in homes.items() if home == "a"
+        }
+
+    run_virtual(main())
+
+
 def test_a_lost_server_rejoins_once_its_health_check_passes() -> None:
     async def main() -> None:
         servers, manager = two_servers(streams=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -57,6 +58,8 @@ class ConversationTree:
         self._by_history: dict[str, list[TurnNode]] = {}
         self._by_call_ids: dict[str, list[TurnNode]] = {}
         self._by_request: dict[str, list[TurnNode]] = {}
+        self._model_ids: dict[str, str] = {}
+        """Ids of sampled calls, by the ids that a client writes for them if it allows letters, digits, - and _ only."""
 
     def locate(
         self,
@@ -125,6 +128,24 @@ class ConversationTree:
         if reply.key_by_ids:
             by_ids = chained(turn.position.history, reply.key_by_ids)
             self._by_call_ids.setdefault(by_ids, []).append(turn)
+        self._model_ids |= {_OTHER.sub("_", call.id): call.id for call in turn.calls.values() if call.id}
+
+    def with_model_ids(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with the model's own ids of calls that a client changed.
+
+        Some chat templates write these ids, so that a conversation that is rendered from its messages needs them.
+        """
+        return [self._with_model_ids(message) for message in messages]
+
+    def _with_model_ids(self, message: Message) -> Message:
+        known = self._model_ids
+        if message.get("tool_call_id") in known:
+            return message | {"tool_call_id": known[str(message["tool_call_id"])]}
+        if calls := message.get("tool_calls"):
+            return message | {
+                "tool_calls": [call | {"id": known.get(call.get("id"), call.get("id"))} for call in calls]
+            }
+        return message
 
     def _turn_with_calls(self, history: str, message_key: MessageKey) -> TurnNode | None:
         """Return the latest turn after this history whose calls have the names and ids of the message's calls."""
@@ -161,6 +182,7 @@ def _key_of_reply(turn: TurnNode) -> str:
     return turn.reply.key
 
 
+_OTHER = re.compile(r"[^A-Za-z0-9_-]")
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 EXACT_FLOAT = 2**53
 """Largest whole number up to which floats are exact, so that 2 and 2.0 are equal for every client."""

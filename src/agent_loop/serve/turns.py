@@ -96,7 +96,7 @@ def plan_turn(
     was sampled in this session and cut, and otherwise from its text. `TurnPlan` and `ConversationTree.locate` describe
     the other arguments.
     """
-    messages, keys = written.messages, written.keys
+    messages, keys = tree.with_model_ids(written.messages), written.keys
     continues = bool(request.continue_final_message) and messages[-1]["role"] == "assistant"
     *before, last = messages
     if not continues:

@@ -239,19 +239,20 @@ class LoadBalancer:
         server = self._servers[name] = ServerState(name, next(self._order), limit, next(self._order))
         return self._grant_slots_of(server)
 
-    def remove_server(self, name: str) -> None:
-        """Remove a server with its slots.
+    def remove_server(self, name: str) -> list[str]:
+        """Remove a server with its slots, and return the ids of its sessions.
 
-        The next request of each of its sessions goes to another server, which computes the whole context. Sessions on
-        other servers stay there.
+        The next request of each of these sessions goes to another server, which computes the whole context. Sessions
+        on other servers stay there.
         """
         server = self._servers.pop(name, None)
         if server is None:
-            return
+            return []
         self._leases = {key: lease for key, lease in self._leases.items() if lease.server != name}
-        for session in self._sessions.values():
-            if session.server is server:
-                session.server, session.num_cached = None, 0
+        moved = [session_id for session_id, session in self._sessions.items() if session.server is server]
+        for session_id in moved:
+            self._sessions[session_id].server, self._sessions[session_id].num_cached = None, 0
+        return moved
 
     def set_external_requests(self, name: str, num_requests: int) -> None:
         """Set the number of requests that a server has from other clients."""

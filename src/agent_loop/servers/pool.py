@@ -96,6 +96,8 @@ class ServerPool:
         self._servers: dict[str, AsyncServerBase] = {}
         self._lost: dict[str, str] = {}
         """Reason of each lost server."""
+        self._sessions_left: dict[str, list[str]] = {}
+        """Sessions that each lost server may still hold."""
         self.usage = ServerUsage()
         """Totals over all completions since the pool was created."""
         self._healths: dict[str, ServerHealth] = {}
@@ -323,7 +325,7 @@ class ServerPool:
             return
         logger.warning("server %s is lost: %s", name, reason)
         self._lost[name] = reason
-        self.balancer.remove_server(name)
+        self._sessions_left[name] = self.balancer.remove_server(name)
         for request_id, lease in list(self._leases.items()):
             if lease.server is self._servers[name]:
                 del self._leases[request_id]
@@ -408,6 +410,8 @@ class ServerPool:
     def _rejoin(self, name: str) -> None:
         logger.warning("server %s has rejoined", name)
         del self._lost[name]
+        for session in self._sessions_left.pop(name):  # they have moved to other servers, or ended
+            self._end_session_on(name, session)
         self._join(self._servers[name])
 
     @property
