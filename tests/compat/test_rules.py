@@ -176,9 +176,9 @@ def test_a_batch_function_with_verls_parameters_scores_a_group(functions: Path) 
 
 
 def test_a_function_of_the_other_form_is_refused_with_the_remedy(functions: Path) -> None:
-    with pytest.raises(ConfigError, match=r"for one solution; leave reward\.batch out"):
+    with pytest.raises(ConfigError, match=r"leave reward\.batch=true out"):
         load_batch_reward(f"{functions}:compute_score", timeout_s=10)
-    with pytest.raises(ConfigError, match=r"for a batch; set reward\.batch=true"):
+    with pytest.raises(ConfigError, match=r"set reward\.batch=true"):
         load_reward(f"{functions}:batch", timeout_s=10)
 
 

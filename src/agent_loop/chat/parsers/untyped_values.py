@@ -165,16 +165,16 @@ def _types(schema: Any) -> frozenset[str]:
 def _types_of(value: Any) -> frozenset[str]:
     if isinstance(value, float):
         return frozenset(("integer", "number") if value.is_integer() else ("number",))
-    return _JSON_TYPES.get(type(value), frozenset({"object"}))
+    return next((names for kind, names in _JSON_TYPES if isinstance(value, kind)), frozenset({"object"}))
 
 
-_JSON_TYPES: Mapping[type, frozenset[str]] = {
-    type(None): frozenset({"null"}),
-    bool: frozenset({"boolean"}),
-    int: frozenset({"integer", "number"}),
-    str: frozenset({"string"}),
-    list: frozenset({"array"}),
-}
+_JSON_TYPES: Sequence[tuple[type, frozenset[str]]] = (
+    (type(None), frozenset({"null"})),
+    (bool, frozenset({"boolean"})),
+    (int, frozenset({"integer", "number"})),
+    (str, frozenset({"string"})),
+    (list, frozenset({"array"})),
+)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
