@@ -16,7 +16,6 @@ from agent_loop.tools.function import function_tool
 from agent_loop.tools.registry import BUILTIN_TOOLS, load_tools
 from agent_loop.tools.results import ToolResult
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
-from agent_loop.tools.shared_resource import SharedResource
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import ToolCall
 
@@ -143,14 +142,6 @@ def test_a_call_that_stays_unavailable_fails_with_the_number_of_attempts() -> No
     assert result.response.text == "no answer (tried 3 times)"
 
 
-def test_retries_end_with_the_time_limit() -> None:
-    tool = Service(faults=9)
-    tool.on_replay, tool.retries, tool.timeout_s = "recorded", 9, 3
-    [result], seconds = call_in_trajectories(tool, num=1)
-    assert kind_of(result) is IncidentKind.TOOL_TIMEOUT
-    assert seconds == pytest.approx(3.0)
-
-
 def test_a_tool_error_is_not_retried() -> None:
     num_calls = 0
 
@@ -249,56 +240,3 @@ def test_instance_ids_identify_their_trajectory() -> None:
     assert [trajectory_of(i) for i in first.created] == [trajectory_of(i) for i in second.created]
     assert len({*first.created, *second.created}) == 4
     assert len({trajectory_of(i) for i in first.created}) == 2
-
-
-class Opener:
-    """Resource that opens in a second and fails a given number of times."""
-
-    def __init__(self, *, faults: int = 0) -> None:
-        self.faults = faults
-        self.log: list[str] = []
-        self.shared = SharedResource(self.open, close_as=self.close)
-
-    async def open(self) -> str:
-        await asyncio.sleep(1)
-        if self.faults:
-            self.faults -= 1
-            raise OSError("not yet")
-        self.log.append("open")
-        return "thing"
-
-    async def close(self, thing: str) -> None:
-        self.log.append("close")
-
-
-def test_a_shared_resource_is_opened_for_the_first_user_and_closed_after_the_last() -> None:
-    opener = Opener()
-
-    async def main() -> None:
-        async with asyncio.TaskGroup() as group:
-            joins = [group.create_task(opener.shared.acquire(name)) for name in "abc"]
-        assert [join.result() for join in joins] == ["thing"] * 3
-        for name in "aab":
-            await opener.shared.release(name)
-        assert opener.log[-1] == "open"
-        await opener.shared.release("c")
-        assert opener.log[-1] == "close"
-
-    run_virtual(main())
-    run_virtual(main())
-    assert opener.log == ["open", "close"] * 2
-
-
-def test_a_failed_open_is_repeated_by_the_next_user() -> None:
-    opener = Opener(faults=1)
-
-    async def main() -> None:
-        with pytest.raises(OSError, match="not yet"):
-            await opener.shared.acquire("a")
-        assert await opener.shared.acquire("b") == "thing"
-        await opener.shared.release("b")
-        assert opener.shared.num_users == 1
-        await opener.shared.release("a")
-
-    run_virtual(main())
-    assert opener.log == ["open", "close"]

@@ -89,6 +89,35 @@ def test_a_session_that_fails_to_close_is_removed_all_the_same() -> None:
         with pytest.raises(OSError, match="the pipe is broken"):
             await sessions.release("a-0")
         await sessions.release("a-0")
-        assert vars(sessions)["_sessions"] == {}
+        assert vars(sessions)["_shared"] == {}
+
+    asyncio.run(main())
+
+
+def test_a_shared_session_is_opened_by_the_first_user_and_closed_by_the_last() -> None:
+    log: list[str] = []
+    faults = [OSError("not yet")]
+
+    @asynccontextmanager
+    async def connection() -> AsyncGenerator[Client]:
+        await asyncio.sleep(0)
+        if faults:
+            raise faults.pop()
+        log.append("open")
+        yield Client(invalid_result)
+        log.append("close")
+
+    async def main() -> None:
+        sessions = McpSessions(connection, is_shared=True, reconnects=0)
+        with pytest.raises(ToolUnavailable, match="not yet"):
+            await sessions.acquire("a-0")
+        async with asyncio.TaskGroup() as group:
+            joins = [group.create_task(sessions.acquire(f"{name}-0")) for name in "bcd"]
+        assert len({join.result() for join in joins}) == 1
+        for name in "abbc":
+            await sessions.release(f"{name}-0")
+        assert log == ["open"]
+        await sessions.release("d-0")
+        assert log == ["open", "close"]
 
     asyncio.run(main())

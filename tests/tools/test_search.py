@@ -237,27 +237,6 @@ def test_a_query_without_words_is_reported_to_the_model(tmp_path: Path) -> None:
         index.search("...", limit=1, snippet_words=None)
 
 
-def test_a_long_document_of_equal_words_is_searched_quickly(tmp_path: Path) -> None:
-    write_corpus(tmp_path, [{"title": "Echo", "text": " ".join(["river"] * 200_000)}, *ROWS])
-    result = ask(tool_of(tmp_path, topk=1), query_list=["rivers"])
-    assert result.incident is None
-    assert result.response.text is not None
-    assert result.response.text.startswith("Doc 1 (Title: Echo)\nriver river")
-    assert result.response.text.endswith(" ... ")
-
-
-def test_the_best_matching_part_of_a_long_document_is_shown(tmp_path: Path) -> None:
-    noise = [f"word{n}" for n in range(3000)]
-    noise[100:102] = ["rivers", "flow"]
-    noise[2000:2004] = ["Otters", "swam", "in", "rivers"]
-    write_corpus(tmp_path, [{"title": "Long", "text": " ".join(noise)}])
-    result = ask(tool_of(tmp_path, snippet_words=8), query_list=["river otter swims"])
-    text = str(result.response.text).removeprefix("Doc 1 (Title: Long)\n")
-    assert len(text.replace(" ... ", "").split()) == 8
-    assert "Otters swam in rivers" in text
-    assert text.startswith(" ... ")
-
-
 def test_an_unpaired_surrogate_is_replaced_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,30 +123,6 @@ def test_concurrent_calls_share_one_instance() -> None:
     assert tool.events == ["create", "execute", "execute", "execute", "release"]
 
 
-def test_two_trajectories_have_separate_instances() -> None:
-    tool = Notebook()
-
-    async def main() -> None:
-        for session in (session_of(tool), session_of(tool)):
-            await session.execute(call())
-            await session.close()
-
-    run_virtual(main())
-    assert len({instance_id for _, instance_id, _ in tool.log}) == 2
-
-
-def test_a_tool_that_is_not_called_is_never_created() -> None:
-    tool = Notebook()
-
-    async def main() -> None:
-        session = session_of(tool)
-        assert await session.calc_rewards() == {}
-        await session.close()
-
-    run_virtual(main())
-    assert tool.log == []
-
-
 def test_each_stage_gets_its_kwargs_from_the_row() -> None:
     tool = Notebook()
     kwargs: dict[str, Any] = {
@@ -223,11 +199,6 @@ def test_a_function_that_blocks_its_thread_times_out() -> None:
 
     assert kind_of(execute_once(block, call("block"))) is IncidentKind.TOOL_TIMEOUT
     unblock.set()
-
-
-def test_create_counts_towards_the_time_limit_of_the_call() -> None:
-    tool = Notebook(create=lambda: asyncio.sleep(50), execute=lambda: asyncio.sleep(50))
-    assert kind_of(execute_once(tool, call())) is IncidentKind.TOOL_TIMEOUT
 
 
 def test_a_failed_create_is_repeated_by_the_next_call_and_both_are_released() -> None:
@@ -315,18 +286,6 @@ def test_reward_and_extra_may_be_omitted_and_a_dict_becomes_json(
 ) -> None:
     result = execute_once(Notebook(execute=returning(returned)), call())
     assert result == ToolResult(ToolResponse(text=text), reward=reward)
-
-
-def test_a_dict_that_contains_itself_is_a_bug_of_the_tool() -> None:
-    endless: dict[str, Any] = {}
-    endless["again"] = endless
-    with pytest.raises(ToolBug, match=r"no JSON form .ValueError.*; return ToolResponse"):
-        execute_once(Notebook(execute=returning(endless)), call())
-
-
-def test_a_str_may_replace_the_response() -> None:
-    result = execute_once(Notebook(execute=returning(("fine", 1, {"a": 2}))), call())
-    assert result == ToolResult(ToolResponse(text="fine"), reward=1.0, extra={"a": 2})
 
 
 def test_an_unpaired_surrogate_is_replaced_so_that_records_can_be_written() -> None:

@@ -145,23 +145,15 @@ class BaseTool(ABC):
 def check_declarations(tool: BaseTool) -> OnReplay:
     """Check `on_replay`, `check_arguments` and the limits of a tool, and return its `on_replay`."""
     on_replay = OnReplay(tool.on_replay)
-    if tool.check_arguments not in tuple(ArgumentChecking):
-        raise ConfigError(
-            f"check_arguments of tool {tool.name!r} is {tool.check_arguments!r}; give one of "
-            + ", ".join(repr(str(way)) for way in ArgumentChecking)
-        )
-    if tool.timeout_s is not None and not tool.timeout_s > 0:
-        raise ConfigError(f"timeout_s of tool {tool.name!r} is {tool.timeout_s}; give seconds, or None")
-    if tool.close_timeout_s is not None and not tool.close_timeout_s > 0:
-        raise ConfigError(
-            f"close_timeout_s of tool {tool.name!r} is {tool.close_timeout_s}; give seconds, or None"
-        )
-    if tool.max_concurrent is not None and tool.max_concurrent < 1:
-        raise ConfigError(
-            f"max_concurrent of tool {tool.name!r} is {tool.max_concurrent}; give at least 1, or None"
-        )
-    if tool.retries < 0:
-        raise ConfigError(f"retries of tool {tool.name!r} is {tool.retries}; give 0 or more")
+    for key, is_valid, allowed in (
+        ("check_arguments", tool.check_arguments in tuple(ArgumentChecking), " or ".join(ArgumentChecking)),
+        ("timeout_s", tool.timeout_s is None or tool.timeout_s > 0, "seconds, or None"),
+        ("close_timeout_s", tool.close_timeout_s is None or tool.close_timeout_s > 0, "seconds, or None"),
+        ("max_concurrent", tool.max_concurrent is None or tool.max_concurrent >= 1, "at least 1, or None"),
+        ("retries", tool.retries >= 0, "0 or more"),
+    ):
+        if not is_valid:
+            raise ConfigError(f"{key} of tool {tool.name!r} is {getattr(tool, key)!r}; give {allowed}")
     if tool.retries and on_replay is not OnReplay.RECORDED:
         raise ConfigError(
             f"tool {tool.name!r} has retries={tool.retries} but on_replay={str(on_replay)!r}: a call that failed may "

@@ -90,23 +90,18 @@ def load_tools(references: Iterable[str], *, config_path: str | Path | None = No
     for source, tool in loaded:
         check_tool_schema(tool.tool_schema, where=f"the schema of tool {source}")
         check_declarations(tool)
-        _check_name(tool, source=source)
+        name = tool.tool_schema["function"]["name"]
+        if tool.name != name:
+            raise ConfigError(
+                f"tool {source} has the name {tool.name!r}, but its schema has {name!r}, by which the model calls it; "
+                "give both the same name"
+            )
         if tool.name in tools:
             raise ConfigError(
                 f"tools {sources[tool.name]} and {source} are both named {tool.name!r}; rename one of them"
             )
         tools[tool.name], sources[tool.name] = tool, source
     return tools
-
-
-def _check_name(tool: BaseTool, *, source: str) -> None:
-    """Check that a tool has the name of its schema, by which the model calls it."""
-    name = tool.tool_schema["function"]["name"]
-    if tool.name != name:
-        raise ConfigError(
-            f"tool {source} has the name {tool.name!r}, but its schema has {name!r}, by which the model calls it; "
-            "give both the same name"
-        )
 
 
 def create_tools(entry: ToolEntry, *, where: str) -> Sequence[BaseTool]:
@@ -150,10 +145,6 @@ def _load_reference(reference: str) -> BaseTool:
     if reference in BUILTIN_TOOLS.values():
         raise ConfigError(
             f"{REFERENCES_KEY}: {reference} needs a config; add it to a file, and set {PATH_KEY} to the file"
-        )
-    if callable(named):
-        raise ConfigError(
-            f"{REFERENCES_KEY} is {reference!r}, a plain function; decorate it with @function_tool"
         )
     raise ConfigError(
         f"{REFERENCES_KEY} is {reference!r}, an object of type {type(named).__name__}; "

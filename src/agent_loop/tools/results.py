@@ -45,30 +45,30 @@ def read_result(returned: Any, *, name: str) -> ToolResult:
     returned alone. A str is the response's text; a dict is converted to JSON text.
     """
     parts = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else (returned,)
-    if len(parts) != 3:
-        if not 1 <= len(parts) <= 2:
-            raise ToolBug(f"tool {name!r} returned {describe_value(returned)}; {_SHAPE}")
-        parts = (*parts, None, None)
-    response, reward, extra = parts[:3]
+    if not 1 <= len(parts) <= 3:
+        raise ToolBug(f"tool {name!r} returned {describe_value(returned)}; {_SHAPE}")
+    response, reward, extra = (*parts, None, None)[:3]
     if not isinstance(response, ToolResponse):
         response = _as_response(response, returned, name=name)
-    if not _is_text_or_none(response.text):
+    if response.text is not None and not isinstance(cast(Any, response.text), str):
         raise ToolBug(
             f"tool {name!r} returned {describe_value(response)} as its response; return ToolResponse(text=str)"
         )
-    if response.image is not None or response.video is not None:
-        _check_media({"image": response.image, "video": response.video}, name=name)
-    if extra is None:
-        extra = {}
-    elif not isinstance(extra, dict):
+    for kind, sources in (("image", response.image), ("video", response.video)):
+        if sources is not None and not isinstance(cast(Any, sources), (list, tuple)):
+            raise ToolBug(
+                f"tool {name!r} returned ToolResponse({kind}={describe_value(sources)}); return a list of them"
+            )
+    if extra is not None and not isinstance(extra, dict):
         raise ToolBug(f"tool {name!r} returned {describe_value(extra)} in the third place; return a dict")
-    if reward is not None:
-        reward = read_reward(reward, where=f"tool {name!r}")
     text = response.text
     if text is not None and (type(text) is not str or not text.isascii()):
-        response = structs.replace(response, text=_encodable(str.__str__(text)))
-    extra = plain_mapping(cast(dict[Any, Any], extra), where=f"extra of tool {name!r}")
-    return ToolResult(response, reward=reward, extra=extra)
+        response = structs.replace(response, text=_encodable(text))
+    return ToolResult(
+        response,
+        reward=None if reward is None else read_reward(reward, where=f"tool {name!r}"),
+        extra=plain_mapping(cast(dict[Any, Any], extra or {}), where=f"extra of tool {name!r}"),
+    )
 
 
 _SHAPE = "return (ToolResponse, reward or None, dict), or the ToolResponse, a str or a dict alone"
@@ -96,19 +96,6 @@ def read_reward(reward: Any, *, where: str) -> float:
             f"{where} returned {describe_value(reward)} as its reward; return a finite number, or None {REWARD_LIMIT}"
         )
     return number
-
-
-def _is_text_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _check_media(media: Mapping[str, Any], *, name: str) -> None:
-    """Check that images and videos are lists."""
-    for kind, sources in media.items():
-        if sources is not None and not isinstance(sources, (list, tuple)):
-            raise ToolBug(
-                f"tool {name!r} returned ToolResponse({kind}={describe_value(sources)}); return a list of them"
-            )
 
 
 def _encodable(text: str) -> str:

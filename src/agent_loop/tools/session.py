@@ -94,7 +94,8 @@ class ToolSession:
     @property
     def has_verdict(self) -> bool:
         """Whether a tool that was used, or is always judged, defines `calc_reward`."""
-        return any(tool.has_verdict for name, tool in self._tools.items() if self._is_judged(name))
+        used = {name for name, instance in self._instances.items() if instance.instance_id is not None}
+        return any(t.has_verdict and (t.is_always_judged or name in used) for name, t in self._tools.items())
 
     def on_replay(self, name: str) -> OnReplay:
         """Return `on_replay` of a tool; `RECORDED` if there is no tool of that name."""
@@ -176,7 +177,14 @@ class ToolSession:
         """Return by name the trajectory reward of each tool that was used, or is always judged, and returns one."""
         for name, tool in self._tools.items():
             if tool.is_always_judged and tool.has_verdict:
-                await self._open_for_reward(name)
+                try:
+                    await self.open(name)
+                except WorkspaceError:
+                    raise
+                except Exception as error:
+                    raise ToolBug(
+                        f"create of tool {name!r} raised {describe_error(error)}; fix it"
+                    ) from error
         verdicts = await self._verdicts(of=tuple(OnReplay))
         return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
 
@@ -205,20 +213,6 @@ class ToolSession:
             verdicts[name] = reward
         return verdicts
 
-    def _is_judged(self, name: str) -> bool:
-        instance = self._instances.get(name)
-        return self._tools[name].is_always_judged or (
-            instance is not None and instance.instance_id is not None
-        )
-
-    async def _open_for_reward(self, name: str) -> None:
-        try:
-            await self.open(name)
-        except WorkspaceError:
-            raise
-        except Exception as error:
-            raise ToolBug(f"create of tool {name!r} raised {describe_error(error)}; fix it") from error
-
     async def close(self) -> list[Incident]:
         """Release all instances concurrently. A cancellation does not interrupt it.
 
@@ -230,13 +224,15 @@ class ToolSession:
         await close_instances(
             self._instances.values(),
             what="its tools",
-            timeout_s=max([self._config.close_timeout_s, *self._own_close_timeouts()]),
+            timeout_s=max(
+                [
+                    self._config.close_timeout_s,
+                    *(self._tools[n].close_timeout_s or 0 for n in self._instances),
+                ]
+            ),
             incidents=self._incidents,
         )
         return list(self._incidents)
-
-    def _own_close_timeouts(self) -> list[float]:
-        return [self._tools[name].close_timeout_s or 0.0 for name in self._instances]
 
     async def _run(self, tool: BaseTool, call: ToolCall) -> ToolResult:
         instance_id = await self._instance(tool, name=call.name).open()

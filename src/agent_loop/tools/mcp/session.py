@@ -6,6 +6,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any, cast
@@ -18,7 +19,6 @@ from agent_loop.runtime.concurrency import HeldOpen, run_while
 from agent_loop.runtime.describe import describe_error
 from agent_loop.tools.base import trajectory_of
 from agent_loop.tools.registry import expand_variables
-from agent_loop.tools.shared_resource import SharedResource
 
 CONNECT_TIMEOUT_S = 30.0
 CONNECTION_CLOSED = -32000
@@ -57,11 +57,16 @@ def open_client(server: McpServer, *, where: str) -> AbstractAsyncContextManager
     A server given by `command` is started with the client, and terminated with all its child processes.
     """
     mcp = import_mcp()
-    if server.command is None:
-        return _without_output_checks(mcp.Client(_http_transport(server, where=where)))
-    env = expand_variables(server.env, where=f"{where}: env")
-    parameters = mcp.StdioServerParameters(command=server.command, args=server.args, env=env, cwd=server.cwd)
-    return _without_output_checks(mcp.Client(parameters))
+    if server.command is not None:
+        env = expand_variables(server.env, where=f"{where}: env")
+        target = mcp.StdioServerParameters(command=server.command, args=server.args, env=env, cwd=server.cwd)
+    else:
+        headers = expand_variables(server.headers, where=f"{where}: headers")
+        if server.auth_token is not None:
+            token = expand_variables({"auth_token": server.auth_token}, where=where)["auth_token"]
+            headers["Authorization"] = f"Bearer {token}"
+        target = _streams(str(server.url), headers)
+    return _without_output_checks(mcp.Client(target))
 
 
 @asynccontextmanager
@@ -82,14 +87,12 @@ async def _accept(name: str, result: Any) -> None:
 
 async def list_tools(client: Any) -> list[Any]:
     """Return all tools of a server, from all pages."""
-    tools: list[Any] = []
-    cursor: str | None = None
-    while True:
-        page = await client.list_tools(cursor=cursor)
+    page = await client.list_tools()
+    tools = list[Any](page.tools)
+    while page.next_cursor:
+        page = await client.list_tools(cursor=page.next_cursor)
         tools += page.tools
-        cursor = page.next_cursor
-        if not cursor:
-            return tools
+    return tools
 
 
 def describe_cause(error: BaseException) -> str:
@@ -108,14 +111,6 @@ async def is_responding(client: Any, *, after: Any) -> bool:
     except import_mcp().MCPError as error:
         return error.error.code != CONNECTION_CLOSED
     return True
-
-
-def _http_transport(server: McpServer, *, where: str) -> AbstractAsyncContextManager[Any]:
-    headers = expand_variables(server.headers, where=f"{where}: headers")
-    if server.auth_token is not None:
-        token = expand_variables({"auth_token": server.auth_token}, where=where)["auth_token"]
-        headers["Authorization"] = f"Bearer {token}"
-    return _streams(str(server.url), headers)
 
 
 @cache
@@ -166,12 +161,7 @@ class McpSession:
         self._is_broken = False
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a tool of the server and return its `CallToolResult`.
-
-        Raises:
-            ToolUnavailable: The session broke during this call or before, and was not reopened.
-            ToolError: The server rejected the call, or returned an invalid result.
-        """
+        """Call a tool of the server and return its `CallToolResult`."""
         held, client = await self._working()
         try:
             result = await run_while(client.call_tool(name, dict(arguments)), condition=held.closed())
@@ -220,34 +210,40 @@ class McpSessions:
         self._open_as = open_as
         self._is_shared = is_shared
         self._reconnects = reconnects
-        self._sessions: dict[str, SharedResource[McpSession]] = {}
+        self._shared: dict[Any, _SharedSession] = {}
 
     async def acquire(self, instance_id: str) -> McpSession:
-        """Return the session of a tool's instance, and open it first if needed.
-
-        Raises:
-            ToolUnavailable: The server cannot be reached or started.
-        """
-        shared = self._sessions.setdefault(
-            self._key(instance_id), SharedResource(self._open, close_as=McpSession.close)
-        )
-        return await shared.acquire(instance_id)
+        """Return the session of a tool's instance, and open it first if needed. Call `release` in any case."""
+        shared = self._shared.setdefault(self._key(instance_id), _SharedSession())
+        shared.users.add(instance_id)
+        async with shared.lock:
+            if shared.session is None:
+                session = McpSession(self._open_as, reconnects=self._reconnects)
+                await session.open()
+                shared.session = session
+            return shared.session
 
     async def release(self, instance_id: str) -> None:
         """Release the session, and close it after its last instance."""
         key = self._key(instance_id)
-        shared = self._sessions.get(key)
-        if shared is not None:
-            try:
-                await shared.release(instance_id)
-            finally:
-                if not shared.num_users and not self._is_shared:
-                    self._sessions.pop(key, None)
+        shared = self._shared.get(key)
+        if shared is None:
+            return
+        shared.users.discard(instance_id)
+        async with shared.lock:
+            if not shared.users:
+                self._shared.pop(key, None)
+                session, shared.session = shared.session, None
+                if session is not None:
+                    await session.close()
 
-    async def _open(self) -> McpSession:
-        session = McpSession(self._open_as, reconnects=self._reconnects)
-        await session.open()
-        return session
+    def _key(self, instance_id: str) -> Any:
+        """Return what the users of a session have in common. A session belongs to one event loop."""
+        return asyncio.get_running_loop(), "" if self._is_shared else trajectory_of(instance_id)
 
-    def _key(self, instance_id: str) -> str:
-        return "" if self._is_shared else trajectory_of(instance_id)
+
+@dataclass(slots=True)
+class _SharedSession:
+    users: set[str] = field(default_factory=set[str])
+    session: McpSession | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -137,7 +137,12 @@ def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
     for name, server in servers.items():
         offered = _discover(server, timeout_s=settings.start_timeout_s, where=name)
         offered_names += [tool.name for tool in offered]
-        sessions = _sessions(settings, server, where=name)
+        is_shared = settings.session == "shared"
+        reconnects = settings.reconnects
+        if reconnects is None:
+            reconnects = SHARED_RECONNECTS if is_shared else 0
+        connect = partial(open_client, server, where=name)
+        sessions = McpSessions(connect, is_shared=is_shared, reconnects=reconnects)
         tools += [
             McpTool(tool, sessions=sessions, settings=settings)
             for tool in offered
@@ -149,14 +154,6 @@ def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
                 f"tool_selected_list: no server offers {name!r}{did_you_mean(name, offered_names)}"
             )
     return tools
-
-
-def _sessions(settings: McpConfig, server: McpServer, *, where: str) -> McpSessions:
-    is_shared = settings.session == "shared"
-    reconnects = settings.reconnects
-    if reconnects is None:
-        reconnects = SHARED_RECONNECTS if is_shared else 0
-    return McpSessions(partial(open_client, server, where=where), is_shared=is_shared, reconnects=reconnects)
 
 
 def _discover(server: McpServer, *, timeout_s: float, where: str) -> Sequence[Any]:

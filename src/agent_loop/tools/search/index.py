@@ -7,8 +7,7 @@ import logging
 import os
 import re
 import sqlite3
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from importlib import import_module
 from pathlib import Path
@@ -138,8 +137,6 @@ FORMAT = 1
 """Version of the file format. An index with another version is rebuilt."""
 TOKENIZER = "porter unicode61"
 MAX_QUERY_WORDS = 64
-LONG_TEXT = 2000
-"""Texts with more characters are excerpted in Python, since SQLite's time grows with the square of the length."""
 TITLE_WEIGHT = 2.0
 """Weight of a word in a title, relative to the text."""
 _WORD = re.compile(r"\w+")
@@ -150,10 +147,6 @@ class SearchIndex:
 
     The index is built once and stored in `cache_dir`. Its name depends on the files' paths, sizes and times, so a
     changed corpus gets a new index. If several processes need the same index, one builds it and the others wait.
-
-    Raises:
-        ConfigError: The corpus does not exist, or this Python's SQLite has no FTS5.
-        DataError: A file of the corpus cannot be read.
     """
 
     def __init__(self, sources: Sequence[str], *, cache_dir: Path) -> None:
@@ -175,17 +168,12 @@ class SearchIndex:
             query: Any text; only its words are used.
             limit: Maximum number of passages.
             snippet_words: Length of the excerpt of a longer text; None returns the whole text.
-
-        Raises:
-            ToolError: The query has no words.
         """
         words = _WORD.findall(query)[:MAX_QUERY_WORDS]
         if not words:
             raise ToolError(f"the query {query!r} has no words to search for")
-        text = "text"
-        if snippet_words is not None:
-            short = f"snippet(passages, 1, '', '', ' ... ', {snippet_words})"
-            text = f"CASE WHEN length(text) > {LONG_TEXT} THEN text ELSE {short} END"
+        snippet = f"snippet(passages, 1, '', '', ' ... ', {snippet_words})"
+        text = "text" if snippet_words is None else snippet
         expression = " OR ".join(f'"{word}"' for word in words)
         with closing(self._connect()) as connection:
             found = connection.execute(
@@ -193,9 +181,7 @@ class SearchIndex:
                 f"ORDER BY bm25(passages, {TITLE_WEIGHT}, 1.0), rowid LIMIT ?",
                 (expression, limit),
             ).fetchall()
-        if snippet_words is None:
-            return [Passage(*row) for row in found]
-        return [Passage(title, excerpt(text, expression, num_words=snippet_words)) for title, text in found]
+        return [Passage(*row) for row in found]
 
     def _connect(self) -> sqlite3.Connection:
         return sqlite3.connect(f"file:{quote(str(self.path.resolve()))}?mode=ro&immutable=1", uri=True)
@@ -226,52 +212,6 @@ class SearchIndex:
             raise ConfigError(f"the search index {self.path} cannot be built: {error}") from error
         finally:
             unfinished.unlink(missing_ok=True)
-
-
-def excerpt(text: str, expression: str, *, num_words: int) -> str:
-    """Return the part of a long text that matches a query best, in linear time. A shorter text is returned unchanged.
-
-    The excerpt is the part with the most distinct words of the query. Ties are broken by how often these words occur,
-    then by position.
-
-    Args:
-        text: The text to shorten.
-        expression: The query, in the syntax of SQLite's FTS5.
-        num_words: Length of the excerpt in words.
-    """
-    if len(text) <= LONG_TEXT:
-        return text
-    spans = [match.span() for match in _WORD.finditer(text)]
-    if len(spans) <= num_words:
-        return text
-    words = [text[start:end].lower() for start, end in spans]
-    hits = _matching({*words}, expression)
-    counts: Counter[str] = Counter()
-    best, first, num_hits = (-1, -1), 0, 0
-    for place, word in enumerate(words):
-        if word in hits:
-            counts[word] += 1
-        if place >= num_words and (left := words[place - num_words]) in hits:
-            counts[left] -= 1
-            if not counts[left]:
-                del counts[left]
-        num_hits += word in hits
-        num_hits -= place >= num_words and words[place - num_words] in hits
-        score = (len(counts), num_hits)
-        if place >= num_words - 1 and score > best:
-            best, first = score, place - num_words + 1
-    last = first + num_words - 1
-    before, after = " ... " if first else "", " ... " if last < len(words) - 1 else ""
-    return f"{before}{text[spans[first][0] : spans[last][1]]}{after}"
-
-
-def _matching(words: Collection[str], expression: str) -> set[str]:
-    """Return the words that a query matches, by the same rules as in the index."""
-    with closing(sqlite3.connect(":memory:")) as connection:
-        connection.execute(f"CREATE VIRTUAL TABLE words USING fts5(word, tokenize = '{TOKENIZER}')")
-        connection.executemany("INSERT INTO words VALUES (?)", ((word,) for word in words))
-        found = connection.execute("SELECT word FROM words WHERE words MATCH ?", (expression,))
-        return {word for (word,) in found}
 
 
 def _passages(files: Sequence[Path]) -> Iterator[Passage]:

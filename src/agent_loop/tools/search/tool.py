@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
@@ -40,12 +40,7 @@ class SearchService:
         self._client = client
 
     async def search(self, queries: Sequence[str], *, limit: int, instance_id: str) -> list[list[Passage]]:
-        """Return the passages of each query, best first.
-
-        Raises:
-            ToolUnavailable: The service cannot be reached, or is overloaded.
-            ToolError: The service rejected the request, or its response does not contain passages.
-        """
+        """Return the passages of each query, best first."""
         if self._method == "post":
             body = {"queries": list(queries), "topk": limit, "return_scores": True}
             response = await self._client.request("POST", self._url, instance_id=instance_id, body=body)
@@ -59,7 +54,7 @@ class SearchService:
         for query in queries:
             parameters = {"query": query, "topk": limit}
             response = await self._client.request("GET", self._url, instance_id=instance_id, query=parameters)
-            found.append(_passages(_list_in(response.json()))[:limit])
+            found.append(_passages(response.json())[:limit])
         return found
 
 
@@ -68,19 +63,14 @@ def _list_in(answer: Any) -> list[Any]:
         fields = cast(Mapping[str, Any], answer)
         answer = next((fields[key] for key in RESULT_KEYS if key in fields), None)
     if not isinstance(answer, list):
-        raise ToolError(
-            f"the service did not return a list of results: {one_line(repr(answer), max_length=200)}"
-        )
+        found = one_line(repr(answer), max_length=200)
+        raise ToolError(f"the service did not return a list of results: {found}")
     return cast(list[Any], answer)
 
 
 def _passages(found: Any) -> list[Passage]:
-    if not isinstance(found, list):
-        raise ToolError(
-            f"the service did not return a list of results: {one_line(repr(found), max_length=200)}"
-        )
     try:
-        return [as_passage(_document(item), where="a result") for item in cast(list[Any], found)]
+        return [as_passage(_document(item), where="a result") for item in _list_in(found)]
     except DataError as error:
         raise ToolError(f"the service returned a result that is not a passage: {error}") from error
 
@@ -138,22 +128,10 @@ class SearchConfig(Section):
     """Return `{"result": "..."}`, as verl's tool does, instead of plain text."""
 
 
-class SearchBackend(Protocol):
-    """Source of passages: an index or a service."""
-
-    async def search(
-        self, queries: Sequence[str], *, limit: int, instance_id: str
-    ) -> list[list[Passage]]: ...
-
-
 class SearchTool(BaseTool):
     """Tool that returns passages in the format of Search-R1.
 
     The argument is `query_list`, or a single `query` if the schema defines that.
-
-    Raises:
-        ConfigError: The config is invalid, or the corpus does not exist.
-        DataError: The corpus cannot be read.
     """
 
     tool_schema: dict[str, Any] = SCHEMA
@@ -170,59 +148,40 @@ class SearchTool(BaseTool):
         self._client = WebClient(headers=headers, timeout_s=settings.timeout)
         limits = [limit for limit in (settings.rate_limit, settings.num_workers) if limit is not None]
         self.max_concurrent = min(limits, default=None)
+        self._service = self._index = None
         if settings.retrieval_service_url:
             self.retries = 2
-            self._backend: SearchBackend = SearchService(
+            self._service = SearchService(
                 settings.retrieval_service_url, method=settings.method, client=self._client
             )
         else:
-            self._backend = LocalSearch(settings)
+            self._index = SearchIndex(settings.corpus, cache_dir=Path(settings.cache_dir).expanduser())
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Search for all queries.
-
-        Raises:
-            ToolUnavailable: The retrieval service is unavailable.
-            ToolError: There is no query, a query has no words, or the service rejected the request.
-        """
+        """Search for all queries."""
         queries = parameters.get("query_list", parameters.get("query", []))
         queries = [queries] if isinstance(queries, str) else queries
         if not queries:
             raise ToolError("there is no query to search for")
-        found = await self._backend.search(queries, limit=self._settings.topk, instance_id=instance_id)
+        if self._service is not None:
+            found = await self._service.search(queries, limit=self._settings.topk, instance_id=instance_id)
+        else:
+            found = await run_in_thread(self._search_index, queries)
         text = format_results(found)
         if self._settings.as_json:
             text = json.dumps({"result": text}, ensure_ascii=False)
         num_found = sum(map(len, found))
         return ToolResponse(text=text), None, {"query_count": len(queries), "total_results": num_found}
 
+    def _search_index(self, queries: Sequence[str]) -> list[list[Passage]]:
+        assert self._index is not None
+        limit, snippet_words = self._settings.topk, self._settings.snippet_words
+        return [self._index.search(query, limit=limit, snippet_words=snippet_words) for query in queries]
+
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         await self._client.release(instance_id)
-
-
-class LocalSearch:
-    """Search of a local index, in threads."""
-
-    def __init__(self, settings: SearchConfig) -> None:
-        cache_dir = Path(settings.cache_dir).expanduser()
-        self._index = SearchIndex(settings.corpus, cache_dir=cache_dir)
-        self._snippet_words = settings.snippet_words
-
-    async def search(self, queries: Sequence[str], *, limit: int, instance_id: str) -> list[list[Passage]]:
-        """Return the passages of each query, best first.
-
-        Raises:
-            ToolError: A query has no words.
-        """
-
-        def search_all() -> list[list[Passage]]:
-            return [
-                self._index.search(query, limit=limit, snippet_words=self._snippet_words) for query in queries
-            ]
-
-        return await run_in_thread(search_all)
 
 
 def format_results(found: Sequence[Sequence[Passage]]) -> str:
