@@ -192,8 +192,9 @@ class ScriptedServer(AsyncServerBase):
         num_tokens, start, version = len(whole.token_ids), 0, self._weight_version
         began, seconds_per_token = asyncio.get_running_loop().time(), _seconds_per_token(reply)
         aborted = self._aborts[request_id] = asyncio.Event()
+        takes_time = seconds_per_token > 0 or Ability.STREAMING in self.abilities
         try:
-            for end in range(min(1, num_tokens), num_tokens + 1):
+            for end in range(min(1, num_tokens) if takes_time else num_tokens, num_tokens + 1):
                 was_aborted = await _wait_until(aborted, began + seconds_per_token * max(end, 1))
                 if was_aborted or end == num_tokens:
                     self._fail_if_dead(request_id)
