@@ -14,7 +14,7 @@ from agent_loop.checks import Reference, check_server
 from agent_loop.errors import SamplingParamsError, ServerError, WeightsError
 from agent_loop.servers.base import Ability
 from agent_loop.servers.sglang import SGLangServer
-from agent_loop.types import SamplingParams, TokenOutput
+from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
 from tests.engines.common import (
     LOG_PROB_TOLERANCE,
     MAX_MODEL_LEN,
@@ -150,6 +150,23 @@ def test_an_abort_keeps_the_tokens_so_far(engine: Engine, model_path: Path) -> N
     assert output.stop_reason == "aborted"
     assert 0 < len(output.token_ids) < 150
     assert largest_difference(load_reference(model_path), prompt, output, temperature=0) < LOG_PROB_TOLERANCE
+
+
+def test_an_abort_by_the_reader_of_the_stream_does_not_wait_for_its_end(engine: Engine) -> None:
+    server, runner = engine
+
+    async def read() -> TokenOutput:
+        chunks: list[TokenChunk] = []
+        params = SamplingParams(max_tokens=150, ignore_eos=True)
+        async for chunk in server.stream(prompts(1)[0], params, "own stream"):
+            if not chunks:
+                async with asyncio.timeout(30):
+                    await server.abort("own stream")
+            chunks.append(chunk)
+        return TokenOutput.from_chunks(chunks)
+
+    output = runner.run(read())
+    assert output.stop_reason in ("aborted", "length")  # a small model may end before the abort arrives
 
 
 def test_an_engine_that_is_asleep_on_a_cpu_refuses_requests_and_does_not_claim_to_free_memory(

@@ -210,9 +210,13 @@ class SGLangClient(AsyncServerBase):
             return
         running.is_aborted = True
         while running.is_sent and not running.is_over.is_set():
-            # Repeated, because the engine ignores an abort that arrives before its request.
+            # Repeated until a token comes, because the engine ignores an abort that arrives before its request. The end
+            # is not awaited: the caller may be the one who reads the stream.
+            is_known = running.is_known
             with suppress(ServerError):  # the request itself fails with the same error
                 await self._http.post_json("/abort_request", {"rid": running.rid})
+            if is_known:
+                return
             with suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_INTERVAL_S):
                     await running.is_over.wait()
@@ -396,6 +400,7 @@ class SGLangClient(AsyncServerBase):
                     event, num_seen=num_read, server=self.name, request_id=running.request_id
                 )
                 num_read += len(chunk.token_ids)
+                running.is_known = True
                 is_last = chunk.stop_reason is not None
                 ends = [place for place, token in enumerate(chunk.token_ids, 1) if token in stops]
                 if is_cut or ends:

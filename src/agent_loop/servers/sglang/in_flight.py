@@ -24,6 +24,8 @@ class SGLangRequest:
     rid: str = field(default_factory=_new_rid)
     """Id of the request in the engine."""
     is_sent: bool = False
+    is_known: bool = False
+    """Whether the engine has sampled a token of it."""
     is_aborted: bool = False
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
 

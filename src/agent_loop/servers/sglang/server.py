@@ -93,7 +93,7 @@ class SGLangServer(SGLangClient):
 
     async def health(self) -> ServerHealth:
         if self._process.ended.is_set() and not self._trouble:
-            self._trouble = self._process.end
+            return ServerHealth(False, 0, 0, self._weight_version, detail=self._process.end)
         return await super().health()
 
     async def close(self) -> None:
