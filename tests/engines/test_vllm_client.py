@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agent_loop.checks import Reference, check_server
-from agent_loop.errors import BadPrompt, ConfigError, ServerDied
+from agent_loop.errors import BadPrompt, ConfigError
 from agent_loop.servers.base import AsyncServerBase
-from agent_loop.types import IntArray, SamplingParams, TokenOutput
+from agent_loop.types import IntArray, SamplingParams
 from tests.engines.common import (
     MAX_MODEL_LEN,
-    TOP_LOGPROBS_CASES,
     EngineCase,
-    assert_is_token_exact,
     assert_scores_are_those_of_the_reference,
-    assert_top_logprobs_of_the_reference,
-    generate_and_stream,
     load_reference,
     make_model_folder,
     prompts,
-    roll_out,
 )
 from tests.engines.vllm_cases import WORKER_EXTENSION, ServerProcess
 
@@ -101,26 +94,6 @@ def test_scores_are_those_of_the_reference_and_the_limits_of_the_server_are_name
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("sampling", TOP_LOGPROBS_CASES)
-def test_the_likeliest_tokens_are_those_of_the_scaled_distribution(
-    process: ServerProcess, model_path: Path, sampling: dict[str, Any]
-) -> None:
-    server, prompt = client(process, model_path, rollout__top_logprobs=7), prompts(1, seed=5)[0]
-    params = SamplingParams(max_tokens=16, ignore_eos=True, top_logprobs=7, **sampling)
-
-    async def main() -> list[TokenOutput]:
-        await server.start()
-        try:
-            return await generate_and_stream(server, prompt, params)
-        finally:
-            await server.close()
-
-    for output in asyncio.run(main()):
-        assert_top_logprobs_of_the_reference(
-            load_reference(model_path), prompt, output, num_top=7, temperature=sampling["temperature"]
-        )
-
-
 def test_a_server_that_returns_fewer_logprobs_is_refused_at_the_start(
     process: ServerProcess, model_path: Path
 ) -> None:
@@ -152,13 +125,6 @@ def test_health_reports_the_load_of_the_server(process: ServerProcess, model_pat
     asyncio.run(main())
 
 
-def test_64_rows_of_the_tool_agent_are_token_exact(process: ServerProcess, model_path: Path) -> None:
-    case = EngineCase("vllm", server_urls=(process.url,))
-    trajectories = asyncio.run(roll_out(case, model_path))
-    assert len(trajectories) == 64
-    assert_is_token_exact(load_reference(model_path), trajectories)
-
-
 def test_a_server_with_too_short_a_context_is_refused(process: ServerProcess, model_path: Path) -> None:
     server = client(process, model_path, rollout__response_length=4000)
     with pytest.raises(ConfigError, match="start it with --max-model-len 4064"):
@@ -169,28 +135,3 @@ def test_a_server_of_another_model_is_refused(process: ServerProcess, tmp_path: 
     other = make_model_folder(tmp_path / "other", is_tied=True)
     with pytest.raises(ConfigError, match="served_model_name"):
         asyncio.run(client(process, other).start())
-
-
-def test_all_64_requests_fail_with_their_names_when_the_server_is_killed(
-    process: ServerProcess, model_path: Path
-) -> None:
-    server = client(process, model_path)
-
-    async def main() -> None:
-        await server.start()
-        names = [f"victim-{index}" for index in range(64)]
-        tasks = [asyncio.ensure_future(keep_generating(server, prompts(1)[0], name)) for name in names]
-        await server.generate(prompts(1)[0], SamplingParams(max_tokens=4), "first")
-        began = time.monotonic()
-        process.kill()
-        await asyncio.wait(tasks, timeout=DEATH_DEADLINE_S)
-        print(f"all requests had failed after {time.monotonic() - began:.2f} s")
-        for name, task in zip(names, tasks, strict=True):
-            error = task.exception()
-            assert isinstance(error, ServerDied)
-            assert (error.server, error.request_id) == ("vllm-0", name)
-        assert not (await server.health()).is_alive
-        await server.close()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())

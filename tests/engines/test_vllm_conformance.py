@@ -1,4 +1,4 @@
-"""Conformance suite of servers on the in-process vLLM server, with untied weights."""
+"""Conformance suite of servers on the vLLM server, with untied weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In-process vLLM server, with a model whose output head is tied to its embedding."""
+"""vLLM server that the test starts, with a model whose output head is tied to its embedding."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import pytest
 from agent_loop.errors import SamplingParamsError, ServerDied, ServerError, WeightsError
 from agent_loop.servers.base import Ability
 from agent_loop.servers.vllm import VLLMServer
-from agent_loop.servers.vllm.core import engine_processes
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.engines.common import (
     LOG_PROB_TOLERANCE,
-    MAX_MODEL_LEN,
     TOP_LOGPROBS_CASES,
     adapted_weights_of,
     assert_matches_the_reference,
@@ -139,30 +137,10 @@ def test_the_likeliest_tokens_are_those_of_the_scaled_distribution(
         )
 
 
-def test_requests_of_one_batch_get_logprobs_by_their_own_temperatures(engine: Engine) -> None:
-    async def main() -> list[tuple[float, TokenOutput]]:
-        temperatures = [0.0, 0.5, 1.0, 1.5]
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(
-                    engine.server.generate(
-                        prompts(1)[0], SamplingParams(temperature=t, top_k=3, max_tokens=24), f"mixed-{t}"
-                    )
-                )
-                for t in temperatures
-            ]
-        return [(t, task.result()) for t, task in zip(temperatures, tasks, strict=True)]
-
-    for temperature, output in engine.run(main()):
-        difference = largest_difference(engine.reference, prompts(1)[0], output, temperature=temperature)
-        assert difference < LOG_PROB_TOLERANCE
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-def test_logprobs_under_a_schema_are_of_the_allowed_tokens(engine: Engine, temperature: float) -> None:
+def test_logprobs_under_a_schema_are_of_the_allowed_tokens(engine: Engine) -> None:
     engine.run(
         assert_logprobs_are_of_the_allowed_tokens(
-            engine.server, engine.reference, engine.path, temperature=temperature
+            engine.server, engine.reference, engine.path, temperature=0.6
         )
     )
 
@@ -188,27 +166,6 @@ def test_a_weight_update_in_the_middle_keeps_the_position_in_the_schema(engine: 
     outputs = engine.run(main())
     assert_are_letters(engine.path, outputs)
     assert any(len(output.chunks) == 2 for output in outputs)
-
-
-def test_stop_tokens_are_returned_with_the_stop_reason_stop(engine: Engine) -> None:
-    async def main() -> None:
-        prompt = prompts(1, seed=2)[0]
-        greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        whole = await engine.server.generate(prompt, greedy, "stops")
-        assert (len(whole.token_ids), whole.stop_reason) == (12, "length")
-        stop = whole.token_ids[5]
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=(stop,))
-        cut = await engine.server.generate(prompt, params, "stops")
-        assert cut.stop_reason == "stop"
-        assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
-
-    engine.run(main())
-
-
-def test_without_max_tokens_a_completion_fills_the_context(engine: Engine) -> None:
-    prompt = prompts(1, length=MAX_MODEL_LEN - 10)[0]
-    output = engine.run(engine.server.generate(prompt, SamplingParams(ignore_eos=True), "fills"))
-    assert (len(output.token_ids), output.stop_reason) == (10, "length")
 
 
 def test_parameters_that_vllm_returns_inexact_logprobs_for_are_refused(engine: Engine) -> None:
@@ -253,21 +210,6 @@ def test_an_abort_returns_the_tokens_so_far_even_right_after_the_request(engine:
         assert 5 <= len(output.token_ids) < 120
         difference = largest_difference(engine.reference, prompts(1)[0], output, temperature=1.0)
         assert difference < LOG_PROB_TOLERANCE
-
-    engine.run(main())
-
-
-def test_a_cancelled_request_is_removed_from_the_engine(engine: Engine) -> None:
-    async def main() -> None:
-        task = asyncio.ensure_future(engine.server.generate(prompts(1)[0], LONG, "cancelled"))
-        await until_running(engine.server, 1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        output = await engine.server.generate(prompts(1)[0], SamplingParams(max_tokens=2), "cancelled")
-        assert output.token_ids
-        assert engine.server._core is not None
-        assert engine.server._core.llm.get_num_unfinished_requests() == 0
 
     engine.run(main())
 
@@ -377,19 +319,18 @@ def test_a_server_that_is_asleep_refuses_requests_and_accepts_weights(engine: En
 
 def test_all_64_requests_fail_with_their_names_when_the_engine_is_killed(engine: Engine) -> None:
     async def main() -> None:
-        assert engine.server._core is not None
         names = [f"victim-{index}" for index in range(64)]
         tasks = [asyncio.ensure_future(engine.server.generate(prompts(1)[0], LONG, name)) for name in names]
         await until_running(engine.server, 64)
         began = time.monotonic()
-        kill_engine(engine_processes(engine.server._core.llm))
+        kill_engine(engine.server._process.pid)
         await asyncio.wait(tasks, timeout=DEATH_DEADLINE_S)
         print(f"all requests had failed after {time.monotonic() - began:.2f} s")
         for name, task in zip(names, tasks, strict=True):
             error = task.exception()
             assert isinstance(error, ServerDied)
             assert (error.server, error.request_id) == ("vllm-0", name)
-            assert "exit code -9" in str(error)
+            assert "its last log lines" in str(error)
         with pytest.raises(ServerDied):
             await engine.server.update_weights(
                 list(changed_weights(engine.reference, seed=51).items()), weight_version=100

@@ -1,4 +1,4 @@
-"""In-process vLLM server with a mixture of experts. `transformers` stacks the parameters of its experts."""
+"""vLLM server with a mixture of experts. `transformers` stacks the parameters of its experts."""
 
 from __future__ import annotations
 

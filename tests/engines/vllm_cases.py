@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from agent_loop.servers.base import AsyncServerBase
 from tests.engines.common import MAX_MODEL_LEN, MAX_REQUESTS_AT_ONCE, EngineCase
@@ -41,10 +40,13 @@ def started(server: AsyncServerBase) -> Generator[asyncio.Runner]:
             runner.run(server.close())
 
 
-def kill_engine(processes: list[Any]) -> None:
-    """Kill the engine's processes as the kernel does when it is out of memory."""
-    for process in processes:
-        os.kill(process.pid, signal.SIGKILL)
+def kill_engine(leader: int | None) -> None:
+    """Kill the processes of a group except its leader, as the kernel does when it is out of memory."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        fields = stat.read_text().rpartition(")")[2].split()
+        pid, group = int(stat.parent.name), int(fields[2])
+        if group == leader and pid != leader:
+            os.kill(pid, signal.SIGKILL)
 
 
 class ServerProcess:

@@ -2,62 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agent_loop.errors import BadPrompt, BadServerReply, ServerError
+from agent_loop.errors import BadServerReply, ServerError
 from agent_loop.servers.sglang.requests import read_scores, score_body
 from agent_loop.servers.vllm.limits import ModelInfo
-from agent_loop.servers.vllm.replies import ReplyReader
-from agent_loop.servers.vllm.scores import read_flat_scores, score_sampling
 from agent_loop.types import as_token_ids
 
 TEXT = as_token_ids([4, 5, 6])
-
-
-def flat(token_ids: list[int], logprobs: list[float]) -> Any:
-    return SimpleNamespace(token_ids=token_ids, logprobs=logprobs)
-
-
-def read_flat(given: Any, *, start: int = 1, num_top: int = 1) -> Any:
-    return read_flat_scores(given, token_ids=TEXT, start=start, num_top=num_top, server="s")
-
-
-def test_flat_log_probs_of_vllm_have_the_own_token_of_each_place_first() -> None:
-    scores = read_flat(flat([5, 9, 6, 6], [-2.0, -0.5, -0.25, -0.25]))
-    assert scores.logprobs.tolist() == [-2.0, -0.25]
-    assert (scores.top_ids.tolist(), scores.top_logprobs.tolist()) == ([[9], [6]], [[-0.5], [-0.25]])
-    later = read_flat(flat([5, 6], [-2.0, -0.25]), start=2, num_top=0)
-    assert (later.logprobs.tolist(), later.top_ids) == ([-0.25], None)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (flat([5, 9, 6], [-2.0, -0.5, -0.25]), "3 log-probs of a prompt, not 2 x 2"),
-        (flat([5, 9, 7, 6], [-2.0, -0.5, -0.25, -0.25]), "another prompt"),
-    ],
-)
-def test_flat_log_probs_of_another_prompt_are_refused(given: Any, message: str) -> None:
-    with pytest.raises(BadServerReply, match=message):
-        read_flat(given)
-
-
-def test_a_limit_of_vllm_names_its_option() -> None:
-    assert score_sampling(64, max_logprobs=-1, server="s")["prompt_logprobs"] == 64
-    with pytest.raises(
-        BadPrompt, match=r"engine_kwargs\.max_logprobs is 20; leave max_logprobs out, or set it to 64"
-    ):
-        score_sampling(64, max_logprobs=20, server="s")
-
-
-@pytest.mark.parametrize("reply", [{}, {"prompt_logprobs": None}, {"prompt_logprobs": [None, {}, {}]}, []])
-def test_a_reply_of_vllm_without_log_probs_of_the_prompt_is_refused(reply: Any) -> None:
-    with pytest.raises(BadServerReply, match="no log-probs of the prompt"):
-        ReplyReader("s").scores(reply, token_ids=TEXT, start=1, num_top=0)
 
 
 @pytest.mark.parametrize(("num_positions", "context"), [(512, 193), (193, 193), (192, 192), (0, 192)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from tests.servers.tiny_embedded import tiny_model
 
 LOGITS = {4: 2.0, 5: 0.5, 6: -1.0}
 PROMPT = as_token_ids([1, 2, 3])
+USAGE = {"choices": [], "usage": {"prompt_tokens": 3}}
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +65,15 @@ class FakeVLLM:
 
     def _generate(self, body: dict[str, Any]) -> web.Response:
         self.requests.append(body)
+        if not body.get("stream"):
+            return web.json_response(self._completion())
         if not self.is_healthy:
             return web.Response(status=500, text="EngineDeadError")
-        if self.reply is not None:
-            return web.json_response(self.reply)
+        events = [self.reply] if self.reply is not None else [self._completion(), USAGE]
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        return web.Response(text=text + "data: [DONE]\n\n", content_type="text/event-stream")
+
+    def _completion(self) -> dict[str, Any]:
         total = math.log(sum(map(math.exp, LOGITS.values())))
         top = [{"token_id": token, "logprob": value - total} for token, value in LOGITS.items()]
         content = [{**top[0], "top_logprobs": top}]
@@ -77,7 +84,7 @@ class FakeVLLM:
             "finish_reason": "length",
             "weight_versions": [{"version": "default", "start": 0, "end": 1}],
         }
-        return web.json_response({"choices": [choice]})
+        return {"choices": [choice]}
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,21 +15,19 @@ import torch
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import BadServerReply, ConfigError, SamplingParamsError, ServerError, WeightsError
-from agent_loop.servers.base import ServerSpec, refuse_unknown_options
+from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.vllm.client import Gauges
-from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequest, VLLMRequestLimits, VLLMRequests
+from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequestLimits
 from agent_loop.servers.vllm.logprobs import (
     CONSTRAINT_ABILITIES,
     SAMPLING_ABILITIES,
     LogProbs,
     identify_logprobs,
 )
-from agent_loop.servers.vllm.logs import TAIL_LINES, EngineLog
 from agent_loop.servers.vllm.options import engine_options
-from agent_loop.servers.vllm.outputs import read_part
-from agent_loop.servers.vllm.replies import ReplyReader
-from agent_loop.servers.vllm.stamps import UnstampedChunk, VersionSpan, stamped
+from agent_loop.servers.vllm.replies import read_stream
 from agent_loop.servers.vllm.worker import FullLogProbsStage, WeightWorker, return_full_logits
+from agent_loop.servers.weight_versions import stamped
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
 from tests.servers.tiny_embedded import tiny_model
 
@@ -68,11 +66,6 @@ def test_engine_kwargs_are_passed_to_vllm_with_the_options_of_the_configuration(
 def test_an_option_that_contradicts_the_server_is_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_options(spec(**kwargs))
-
-
-def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
-        refuse_unknown_options(["max_num_seq"], known=["max_num_seqs", "seed"])
 
 
 def test_the_load_is_read_from_the_metrics_page() -> None:
@@ -122,15 +115,6 @@ def test_end_tokens_are_read_from_the_models_files(tmp_path: Path) -> None:
     assert info.eos_token_ids == (5, 6)
     with pytest.raises(ConfigError, match="no readable configuration"):
         ModelInfo.read(ModelConfig(path=str(tmp_path / "nothing")))
-
-
-def test_a_session_has_one_request_in_flight_at_a_time() -> None:
-    calls = VLLMRequests("vllm-0")
-    with calls.enter("a") as call, calls.enter("b"):
-        assert len(calls) == 2
-        with pytest.raises(ServerError, match="request a: a request of this session is already running"):
-            calls.enter("a").__enter__()
-    assert (len(calls), call.is_over) == (0, True)
 
 
 LOGITS = {1: 2.0, 2: 0.5, 3: -1.0}
@@ -229,65 +213,73 @@ def test_a_worker_returns_an_error_for_an_invalid_handle_and_does_not_raise() ->
     assert "weight handle" in result["error"]
 
 
-def reply(**changes: Any) -> dict[str, Any]:
+def event(*token_ids: int, reason: Any = None, spans: Any = None, **changes: Any) -> dict[str, Any]:
+    """Return an event of a stream in vLLM's format. The log-prob of token t is -t."""
+    content = [{"token_id": token, "logprob": -float(token)} for token in token_ids]
     choice = {
         "index": 0,
-        "token_ids": [4, 5],
-        "logprobs": {"content": [{"token_id": 4, "logprob": -0.5}, {"token_id": 5, "logprob": -0.25}]},
-        "finish_reason": "stop",
-        "weight_versions": [
-            {"version": "2", "start": 0, "end": 1},
-            {"version": "3", "start": 1, "end": 2},
-        ],
+        "token_ids": list(token_ids),
+        "logprobs": {"content": content},
+        "finish_reason": reason,
+        "weight_versions": spans
+        and [{"version": version, "start": start, "end": end} for version, start, end in spans],
     }
-    return {
-        "choices": [{**choice, **changes}],
-        "usage": {"prompt_tokens_details": {"cached_tokens": 32}},
-    }
+    return {"choices": [{**choice, **changes}]}
 
 
-def read(json_reply: Any, *, has_logprobs: bool = True) -> Any:
-    return ReplyReader("vllm-0").output(
-        json_reply, request_id="r", weight_version=3, has_logprobs=has_logprobs
+USAGE = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 32}}}
+
+
+PLAIN = SamplingParams()
+
+
+def read(
+    *events: Any, has_logprobs: bool = True, params: SamplingParams = PLAIN
+) -> list[tuple[TokenChunk, Sequence[int]]]:
+    async def source() -> AsyncGenerator[Any]:
+        for each in events:
+            yield each
+
+    async def main() -> list[tuple[TokenChunk, Sequence[int]]]:
+        replies = read_stream(
+            source(), params=params, has_logprobs=has_logprobs, server="vllm-0", request_id="r"
+        )
+        return [reply async for reply in replies]
+
+    return asyncio.run(main())
+
+
+def test_tokens_logprobs_versions_and_cached_tokens_are_read_from_a_stream() -> None:
+    (first, _), (last, versions) = read(
+        event(4), event(5, reason="stop", spans=[("2", 0, 1), ("3", 1, 2)]), USAGE
     )
-
-
-def test_tokens_logprobs_and_versions_are_read_from_a_reply() -> None:
-    output = read(reply())
-    assert (output.token_ids, output.log_probs, output.stop_reason) == ([4, 5], [-0.5, -0.25], "stop")
-    assert [(c.weight_version, len(c.token_ids)) for c in output.chunks] == [(2, 1), (3, 1)]
-    assert output.num_cached_tokens == 32
-    assert read(reply(), has_logprobs=False).log_probs is None
-    assert read(reply(finish_reason="abort")).stop_reason == "aborted"
-    assert read(reply(weight_versions=None)).weight_version == 3
+    assert (first.token_ids, first.logprobs, first.stop_reason) == ([4], [-4.0], None)
+    assert (last.token_ids, last.logprobs, last.stop_reason) == ([5], [-5.0], "stop")
+    assert (last.num_cached_tokens, last.num_preempted, versions) == (32, 1, [2, 3])
+    assert read(event(4, reason="abort"), has_logprobs=False)[0][0].logprobs is None
+    assert read(event(reason="abort"))[0][0].stop_reason == "aborted"
 
 
 @pytest.mark.parametrize(
     "invalid",
     [
         None,
-        {"choices": []},
-        reply(token_ids=["x"]),
-        reply(finish_reason="error"),
-        reply(logprobs=None),
-        reply(token_ids=[4, 6]),
-        reply(weight_versions=[{"version": "1"}]),
+        {},
+        event(4, token_ids=["x"]),
+        event(4, reason="error"),
+        event(4, logprobs=None),
+        event(4, token_ids=[6]),
+        event(4, weight_versions=[{"version": "1"}]),
     ],
 )
-def test_an_invalid_reply_is_refused_with_the_name_of_the_request(invalid: Any) -> None:
+def test_an_invalid_event_is_refused_with_the_name_of_the_request(invalid: Any) -> None:
     with pytest.raises(BadServerReply, match="server vllm-0 request r"):
         read(invalid)
 
 
-def test_errors_end_with_the_last_lines_of_the_log() -> None:
-    log = EngineLog("vllm-0")
-    assert log.tail() == ""
-    log.path.write_text("ValueError: too little\n" + "\n".join(f"line {number}" for number in range(100)))
-    assert "the first error in its log is 'ValueError: too little'" in log.tail()
-    assert log.tail().endswith("\nline 99")
-    assert len(log.tail().splitlines()) == TAIL_LINES + 1
-    log.remove()
-    assert not log.path.parent.exists()
+def test_an_error_in_a_stream_fails_the_request() -> None:
+    with pytest.raises(ServerError, match="EngineDeadError"):
+        read(event(4), {"error": {"message": "EngineDeadError"}})
 
 
 def test_without_vllm_the_error_states_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +294,7 @@ def test_without_vllm_the_error_states_how_to_install_it(monkeypatch: pytest.Mon
         VLLMServer.create(spec())
 
 
-def test_a_worker_reports_damaged_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_reports_damaged_weights() -> None:
     class Damaged:
         def receive(self, handle: str) -> dict[str, torch.Tensor]:
             raise WeightsError("weight 'a' arrived damaged")
@@ -316,102 +308,63 @@ def test_a_worker_reports_damaged_weights(monkeypatch: pytest.MonkeyPatch) -> No
     }
 
 
-def part(*token_ids: int, reason: Any = None, spans: Any = ()) -> UnstampedChunk:
-    return UnstampedChunk(
-        TokenChunk(list(token_ids), [-1.0] * len(token_ids), stop_reason=reason), spans=spans
-    )
+def part(*token_ids: int, reason: Any = None, versions: Sequence[int] = ()) -> tuple[TokenChunk, Any]:
+    return TokenChunk(list(token_ids), [-1.0] * len(token_ids), stop_reason=reason), versions
 
 
-def streamed(parts: list[UnstampedChunk], versions: list[int]) -> list[TokenChunk]:
+def streamed(parts: list[tuple[TokenChunk, Any]], versions: list[int]) -> list[TokenChunk]:
     """Return the chunks of a stream. Each read of the server's current version returns the next of `versions`."""
     reads = iter(versions)
 
-    async def source() -> AsyncGenerator[UnstampedChunk]:
+    async def source() -> AsyncGenerator[tuple[TokenChunk, Any]]:
         for each in parts:
             yield each
 
     async def main() -> list[TokenChunk]:
-        return [chunk async for chunk in stamped(source(), current_version=lambda: next(reads))]
+        return [chunk async for chunk in stamped(source(), current_version=lambda: next(reads, versions[-1]))]
 
     return asyncio.run(main())
 
 
 def test_a_stream_without_a_weight_update_is_not_delayed() -> None:
-    chunks = streamed([part(1), part(2, 3), part(4, reason="stop", spans=[VersionSpan(5, 4)])], [5, 5, 5])
+    chunks = streamed([part(1), part(2, 3), part(4, reason="stop", versions=[5, 5, 5, 5])], [5])
     assert [chunk.token_ids for chunk in chunks] == [[1], [2, 3], [4]]
     assert {chunk.weight_version for chunk in chunks} == {5}
 
 
 def test_chunks_after_a_weight_update_wait_for_the_versions_that_the_engine_reports() -> None:
-    parts = [part(1), part(2), part(3), part(4, reason="stop", spans=[VersionSpan(5, 3), VersionSpan(6, 1)])]
-    chunks = streamed(parts, [5, 5, 6, 6])
+    parts = [part(1), part(2), part(3), part(4, reason="stop", versions=[5, 5, 5, 6])]
+    chunks = streamed(parts, [5, 5, 6])
     assert [(chunk.token_ids, chunk.weight_version) for chunk in chunks] == [([1], 5), ([2, 3], 5), ([4], 6)]
     assert [chunk.stop_reason for chunk in chunks] == [None, None, "stop"]
 
 
 def test_a_last_part_without_tokens_has_the_last_version() -> None:
-    chunks = streamed([part(1), part(reason="aborted", spans=[VersionSpan(5, 1)])], [5, 5])
+    chunks = streamed([part(1), part(reason="aborted", versions=[5])], [5])
     assert [(chunk.token_ids, chunk.weight_version) for chunk in chunks] == [([1], 5), ([], 5)]
     assert streamed([part(reason="aborted")], [5])[0].weight_version == 5
-
-
-TOP_2 = SamplingParams(top_logprobs=2)
 
 
 def entry(token_id: int, logprob: float, **more: Any) -> dict[str, Any]:
     return {"token_id": token_id, "logprob": logprob, **more}
 
 
-def assert_tokens_with_top_2(output: Any) -> None:
-    assert (output.token_ids, output.log_probs) == ([4, 5], [-0.5, -3.0])
-    assert output.extras["top_token_ids"].tolist() == [[4, 8], [6, 7]]
-    assert output.extras["top_logprobs"].tolist() == [[-0.5, -1.5], [-1.0, -2.0]]
-
-
-def test_the_likeliest_tokens_of_a_reply_exclude_a_sampled_token_with_a_lower_rank() -> None:
+def test_the_likeliest_tokens_exclude_a_sampled_token_with_a_lower_rank() -> None:
     content = [
         entry(4, -0.5, top_logprobs=[entry(4, -0.5), entry(8, -1.5), entry(9, -4.0)]),
         entry(5, -3.0, top_logprobs=[entry(5, -3.0), entry(6, -1.0), entry(7, -2.0)]),
     ]
-    whole = reply(logprobs={"content": content})
-    reader = ReplyReader("vllm-0")
-    fields: dict[str, Any] = {"request_id": "r", "weight_version": 3, "params": TOP_2}
-    output = reader.output(whole, has_logprobs=True, **fields)
-    assert_tokens_with_top_2(output)
-    assert [chunk.extras["top_token_ids"].shape for chunk in output.chunks] == [(1, 2), (1, 2)]
-    assert not reader.output(whole, has_logprobs=False, **fields).extras
+    params = SamplingParams(top_logprobs=2)
+    whole = event(4, 5, reason="stop", logprobs={"content": content})
+    ((chunk, _),) = read(whole, params=params)
+    assert chunk.logprobs == [-0.5, -3.0]
+    assert chunk.extras["top_token_ids"].tolist() == [[4, 8], [6, 7]]
+    assert chunk.extras["top_logprobs"].tolist() == [[-0.5, -1.5], [-1.0, -2.0]]
+    assert not TokenOutput.from_chunks([read(whole, params=params, has_logprobs=False)[0][0]]).extras
     for top in ([], [entry(4, -0.5)]):
-        broken = reply(logprobs={"content": [entry(4, -0.5, top_logprobs=top), content[1]]})
+        broken = [entry(4, -0.5, top_logprobs=top), content[1]]
         with pytest.raises(BadServerReply):
-            reader.output(broken, has_logprobs=True, **fields)
-
-
-def test_the_likeliest_tokens_of_an_engine_output_follow_the_sampled_token() -> None:
-    flat = SimpleNamespace(
-        token_ids=[4, 4, 8, 9, 5, 6, 7, 5],
-        logprobs=[-0.5, -0.5, -1.5, -4.0, -3.0, -1.0, -2.0, -3.0],
-        start_indices=[0, 4],
-        end_indices=[4, 8],
-    )
-    completion = SimpleNamespace(
-        token_ids=[4, 5], logprobs=flat, finish_reason="length", weight_versions=None
-    )
-    output = SimpleNamespace(outputs=[completion], metrics=None, num_cached_tokens=0)
-    fields: dict[str, Any] = {"server": "vllm-0", "weight_version": 3, "params": TOP_2}
-    part = read_part(output, call=VLLMRequest("r"), **fields)
-    assert_tokens_with_top_2(TokenOutput.from_chunks([part.chunk]))
-    # vLLM joins outputs that wait, and lists a sampled token only once then.
-    vars(flat).update(
-        token_ids=[4, 8, 9, 5, 6, 7, 5],
-        logprobs=[-0.5, -1.5, -4.0, -3.0, -1.0, -2.0, -3.0],
-        start_indices=[0, 3],
-        end_indices=[3, 7],
-    )
-    part = read_part(output, call=VLLMRequest("r"), **fields)
-    assert_tokens_with_top_2(TokenOutput.from_chunks([part.chunk]))
-    flat.end_indices[-1] = 4
-    with pytest.raises(BadServerReply):
-        read_part(output, call=VLLMRequest("r"), **fields)
+            read(event(4, 5, reason="stop", logprobs={"content": broken}), params=params)
 
 
 def test_an_engine_is_started_with_the_number_of_logprobs_that_requests_need() -> None:

@@ -39,15 +39,23 @@ class HttpClient:
         server: Name of the server in errors.
         timeout_s: Time limit of a response, or of the next event in a stream.
         headers: Headers of every request, such as an API key.
+        socket_path: Unix socket to connect to, instead of the host in `url`.
     """
 
     def __init__(
-        self, url: str, *, server: str, timeout_s: float = 600.0, headers: Mapping[str, str] | None = None
+        self,
+        url: str,
+        *,
+        server: str,
+        timeout_s: float = 600.0,
+        headers: Mapping[str, str] | None = None,
+        socket_path: str | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._server = server
         self._timeout_s = timeout_s
         self._headers = dict(headers or {})
+        self._socket_path = socket_path
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
         self._responses: set[aiohttp.ClientResponse] = set()
@@ -144,8 +152,11 @@ class HttpClient:
             )
         if self._session is None:
             # No limit on connections: the engine queues requests, and a queue here would delay control calls.
+            options: Any = {"limit": 0, "keepalive_timeout": KEEP_ALIVE_S}
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+                connector=aiohttp.TCPConnector(**options)
+                if self._socket_path is None
+                else aiohttp.UnixConnector(self._socket_path, **options),
                 headers=self._headers,
                 read_bufsize=MAX_LINE_BYTES,
             )

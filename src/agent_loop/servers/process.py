@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 
-FIRST_ERROR = re.compile(r"\b\w*(Error|Exception): .*")
+FIRST_ERROR = re.compile(r"(?<!\S)[\w.]*(Error|Exception): .*")
 """Last line of a traceback."""
 NUM_LOG_LINES = 30
 """Lines of the engine's log that errors quote."""
@@ -40,6 +41,7 @@ KILL_TIMEOUT_S = 10.0
 DEATH_TIMEOUT_S = 5.0
 """Seconds to wait for the end of a process that does not respond."""
 PARENT_POLL_S = 1.0
+CHILD_POLL_S = 0.5
 
 
 class EngineProcess:
@@ -188,6 +190,25 @@ def refuse_option(why: object) -> NoReturn:
     """End the first process of an engine, so that its server raises `ConfigError`. Called in that process."""
     print(f"the engine refuses model.path or rollout.engine_kwargs: {why}".replace("\n", " "), flush=True)
     os._exit(os.EX_CONFIG)
+
+
+def end_with_children() -> None:
+    """End this process with the first of the engine's other processes. Called in the first process of an engine.
+
+    SGLang may not notice the end of one, and vLLM's HTTP server outlives its engine by seconds.
+    """
+    threading.Thread(target=_watch_children, daemon=True).start()
+
+
+def _watch_children() -> None:
+    seen: set[Any] = set()
+    while True:
+        seen.update(multiprocessing.active_children())
+        for child in seen:
+            if child.exitcode is not None:
+                print(f"process {child.pid} ended, and the engine with it", flush=True)
+                os._exit(1)
+        time.sleep(CHILD_POLL_S)
 
 
 def _nothing() -> None:

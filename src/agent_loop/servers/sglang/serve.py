@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import threading
-import time
 from pathlib import Path
-from typing import Any
 
 from agent_loop.servers.packages import import_engine
-from agent_loop.servers.process import refuse_option
+from agent_loop.servers.process import end_with_children, refuse_option
 from agent_loop.servers.sglang.options import SUPPORTED
-
-POLL_S = 0.5
 
 
 def main(options_file: str) -> None:
@@ -26,17 +19,5 @@ def main(options_file: str) -> None:
         server_args = arguments.ServerArgs(**options)
     except (TypeError, ValueError, AssertionError) as error:
         refuse_option(error)
-    threading.Thread(target=_end_with_children, daemon=True).start()
+    end_with_children()
     launch.run_server(server_args)
-
-
-def _end_with_children() -> None:
-    """End this process with the first of the engine's processes: SGLang may not notice its end."""
-    seen: set[Any] = set()
-    while True:
-        seen.update(multiprocessing.active_children())
-        for child in seen:
-            if child.exitcode is not None:
-                print(f"SGLang's process {child.pid} ended, and the engine with it", flush=True)
-                os._exit(1)
-        time.sleep(POLL_S)

@@ -1,6 +1,6 @@
-"""vLLM in this process (`VLLMServer`), or a vLLM server that runs elsewhere (`VLLMClient`)."""
+"""A vLLM server that the run starts (`VLLMServer`), or one that runs elsewhere (`VLLMClient`)."""
 
 from agent_loop.servers.vllm.client import VLLMClient
-from agent_loop.servers.vllm.engine import VLLMServer
+from agent_loop.servers.vllm.server import VLLMServer
 
 __all__ = ["VLLMClient", "VLLMServer"]

@@ -1,16 +1,16 @@
-"""Validation of requests, vLLM's sampling parameters, and the requests in flight."""
+"""Validation of requests, and vLLM's sampling parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
 from transformers import AutoConfig, GenerationConfig
 
 from agent_loop.config import ModelConfig
-from agent_loop.errors import ConfigError, SamplingParamsError, ServerError
+from agent_loop.errors import ConfigError, SamplingParamsError
 from agent_loop.servers.base import Ability, refuse_params_of_request
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.vllm.logprobs import SAMPLING_ABILITIES, num_logprobs
@@ -74,7 +74,7 @@ def _num_positions(text_config: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class VLLMRequestLimits:
-    """Limits of requests to vLLM. The server and the client refuse requests with the same messages."""
+    """Limits of requests to vLLM."""
 
     server: str
     max_model_len: int
@@ -145,53 +145,3 @@ class VLLMRequestLimits:
                 f"temperature is {params.temperature}; vLLM accepts 0 (greedy), or from {LOWEST_TEMPERATURE} to "
                 f"{HIGHEST_TEMPERATURE:g}"
             )
-
-
-@dataclass(slots=True)
-class VLLMRequest:
-    """Request in flight. The server that runs it updates the fields."""
-
-    request_id: str
-    num_preempted: int = 0
-    """Preemptions so far."""
-    engine_request_id: str = ""
-    """Id of the request in the engine, if it differs from `request_id`."""
-    is_over: bool = False
-
-
-class VLLMRequests:
-    """Requests in flight, at most one per session."""
-
-    def __init__(self, server: str) -> None:
-        self._server = server
-        self._calls: dict[str, VLLMRequest] = {}
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def get(self, request_id: str) -> VLLMRequest | None:
-        return self._calls.get(request_id)
-
-    @property
-    def all(self) -> list[VLLMRequest]:
-        return list(self._calls.values())
-
-    @contextmanager
-    def enter(self, request_id: str) -> Generator[VLLMRequest]:
-        """Register a request while the body runs.
-
-        Raises:
-            ServerError: The session has a request in flight.
-        """
-        if request_id in self._calls:
-            raise ServerError(
-                "a request of this session is already running; await or abort it first",
-                server=self._server,
-                request_id=request_id,
-            )
-        call = self._calls[request_id] = VLLMRequest(request_id)
-        try:
-            yield call
-        finally:
-            call.is_over = True
-            del self._calls[request_id]

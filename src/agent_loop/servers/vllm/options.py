@@ -22,12 +22,14 @@ REFUSED: Mapping[str, str] = {
     "kv_transfer_config": "its cache is not emptied by a weight update",
     "data_parallel_size": "set rollout.num_servers instead",
     "enable_lora": "adapters are merged into the weights when they are loaded",
+    "api_key": "only this run can reach the server",
+    "served_model_name": "only this run can reach the server",
 }
 """Options that would break the guarantees of servers, and why."""
 
 
 def engine_options(spec: ServerSpec) -> dict[str, Any]:
-    """Return the arguments of `AsyncEngineArgs`: the user's options and the required ones.
+    """Return the options of `vllm serve`: the user's options and the required ones.
 
     Raises:
         ConfigError: An option contradicts the rest of the configuration, or is not supported.
@@ -41,6 +43,8 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
         "logprobs_mode": LOG_PROBS_MODE,
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_prefix_caching": True,
+        "enable_scale_out": True,  # the endpoint for token ids
+        "enable_prompt_tokens_details": True,
     }
     if spec.tensor_parallel_size > 1:
         ours["tensor_parallel_size"] = spec.tensor_parallel_size
@@ -68,9 +72,9 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
                 )
             )
     defaults: dict[str, Any] = {
-        "disable_log_stats": True,
         "max_logprobs": -1,  # no limit, for teachers; vLLM's own limit protects servers of strangers
         "tokenizer": spec.model.tokenizer_path,  # only for grammars
+        "disable_uvicorn_access_log": True,
         # The other backends do not know the stop tokens of requests.
         "structured_outputs_config": {"backend": "xgrammar"},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -15,7 +16,8 @@ from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.vllm.logprobs import NUM_TOKENS, LogProbs, identify_logprobs
 from agent_loop.servers.vllm.logprobs import num_logprobs as num_logprobs_of
 from agent_loop.servers.vllm.options import SUPPORTED, WORKER_EXTENSION
-from agent_loop.servers.vllm.replies import ReplyReader, as_version, cached_tokens
+from agent_loop.servers.vllm.replies import cached_tokens, top_tokens
+from agent_loop.servers.weight_versions import as_version
 
 GENERATE = "/inference/v1/generate"
 PROBE_PROMPT = [1, 2, 3]
@@ -31,10 +33,10 @@ class RemoteServerInfo:
     """The server's name for the model."""
     logprobs: LogProbs
     reports_cached_tokens: bool
-    takes_weights: bool
-    """Whether the server has our worker extension, and vLLM's development mode, which is needed to call it."""
-    num_workers: int
-    weight_version: int
+    workers: Sequence[Mapping[str, Any]]
+    """Descriptions of the workers, if the server has our worker extension and vLLM's development mode, which is needed
+    to call it. Weights can be published then."""
+    weight_version: int = 0
     max_model_len: int | None = None
     """Context length; None if the server does not report it."""
 
@@ -52,29 +54,43 @@ async def inspect_server(http: HttpClient, *, spec: ServerSpec) -> RemoteServerI
     workers: list[dict[str, Any]] = []
     version = 0
     if await _has_extension(http):
-        workers = await _call_workers(http, "agent_loop_hello")
-        await _call_workers(http, "agent_loop_scale_logprobs")
+        workers = await prepare_workers(http)
         info = await http.get_json("/weight_info", timeout_s=PROBE_TIMEOUT_S)
         with http.validating("/weight_info"):
-            version = as_version(info.get("weight_version"), default=0)
-        await http.post_json(
-            "/update_weight_version", {"new_version": str(version)}, timeout_s=PROBE_TIMEOUT_S
-        )
-    reader = ReplyReader(spec.name)
+            version = as_version(info.get("weight_version"))
+        await set_weight_version(http, version)
     num_logprobs = max(NUM_TOKENS, num_logprobs_of(spec.sampling))
     plain = await _probe(http, model=model, num_logprobs=num_logprobs, temperature=1.0, top_k=-1)
     hot_top_1 = await _probe(http, model=model, num_logprobs=num_logprobs, temperature=2.0, top_k=1)
+    with http.validating(GENERATE):
+        found = [
+            dict(top_tokens(reply["choices"][0]["logprobs"]["content"][0])) for reply in (plain, hot_top_1)
+        ]
     return RemoteServerInfo(
         model=model,
-        logprobs=identify_logprobs(
-            reader.top_tokens(plain, request_id="probe"), reader.top_tokens(hot_top_1, request_id="probe")
-        ),
+        logprobs=identify_logprobs(*found),
         reports_cached_tokens=cached_tokens(plain) is not None,
-        takes_weights=bool(workers),
-        num_workers=len(workers),
+        workers=workers,
         weight_version=version,
         max_model_len=max_model_len,
     )
+
+
+async def prepare_workers(http: HttpClient) -> list[dict[str, Any]]:
+    """Switch workers with our extension to exact log-probs, and return their descriptions.
+
+    Raises:
+        ConfigError: A worker's sampler is not supported.
+    """
+    for result in await _call_workers(http, "agent_loop_scale_logprobs"):
+        if "error" in result:
+            raise ConfigError(f"vLLM cannot return exact log-probs: {result['error']}")
+    return await _call_workers(http, "agent_loop_hello")
+
+
+async def set_weight_version(http: HttpClient, version: int) -> None:
+    """Set the weight version that the engine records for each token that it samples from now on."""
+    await http.post_json("/update_weight_version", {"new_version": str(version)}, timeout_s=PROBE_TIMEOUT_S)
 
 
 async def _check_version(http: HttpClient, *, url: str) -> None:

@@ -2,161 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any
 
 from agent_loop.errors import BadServerReply
 from agent_loop.runtime.describe import one_line
-from agent_loop.servers.prompt_logprobs import read_prompt_logprobs
-from agent_loop.servers.scores import TokenScores
-from agent_loop.servers.vllm.logprobs import read_content
-from agent_loop.servers.vllm.outputs import STOP_REASONS
-from agent_loop.servers.vllm.stamps import UnstampedChunk, VersionSpan, stamp
-from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
+from agent_loop.servers.http import HttpStatusError
+from agent_loop.servers.weight_versions import as_version
+from agent_loop.types import SamplingParams, ServerStopReason, TokenChunk, top_logprob_arrays
 
-DEFAULTS = SamplingParams()
+STOP_REASONS: Mapping[str, ServerStopReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+"""vLLM's finish reasons. All others are failures."""
 
 
-class ReplyReader:
-    """Reads completions and their parts from JSON, and refuses invalid replies."""
-
-    def __init__(self, server: str) -> None:
-        self._server = server
-
-    def chunk(
-        self,
-        reply: Any,
-        *,
-        request_id: str,
-        weight_version: int,
-        has_logprobs: bool,
-        params: SamplingParams = DEFAULTS,
-    ) -> TokenChunk:
-        """Read the tokens of one part of a stream, or of a whole completion.
-
-        Args:
-            weight_version: Weight version of the chunk.
-            has_logprobs: Whether the log-probs in the reply equal `TokenOutput.log_probs` as defined.
-            params: Sampling parameters of the request.
-
-        Raises:
-            BadServerReply: The reply is not a completion.
-        """
-        try:
-            choice = cast(dict[str, Any], reply["choices"][0])
-            token_ids = [int(token) for token in choice["token_ids"] or ()]
-            found = cast("dict[str, Any]", choice["logprobs"] or {})
-            entries = cast(list[dict[str, Any]], found.get("content") or [])
-            reason = cast("str | None", choice["finish_reason"])
-            scored = read_content(entries, params=params)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise self._bad(f"a reply contains no completion ({error!r})", reply, request_id) from error
-        if scored.token_ids != token_ids:
-            why = f"log-probs are for {len(scored.token_ids)} tokens instead of {len(token_ids)}"
-            raise self._bad(why, reply, request_id)
-        if reason is not None and reason not in STOP_REASONS:
-            raise self._bad(f"the completion ended with {reason!r}", reply, request_id)
-        return TokenChunk(
-            token_ids=token_ids,
-            logprobs=scored.logprobs if has_logprobs else None,
-            weight_version=weight_version,
-            stop_reason=None if reason is None else STOP_REASONS[reason],
-            num_cached_tokens=cached_tokens(reply),
-            extras=scored.extras if has_logprobs else {},
-        )
-
-    def part(
-        self,
-        event: Any,
-        *,
-        request_id: str,
-        weight_version: int,
-        has_logprobs: bool,
-        params: SamplingParams = DEFAULTS,
-    ) -> UnstampedChunk:
-        """Read one part of a stream. See `chunk`."""
-        chunk = self.chunk(
-            event,
+@contextmanager
+def reading(reply: Any, *, server: str, request_id: str = "") -> Generator[None]:
+    """Raise `BadServerReply` if the body cannot read a reply."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise BadServerReply(
+            f"a reply cannot be read ({error!r}): {one_line(str(reply), max_length=200)}",
+            server=server,
             request_id=request_id,
-            weight_version=weight_version,
-            has_logprobs=has_logprobs,
-            params=params,
+        ) from error
+
+
+async def read_stream(
+    events: AsyncGenerator[Any], *, params: SamplingParams, has_logprobs: bool, server: str, request_id: str
+) -> AsyncGenerator[tuple[TokenChunk, Sequence[int]]]:
+    """Yield the chunks of a completion, each with the weight versions that vLLM reports: of all tokens, in the last.
+
+    The last chunk is held until the usage comes, which has the number of cached tokens.
+
+    Args:
+        params: Sampling parameters of the request.
+        has_logprobs: Whether the log-probs equal `TokenOutput.log_probs` as defined.
+
+    Raises:
+        BadServerReply: An event is not a part of a completion.
+        HttpStatusError: vLLM failed the request.
+    """
+    last: tuple[TokenChunk, Sequence[int]] | None = None
+    async with aclosing(events):
+        async for event in events:
+            with reading(event, server=server, request_id=request_id):
+                if "error" in event:
+                    raise HttpStatusError(
+                        f"vLLM failed the request: {event['error']['message']}",
+                        status=int(event["error"].get("code") or 500),
+                        server=server,
+                        request_id=request_id,
+                    )
+                chunk = read_chunk(event, params=params, has_logprobs=has_logprobs)
+                versions = _versions(event)
+            if chunk is None:
+                if last is not None:
+                    last = replace(last[0], num_cached_tokens=cached_tokens(event)), last[1]
+            elif chunk.stop_reason is None:
+                yield chunk, versions
+            else:
+                # vLLM reports no preemptions. Each weight update preempts the requests in flight.
+                num_preempted = max(0, len(set(versions)) - 1)
+                last = replace(chunk, num_preempted=num_preempted), versions
+    if last is not None:
+        yield last
+
+
+def read_chunk(event: Any, *, params: SamplingParams, has_logprobs: bool) -> TokenChunk | None:
+    """Read the tokens of an event; None if it has only the usage. Its errors are those of `reading`."""
+    if not event["choices"]:
+        return None
+    choice: Any = event["choices"][0]
+    tokens: list[Any] = choice["token_ids"] or []
+    token_ids = [int(token) for token in tokens]
+    logprobs: dict[str, Any] = choice["logprobs"] or {}
+    entries: list[dict[str, Any]] = logprobs.get("content") or []
+    if [int(entry["token_id"]) for entry in entries] != token_ids:
+        raise ValueError(f"log-probs of other tokens than the {len(token_ids)} of the completion")
+    reason = choice["finish_reason"]
+    chunk = TokenChunk(token_ids, logprobs=None, stop_reason=None if reason is None else STOP_REASONS[reason])
+    if not has_logprobs:
+        return chunk
+    # The sampled token comes first, wherever it ranks.
+    top = [top_tokens(entry)[: params.top_logprobs] for entry in entries if params.top_logprobs]
+    return replace(
+        chunk,
+        logprobs=[float(entry["logprob"]) for entry in entries],
+        extras=top_logprob_arrays(
+            [[token for token, _ in each] for each in top],
+            [[logprob for _, logprob in each] for each in top],
+            num_top=params.top_logprobs,
         )
-        return UnstampedChunk(chunk, spans=self._spans(event, request_id, default=weight_version))
+        if top
+        else {},
+    )
 
-    def output(
-        self,
-        reply: Any,
-        *,
-        request_id: str,
-        weight_version: int,
-        has_logprobs: bool,
-        params: SamplingParams = DEFAULTS,
-    ) -> TokenOutput:
-        """Read a whole completion, with the weight versions that the engine reports. See `chunk`."""
-        part = self.part(
-            reply,
-            request_id=request_id,
-            weight_version=weight_version,
-            has_logprobs=has_logprobs,
-            params=params,
-        )
-        # The server reports no preemptions. Each weight update preempts the requests in flight.
-        preempted = TokenChunk([], [], num_preempted=max(0, len(part.spans) - 1))
-        return TokenOutput.from_chunks([preempted, *stamp(part)])
 
-    def top_tokens(self, reply: Any, *, request_id: str) -> dict[int, float]:
-        """Read the likeliest candidates for the first token, with their log-probs.
-
-        Raises:
-            BadServerReply: The reply has no candidates.
-        """
-        try:
-            entries = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-            return {int(entry["token_id"]): float(entry["logprob"]) for entry in entries}
-        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-            raise self._bad(f"a reply contains no log-probs ({error!r})", reply, request_id) from error
-
-    def scores(self, reply: Any, *, token_ids: IntArray, start: int, num_top: int) -> TokenScores:
-        """Read the log-probs of a prompt. See `read_prompt_logprobs`.
-
-        Raises:
-            BadServerReply: The reply has no log-probs of this prompt.
-        """
-        try:
-            return read_prompt_logprobs(
-                reply["prompt_logprobs"], token_ids=token_ids, start=start, top_logprobs=num_top
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._bad(f"a reply contains no log-probs of the prompt ({error!r})", reply, "") from error
-
-    def _spans(self, reply: Any, request_id: str, *, default: int) -> list[VersionSpan]:
-        try:
-            return [
-                VersionSpan(
-                    as_version(span["version"], default=default), int(span["end"]) - int(span["start"])
-                )
-                for span in reply["choices"][0].get("weight_versions") or ()
-            ]
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise self._bad(f"weight_versions cannot be read ({error!r})", reply, request_id) from error
-
-    def _bad(self, what: str, reply: Any, request_id: str) -> BadServerReply:
-        return BadServerReply(
-            f"{what}: {one_line(str(reply), max_length=200)}", server=self._server, request_id=request_id
-        )
+def top_tokens(entry: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """Return the likeliest candidates for a token, with their log-probs."""
+    found = [(int(each["token_id"]), float(each["logprob"])) for each in entry["top_logprobs"]]
+    return sorted(found, key=itemgetter(1), reverse=True)
 
 
 def cached_tokens(reply: Mapping[str, Any]) -> int | None:
     """Return the number of prompt tokens that were cached; None if vLLM does not report it."""
-    try:
-        usage: Any = reply.get("usage") or {}
-        details: Any = usage.get("prompt_tokens_details") or {}
-        return details.get("cached_tokens")
-    except AttributeError:  # the completion is not lost because of an invalid statistic
-        return None
+    usage: Any = reply.get("usage") or {}
+    details: Any = usage.get("prompt_tokens_details") or {}
+    return details.get("cached_tokens")
 
 
-def as_version(label: Any, *, default: int) -> int:
-    """Return the number in vLLM's label of a weight version; the default if the label is not a number."""
-    return int(label) if isinstance(label, str) and label.isdecimal() else default
+def _versions(event: Any) -> list[int]:
+    spans: Any = event["choices"][0].get("weight_versions") if event["choices"] else ()
+    return [
+        as_version(span["version"])
+        for span in spans or ()
+        for _ in range(int(span["end"]) - int(span["start"]))
+    ]

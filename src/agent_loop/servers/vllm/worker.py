@@ -1,6 +1,9 @@
 """Extension of vLLM's worker processes: loads weights, and switches the sampler to exact log-probs.
 
-vLLM adds `WeightWorker` to the bases of its worker class. Servers call the methods by `collective_rpc`.
+vLLM adds `WeightWorker` to the bases of its worker class. Servers call the methods by `collective_rpc`. Pauses and
+weight versions are vLLM's own. The extension stays for what vLLM lacks: log-probs from before top-k and top-p, and a
+weight transfer that works on CPUs, verifies every tensor before the first is loaded, and merges adapters. vLLM's own
+transfers need a GPU on both sides.
 """
 
 from __future__ import annotations
