@@ -7,8 +7,9 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from agent_loop.errors import ConfigError, did_you_mean
@@ -76,6 +77,13 @@ def import_extra(module: str, *, extra: str, by: str) -> Any:
         raise ConfigError(f'{by} needs {module}: pip install "agent-loop[{extra}]" ({error})') from error
 
 
+class _SourceLoader(SourceFileLoader):
+    """Compiles a file at each import. Cached bytecode would hide an edit of the same length in the same second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _import(source: str, *, key: str) -> ModuleType:
     return _import_file(Path(source), key=key) if source.endswith(".py") else importlib.import_module(source)
 
@@ -87,15 +95,15 @@ def _import_file(path: Path, *, key: str) -> ModuleType:
     name = f"{USER_MODULE}{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # a path that ends in .py has a loader
-    assert spec.loader is not None
+    loader = _SourceLoader(name, str(path))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None  # the loader gives one
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
