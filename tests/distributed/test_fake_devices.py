@@ -43,7 +43,7 @@ def hosts():
             variables = (folder / "environ").read_text().split("\\0")
         except OSError:
             continue
-        if "embedded_process.host" in command and f"RECIPE_FOLDER={Path.cwd()}" in variables:
+        if "servers.embedded_process" in command and f"RECIPE_FOLDER={Path.cwd()}" in variables:
             yield [text.partition("=")[2] for text in variables if text.startswith("CUDA_VISIBLE_DEVICES=")]
 
 

@@ -57,7 +57,7 @@ def children(part):
 
 def reward(output, row):
     seen = {
-        "servers": [*children("embedded_process.host")],
+        "servers": [*children("servers.embedded_process")],
         "trainer": [[os.environ.get("CUDA_VISIBLE_DEVICES")], *children("training.ranks")],
     }
     Path("devices.json").write_text(json.dumps(seen))
