@@ -14,7 +14,7 @@ from rich.text import Text
 
 from agent_loop.cli.arguments import refuse_no_model
 from agent_loop.cli.verbosity import print_line
-from agent_loop.errors import ChatTemplateError
+from agent_loop.errors import ChatTemplateError, ConfigError
 
 if TYPE_CHECKING:
     from agent_loop.chat.report import CauseKind, RenderDifference, TemplateReport
@@ -91,6 +91,8 @@ def _load(template: str, chat_template: Path | None) -> ChatTemplate:
     path = Path(template)
     if path.is_file() and chat_template is None:
         return ChatTemplate(placeholder_tokenizer(path.read_text(encoding="utf-8")))
+    if path.suffix == ".jinja" and not path.is_file():
+        raise ConfigError(f"template file {template!r} does not exist; give the path of a file")
     refuse_no_model(template)
     return load_chat_template(
         template, chat_template_path=None if chat_template is None else str(chat_template)

@@ -1,4 +1,4 @@
-"""What the model answered, and the writer of replies of the chat completions API."""
+"""Parsed chunks of completions, and the writer of replies of the chat completions API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JsonObject: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """What all chunks of a completion share."""
+    """Fields that all chunks of a completion share."""
 
     prompt_ids: IntArray
     """Tokens before the first sampled one."""

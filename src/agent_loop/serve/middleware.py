@@ -1,4 +1,4 @@
-"""What every HTTP request passes: a check of its host name, its id, and the metrics."""
+"""Middleware of every HTTP request: the check of its host name, its id, and the metrics."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _UNKNOWN_PATH = ("Not Found", "Method Not Allowed")
 
 
 class Completer(Protocol):
-    """What completes one HTTP request: the servers behind `agent-loop serve`, or a session that records."""
+    """Completer of one HTTP request: a pool of servers, or a session that records."""
 
     @property
     def template(self) -> ChatTemplate:

@@ -1,4 +1,4 @@
-"""In-flight requests: one completion, and the leases under which servers sample it."""
+"""In-flight requests, and the leases under which servers sample them."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ResponseLogProbs:
 
     sampled_BR: Tensor
     entropy_BR: Tensor
-    """In nats; without a gradient if `entropy_has_gradient` was False."""
+    """Entropy in nats. It has no gradient if `entropy_has_gradient` was False."""
     candidates_BRK: Tensor | None
     """Log-probs of the candidates in place of each sampled token; None if there were no candidates."""
 

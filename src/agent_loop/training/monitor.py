@@ -159,7 +159,7 @@ class Check:
     fails: Callable[[Sequence[float], float, float], bool]
     """Called with the last values, their mean, and the mean of the first steps, NaN before there are `FIRST_STEPS`."""
     warning: str
-    """What is seen (`now`, `start`, `last`), what it usually means, and what to try."""
+    """Text of the warning: the values `now`, `start` and `last`, their usual cause, and the remedy."""
 
 
 CHECKS = (

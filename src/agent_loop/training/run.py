@@ -72,7 +72,7 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a run starts from."""
+    """Starting point of a run: a checkpoint, journals, or nothing."""
 
     checkpoint: Checkpoint | None = None
     from_journals: bool = False

@@ -43,7 +43,7 @@ _torch: Any = torch.distributed
 
 @dataclass(frozen=True, slots=True)
 class _Rendezvous:
-    """Where and how sender and receivers of one offer form a process group. The source of the offer's handle."""
+    """Address and settings with which the sender and the receivers of one offer form a process group."""
 
     host: str
     port: int

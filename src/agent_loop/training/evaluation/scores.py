@@ -126,7 +126,7 @@ Pair = tuple[RowResult, RowResult]
 
 
 class Sample(NamedTuple):
-    """What an evaluation needs of a trajectory."""
+    """Fields of a trajectory that an evaluation reads."""
 
     group: int
     rollout: int
