@@ -289,8 +289,11 @@ def test_schemas_penalties_and_min_p_are_sent_under_the_names_of_sglang() -> Non
 
 def test_a_grammar_that_sglang_cannot_compile_is_the_fault_of_the_request() -> None:
     finish = {"type": "abort", "message": "Failed to compile json grammar: bad", "status_code": 400}
+    reply = event([5], finish=finish)
+    # SGLang reports log-probs for no token of such a request.
+    reply["meta_info"]["output_token_logprobs"] = []
     refused = pytest.raises(SamplingParamsError, match="json grammar: bad; fix the schema")
     with refused, schema_errors(SamplingParams(json_schema="{}")):
-        read_reply(event([], finish=finish), num_seen=0, server="s", request_id="r")
+        read_reply(reply, num_seen=0, server="s", request_id="r")
     with pytest.raises(ServerError), schema_errors(SamplingParams()):
-        read_reply(event([], finish=finish), num_seen=0, server="s", request_id="r")
+        read_reply(reply, num_seen=0, server="s", request_id="r")

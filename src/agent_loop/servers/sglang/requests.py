@@ -138,11 +138,16 @@ def read_reply(
     try:
         fields = cast(Mapping[str, Any], event)
         meta: Mapping[str, Any] = fields["meta_info"]
+        finish: Mapping[str, Any] | None = meta["finish_reason"]
+        if finish and finish["type"] == "abort" and finish.get("status_code"):
+            # Its tokens, if it has any, lack log-probs.
+            raise ServerError(
+                f"SGLang aborted the request: {finish.get('message')}", server=server, request_id=request_id
+            )
         num_new = int(meta["completion_tokens"]) - num_seen
         output_ids = [int(token) for token in fields["output_ids"]]
         scored = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]
         extras = _top_logprobs(meta.get("output_top_logprobs"), num_new=num_new)
-        finish: Mapping[str, Any] | None = meta["finish_reason"]
         versions = _versions(meta.get("weight_versions")) or [as_version(meta.get("weight_version"))]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise bad(f"{type(error).__name__} {error}") from error
@@ -152,10 +157,6 @@ def read_reply(
     scored = scored[len(scored) - num_new :]
     if [token for _, token in scored] != token_ids:
         raise bad("log-probs of other tokens")
-    if finish is not None and finish.get("type") == "abort" and finish.get("status_code"):
-        raise ServerError(
-            f"SGLang aborted the request: {finish.get('message')}", server=server, request_id=request_id
-        )
     is_last = finish is not None
     chunk = TokenChunk(
         token_ids=token_ids,
