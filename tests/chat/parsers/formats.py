@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agent_loop.chat.parsers.deepseek_v3 import MARKS as DEEPSEEK
-from agent_loop.chat.parsers.deepseek_v3 import SEPARATOR
-from agent_loop.chat.parsers.invoke import DSML
+from agent_loop.chat.parsers.sections import DEEPSEEK, SEPARATOR
+from agent_loop.chat.parsers.tagged import DSML
 from agent_loop.types import ToolCall
 
 

@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from agent_loop.chat.parsers import ToolParser, detect_parser
-from agent_loop.chat.parsers.deepseek_v3 import MARKS as DEEPSEEK
-from agent_loop.chat.parsers.deepseek_v3 import SEPARATOR
+from agent_loop.chat.parsers.sections import DEEPSEEK, SEPARATOR
 from agent_loop.errors import ConfigError
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 from tests.chat.parsers.formats import FORMATS, Format, dumps

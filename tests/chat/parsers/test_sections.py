@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agent_loop.chat.parsers import DeepSeekV3ToolParser, KimiK2ToolParser, ToolParser
-from agent_loop.chat.parsers.deepseek_v3 import MARKS, SEPARATOR
+from agent_loop.chat.parsers.sections import DEEPSEEK as MARKS
+from agent_loop.chat.parsers.sections import SEPARATOR
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 
 DEEPSEEK, KIMI = DeepSeekV3ToolParser(), KimiK2ToolParser()

@@ -1,19 +1,22 @@
 """Tool parsers. Importing this package registers the parsers that ship."""
 
 from agent_loop.chat.parsers.completion_walker import THINK, ReasoningMarks
-from agent_loop.chat.parsers.deepseek_v3 import DeepSeekV3ToolParser
 from agent_loop.chat.parsers.gemma import GemmaToolParser
-from agent_loop.chat.parsers.glm import GlmToolParser
 from agent_loop.chat.parsers.gpt_oss import GptOssToolParser
 from agent_loop.chat.parsers.hermes import HermesToolParser
-from agent_loop.chat.parsers.invoke import DeepSeekV4ToolParser, MiniMaxM2ToolParser
-from agent_loop.chat.parsers.kimi_k2 import KimiK2ToolParser
-from agent_loop.chat.parsers.kimi_k3 import KimiK3ToolParser
 from agent_loop.chat.parsers.llama3_json import Llama3JsonToolParser
 from agent_loop.chat.parsers.mistral import GraniteToolParser, MistralToolParser
 from agent_loop.chat.parsers.pythonic import PythonicToolParser
-from agent_loop.chat.parsers.qwen3_coder import Qwen3CoderToolParser, SeedOssToolParser
 from agent_loop.chat.parsers.response_template import ResponseTemplateParser, detect_parser
+from agent_loop.chat.parsers.sections import DeepSeekV3ToolParser, KimiK2ToolParser
+from agent_loop.chat.parsers.tagged import (
+    DeepSeekV4ToolParser,
+    GlmToolParser,
+    KimiK3ToolParser,
+    MiniMaxM2ToolParser,
+    Qwen3CoderToolParser,
+    SeedOssToolParser,
+)
 from agent_loop.chat.parsers.tool_parser import ToolParser
 
 __all__ = [

@@ -1,15 +1,11 @@
-"""Parsing of a completion in one pass: reasoning is separated, calls are parsed, all other text is kept.
-
-Formats that put the calls of a turn in one section (DeepSeek, Kimi, MiniMax) have a walker of their own.
-"""
+"""Parsing of a completion in one pass: reasoning is separated, calls are parsed, all other text is kept."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
@@ -43,8 +39,10 @@ class CallBlock(Struct, frozen=True):
     """Text of the block that is content, and not a call."""
 
 
-BlockReader: TypeAlias = Callable[[str, int], CallBlock]
-"""Parses a block. Called with the completion and the position after the text that opens the block."""
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""OpenAI function schemas."""
+BlockReader: TypeAlias = Callable[[str, int, Tools], CallBlock]
+"""Parses a block. Called with the completion, the position after the text that opens the block, and the tools."""
 
 
 class CompletionWalker:
@@ -75,7 +73,7 @@ class CompletionWalker:
         self._marker = _pattern((*readers, *self._reasoning_marks, *self._closings, *ignored))
         self._ends = ends
 
-    def read(self, text: str) -> ParsedCompletion:
+    def read(self, text: str, *, tools: Tools = ()) -> ParsedCompletion:
         """Parse a completion."""
         text = self._without_end(text)
         content: list[str] = []
@@ -87,7 +85,7 @@ class CompletionWalker:
             content.append(text[position : found.start()])
             position = found.end()
             if marker in self._readers:
-                block = self._readers[marker](text, position)
+                block = self._readers[marker](text, position, tools)
                 calls += block.calls
                 content.append(block.text)
                 position = block.end
@@ -133,6 +131,14 @@ def malformed(text: str, error: str) -> MalformedCall:
     return MalformedCall(text=text.strip(), error=shortened(printable, max_length=MAX_ERROR_LENGTH))
 
 
+def broken_call(text: str, start: int, error: str, *, closing: str, stops: tuple[str, ...]) -> CallBlock:
+    """Return the block of a malformed call: up to its closing, or before the first of `stops`."""
+    end, marker = find_first(text, start, (closing, *stops))
+    if marker == closing:
+        return CallBlock((malformed(text[start:end], error),), end + len(marker))
+    return CallBlock((malformed(text[start:end], f"{error}; the call is not closed with {closing}"),), end)
+
+
 def quoted(name: str) -> str:
     """Return a name that the model wrote, for an error: quoted, escaped and shortened."""
     return repr(shortened(name))
@@ -153,48 +159,3 @@ _NO_SPACE = re.compile(r"\S")
 @lru_cache(maxsize=256)
 def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class SectionMarks:
-    """Texts that open and close a section and each call in it."""
-
-    section_open: str
-    section_close: str
-    call_open: str
-    call_close: str
-    others: tuple[str, ...] = ()
-    """Further texts of the format that are left out of the content."""
-    reasoning: ReasoningMarks = THINK
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Texts at which a call without a closing ends."""
-        return (
-            self.section_open,
-            self.section_close,
-            self.call_open,
-            self.call_close,
-            self.reasoning.opening,
-            self.reasoning.closing,
-            *self.others,
-        )
-
-
-def section_walker(marks: SectionMarks, *, read_call: BlockReader) -> CompletionWalker:
-    """Return the walker of a format with sections.
-
-    A section that does not begin with a call is malformed. Complete calls count even if their section is not closed or
-    they are outside of a section.
-    """
-
-    def read_section(text: str, start: int) -> CallBlock:
-        if text.startswith(marks.call_open, skip_space(text, start)):
-            return CallBlock((), start)
-        end, _ = find_first(text, start, marks.stops)
-        error = f"{marks.section_open} is not followed by {marks.call_open}"
-        return CallBlock((malformed(text[start:end], error),), end)
-
-    readers = {marks.section_open: read_section, marks.call_open: read_call}
-    ignored = (marks.section_close, *marks.others)
-    return CompletionWalker(readers, reasoning_marks=(marks.reasoning,), ignored=ignored)

@@ -4,26 +4,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from agent_loop.chat.parsers.completion_walker import (
+    BlockReader,
     CallBlock,
-    CompletionWalker,
     ReasoningMarks,
-    find_first,
-    malformed,
+    Tools,
+    broken_call,
     quoted,
     skip_space,
 )
 from agent_loop.chat.parsers.json_calls import MAX_DEPTH, JsonFault, decode_json
 from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.chat.parsers.untyped_values import PYTHON_WORDS
-from agent_loop.types import ParsedCompletion, ToolCall
+from agent_loop.types import ToolCall
 
 REASONING = ReasoningMarks("<|channel>", "<channel|>", label="thought")
-ENDS = ("<|tool_response>", "<turn|>", "<start_function_response>", "<end_of_turn>", "<eos>")
 
 
 class Dialect(NamedTuple):
@@ -48,9 +47,10 @@ class GemmaToolParser(ToolParser):
     call_ends = (GEMMA_4.closing, FUNCTION_GEMMA.closing)
     stream_stops = (GEMMA_4.opening, FUNCTION_GEMMA.opening)
     reasoning_marks = (REASONING,)
+    turn_ends = ("<|tool_response>", "<turn|>", "<start_function_response>", "<end_of_turn>", "<eos>")
 
-    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        return _WALKER.read(text)
+    def readers(self) -> Mapping[str, BlockReader]:
+        return {each.opening: partial(_read_block, dialect=each) for each in (GEMMA_4, FUNCTION_GEMMA)}
 
     def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
         dialect = GEMMA_4 if GEMMA_4.opening in chat_template else FUNCTION_GEMMA
@@ -61,7 +61,7 @@ class GemmaToolParser(ToolParser):
         return GEMMA_4.opening in chat_template or FUNCTION_GEMMA.opening in chat_template
 
 
-def _read_block(text: str, start: int, *, dialect: Dialect) -> CallBlock:
+def _read_block(text: str, start: int, tools: Tools, *, dialect: Dialect) -> CallBlock:
     try:
         name = _NAME.match(text, start)
         if name is None:
@@ -72,10 +72,8 @@ def _read_block(text: str, start: int, *, dialect: Dialect) -> CallBlock:
         if not text.startswith(dialect.closing, end):
             raise _ValueFault(f"the arguments are not followed by {dialect.closing}")
     except _ValueFault as fault:
-        stops = (dialect.closing, dialect.opening, REASONING.opening, REASONING.closing)
-        end, marker = find_first(text, start, stops)
-        after = end + len(marker) if marker == dialect.closing else end
-        return CallBlock((malformed(text[start:end], str(fault)),), after)
+        stops = (dialect.opening, REASONING.opening, REASONING.closing)
+        return broken_call(text, start, str(fault), closing=dialect.closing, stops=stops)
     return CallBlock((ToolCall(name["name"], arguments),), end + len(dialect.closing))
 
 
@@ -171,8 +169,3 @@ class _Values:
 _NAME = re.compile(r"\s*+call:(?P<name>[^\s{}<>|]++)\s*+(?:(?P<brace>\{)|(?:null)?+(?=\s*+<))")
 _WORD = re.compile(r"[^\s,:{}\[\]<>|]++")
 _KEY = re.compile(r"[^,:{}\[\]<>|\n]++")
-_WALKER = CompletionWalker(
-    {dialect.opening: partial(_read_block, dialect=dialect) for dialect in (GEMMA_4, FUNCTION_GEMMA)},
-    reasoning_marks=(REASONING,),
-    ends=ENDS,
-)

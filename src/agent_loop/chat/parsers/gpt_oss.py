@@ -34,6 +34,7 @@ class GptOssToolParser(ToolParser):
     """
 
     call_ends = (CALL,)
+    shown_by = (CHANNEL, MESSAGE)
     content_opening = f"{CHANNEL}final{MESSAGE}"
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
@@ -68,10 +69,6 @@ class GptOssToolParser(ToolParser):
     def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
         opening = f"{CHANNEL}commentary to=functions."
         return opening if name is None else f"{opening}{name} <|constrain|>json{MESSAGE}"
-
-    @classmethod
-    def recognises(cls, chat_template: str) -> bool:
-        return CHANNEL in chat_template and MESSAGE in chat_template
 
 
 def _read_call(text: str, start: int, *, recipient: str) -> tuple[ToolCall | MalformedCall, int]:

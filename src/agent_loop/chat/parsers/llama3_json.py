@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
 
 from agent_loop.chat.parsers.completion_walker import (
     THINK,
+    BlockReader,
     CallBlock,
-    CompletionWalker,
+    Tools,
     malformed,
     skip_space,
 )
@@ -25,10 +24,8 @@ from agent_loop.chat.parsers.json_calls import (
     scan_json,
 )
 from agent_loop.chat.parsers.tool_parser import ToolParser
-from agent_loop.types import ParsedCompletion
 
 PYTHON_TAG = "<|python_tag|>"
-ENDS = ("<|eot_id|>", "<|eom_id|>")
 
 
 @ToolParser.register("llama3_json")
@@ -41,21 +38,17 @@ class Llama3JsonToolParser(ToolParser):
     call_start = PYTHON_TAG
     stream_stops = ("{", PYTHON_TAG)
     reasoning_marks = (THINK,)
+    shown_by = ('"parameters": ', "ipython")
+    turn_ends = ("<|eot_id|>", "<|eom_id|>")
 
-    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        names = {tool.get("function", tool).get("name") for tool in tools}
-        readers = {"{": partial(_read_object, names=names), PYTHON_TAG: _read_tagged}
-        return CompletionWalker(readers, ends=ENDS).read(text)
+    def readers(self) -> Mapping[str, BlockReader]:
+        return {"{": _read_object, PYTHON_TAG: _read_tagged}
 
     def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
         return '{"name":' if name is None else f'{{"name": {as_json(name)}, "parameters":'
 
-    @classmethod
-    def recognises(cls, chat_template: str) -> bool:
-        return '"parameters": ' in chat_template and "ipython" in chat_template
 
-
-def _read_object(text: str, start: int, *, names: Set[Any]) -> CallBlock:
+def _read_object(text: str, start: int, tools: Tools) -> CallBlock:
     begin = start - 1
     body = scan_json(text, begin)
     if not body.is_closed:
@@ -68,6 +61,7 @@ def _read_object(text: str, start: int, *, names: Set[Any]) -> CallBlock:
     fields = as_fields(value)
     fields = as_fields(fields.get("function")) or fields
     name = fields.get("name")
+    names = [tool.get("function", tool).get("name") for tool in tools]
     if not isinstance(name, str) or not (fields.keys() & ARGUMENT_KEYS or name in names):
         return CallBlock((), body.end, text=body.text)
     call = as_call(value, text=body.text)
@@ -87,7 +81,7 @@ def _read_broken(text: str, begin: int, *, reached: int) -> CallBlock:
     return _call_block(JsonBody(text[begin:end], end, is_closed=False), text=text)
 
 
-def _read_tagged(text: str, start: int) -> CallBlock:
+def _read_tagged(text: str, start: int, tools: Tools) -> CallBlock:
     begin = skip_space(text, start)
     if _BEGINNING.match(text, begin):
         return CallBlock((), begin)

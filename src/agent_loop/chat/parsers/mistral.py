@@ -8,14 +8,15 @@ Hermes format.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from agent_loop.chat.parsers.completion_walker import (
     THINK,
+    BlockReader,
     CallBlock,
-    CompletionWalker,
     ReasoningMarks,
+    Tools,
     find_first,
     malformed,
     skip_space,
@@ -29,7 +30,6 @@ from agent_loop.chat.parsers.json_calls import (
     scan_json,
 )
 from agent_loop.chat.parsers.tool_parser import ToolParser
-from agent_loop.types import ParsedCompletion
 
 OPEN, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 REASONING_MARKS = (ReasoningMarks("[THINK]", "[/THINK]"), THINK)
@@ -43,9 +43,10 @@ class MistralToolParser(ToolParser):
 
     call_start = OPEN
     reasoning_marks = REASONING_MARKS
+    shown_by = (OPEN,)
 
-    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        return _WALKER.read(text)
+    def readers(self) -> Mapping[str, BlockReader]:
+        return {OPEN: _read_calls}
 
     def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
         if name is None:
@@ -54,21 +55,17 @@ class MistralToolParser(ToolParser):
             return None if CALL_ID in chat_template else f"{OPEN}{name}{ARGUMENTS}"  # the model writes the id
         return f'{OPEN}[{{"name": {as_json(name)}, "arguments":'
 
-    @classmethod
-    def recognises(cls, chat_template: str) -> bool:
-        return OPEN in chat_template
 
-
-def _read_calls(text: str, start: int) -> CallBlock:
+def _read_calls(text: str, start: int, tools: Tools) -> CallBlock:
     begin = skip_space(text, start)
     if header := _HEADER.match(text, begin):
         body = _take_json(text, header.end(), opening="{")
         call = read_arguments(body, name=header["name"], call_id=header["id"] or "")
         return CallBlock((call,), body.end)
-    return read_listed_calls(text, begin)
+    return _read_list(text, begin, tools)
 
 
-def read_listed_calls(text: str, start: int) -> CallBlock:
+def _read_list(text: str, start: int, tools: Tools) -> CallBlock:
     """Return the block of a JSON list of calls."""
     body = _take_json(text, start, opening="[")
     try:
@@ -95,7 +92,6 @@ _STOPS = (OPEN, *(mark for thought in REASONING_MARKS for mark in (thought.openi
 _HEADER = re.compile(
     r"(?P<name>[^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+(?P<id>[^\s\[\]{}]++)\s*+)?(?:\[ARGS\]|(?=\{))"
 )
-_WALKER = CompletionWalker({OPEN: _read_calls}, reasoning_marks=REASONING_MARKS)
 
 
 @ToolParser.register("granite")
@@ -105,18 +101,11 @@ class GraniteToolParser(ToolParser):
     call_start = "<|tool_call|>"
     stream_stops = (call_start, "<tool_call>")
     reasoning_marks = (THINK,)
+    shown_by = (call_start, "<|start_of_role|>")
+    turn_ends = ("<|end_of_text|>",)
 
-    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        return _GRANITE_WALKER.read(text)
+    def readers(self) -> Mapping[str, BlockReader]:
+        return dict.fromkeys(self.stream_stops, _read_list)
 
     def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
         return f"{self.call_start}[" + ("" if name is None else f'{{"name": {as_json(name)}, "arguments":')
-
-    @classmethod
-    def recognises(cls, chat_template: str) -> bool:
-        return cls.call_start in chat_template and "<|start_of_role|>" in chat_template
-
-
-_GRANITE_WALKER = CompletionWalker(
-    dict.fromkeys(GraniteToolParser.stream_stops, read_listed_calls), ends=("<|end_of_text|>",)
-)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from agent_loop.chat.parsers.completion_walker import (
     THINK,
+    BlockReader,
     CallBlock,
-    CompletionWalker,
-    find_first,
+    Tools,
+    broken_call,
     malformed,
     quoted,
     skip_space,
@@ -19,10 +20,9 @@ from agent_loop.chat.parsers.completion_walker import (
 from agent_loop.chat.parsers.json_calls import MAX_DEPTH, JsonFault
 from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.chat.parsers.untyped_values import PYTHON_WORDS, decode_python, parameter_schemas, read_value
-from agent_loop.types import ParsedCompletion, ToolCall
+from agent_loop.types import ToolCall
 
 CLOSES = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
-ENDS = ("<|im_end|>", "<|eot|>", "<|eom|>")
 
 
 @ToolParser.register("pythonic")
@@ -34,11 +34,11 @@ class PythonicToolParser(ToolParser):
     call_start = "<|tool_call_start|>"
     stream_stops = (*CLOSES, "[")
     reasoning_marks = (THINK,)
+    turn_ends = ("<|im_end|>", "<|eot|>", "<|eom|>")
 
-    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        readers = {mark: partial(_read_marked, close=close, tools=tools) for mark, close in CLOSES.items()}
-        readers["["] = partial(_read_bare, tools=tools)
-        return CompletionWalker(readers, ends=ENDS).read(text)
+    def readers(self) -> Mapping[str, BlockReader]:
+        marked = {mark: partial(_read_marked, close=close) for mark, close in CLOSES.items()}
+        return {**marked, "[": _read_bare}
 
     def forced_call(self, name: str | None, *, chat_template: str) -> str | None:
         opening = f"{self.call_start}[" if self.call_start in chat_template else "["
@@ -53,7 +53,7 @@ class _CallFault(ValueError):
     """Raised if a list of calls is invalid. The message is the model's reply."""
 
 
-def _read_marked(text: str, start: int, *, close: str, tools: Sequence[Mapping[str, Any]]) -> CallBlock:
+def _read_marked(text: str, start: int, tools: Tools, *, close: str) -> CallBlock:
     try:
         begin = skip_space(text, start)
         if not text.startswith("[", begin):
@@ -61,15 +61,14 @@ def _read_marked(text: str, start: int, *, close: str, tools: Sequence[Mapping[s
         calls, end = _read_calls(text, begin + 1, tools=tools)
         end = skip_space(text, end)
         if not text.startswith(close, end):
-            raise _CallFault(f"the call is not closed with {close}")
+            raise _CallFault(f"the list of calls is not followed by {close}")
     except _CallFault as fault:
-        end, marker = find_first(text, start, (close, *CLOSES, THINK.opening, THINK.closing))
-        after = end + len(marker) if marker == close else end
-        return CallBlock((malformed(text[start:end], str(fault)),), after)
+        stops = (*CLOSES, THINK.opening, THINK.closing)
+        return broken_call(text, start, str(fault), closing=close, stops=stops)
     return CallBlock(tuple(calls), end + len(close))
 
 
-def _read_bare(text: str, start: int, *, tools: Sequence[Mapping[str, Any]]) -> CallBlock:
+def _read_bare(text: str, start: int, tools: Tools) -> CallBlock:
     if not _BEGINNING.match(text, start) or not _opens_answer(text, start - 1):
         return CallBlock((), start, text="[")
     try:
@@ -86,7 +85,7 @@ def _opens_answer(text: str, position: int) -> bool:
     return not position or text.endswith(THINK.closing, 0, position)
 
 
-def _read_calls(text: str, start: int, *, tools: Sequence[Mapping[str, Any]]) -> tuple[list[ToolCall], int]:
+def _read_calls(text: str, start: int, *, tools: Tools) -> tuple[list[ToolCall], int]:
     """Return the calls up to the bracket that closes their list, and the position after the bracket."""
     calls: list[ToolCall] = []
     position = start
@@ -104,9 +103,7 @@ def _read_calls(text: str, start: int, *, tools: Sequence[Mapping[str, Any]]) ->
             return calls, position
 
 
-def _read_arguments(
-    text: str, start: int, *, name: str, tools: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, Any], int]:
+def _read_arguments(text: str, start: int, *, name: str, tools: Tools) -> tuple[dict[str, Any], int]:
     schemas = parameter_schemas(tools, name=name)
     arguments: dict[str, Any] = {}
     position = skip_space(text, start)

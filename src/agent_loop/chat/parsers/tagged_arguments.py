@@ -1,18 +1,24 @@
-"""Parsing of arguments that are written as bare text between two tags (Qwen3-Coder, GLM, MiniMax, DeepSeek V4)."""
+"""Parsing of arguments that are written as bare text between two tags."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-from agent_loop.chat.parsers.completion_walker import CallBlock, find_first, malformed, quoted, skip_space
+from agent_loop.chat.parsers.completion_walker import (
+    CallBlock,
+    Tools,
+    broken_call,
+    find_first,
+    quoted,
+    skip_space,
+)
 from agent_loop.chat.parsers.untyped_values import parameter_schemas, read_value
 from agent_loop.types import ToolCall
 
-Tools: TypeAlias = Sequence[Mapping[str, Any]]
 MAX_TAGS = 200
 """Maximum number of tags in a value, so that the time is linear in the text."""
 MAX_NESTING = 8
@@ -41,12 +47,14 @@ class TagMarks(NamedTuple):
     block_open: str
     """Text that opens a call."""
     block_close: str
-    breaks_lines: bool
+    call_close: str
+    """Text up to which a malformed call extends."""
+    breaks_lines: bool = False
     """Whether one line break on each side of a value belongs to the tags."""
 
 
 def read_tagged_call(
-    text: str, start: int, *, name: str, marks: TagMarks, tools: Sequence[Mapping[str, Any]]
+    text: str, start: int, *, name: str, marks: TagMarks, tools: Tools
 ) -> tuple[ToolCall, int]:
     """Return the call whose arguments begin at `start`, and the position after the call.
 
@@ -79,28 +87,35 @@ def read_tagged_call(
     return ToolCall(name, arguments), end_tag.end()
 
 
-def read_invoked_call(
-    text: str, start: int, *, header: re.Pattern[str], marks: TagMarks, stops: tuple[str, ...], tools: Tools
+def read_tagged_block(
+    text: str,
+    start: int,
+    tools: Tools,
+    *,
+    header: re.Pattern[str],
+    missing: str,
+    marks: TagMarks,
+    stops: tuple[str, ...],
 ) -> CallBlock:
     """Return the block of a call with a header, such as `name">`, and tagged arguments.
 
     Args:
         text: The completion.
         start: Position of the header.
+        tools: OpenAI function schemas.
         header: Pattern of the header. Its group `name` is the name of the tool.
+        missing: Error of a call without a header.
         marks: Tags of the arguments.
         stops: Texts before which a malformed call ends.
-        tools: OpenAI function schemas.
     """
     try:
         found = header.match(text, start)
         if found is None:
-            raise TagFault("the call does not name a tool")
-        call, end = read_tagged_call(text, found.end(), name=found["name"], marks=marks, tools=tools)
+            raise TagFault(missing)
+        name = found["name"].strip()
+        call, end = read_tagged_call(text, found.end(), name=name, marks=marks, tools=tools)
     except TagFault as fault:
-        end, marker = find_first(text, start, (marks.ending, *stops))
-        after = end + len(marker) if marker == marks.ending else end
-        return CallBlock((malformed(text[start:end], str(fault)),), after)
+        return broken_call(text, start, str(fault), closing=marks.call_close, stops=stops)
     return CallBlock((call,), end)
 
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from agent_loop.chat.parsers.completion_walker import CallBlock, CompletionWalker, ReasoningMarks, malformed
+from agent_loop.chat.parsers.completion_walker import (
+    THINK,
+    BlockReader,
+    CallBlock,
+    CompletionWalker,
+    ReasoningMarks,
+    Tools,
+    find_first,
+    malformed,
+    skip_space,
+)
 from agent_loop.chat.parsers.json_calls import parse_json_call, read_body
 from agent_loop.chat.parsers.untyped_values import with_integer_arguments
 from agent_loop.errors import ConfigError, did_you_mean
@@ -22,7 +33,7 @@ class ToolParser:
 
     A subclass declares the marks of its format as class attributes. If each call stands between `call_start` and
     `call_end`, the subclass overrides `parse_call`, or nothing where a call is a JSON object with `name` and
-    `arguments`. Other formats override `parse`.
+    `arguments`. Other formats override `readers`, or `parse`.
 
     `rollout.multi_turn.format` selects the parser: by the name that `@ToolParser.register("name")` gave it, or as
     `file.py:ClassName`. A parser is stateless: one instance serves all trajectories.
@@ -52,6 +63,15 @@ class ToolParser:
     """Texts that end a call and after which the turn may end. `parallel_tool_calls: false` stops there. The default is
     `call_end`; formats without either cannot stop after the first call."""
 
+    turn_ends: ClassVar[tuple[str, ...]] = ()
+    """Texts that end a turn. The default `parse` leaves one of them out at the end of the completion."""
+
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Texts of the format that the default `parse` leaves out of the content."""
+
+    shown_by: ClassVar[tuple[str, ...]] = ()
+    """Texts that together show the format in the source of a chat template. See `recognises`."""
+
     content_opening: ClassVar[str] = ""
     """Text with which a turn opens the model's answer, for formats with a header before it."""
 
@@ -61,8 +81,13 @@ class ToolParser:
     def __init_subclass__(cls, **options: Any) -> None:
         """Raise TypeError if a subclass neither declares its marks nor overrides `parse`."""
         super().__init_subclass__(**options)
-        if cls.parse is ToolParser.parse and not (cls.call_start and cls.call_end):
+        is_default = cls.parse is ToolParser.parse and cls.readers is ToolParser.readers
+        if is_default and not (cls.call_start and cls.call_end):
             raise TypeError(f"{cls.__name__} has no call_start and call_end; set both, or override parse")
+
+    def readers(self) -> Mapping[str, BlockReader]:
+        """Return the readers of the default `parse`, by the text that opens a call."""
+        return {self.call_start: self._read_block}
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         """Parse a completion.
@@ -72,8 +97,10 @@ class ToolParser:
             tools: OpenAI function schemas. Formats that write strings without quotes take the types of arguments from
                 the schemas; the other formats ignore the schemas.
         """
-        readers = {self.call_start: partial(self._read_block, tools=tools)}
-        return CompletionWalker(readers, reasoning_marks=self.reasoning_marks).read(text)
+        walker = CompletionWalker(
+            self.readers(), reasoning_marks=self.reasoning_marks, ignored=self.ignored, ends=self.turn_ends
+        )
+        return walker.read(text, tools=tools)
 
     def read(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         """Parse a completion. Whole floats such as `3.0` become integers where the schema of a tool says integer."""
@@ -119,7 +146,7 @@ class ToolParser:
     def recognises(cls, chat_template: str) -> bool:
         """Return whether the source of a chat template shows this format. `rollout.multi_turn.format: auto` asks every
         registered parser; no two parsers of the package recognise the same template."""
-        return False
+        return bool(cls.shown_by) and all(text in chat_template for text in cls.shown_by)
 
     @classmethod
     def register(cls, name: str) -> Callable[[ParserT], ParserT]:
@@ -156,7 +183,7 @@ class ToolParser:
         """Return all registered parsers by name."""
         return dict(cls._registry)
 
-    def _read_block(self, text: str, start: int, *, tools: Sequence[Mapping[str, Any]]) -> CallBlock:
+    def _read_block(self, text: str, start: int, tools: Tools) -> CallBlock:
         reasoning = [mark for marks in self.reasoning_marks for mark in (marks.opening, marks.closing)]
         body = read_body(text, start, closings=(self.call_end,), stops=(self.call_start, *reasoning))
         if not body.is_closed:
@@ -168,3 +195,56 @@ class ToolParser:
         except ValueError as error:
             call = malformed(body.text, f"the call cannot be parsed: {error}")
         return CallBlock((call,), body.end)
+
+
+@dataclass(frozen=True, slots=True)
+class SectionMarks:
+    """Texts that open and close a section and each call in it."""
+
+    section_open: str
+    section_close: str
+    call_open: str
+    call_close: str
+    others: tuple[str, ...] = ()
+    """Further texts of the format that are left out of the content."""
+    reasoning: ReasoningMarks = THINK
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """Texts after which a call may follow."""
+        return (self.section_open, self.section_close, self.call_open, *self.others)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts at which a call without a closing ends."""
+        return (*self.openings, self.call_close, self.reasoning.opening, self.reasoning.closing)
+
+
+class SectionToolParser(ToolParser):
+    """Base class of parsers of formats that put the calls of a turn in one section.
+
+    A section that does not begin with a call is malformed. Complete calls count even if their section is not closed or
+    they are outside of a section.
+    """
+
+    marks: ClassVar[SectionMarks]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.reasoning_marks = (cls.marks.reasoning,)
+        cls.ignored = (cls.marks.section_close, *cls.marks.others)
+
+    def readers(self) -> Mapping[str, BlockReader]:
+        return {self.marks.section_open: self._read_section, self.marks.call_open: self.read_call}
+
+    @abstractmethod
+    def read_call(self, text: str, start: int, tools: Tools) -> CallBlock:
+        """Read the call whose opening ends at `start`."""
+
+    def _read_section(self, text: str, start: int, tools: Tools) -> CallBlock:
+        marks = self.marks
+        if text.startswith(marks.call_open, skip_space(text, start)):
+            return CallBlock((), start)
+        end, _ = find_first(text, start, marks.stops)
+        error = f"{marks.section_open} is not followed by {marks.call_open}"
+        return CallBlock((malformed(text[start:end], error),), end)
