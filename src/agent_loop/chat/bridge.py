@@ -167,16 +167,7 @@ class Joint:
 
 
 class BridgeBuilder:
-    """Encodes replies after an assistant turn that is not rendered.
-
-    Args:
-        renderer: Renderer of the template.
-        encoder: Encoder of the tokenizer.
-        eos_token_ids: Further tokens at which the model may end a turn.
-
-    Raises:
-        ChatTemplateError: The template can render neither a user's nor a tool's reply after an assistant turn.
-    """
+    """Encodes replies after an assistant turn that is not rendered."""
 
     def __init__(self, renderer: Renderer, *, encoder: ControlledEncoder, eos_token_ids: Set[int]) -> None:
         self._renderer = renderer

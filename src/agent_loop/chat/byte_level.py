@@ -54,11 +54,7 @@ class OtherTokenizer(Exception):
 
 
 class TiktokenEncoder:
-    """Encodes and decodes like a tokenizer of `tokenizers`.
-
-    Raises:
-        OtherTokenizer: `tiktoken` does not support the tokenizer.
-    """
+    """Encodes and decodes like a tokenizer of `tokenizers`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         parts = read_byte_level(tokenizer)
@@ -129,11 +125,7 @@ class ByteLevelBpe:
 
 
 def read_byte_level(tokenizer: Tokenizer) -> ByteLevelBpe:
-    """Return the parts of a tokenizer.
-
-    Raises:
-        OtherTokenizer: The tokenizer does or may do something that `tiktoken` does not.
-    """
+    """Return the parts of a tokenizer."""
     model_type: str = tokenizer.model.__class__.__name__
     _require(model_type == "BPE", f"its model is {model_type}, not BPE")
     _require(isinstance(tokenizer.decoder, decoders.ByteLevel), "its decoder is not byte-level")

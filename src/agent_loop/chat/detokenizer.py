@@ -22,9 +22,6 @@ class StreamDetokenizer:
 
     Each piece is decoded together with the piece before, because some decoders treat the first word differently. The
     cost of a piece does not depend on the length of the completion.
-
-    Args:
-        decode: Decoder of the tokenizer.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -58,11 +55,7 @@ class StreamDetokenizer:
 
 
 class StopTextMatcher:
-    """Cuts a streamed text before the first stop text.
-
-    Args:
-        stops: Stop texts, which must not be empty.
-    """
+    """Cuts a streamed text before the first stop text."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)

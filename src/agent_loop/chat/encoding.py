@@ -37,9 +37,6 @@ class ControlledEncoder:
         tokenizer: The `tokenizers` tokenizer. Not changed.
         reserved: More strings that are masked in untrusted text.
         choice: The library that encodes.
-
-    Raises:
-        ConfigError: `choice` is `tiktoken`, which cannot return the same ids.
     """
 
     def __init__(
@@ -223,11 +220,7 @@ def _searchable_mask(char: str) -> str:
 
 
 class _PlainTextEncoder:
-    """Encodes any text without control tokens.
-
-    Args:
-        tokenizer: The `tokenizers` tokenizer. Not changed.
-    """
+    """Encodes any text without control tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -38,12 +38,7 @@ _SETTINGS = (
 
 
 class GridProcessor:
-    """Processor of images that equals the family's own processor, without its part for videos.
-
-    Args:
-        image_processor: Image processor of the model.
-        tokenizer: Tokenizer of the model.
-    """
+    """Processor of images that equals the family's own processor, without its part for videos."""
 
     image_token, video_token = "<|image_pad|>", "<|video_pad|>"
 

@@ -35,9 +35,6 @@ def normalise_messages(messages: Iterable[Any], *, where: str) -> list[Message]:
     The role `developer` becomes `system`, and content parts that are all text become one text, joined by line breaks.
     Arguments of calls become mappings, also if they are JSON text. Replies to parallel calls follow the order of the
     calls if their ids name the calls, since many templates match them by position. Keys without a value are left out.
-
-    Raises:
-        MessageError: A message is not valid.
     """
     return _in_order_of_calls(
         [_message(message, where=f"{where}[{index}]") for index, message in enumerate(messages)]
@@ -45,11 +42,7 @@ def normalise_messages(messages: Iterable[Any], *, where: str) -> list[Message]:
 
 
 def normalise_tools(tools: Any, *, where: str) -> list[dict[str, Any]]:
-    """Return tool schemas in the OpenAI form. Schemas without `type` and `function` around them get both.
-
-    Raises:
-        MessageError: The value is not a list of schemas, or the JSON text of one.
-    """
+    """Return tool schemas in the OpenAI form. Schemas without `type` and `function` around them get both."""
     tools = _plain(_decoded(tools, where=where) if isinstance(tools, str) else tools)
     if tools is None:
         return []

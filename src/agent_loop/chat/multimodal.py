@@ -78,9 +78,6 @@ class MediaProcessor:
         processor: A `transformers` processor with an image processor.
         videos: Video settings of the model's files, for processors without a video processor.
         tokens_per_second: Positions in time per second of a video; None if the model counts grids.
-
-    Raises:
-        ConfigError: The processor cannot read images.
     """
 
     def __init__(
@@ -124,11 +121,7 @@ class MediaProcessor:
         return [self._read(medium) for medium in media]
 
     def encode(self, token_ids: Sequence[int], media: Sequence[ReadMedium]) -> Encoded:
-        """Replace the placeholder of each image by the image's run of tokens.
-
-        Raises:
-            ChatTemplateError: The placeholders do not match the images.
-        """
+        """Replace the placeholder of each image by the image's run of tokens."""
         ids = as_token_ids(token_ids)
         places = self._places(ids, media)
         if not places:

@@ -122,11 +122,7 @@ class Probe:
 
 
 def plain_probes(control_text: str) -> list[Probe]:
-    """Return conversations without tools.
-
-    Args:
-        control_text: Text that contains control tokens.
-    """
+    """Return conversations without tools."""
     ask = _TEXTS["user"][0]
     return [
         _probe("user follow-up", "user answer user", is_essential=True),

@@ -37,11 +37,6 @@ class Renderer:
 
     Templates can search the masked text of an assistant: a template that splits content at `</think>` still does, and
     writes its own `</think>` after the reasoning.
-
-    Args:
-        tokenizer: A `transformers` tokenizer with a chat template.
-        encoder: Masks the texts of messages. `SENTINEL` must be among its reserved strings.
-        variables: Further variables of the template, such as `enable_thinking`. Their texts are masked.
     """
 
     def __init__(
@@ -73,9 +68,6 @@ class Renderer:
             after: Trusted messages before `messages`. Only the names and ids of their calls are masked.
             tools: OpenAI function schemas.
             add_generation_prompt: End with the opening of the assistant's next turn.
-
-        Raises:
-            ChatTemplateError: The template refuses the messages.
         """
         mask = self._encoder.mask
         try:

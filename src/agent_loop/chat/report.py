@@ -159,11 +159,7 @@ class TemplateReport:
         return _ranked(self.results)
 
     def kinds(self, *, tools: bool | None = None) -> tuple[CauseKind, ...]:
-        """Return the kinds of the causes, the most severe first.
-
-        Args:
-            tools: Only conversations with tools, or only those without. None takes all.
-        """
+        """Return the kinds of the causes, the most severe first."""
         results = [result for result in self.results if tools is None or result.has_tools is tools]
         found = {cause.kind for cause in _ranked(results)}
         return tuple(kind for kind in CauseKind if kind in found)

@@ -95,9 +95,6 @@ class ChatTemplate:
 
         Args:
             variables: JSON values by name. Control tokens in their texts are encoded as text.
-
-        Raises:
-            ChatTemplateError: A name is reserved, or the template cannot be rendered or bridged with these variables.
         """
         if not variables:
             return self
@@ -172,10 +169,6 @@ class ChatTemplate:
     async def read(self, messages: Sequence[Message]) -> Sequence[ReadMedium]:
         """Read the images and videos in messages, in a thread. Pass the result to `open_encoded` or `bridge_encoded`,
         which otherwise read media on the event loop.
-
-        Raises:
-            ChatTemplateError: The model has no processor for them.
-            DataError: An image or a video cannot be read.
         """
         _, media = self._split(messages)
         return await self.media.read_in_thread(media) if media and not isinstance(self.media, str) else ()
@@ -242,13 +235,7 @@ class ChatTemplate:
         calls: Sequence[ToolCall] = (),
         read: Sequence[ReadMedium] | None = None,
     ) -> Encoded:
-        """Return a bridge with the images that are attached to its tokens. See `bridge` and `read`.
-
-        Raises:
-            ChatTemplateError: The template refuses the messages after an assistant turn, or the model has no processor
-                for their images.
-            DataError: An image cannot be read.
-        """
+        """Return a bridge with the images that are attached to its tokens. See `bridge` and `read`."""
         messages, media = self._split(messages)
         ids = self.bridges.ids(messages, last_token_id=last_token_id, calls=calls)
         return self._attached(ids, media, read)

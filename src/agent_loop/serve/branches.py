@@ -52,10 +52,6 @@ class Branches:
     The episodes have no time limits of their own, because a time limit is bound to the task that opens an episode and
     each request has its own task. The session limits the time of the trajectory, and the request limits the time of a
     completion.
-
-    Args:
-        context: Context of the session.
-        max_branches: Maximum number of episodes.
     """
 
     def __init__(self, context: LoopContext, *, max_branches: int) -> None:

@@ -52,16 +52,7 @@ def _random_call_id(_: int) -> str:
 
 
 class TurnReader:
-    """Reads the tokens of one completion as content, reasoning and calls.
-
-    Args:
-        request: The request that the completion answers.
-        template: Chat template of the conversation.
-        context: Tokens before the turn.
-        prefix: Beginning of the turn.
-        index: Index of the completion in the response.
-        new_call_id: Returns the id of the n-th call, if the model's format has no ids.
-    """
+    """Reads the tokens of one completion as content, reasoning and calls."""
 
     def __init__(
         self,
@@ -191,12 +182,6 @@ async def sample_chat(
     """Yield the chunks of all completions of a request as they are sampled. Closing the iterator aborts them.
 
     Text is sent immediately, unless it may be the start of a tool call. Tool calls are sent whole, at the end.
-
-    Args:
-        request: The request. See `chat_completion`, also for the errors.
-        template: Chat template of the model.
-        sampler: Samples the completions.
-        check_prompt: Raises an error if the servers should not get this prompt.
     """
     prompt = await ChatPrompt.rendered(request, template=template)
     if check_prompt is not None:

@@ -137,12 +137,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ChatWriter:
-    """Writes a chat completion. Fields with `token_ids`, and `stop_reason`, are extensions of OpenAI's format.
-
-    Args:
-        request: The request.
-        template: Chat template of the model.
-    """
+    """Writes a chat completion. Fields with `token_ids`, and `stop_reason`, are extensions of OpenAI's format."""
 
     def __init__(self, request: ChatCompletionRequest, template: ChatTemplate) -> None:
         self._request = request

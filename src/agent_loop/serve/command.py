@@ -31,24 +31,7 @@ async def serve(
     console: Console,
     allowed_hosts: Sequence[str] = (),
 ) -> int | None:
-    """Start the servers of a configuration and serve requests until SIGINT or SIGTERM.
-
-    Args:
-        config: The configuration.
-        name: Name of the model in requests.
-        host: Address to listen on.
-        port: Port to listen on; 0 takes a free one.
-        api_key: API key that clients must send; None allows requests without a key.
-        console: Prints the base URL and status messages.
-        allowed_hosts: Host names that requests may use, in addition to `host` and the names of this machine.
-
-    Returns:
-        The signal that ended the command.
-
-    Raises:
-        ConfigError: The port is taken, or the configuration is not valid.
-        ServerError: An engine did not start.
-    """
+    """Start the servers of a configuration and serve requests until SIGINT or SIGTERM."""
     rollout = config.rollout
     # The port comes first, so that a taken port is reported before the model is loaded.
     with listening_socket(host, port) as listener:

@@ -58,11 +58,7 @@ def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def only(*neutral: Any) -> AfterValidator:
-    """Return the annotation of a known parameter that is not supported.
-
-    Args:
-        neutral: Values that have no effect and are accepted, besides null.
-    """
+    """Return the annotation of a parameter that is not supported, except for values that have no effect."""
 
     def check(value: Any) -> Any:
         if value is None or any(_is_same(value, allowed) for allowed in neutral):
@@ -106,13 +102,7 @@ DataUrl = Annotated[str, AfterValidator(_check_image_url)]
 
 
 def request_error(invalid: ValidationError, body: Any, *, known: type[RequestModel]) -> RequestError:
-    """Return the first of pydantic's errors as a `RequestError` that tells the client what to change.
-
-    Args:
-        invalid: The errors.
-        body: The value that is not valid.
-        known: Model of the value.
-    """
+    """Return the first of pydantic's errors as a `RequestError` that tells the client what to change."""
     fault = _most_specific(invalid, body)
     path = fault_path(fault, body)
     name = _dotted(path)

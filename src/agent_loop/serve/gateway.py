@@ -55,11 +55,7 @@ class Endpoint:
 
 @asynccontextmanager
 async def reachable(session: Session) -> AsyncGenerator[Endpoint]:
-    """Serve a session over HTTP on a port of its own, on the loopback interface, until exit.
-
-    Raises:
-        ConfigError: No port is available.
-    """
+    """Serve a session over HTTP on a port of its own, on the loopback interface, until exit."""
     app = create_session_app(session)
     async with listening(app) as url:
         yield Endpoint(f"{url}/v1", session.api_key, app)

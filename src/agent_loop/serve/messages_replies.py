@@ -29,9 +29,6 @@ class MessageWriter:
     """Writes one message.
 
     A block of text or thinking opens with its first characters and closes when the next block opens.
-
-    Args:
-        request: The request, which says whether the message shows thinking.
     """
 
     def __init__(self, request: MessagesRequest) -> None:

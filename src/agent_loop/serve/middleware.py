@@ -35,11 +35,6 @@ class HostGuard:
 
     A web page of another site can make its host name resolve to this machine and then read responses. Its requests
     carry the other site's host name.
-
-    Args:
-        app: The wrapped application.
-        hosts: Allowed host names without ports; None allows any.
-        refuse: Builds the response to a refused request, from the request and a message.
     """
 
     def __init__(
@@ -62,10 +57,7 @@ class HostGuard:
 class RequestObserver:
     """Middleware that gives each request an id, which official clients show in their errors, and measures it.
 
-    Args:
-        app: The wrapped application.
-        observe: Called at the end of each request with its path as it is declared, its status and its duration in
-            seconds. Unknown paths share one name, so that clients cannot create an unbounded number of names.
+    Unknown paths are observed under one name, so that clients cannot create an unbounded number of names.
     """
 
     def __init__(self, app: ASGIApp, *, observe: Callable[[str, int, float], None] | None = None) -> None:

@@ -54,17 +54,9 @@ def base_url(listener: socket.socket, *, host: str) -> str:
 async def run_app(
     app: Starlette, *, listener: socket.socket, report: Callable[[str], None] | None = None
 ) -> int | None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM, and return that signal.
 
     In-flight requests may finish within `GRACE_S` seconds. They are aborted after that time or at a second signal.
-
-    Args:
-        app: The application.
-        listener: The listening socket.
-        report: Called with a status message at each of the two signals.
-
-    Returns:
-        The signal that stopped the application.
     """
     server = AppServer(app, report=report)
     await server.serve(sockets=[listener])
@@ -73,11 +65,7 @@ async def run_app(
 
 @asynccontextmanager
 async def listening(app: Starlette, *, host: str = "127.0.0.1") -> AsyncGenerator[str]:
-    """Serve on a free port until exit, in the running event loop. Signal handlers are not changed.
-
-    Yields:
-        The URL of the server, such as `http://127.0.0.1:41234`.
-    """
+    """Serve on a free port until exit, in the running event loop, and yield the URL."""
     server = AppServer(app)
     listener = listening_socket(host, 0)
     try:

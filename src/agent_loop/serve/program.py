@@ -328,11 +328,7 @@ async def call_command(
     endpoint: Endpoint,
     workspace: Workspace | None = None,
 ) -> Any:
-    """Run a command, in the workspace if there is one, and parse the last line of its standard output.
-
-    Returns:
-        The number or dict in the last line; None if the line is not a number or dict in JSON.
-    """
+    """Run a command, in the workspace if there is one, and return the number or dict in its last line of output, if any."""
     stdin = json.dumps(row, default=_as_json).encode()
     if workspace is None:
         variables = {**inherited_environment(), **_client_variables(endpoint), **env}

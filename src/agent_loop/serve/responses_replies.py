@@ -37,11 +37,6 @@ class ResponseWriter:
 
     Reasoning ends when text follows. The message stays open until the first call or the end, so that a turn has one
     message. The private methods return the events that they cause.
-
-    Args:
-        translated: The request.
-        template: Chat template of the model.
-        calls: Receives the calls of the response.
     """
 
     def __init__(self, translated: TranslatedResponse, *, template: ChatTemplate, calls: CallRecord) -> None:

@@ -107,11 +107,7 @@ class Session:
             await self._tasks.__aexit__(kind, error, traceback)
 
     async def close(self, reason: StopReason) -> None:
-        """Abort in-flight completions and end all conversations. The tokens sampled so far are kept.
-
-        Args:
-            reason: Stop reason of conversations that are still running.
-        """
+        """Abort in-flight completions and end all conversations. The tokens sampled so far are kept."""
 
         async def end() -> None:
             for task in self._running:
@@ -138,11 +134,6 @@ class Session:
             incidents: What was lost in reading and translating the request. Each is recorded once for each branch.
             trusts_call_ids: Whether a call with the id of a sampled call is that call, even if the client has changed
                 its arguments.
-
-        Raises:
-            RequestError: The request uses a feature that is not supported.
-            ChatTemplateError: The chat template refuses the variables of the request.
-            LimitReached: The deadline has passed, or the program has too many conversations.
         """
         if self.deadline.expired():
             raise limit_error(StopReason.DEADLINE)
@@ -187,13 +178,8 @@ class Session:
     ) -> list[AgentLoopOutput]:
         """Return one output for each branch; an empty list if the program sent no request.
 
-        Branches share the segments of their common beginning, which are trained on once.
-
-        Args:
-            reward: Reward of all outputs; None leaves it to the reward function.
-            extra_fields: Extra fields of all outputs.
-            failure: Failure of the program. The first output carries the failure, so that it counts once; the other
-                outputs are cancelled.
+        Branches share the segments of their common beginning, which are trained on once. The first output carries a
+        failure of the program, so that it counts once; the other outputs are then cancelled.
         """
         outputs = [
             branch.episode.output(reward_score=reward, extra_fields=extra_fields)

@@ -45,11 +45,6 @@ class StreamParser:
 
     Without tools, the text of a call is content. A call that is not valid stays in the content, unchanged. White space
     around the content, and line breaks around reasoning, are removed.
-
-    Args:
-        parser: Tool parser of the model's format.
-        tools: Tools that the model may call.
-        prompt_end: Last characters of the prompt's text, which may open a reasoning block.
     """
 
     def __init__(
@@ -173,11 +168,7 @@ class StreamParser:
 
 
 class _Trimmed:
-    """Streamed text without surrounding space. Space is held back until more text follows.
-
-    Args:
-        space: Characters to remove; None removes all white space.
-    """
+    """Streamed text without the surrounding `space`, or any white space. It is held back until more text follows."""
 
     def __init__(self, space: str | None) -> None:
         self._space = space
@@ -300,11 +291,6 @@ class FirstCallEnd:
     """Detector of the end of a turn's first call, for `parallel_tool_calls: false`.
 
     The text is parsed only where a text that ends calls occurs, since a call may contain that text in a string.
-
-    Args:
-        template: Chat template of the model. Its parser has `first_call_ends`.
-        tools: Tools that the model may call.
-        prefix: Text of the turn before the completion, with the opening of reasoning that the prompt wrote.
     """
 
     def __init__(self, template: ChatTemplate, *, tools: Sequence[Mapping[str, Any]], prefix: str) -> None:

@@ -34,12 +34,7 @@ class ClientConnection:
     """Set when the application aborts in-flight requests to stop."""
 
     async def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Await a coroutine, and cancel it if the client disconnects or the application stops.
-
-        Raises:
-            ClientDisconnected: The client disconnected.
-            ServerError: The application is stopping.
-        """
+        """Await a coroutine, and cancel it if the client disconnects or the application stops."""
 
         async def boxed() -> tuple[ResultT]:
             return (await call,)

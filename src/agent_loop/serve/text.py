@@ -88,13 +88,7 @@ async def _sample_choice(
 
 
 class TextWriter:
-    """Writes a text completion.
-
-    Args:
-        request: The request.
-        template: Decodes single tokens.
-        num_prompt_tokens: Number of tokens of all prompts.
-    """
+    """Writes a text completion."""
 
     def __init__(self, request: CompletionRequest, *, template: ChatTemplate, num_prompt_tokens: int) -> None:
         self._request = request
@@ -186,12 +180,6 @@ async def score_prompts(
 
     The log-probs are by token id at each place: those of the prompt's own token and of the likeliest tokens. The first
     token, which nothing predicts, has none. -9999 stands for minus infinity.
-
-    Args:
-        request: A request whose `is_scored` is true.
-        template: Chat template of the model. Only its tokenizer is used.
-        manager: Servers that score the prompts.
-        max_model_len: Maximum number of tokens of a prompt; None leaves the check to the servers.
     """
     num_top = request.prompt_logprobs or 0
     prompts = [

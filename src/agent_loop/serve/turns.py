@@ -128,14 +128,7 @@ SAMPLING_FIELDS = ("temperature", "top_p", "top_k")
 
 
 class TurnGenerator:
-    """Adds a request's new messages to the episode of its branch, and samples the completion.
-
-    Args:
-        context: Provides the time limit of a completion.
-        branches: Branches of the session.
-        tree: Conversation tree of the session; receives each finished turn.
-        sampling_params: Defaults for parameters that a request does not set.
-    """
+    """Adds a request's new messages to the episode of its branch, and samples the completion."""
 
     def __init__(
         self,

@@ -42,11 +42,7 @@ class Wishes:
     """Whether errors advise to add a parameter to the wishes."""
 
     def read(self, model: type[RequestModelT], body: Any) -> tuple[RequestModelT, Sequence[Incident]]:
-        """Return the request of a body, without the parameters that are wishes and cannot be honoured.
-
-        Returns:
-            The request, and an incident for each dropped parameter.
-        """
+        """Return the request of a body, without the parameters that are wishes and cannot be honoured."""
         incidents: list[Incident] = []
         while True:
             try:
@@ -83,12 +79,7 @@ class Wishes:
             return request, [*incidents, *_unknown_to_template(request, template)]
 
     def hinted(self, error: RequestError, *, name: str = "") -> RequestError:
-        """Return the error of an unsupported parameter with the advice to accept it as a wish.
-
-        Args:
-            error: The error.
-            name: Name of the wish, if it is not the name of the parameter.
-        """
+        """Return the error of an unsupported parameter with the advice to accept it as a wish."""
         name = name or _INDEX.sub("", error.param or "")
         if not self.are_offered or not isinstance(error, UnsupportedParameter) or not name:
             return error

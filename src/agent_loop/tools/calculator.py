@@ -52,20 +52,12 @@ class CalculatorTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Evaluate the expression.
-
-        Raises:
-            ToolError: The expression cannot be parsed, has no real value, or its value is too large.
-        """
+        """Evaluate the expression."""
         return ToolResponse(text=calculate(str(parameters["expression"]))), None, {}
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an arithmetic expression: an integer in full, any other number to 12 digits.
-
-    Raises:
-        ToolError: The expression cannot be parsed or has no real value, or a result on the way is too large.
-    """
+    """Return the value of an arithmetic expression: an integer in full, any other number to 12 digits."""
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(
             f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed"

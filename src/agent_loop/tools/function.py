@@ -98,11 +98,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Call the function with the converted arguments.
-
-        Raises:
-            ToolError: An argument cannot be converted to its annotated type.
-        """
+        """Call the function with the converted arguments."""
         result = await call_function(self.function, **self._read_arguments(parameters))
         return result if isinstance(result, ToolResponse) else ToolResponse(text=_as_text(result)), None, {}
 

@@ -24,11 +24,7 @@ class InvalidSchema(ValueError):
 
 
 def check_json_schema(schema: Any) -> None:
-    """Check that a value is a valid JSON schema. References in it are not followed.
-
-    Raises:
-        InvalidSchema: The value is not a valid schema.
-    """
+    """Check that a value is a valid JSON schema. References in it are not followed."""
     try:
         Draft202012Validator.check_schema(schema, format_checker=FormatChecker(formats=()))
     except SchemaError as error:
@@ -39,11 +35,7 @@ def check_json_schema(schema: Any) -> None:
 
 
 def check_references(schema: Mapping[str, Any]) -> None:
-    """Check that all references in a valid schema lead to a part of it.
-
-    Raises:
-        InvalidSchema: A reference has no target in the schema.
-    """
+    """Check that all references in a valid schema lead to a part of it."""
     resolver = Registry[Any]().resolver_with_root(DRAFT202012.create_resource(schema))
     for reference in _references(schema):
         try:
@@ -72,12 +64,7 @@ class SchemaValidator:
         self._validator: Any = _Validator(schema, registry=Registry[Any]())
 
     def find_errors(self, value: Any) -> list[ValidationError]:
-        """Return the validation errors of a value.
-
-        Raises:
-            InvalidSchema: The value cannot be validated: a reference has no target, schema or value are nested without
-                end, or a number is too large.
-        """
+        """Return the validation errors of a value."""
         try:
             return list(self._validator.iter_errors(value))
         except RecursionError:

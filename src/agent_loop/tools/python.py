@@ -43,15 +43,7 @@ DEFAULT_SCHEMA: dict[str, Any] = {
 
 
 class PythonTool(BaseTool):
-    """Tool that runs the model's code. Each trajectory has its own sandbox, which keeps its state between calls.
-
-    Args:
-        config: The keys of `SandboxSettings`.
-        tool_schema: The OpenAI function schema; it must have a parameter `code`.
-
-    Raises:
-        ConfigError: A setting is invalid, or this machine does not isolate code.
-    """
+    """Tool that runs the model's code. Each trajectory has its own sandbox, which keeps its state between calls."""
 
     tool_schema: dict[str, Any] = DEFAULT_SCHEMA
     on_replay = OnReplay.RERUN
@@ -65,24 +57,14 @@ class PythonTool(BaseTool):
         self._sessions: dict[str, InterpreterSession] = {}
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
-        """Start the trajectory's sandbox.
-
-        Raises:
-            SandboxError: The sandbox could not be started.
-        """
+        """Start the trajectory's sandbox."""
         session = self._sessions[instance_id] = InterpreterSession(self._settings)
         await session.start()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Run the code.
-
-        Raises:
-            ToolError: The code raised, exceeded a limit or terminated its interpreter. The message contains the output
-                and the reason.
-            SandboxError: A sandbox could not be started.
-        """
+        """Run the code."""
         code = strip_fence(str(parameters["code"]))
         if len(code) > MAX_CODE_CHARACTERS:
             raise ToolError(
@@ -112,21 +94,12 @@ class InterpreterSession:
         self._one_at_a_time = asyncio.Lock()
 
     async def start(self) -> Sandbox:
-        """Start a sandbox.
-
-        Raises:
-            SandboxError: The sandbox could not be started.
-        """
+        """Start a sandbox."""
         self._sandbox = await open_sandbox(self._settings)
         return self._sandbox
 
     async def run(self, code: str) -> tuple[ExecutionResult, list[str]]:
-        """Run one call, after the calls before it. Return its result and notes for the model.
-
-        Raises:
-            ToolError: The sandbox terminated during the call.
-            SandboxError: A new sandbox could not be started.
-        """
+        """Run one call, after the calls before it. Return its result and notes for the model."""
         async with self._one_at_a_time:
             sandbox, notes = self._sandbox, list[str]()
             if sandbox is None:

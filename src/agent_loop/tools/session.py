@@ -59,10 +59,6 @@ class ToolSession:
         tools_kwargs: The row's `{tool: {create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs}}`. None at
             any level counts as absent, since a table has a value of every column in every row.
         trajectory: Part that all instance ids have in common; a new id if None.
-
-    Raises:
-        DataError: `tools_kwargs` names an unknown tool or key.
-        ConfigError: A limit of a tool, or its `on_replay`, is invalid.
     """
 
     def __init__(
@@ -106,11 +102,7 @@ class ToolSession:
         return name in self._tools and self._tools[name].is_read_later
 
     async def open(self, name: str) -> None:
-        """Create a tool's instance without a call, if there is none.
-
-        Raises:
-            Exception: Any exception that `create` raises.
-        """
+        """Create a tool's instance without a call, if there is none."""
         if name in self._tools:
             instance = self._instance(self._tools[name], name=name)
             timeout_s = self._tools[name].timeout_s or self._config.timeout_s
@@ -214,12 +206,7 @@ class ToolSession:
         return verdicts
 
     async def close(self) -> list[Incident]:
-        """Release all instances concurrently. A cancellation does not interrupt it.
-
-        Returns:
-            The incidents of the session; an exception of a tool becomes an incident. A second call releases nothing
-            and returns the same.
-        """
+        """Release all instances concurrently, and return the incidents. A cancellation does not interrupt it."""
         self._is_closed = True
         await close_instances(
             self._instances.values(),

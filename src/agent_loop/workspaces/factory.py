@@ -49,12 +49,7 @@ async def open_workspace(
 
 
 async def start_workspace(settings: WorkspaceSettings, *, key: str = "") -> Workspace:
-    """Start a workspace. The caller has to stop it.
-
-    Args:
-        settings: The settings.
-        key: As for `open_workspace`.
-    """
+    """Start a workspace. The caller has to stop it."""
     provider = _provider(settings.model_copy(update={"check": None}).model_dump_json())
     try:
         async with asyncio.timeout(settings.start_timeout_s):

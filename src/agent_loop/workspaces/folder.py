@@ -117,10 +117,6 @@ class FolderWorkspace(Workspace):
     """An own folder of this machine.
 
     Commands inherit the variables of `inherited_environment` alone, and are killed when the workspace stops.
-
-    Args:
-        name: Name that begins with the owner's token. The folder and the commands are marked with it.
-        env: Environment variables of commands.
     """
 
     def __init__(self, name: str, *, env: Mapping[str, str] = NO_VARIABLES) -> None:
@@ -186,12 +182,7 @@ class FolderWorkspace(Workspace):
 
 
 class FolderProvider(WorkspaceProvider):
-    """Starts each workspace with a copy of a folder.
-
-    Args:
-        source: The folder. None starts with an empty folder.
-        env: Environment variables of commands.
-    """
+    """Starts each workspace with a copy of a folder."""
 
     def __init__(self, source: Path | None, *, env: Mapping[str, str] = NO_VARIABLES) -> None:
         self._source = source
@@ -219,11 +210,7 @@ def target_of(source: Path, target: str) -> str:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a file to a path, or merge the contents of a folder into a folder. Symbolic links stay links.
-
-    Raises:
-        OSError: The source does not exist, or a file cannot be read or written.
-    """
+    """Copy a file to a path, or merge the contents of a folder into a folder. Symbolic links stay links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, copy_function=_copy_file)
@@ -245,10 +232,6 @@ class GitProvider(WorkspaceProvider):
     """Clones a repository once per process, and starts each workspace with a local clone of it.
 
     The workspace's clone has no remotes, so that programs can neither change nor find the shared one.
-
-    Args:
-        settings: The repository and its commit.
-        env: Environment variables of commands.
     """
 
     def __init__(self, settings: GitSettings, *, env: Mapping[str, str] = NO_VARIABLES) -> None:

@@ -26,11 +26,7 @@ _workspaces: dict[str, SharedWorkspace] = {}
 
 
 class SharedWorkspace:
-    """Workspace of one trajectory, which several tools use.
-
-    Args:
-        settings: Settings of the workspace.
-    """
+    """Workspace of one trajectory, which several tools use."""
 
     def __init__(self, settings: WorkspaceSettings) -> None:
         self._settings = settings
@@ -40,16 +36,7 @@ class SharedWorkspace:
 
     @staticmethod
     def acquire(instance_id: str, *, config: Mapping[str, Any], of_row: Any) -> None:
-        """Register a tool's instance as a user of its trajectory's workspace. The workspace is not started yet.
-
-        Args:
-            instance_id: Id of the instance.
-            config: Settings of the workspace from the tool's config.
-            of_row: Settings from the row, whose keys replace those of the config.
-
-        Raises:
-            ConfigError: A setting is wrong, or there are none.
-        """
+        """Register a tool's instance as a user of its trajectory's workspace. The workspace is not started yet."""
         trajectory = trajectory_of(instance_id)
         if trajectory not in _workspaces:
             row = {} if of_row is None else workspace_mapping(of_row, where="the row's workspace")
@@ -88,11 +75,7 @@ class SharedWorkspace:
             return self._workspace
 
     async def reward(self) -> float | None:
-        """Return the reward of the workspace's check; None without a check.
-
-        Raises:
-            WorkspaceError: The check cannot be run.
-        """
+        """Return the reward of the workspace's check; None without a check."""
         if self._settings.check is None:
             return None
         score = await check_reward(await self.started(), self._settings.check)
@@ -201,11 +184,7 @@ class ShellTool(WorkspaceTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Run a command. An exit status other than 0 is part of the response.
-
-        Raises:
-            WorkspaceError: The workspace cannot be started, or has ended.
-        """
+        """Run a command. An exit status other than 0 is part of the response."""
         command = str(parameters["command"])
         if "\0" in command:
             raise ToolError("the command holds a zero byte; leave it out")
@@ -232,12 +211,7 @@ class EditFileTool(WorkspaceTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Edit the file.
-
-        Raises:
-            ToolError: The file or the text does not exist, or the file cannot be read or written.
-            WorkspaceError: The workspace cannot be started, or has ended.
-        """
+        """Edit the file."""
         path, old, new = (str(parameters[name]) for name in ("path", "old_text", "new_text"))
         if not path or "\0" in path or path.endswith("/"):
             raise ToolError(f"{path!r} is not the path of a file")

@@ -41,20 +41,12 @@ class JsonBody(Struct, frozen=True):
     """Decoded value of the text, or None if the text was not decoded yet."""
 
     def decode(self) -> Any:
-        """Return the JSON value of the text.
-
-        Raises:
-            JsonFault: The text is not one valid JSON value.
-        """
+        """Return the JSON value of the text."""
         return decode_json(self.text) if self.value is None else self.value
 
 
 def decode_json(text: str) -> Any:
-    """Return the JSON value of a text.
-
-    Raises:
-        JsonFault: The text is not one valid JSON value.
-    """
+    """Return the JSON value of a text."""
     try:
         value, end = _DECODER.raw_decode(text, len(text) - len(text.lstrip(_SPACE)))
     except json.JSONDecodeError as error:
@@ -94,12 +86,7 @@ def read_call(body: JsonBody) -> ToolCall | MalformedCall:
 
 
 def as_call(value: Any, *, text: str) -> ToolCall | MalformedCall:
-    """Return the call of a decoded value: `{"name": ..., "arguments": {...}}`, or the same under `function`.
-
-    Args:
-        value: The value.
-        text: Text of the call, for a malformed call.
-    """
+    """Return the call of a decoded value: `{"name": ..., "arguments": {...}}`, or the same under `function`."""
     fields = as_fields(value)
     call_id = fields.get("id")
     if "name" not in fields and "function" in fields:

@@ -240,13 +240,7 @@ _CLOSING_TAG = re.compile(r"</[^<>]*>")
 
 
 def detect_parser(chat_template: str, *, response_template: Any = None, prompt: str = "") -> ToolParser:
-    """Return the parser of the format that a chat template shows. User-defined parsers take part with `recognises`.
-
-    Args:
-        chat_template: Source of the template.
-        response_template: The tokenizer's response template, for templates of no known format.
-        prompt: Any rendered prompt.
-    """
+    """Return the parser of the format that a chat template shows. User-defined parsers take part with `recognises`."""
     parsers = ToolParser.registered()
     names = sorted(name for name, parser in parsers.items() if parser.recognises(chat_template))
     if len(names) == 1:

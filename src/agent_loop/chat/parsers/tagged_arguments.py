@@ -60,9 +60,6 @@ def read_tagged_call(
 
     A value may contain the tags of arguments in pairs, and a closing that neither another argument nor the end of the
     call follows. A missing closing is read if the tool is known and has the arguments before and after it.
-
-    Raises:
-        TagFault: The tags of the call are invalid.
     """
     if not name:
         raise TagFault("the call does not name a tool")

@@ -165,9 +165,6 @@ class ToolParser:
 
         Args:
             name: A registered name, or a class as `file.py:ClassName` or `package.module:ClassName`.
-
-        Raises:
-            ConfigError: No parser has that name, or the class cannot be loaded.
         """
         if name in cls._registry:
             return cls._registry[name]()

@@ -37,12 +37,7 @@ def parameter_schemas(tools: Sequence[Mapping[str, Any]], *, name: str) -> Mappi
 
 
 def read_value(text: str, *, schema: Any = None) -> Any:
-    """Return the value of a text.
-
-    Args:
-        text: The value as the model wrote it.
-        schema: JSON schema of the parameter, or None.
-    """
+    """Return the value of a text."""
     types = _types(schema)
     if types == frozenset({"string"}) or text in _list(_mapping(schema).get("enum")):
         return text
@@ -60,11 +55,7 @@ def read_value(text: str, *, schema: Any = None) -> Any:
 
 
 def decode_python(text: str) -> Any:
-    """Return the value of a Python literal. `true`, `false` and `null` are read too.
-
-    Raises:
-        JsonFault: The text is not a literal, or JSON cannot express the value.
-    """
+    """Return the value of a Python literal. `true`, `false` and `null` are read too."""
     escaped = _STRING.sub(lambda found: _ESCAPED.sub(_as_escape, found[0]), text.strip())
     try:
         value = _literal(ast.parse(escaped, mode="eval").body)
@@ -101,12 +92,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def with_integers(value: Any, schema: Any) -> Any:
-    """Return a value in which whole floats such as `3.0` are integers where the schema says integer.
-
-    Args:
-        value: JSON value.
-        schema: JSON schema of the value, without references.
-    """
+    """Return a value in which whole floats such as `3.0` are integers where the schema says integer."""
     if isinstance(value, float):
         types = _types(schema)
         return int(value) if value.is_integer() and "integer" in types and "number" not in types else value

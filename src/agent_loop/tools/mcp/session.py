@@ -196,13 +196,7 @@ class McpSession:
 
 
 class McpSessions:
-    """Sessions with one server: one per trajectory, or one for all.
-
-    Args:
-        open_as: Returns a new client, to be opened with `async with`.
-        is_shared: Whether one session serves all trajectories.
-        reconnects: Number of times a broken session is reopened.
-    """
+    """Sessions with one server: one per trajectory, or one for all."""
 
     def __init__(
         self, open_as: Callable[[], AbstractAsyncContextManager[Any]], *, is_shared: bool, reconnects: int

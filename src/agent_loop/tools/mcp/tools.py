@@ -102,22 +102,13 @@ class McpTool(BaseTool):
         self._images = settings.images
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
-        """Open the session of the trajectory, or the shared session.
-
-        Raises:
-            ToolUnavailable: The server cannot be reached or started.
-        """
+        """Open the session of the trajectory, or the shared session."""
         await self._sessions.acquire(instance_id)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Call the server's tool.
-
-        Raises:
-            ToolUnavailable: The session broke.
-            ToolError: The tool reported an error, or the server rejected the call.
-        """
+        """Call the server's tool."""
         session = await self._sessions.acquire(instance_id)
         result = await session.call(self._name_there, parameters)
         response = as_response(result, images=self._images)
@@ -181,10 +172,6 @@ def as_response(result: Any, *, images: bool) -> ToolResponse:
 
     Texts and embedded texts are joined, and images are attached. Any other content becomes a line of text that
     describes it.
-
-    Args:
-        result: A `CallToolResult`.
-        images: Whether to attach images. If false, each becomes a line of text.
     """
     texts: list[str] = []
     pictures: list[Any] = []

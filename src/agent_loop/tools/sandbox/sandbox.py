@@ -51,15 +51,7 @@ main()
 
 
 class Sandbox:
-    """Sandbox that runs calls one at a time and keeps state between them. Created by `open_sandbox`.
-
-    Args:
-        process: The process of the sandbox that ends last.
-        reader: Reads what the supervisor sends.
-        writer: Sends calls to the supervisor, which ends everything when it is closed.
-        settings: Settings with the limits of the sandbox.
-        work: The folder on the host that the sandbox writes to.
-    """
+    """Sandbox that runs calls one at a time and keeps state between them. Created by `open_sandbox`."""
 
     def __init__(
         self,

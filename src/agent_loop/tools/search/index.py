@@ -162,13 +162,7 @@ class SearchIndex:
             return int(connection.execute("SELECT count(*) FROM passages").fetchone()[0])
 
     def search(self, query: str, *, limit: int, snippet_words: int | None) -> list[Passage]:
-        """Return the passages that contain any of the query's words, best first.
-
-        Args:
-            query: Any text; only its words are used.
-            limit: Maximum number of passages.
-            snippet_words: Length of the excerpt of a longer text; None returns the whole text.
-        """
+        """Return the passages that contain any of the query's words, best first."""
         words = _WORD.findall(query)[:MAX_QUERY_WORDS]
         if not words:
             raise ToolError(f"the query {query!r} has no words to search for")

@@ -35,11 +35,7 @@ class WebResponse:
         return self.body.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """Parse the body as JSON.
-
-        Raises:
-            ToolError: The body is not valid JSON.
-        """
+        """Parse the body as JSON."""
         try:
             return json.loads(self.text.removeprefix("\N{BYTE ORDER MARK}"))
         except (ValueError, RecursionError) as error:
@@ -49,12 +45,7 @@ class WebResponse:
 
 
 class WebClient:
-    """HTTP client of a tool. Each trajectory has connections of its own. No cookies are kept.
-
-    Args:
-        headers: Headers sent with every request.
-        timeout_s: Time limit of one request in seconds, until the whole response is received.
-    """
+    """HTTP client of a tool. Each trajectory has connections of its own. No cookies are kept."""
 
     def __init__(self, *, headers: Mapping[str, str], timeout_s: float) -> None:
         self._headers = dict(headers)

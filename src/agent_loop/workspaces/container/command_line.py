@@ -37,11 +37,7 @@ class CommandLine:
 
     @cached_property
     def program(self) -> str:
-        """Path of the runtime's program.
-
-        Raises:
-            ConfigError: The program is not installed.
-        """
+        """Path of the runtime's program."""
         path = shutil.which(self.runtime)
         if path is None:
             raise ConfigError(
@@ -58,15 +54,7 @@ class CommandLine:
         timeout_s: float | None = COMMAND_TIMEOUT_S,
         stdout_sink: Callable[[bytes], object] | None = None,
     ) -> CommandResult:
-        """Run a command of the runtime, such as `exec`, and return its result, also if it failed.
-
-        Args:
-            arguments: The subcommand and its arguments.
-            env: Variables added to the runtime's own environment.
-            stdin: Standard input.
-            timeout_s: Time limit.
-            stdout_sink: Gets the bytes of standard output.
-        """
+        """Run a command of the runtime, such as `exec`, and return its result, also if it failed."""
         return await run_command(
             [self.program, *self.arguments, *arguments],
             env={**os.environ, **(env or {}), OWNER_VARIABLE: _owner_of(arguments[0])},
@@ -77,11 +65,7 @@ class CommandLine:
         )
 
     async def output(self, *arguments: str, timeout_s: float | None = COMMAND_TIMEOUT_S) -> str:
-        """Run a command that has to succeed, and return its output.
-
-        Raises:
-            WorkspaceError: It failed.
-        """
+        """Run a command that has to succeed, and return its output."""
         result = await self.run(*arguments, timeout_s=timeout_s)
         if result.exit_code:
             raise WorkspaceError(f"{self.describe(arguments)} failed: {last_lines(result)}")

@@ -21,12 +21,7 @@ HELPER_TIMEOUT_S = 30.0
 
 
 class Forwarder:
-    """Forwards the connections of a listening socket to a service, byte for byte.
-
-    Args:
-        host: Host of the service.
-        port: Port of the service.
-    """
+    """Forwards the connections of a listening socket to a service, byte for byte."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -67,13 +62,7 @@ class Forwarder:
 
 
 async def open_listener(pid: int, port: int, *, runtime: str) -> socket.socket:
-    """Return a socket that listens in the network namespace of a container.
-
-    Args:
-        pid: Process id of the container's first process.
-        port: Port on the loopback interface of the container.
-        runtime: `podman` or `docker`. Podman can enter the namespaces of a user's own containers.
-    """
+    """Return a socket that listens in the network namespace of a container."""
     try:
         if os.geteuid() == 0:
             return await run_in_thread(_in_own_thread, pid, port)

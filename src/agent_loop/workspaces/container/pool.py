@@ -35,10 +35,6 @@ class WarmPool:
 
     The pool is filled by a thread, so that it outlasts the event loops that use it. `close_pools` removes its
     containers when the process ends.
-
-    Args:
-        start: Starts a container.
-        size: Number of containers to keep ahead.
     """
 
     def __init__(self, start: Callable[[], Coroutine[Any, Any, Container]], *, size: int) -> None:
@@ -137,11 +133,7 @@ atexit.register(_close_in_this_process)
 
 
 class ContainerProvider(WorkspaceProvider):
-    """Starts one container for each trajectory, or takes one that was started ahead.
-
-    Args:
-        settings: The image, the limits and the network.
-    """
+    """Starts one container for each trajectory, or takes one that was started ahead."""
 
     def __init__(self, settings: ContainerSettings) -> None:
         self._settings = settings

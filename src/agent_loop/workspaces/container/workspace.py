@@ -33,17 +33,7 @@ MAX_BYTES = 2**33
 
 
 def pack(source: Path, target: str, file: BinaryIO, *, owner: tuple[int, int]) -> None:
-    """Write a file or a folder as an archive that is extracted at the root folder.
-
-    Args:
-        source: The file or folder.
-        target: Absolute path at which it is extracted.
-        file: The archive.
-        owner: User and group id of the files.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
+    """Write a file or a folder as an archive that is extracted at the root folder."""
 
     def owned(info: tarfile.TarInfo) -> tarfile.TarInfo:
         info.uid, info.gid = owner
@@ -58,10 +48,6 @@ def unpack(file: BinaryIO, target: Path) -> None:
     """Extract the one file or folder of an archive to a path, and merge it with a folder that exists.
 
     Files that would be written elsewhere, links that lead elsewhere and devices are left out, which is logged.
-
-    Raises:
-        OSError: A file cannot be written.
-        tarfile.TarError: The archive is broken.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -102,13 +88,7 @@ VARIABLES_OF_THE_RUNTIME = re.compile(
 
 
 class ContainerWorkspace(Workspace):
-    """A container of one trajectory.
-
-    Args:
-        container: The running container.
-        network: Network of the container.
-        env: Environment variables of commands.
-    """
+    """A container of one trajectory."""
 
     def __init__(self, container: Container, *, network: Network, env: Mapping[str, str]) -> None:
         self.folder = container.folder

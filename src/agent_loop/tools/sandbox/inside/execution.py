@@ -107,11 +107,7 @@ class CodeExecution:
 
 
 class Output:
-    """Buffer of the beginning and the end of a stream. Its memory is limited to `limit_bytes` and one chunk.
-
-    Args:
-        limit_bytes: Number of bytes to keep, half from the beginning and half from the end.
-    """
+    """Buffer of the beginning and the end of a stream. Its memory is limited to `limit_bytes` and one chunk."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._head_bytes = limit_bytes // 2

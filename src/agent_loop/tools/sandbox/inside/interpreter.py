@@ -42,16 +42,7 @@ Handler: TypeAlias = Callable[[int, types.FrameType | None], Any]
 def become_interpreter(
     spec: SandboxSpec, *, work: str, ruleset: int | None, requests: int, results: int, output: int
 ) -> NoReturn:
-    """Turn this process into an interpreter. This function never returns.
-
-    Args:
-        spec: Limits of the interpreter.
-        work: The folder that the interpreter may write to.
-        ruleset: Descriptor of the Landlock ruleset; None without Landlock.
-        requests: Descriptor for reading calls.
-        results: Descriptor for writing verdicts.
-        output: Descriptor for the output of the code.
-    """
+    """Turn this process into an interpreter. This function never returns."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):

@@ -28,13 +28,7 @@ STANDARD_OUTPUT = 1
 
 
 class InterpreterProcess:
-    """Interpreter process and all its descendants.
-
-    Args:
-        spec: Limits of the interpreter.
-        work: The folder that the interpreter may write to.
-        ruleset: Descriptor of the Landlock ruleset; None without Landlock.
-    """
+    """Interpreter process and all its descendants."""
 
     def __init__(self, spec: SandboxSpec, *, work: str, ruleset: int | None = None) -> None:
         self._spec = spec

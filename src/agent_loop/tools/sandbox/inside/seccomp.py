@@ -194,11 +194,7 @@ class Program(ctypes.Structure):
 
 
 def install_filter(*, shares_user: bool) -> None:
-    """Permanently filter the system calls of this process and its children. Needs no privileges.
-
-    Args:
-        shares_user: Whether the sandbox shares the agent's user, so that changing file attributes must be blocked.
-    """
+    """Permanently filter the system calls of this process and its children. Needs no privileges."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no table of system calls for {machine}")
@@ -209,13 +205,7 @@ def install_filter(*, shares_user: bool) -> None:
 def make_program(
     machine: str, *, refused: Mapping[str, Numbers], rules: Iterable[SyscallRule]
 ) -> list[BpfLine]:
-    """Return the program of a filter.
-
-    Args:
-        machine: One of `ARCHITECTURES`.
-        refused: System calls that fail with `EPERM`.
-        rules: Rules for system calls that are allowed with certain arguments.
-    """
+    """Return the program of a filter."""
     architecture, column = ARCHITECTURES[machine]
     lines: list[BpfLine] = [
         (LOAD, 0, 0, ARCHITECTURE_OFFSET),

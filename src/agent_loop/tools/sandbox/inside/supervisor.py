@@ -47,14 +47,7 @@ def send(control: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 class Supervisor:
-    """Supervisor of the interpreter of one sandbox.
-
-    Args:
-        control: Socket to the agent's process.
-        spec: Limits of the sandbox.
-        work: The folder that the interpreter may write to.
-        ruleset: Descriptor of the Landlock ruleset for interpreters; None without Landlock.
-    """
+    """Supervisor of the interpreter of one sandbox."""
 
     def __init__(
         self, control: socket.socket, *, spec: SandboxSpec, work: str, ruleset: int | None = None
