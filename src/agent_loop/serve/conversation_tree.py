@@ -9,9 +9,40 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, cast
 
-from agent_loop.episode import EpisodeMark
-from agent_loop.serve.branches import Branch
-from agent_loop.types import Message, ToolCall
+from agent_loop.episode import Episode, EpisodeMark
+from agent_loop.trajectory import Incident
+from agent_loop.types import Message, StopReason, ToolCall
+
+
+class Branch:
+    """One episode of a session."""
+
+    def __init__(self, episode: Episode, *, number: int) -> None:
+        self.episode = episode
+        self.number = number
+        self.is_busy = True
+        """Whether a request is using the episode. Another request for the same position gets its own branch."""
+        self.is_open = False
+        self.has_sampled_tokens = False
+        """Whether the episode holds tokens that the model sampled."""
+        self.noted: list[Incident] = []
+        """Recorded incidents of the requests of this branch, such as parameters that were dropped."""
+
+    def note_once(self, incidents: Sequence[Incident]) -> None:
+        """Record incidents, except those that the branch has recorded already."""
+        for incident in incidents:
+            if incident not in self.noted:
+                self.noted.append(incident)
+                self.episode.note(incident.kind, incident.detail)
+
+    def is_free_at(self, mark: EpisodeMark | None) -> bool:
+        """Return whether the next request may continue the episode from this mark."""
+        return (
+            mark is not None
+            and not self.is_busy
+            and self.episode.stop_reason is not StopReason.CANCELLED
+            and self.episode.mark() == mark
+        )
 
 
 @dataclass(eq=False, slots=True)

@@ -328,7 +328,7 @@ async def call_command(
     endpoint: Endpoint,
     workspace: Workspace | None = None,
 ) -> Any:
-    """Run a command, in the workspace if there is one, and return the number or dict in its last line of output, if any."""
+    """Run a command, in the workspace if there is one. Return the number or dict in its last line of output."""
     stdin = json.dumps(row, default=_as_json).encode()
     if workspace is None:
         variables = {**inherited_environment(), **_client_variables(endpoint), **env}
