@@ -54,7 +54,7 @@ def test_a_resumed_conversation_keeps_its_opening_unless_it_restarts(
     path = tmp_path / "journal"
     [whole] = run_journaled(path, make_harness(Guide(on_replay=on_replay, words="old")), ROWS)
     assert whole.output.messages[0]["content"] == "Begin.\n\nold 1"
-    payloads = read_records(path.read_bytes()).payloads
+    payloads = read_records(path.read_bytes())[0]
     num_kept = [unpack(payload)["is"] for payload in payloads].index(RecordKind.OBSERVATION) + 1
     path.write_bytes(HEADER + b"".join(framed(payload) for payload in payloads[:num_kept]))
 

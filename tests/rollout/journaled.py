@@ -51,7 +51,7 @@ def key_of(rows: Rows, **settings: Any) -> StepKey:
 
 def records_of(data: bytes) -> list[dict[str, Any]]:
     """Return the records of a journal."""
-    return [unpack(payload) for payload in read_records(data).payloads]
+    return [unpack(payload) for payload in read_records(data)[0]]
 
 
 def journal_of(payloads: Iterable[bytes]) -> bytes:

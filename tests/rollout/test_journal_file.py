@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agent_loop.errors import JournalError, OutputError
+from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import Unstorable, digest, pack, unpack
 from agent_loop.rollout.journal.file import HEADER, JournalWriter, read_records
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.step import StepKey, open_journal
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
+from agent_loop.types import StopReason
 from tests.harness import examples
 from tests.helpers import user
-from tests.rollout.journaled import journal_of, key_of, run_journaled
+from tests.rollout.harness import Adder, WorkerHarness
+from tests.rollout.journaled import RandomScript, journal_of, key_of, records_of, run_journaled
 from tests.rollout.test_journal_replay import ROWS, facts, first_run, make_harness
 
 plain = st.recursive(
@@ -62,42 +67,24 @@ payload_lists = st.lists(st.binary(max_size=30), max_size=5)
 def test_the_complete_records_of_any_prefix_are_read(payloads: list[bytes], data: st.DataObject) -> None:
     whole = journal_of(payloads)
     cut = data.draw(st.integers(0, len(whole)))
-    found = read_records(whole[:cut])
-    assert found.payloads == payloads[: len(found.payloads)]
-    assert found.num_good_bytes + found.num_torn_bytes == cut
-    assert not found.is_damaged
-    assert len(journal_of(payloads[: len(found.payloads) + 1])) > cut or cut == len(whole)
+    found, num_bytes = read_records(whole[:cut])
+    assert found == payloads[: len(found)]
+    assert num_bytes == (len(journal_of(found)) if cut >= len(HEADER) else 0)
+    assert len(journal_of(payloads[: len(found) + 1])) > cut or cut == len(whole)
 
 
 @settings(deadline=None)
 @given(payload_lists.filter(bool), st.data())
-def test_a_changed_byte_is_detected_and_the_records_before_it_are_read(
+def test_a_changed_byte_is_detected_and_its_record_is_named(
     payloads: list[bytes], data: st.DataObject
 ) -> None:
     whole = bytearray(journal_of(payloads))
     place = data.draw(st.integers(len(HEADER), len(whole) - 1))
     whole[place] ^= data.draw(st.integers(1, 255))
-    found = read_records(bytes(whole))
     ends = [len(journal_of(payloads[:count])) for count in range(len(payloads) + 1)]
-    num_good = sum(end <= place for end in ends) - 1
-    assert found.is_damaged
-    assert (found.payloads, found.num_good_bytes) == (payloads[:num_good], ends[num_good])
-
-
-@settings(deadline=None)
-@given(st.binary(max_size=200), st.data())
-def test_arbitrary_bytes_are_read_or_refused_with_an_error(garbage: bytes, data: st.DataObject) -> None:
-    whole = journal_of(data.draw(payload_lists))
-    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
-    try:
-        found = read_records(whole[:start] + garbage + whole[end:])
-    except JournalError:
-        assert start < len(HEADER)
-    else:
-        assert (
-            journal_of(found.payloads)[: found.num_good_bytes]
-            == (whole[:start] + garbage + whole[end:])[: found.num_good_bytes]
-        )
+    start = max(end for end in ends if end <= place)
+    with pytest.raises(JournalError, match=f"is damaged at byte {start};"):
+        read_records(bytes(whole))
 
 
 def test_a_file_that_is_not_a_journal_is_refused_and_not_changed(tmp_path: Path) -> None:
@@ -106,6 +93,51 @@ def test_a_file_that_is_not_a_journal_is_refused_and_not_changed(tmp_path: Path)
     with pytest.raises(JournalError, match="is not a journal"):
         run_journaled(path, make_harness(1)[0], ROWS, resume=True)
     assert path.read_bytes().startswith(b"something else")
+
+
+def test_a_damaged_journal_is_named_and_not_changed(tmp_path: Path) -> None:
+    data, path = bytearray(first_run()[0]), tmp_path / "j"
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(
+        JournalError, match=r"the journal '.*/j' cannot be read: the journal is damaged at byte"
+    ):
+        run_journaled(path, make_harness(2)[0], ROWS, resume=True)
+    assert path.read_bytes() == data
+
+
+def test_a_once_only_call_starts_after_its_record_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, on_disk = tmp_path / "j", list[int]()
+
+    def sync(file: int) -> None:
+        records = records_of(path.read_bytes())
+        on_disk.append(sum(record["is"] == RecordKind.CALL_BEGAN for record in records))
+
+    monkeypatch.setattr(os, "fsync", sync)
+
+    class Watching(Adder):
+        on_replay = OnReplay.ONCE
+
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            assert on_disk
+            assert on_disk[-1] > len(self.executed)
+            return await super().execute(instance_id, parameters, **kwargs)
+
+    harness = WorkerHarness(RandomScript(seed=1, num_calls=2), tools=[Watching()])
+    trajectories = run_journaled(path, harness, ROWS[:1])
+    assert {t.output.stop_reason for t in trajectories} == {StopReason.ANSWERED}
+
+
+def test_an_empty_journal_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "j").touch()
+
+    async def note() -> str:
+        async with open_journal(tmp_path / "j", key=key_of(ROWS), rows=ROWS, resume=True) as journal:
+            return journal.note
+
+    assert "has no records; the rollout starts from the beginning" in run_virtual(note())
 
 
 def test_a_journal_of_another_format_is_refused() -> None:
@@ -119,9 +151,9 @@ def test_a_journal_of_another_rollout_is_refused_or_replaced_with_a_note(
 ) -> None:
     path, rows = tmp_path / "j", [{"raw_prompt": user("?")}]
 
-    async def scenario(key: StepKey, of: Any) -> list[str]:
+    async def scenario(key: StepKey, of: Any) -> str:
         async with open_journal(path, key=key, rows=of, resume=True, refuse=refuse) as journal:
-            return list(journal.notes)
+            return journal.note
 
     run_virtual(scenario(key_of(rows, rollout={"temperature": 1.0}), rows))
     others = [{"raw_prompt": user("!")}]
@@ -132,9 +164,8 @@ def test_a_journal_of_another_rollout_is_refused_or_replaced_with_a_note(
         ):
             run_virtual(changed)
     else:
-        [note] = run_virtual(changed)
-        assert "rollout.temperature, rows changed; the journal is not used" in note
-        assert run_virtual(scenario(key_of(others, rollout={"temperature": 0.5}), others)) == []
+        assert "rollout.temperature, rows changed; the journal is not used" in run_virtual(changed)
+        assert not run_virtual(scenario(key_of(others, rollout={"temperature": 0.5}), others))
 
 
 def test_a_full_disk_stops_the_rollout_with_an_error_and_leaves_an_intact_journal(tmp_path: Path) -> None:
@@ -148,8 +179,7 @@ def test_a_full_disk_stops_the_rollout_with_an_error_and_leaves_an_intact_journa
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert tool.open == set()
     assert harness.server.num_running == harness.server.num_sessions == 0
-    found = read_records(path.read_bytes())
-    assert (found.num_torn_bytes, found.is_damaged) == (0, False)
+    assert read_records(path.read_bytes())[1] == path.stat().st_size
     assert len(run_journaled(path, make_harness(2)[0], ROWS, resume=True)) == 5
 
 
@@ -169,9 +199,7 @@ def test_flushed_records_are_in_the_file_and_in_order(tmp_path: Path) -> None:
                 if number % 7 == 0:
                     await asyncio.sleep(0)
             await writer.flushed()
-            assert [unpack(payload) for payload in read_records(path.read_bytes()).payloads] == list(
-                range(200)
-            )
+            assert [unpack(payload) for payload in read_records(path.read_bytes())[0]] == list(range(200))
 
     asyncio.run(scenario())
 

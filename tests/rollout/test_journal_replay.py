@@ -180,7 +180,7 @@ def _record_sizes_from_behind(data: bytes) -> Iterator[list[int]]:
 
 
 def _payloads(data: bytes) -> list[bytes]:
-    return read_records(data).payloads
+    return read_records(data)[0]
 
 
 def cut_after(data: bytes, kind: RecordKind, *, count: int = 1) -> bytes:

@@ -127,7 +127,7 @@ def boundaries(data: bytes) -> Iterator[int]:
     """Return the ends of the records of a journal."""
     end = len(HEADER)
     yield end
-    for payload in read_records(data).payloads:
+    for payload in read_records(data)[0]:
         end += len(payload) + FRAME_BYTES
         yield end
 

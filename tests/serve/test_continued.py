@@ -291,7 +291,7 @@ def test_a_journal_brings_prefixes_and_continued_turns_back(tmp_path: Path) -> N
     assert [facts(t) for t in run_journaled(tmp_path / "j", worker(2)[0], ROWS, resume=True)] == [
         facts(t) for t in first
     ]
-    payloads = read_records((tmp_path / "j").read_bytes()).payloads
+    payloads = read_records((tmp_path / "j").read_bytes())[0]
     kept = [p for p in payloads if unpack(p)["is"] not in (RecordKind.END, RecordKind.COMPLETE)]
     (tmp_path / "j").write_bytes(HEADER + b"".join(map(framed, kept)))
     harness, script = worker(3)

@@ -42,7 +42,7 @@ def test_a_journal_brings_every_conversation_back(tmp_path: Path) -> None:
 
 def test_all_completions_are_replayed_also_on_a_branch_from_an_earlier_position(tmp_path: Path) -> None:
     first = run_journaled(tmp_path / "j", make_harness(1), ROWS)
-    payloads = read_records((tmp_path / "j").read_bytes()).payloads
+    payloads = read_records((tmp_path / "j").read_bytes())[0]
     kept = [p for p in payloads if unpack(p)["is"] not in (RecordKind.END, RecordKind.COMPLETE)]
     (tmp_path / "j").write_bytes(HEADER + b"".join(map(framed, kept)))
     script = RandomScript(seed=2, per_turn=2)
@@ -92,7 +92,7 @@ def test_conversations_that_begin_in_another_order_get_their_own_completions(
 ) -> None:
     rows = [{"raw_prompt": user("-"), "program": "tests.serve.test_journal:asks_both"}]
     first = run_journaled(tmp_path / "j", make_harness(1), rows)
-    payloads = read_records((tmp_path / "j").read_bytes()).payloads
+    payloads = read_records((tmp_path / "j").read_bytes())[0]
     kept = [p for p in payloads if unpack(p)["is"] not in (RecordKind.END, RecordKind.COMPLETE)]
     (tmp_path / "j").write_bytes(HEADER + b"".join(map(framed, kept)))
     monkeypatch.setattr(sys.modules["tests.serve.test_journal"], "QUESTIONS", QUESTIONS[::-1])

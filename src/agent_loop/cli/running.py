@@ -115,8 +115,8 @@ async def run_rows(
                     journal_path, key=key, rows=rows, resume=resume, refuse=True, lock=False
                 )
                 async with opening as journal:
-                    for note in journal.notes:
-                        print_line(console, note)
+                    if journal.note:
+                        print_line(console, journal.note)
                     return await manager.run(
                         rows, n=n, validate=validate, on_trajectory=count_trajectory, journal=journal
                     )

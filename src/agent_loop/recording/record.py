@@ -42,8 +42,6 @@ class RecordKind(StrEnum):
     """Results of a batch reward function for rows that had ended."""
     COMPLETE = "complete"
     """The rollout ended, with the group and rollout of each trajectory."""
-    DAMAGE = "damage"
-    """The journal was damaged and repaired. Records of unfinished rows may be missing."""
 
 
 class RecordPosition(NamedTuple):
@@ -82,10 +80,6 @@ class RowRecord:
     entries: list[RecordEntry] = field(default_factory=list[RecordEntry])
     end: Mapping[str, Any] | None = None
     """Serialized trajectories of the row if it has ended; else None."""
-    num_records: int = 0
-    """Number of records so far. This is the index of the next record."""
-    doubt: str | None = None
-    """Reason why records may be missing; None if no record can be missing."""
 
     @classmethod
     def of(cls, payloads: Iterable[bytes]) -> RowRecord:
@@ -106,7 +100,6 @@ class RowRecord:
     def add(self, payload: Mapping[str, Any]) -> None:
         """Add the row's next record, in unpacked form."""
         kind = RecordKind(payload["is"])
-        self.num_records += 1
         if kind is RecordKind.RESTART:
             self.entries, self.end = [], None
         elif kind is RecordKind.END:

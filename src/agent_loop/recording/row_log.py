@@ -107,7 +107,6 @@ class RowLog:
         self._replay(self.record)
         self._claimed: set[int] = set()
         """Numbers of the episodes that have begun."""
-        self._num_records = self.record.num_records
 
     @property
     def is_kept(self) -> bool:
@@ -257,11 +256,10 @@ class RowLog:
                 self.only_once = str(entry.got["what"])
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        """Append a record with the row's next number. The reader detects missing records by their numbers."""
+        """Append a record with the name of its row."""
         if not self.is_kept:
             return
-        payload = pack({**record, "row": self._row, "n": self._num_records})
-        self._num_records += 1
+        payload = pack({**record, "row": self._row})
         if self.copies is not None:
             self.copies.append(payload)
         if self._sink is not None:
@@ -428,9 +426,6 @@ class EpisodeLog:
         is_once = call.on_replay is OnReplay.ONCE
         if is_once:
             self._row.only_once = call.what
-            doubt = self._row.record.doubt
-            if doubt is not None:
-                raise self._row.mismatched(f"{call.what} may have been used before: {doubt}")
         kind = RecordKind.REPLY_BEGAN if call.tool is None else RecordKind.CALL_BEGAN
         self._row.keep(kind, position, asked=asked, got={"what": call.what} if is_once else None)
         await self._row.flushed(to_disk=is_once)

@@ -379,8 +379,8 @@ class StepRollouts:
                         f"step {step} is sampled again, so the journals of later steps are dropped "
                         f"({', '.join(map(str, dropped))}): their weights will not exist again"
                     )
-            for note in journal.notes:
-                self._progress.say(note)
+            if journal.note:
+                self._progress.say(journal.note)
             if journal.num_ended:
                 what = "continuations" if forks else "rollouts"
                 self._progress.say(f"step {step}: {journal.num_ended} {what} are in the journal")

@@ -4,7 +4,7 @@
     record   u32 length | u32 CRC-32 of the length | u32 CRC-32 of the payload | payload        (little-endian)
 
 A process that is killed leaves a prefix of its writes, so only the last record can be incomplete. Any other invalid
-record was damaged later.
+record was damaged later, and its journal is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import struct
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -23,7 +22,7 @@ from agent_loop.errors import JournalError
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.runtime.describe import describe_error
 
-FORMAT = 7
+FORMAT = 8
 MAGIC = b"agent-loop journal ".ljust(28, b".")
 HEADER = MAGIC + struct.pack("<I", FORMAT)
 CLOSE_TIMEOUT_S = 60.0
@@ -40,23 +39,14 @@ def framed(payload: bytes) -> bytes:
     return _FRAME.pack(length, zlib.crc32(_NUMBER.pack(length)), zlib.crc32(payload)) + payload
 
 
-@dataclass(frozen=True, slots=True)
-class JournalBytes:
-    """Payloads of the valid records at the beginning of a journal."""
+def read_records(data: bytes) -> tuple[list[bytes], int]:
+    """Return the payloads of a journal, and the number of its bytes without an incomplete last record.
 
-    payloads: list[bytes]
-    num_good_bytes: int
-    """Number of bytes of the header and of these records; 0 if the header is incomplete."""
-    num_torn_bytes: int = 0
-    """Number of bytes of an incomplete last record."""
-    is_damaged: bool = False
-    """Whether the next record was damaged after it had been written."""
-
-
-def read_records(data: bytes) -> JournalBytes:
-    """Read the records of a journal up to the first that is incomplete or damaged."""
+    Raises:
+        JournalError: The file is not a journal of this format, or a record was damaged after it had been written.
+    """
     if HEADER.startswith(data):
-        return JournalBytes([], len(data) if data == HEADER else 0, num_torn_bytes=len(data) % len(HEADER))
+        return [], len(data) if data == HEADER else 0
     _check_header(data)
     payloads: list[bytes] = []
     start = len(HEADER)
@@ -68,10 +58,14 @@ def read_records(data: bytes) -> JournalBytes:
             break
         payload = data[start + FRAME_BYTES : end]
         if is_damaged or checksum != zlib.crc32(payload):
-            return JournalBytes(payloads, start, is_damaged=True)
+            raise JournalError(
+                f"the journal is damaged at byte {start}; restore the file from a copy, or move it elsewhere to start "
+                "from the beginning. Every row is then run again, including its calls of tools that may be used only "
+                "once"
+            )
         payloads.append(payload)
         start = end
-    return JournalBytes(payloads, start, num_torn_bytes=len(data) - start)
+    return payloads, start
 
 
 def _check_header(data: bytes) -> None:

@@ -6,24 +6,25 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from agent_loop.config import Config
+from agent_loop.errors import JournalError
 from agent_loop.recording.record import RecordKind, RowRecord, Sink
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.serialization import serialize_rewards, with_recorded_rewards
-from agent_loop.recording.values import Unstorable, pack
+from agent_loop.recording.values import Unstorable, digest, pack, unpack
 from agent_loop.rollout.jobs import Job
-from agent_loop.rollout.journal.contents import Contents, StepKey, read_contents
-from agent_loop.rollout.journal.file import JournalWriter
+from agent_loop.rollout.journal.file import JournalWriter, read_records
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_file
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 
 logger = logging.getLogger(__name__)
+Rewards: TypeAlias = dict[str, dict[int | None, Mapping[str, Any]]]
 
 FREE_KEYS = frozenset(
     {
@@ -47,6 +48,109 @@ def training_settings(config: Config) -> dict[str, Any]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """Identity of the rollout that a journal belongs to. Other rollouts cannot resume from this journal."""
+
+    step: int
+    weight_version: int
+    num_samples: int
+    """Trajectories per row."""
+    rows: str
+    """Digest of the rows."""
+    settings: Mapping[str, Any]
+    """Other settings that the rollout's tokens depend on."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Row],
+        *,
+        step: int,
+        weight_version: int,
+        num_samples: int,
+        settings: Mapping[str, Any],
+    ) -> StepKey:
+        """Return the key of a rollout of these rows."""
+        return cls(
+            step=step,
+            weight_version=weight_version,
+            num_samples=num_samples,
+            rows=digest([dict(row) for row in rows]),
+            settings=settings,
+        )
+
+    def differences(self, other: StepKey) -> list[str]:
+        """Return the names of the fields and settings that differ."""
+        return _differing(_plain(self), _plain(other))
+
+    def packed(self) -> bytes:
+        """Return the first record of the journal, packed."""
+        return pack({"is": RecordKind.STEP, "got": asdict(self)})
+
+
+@dataclass(slots=True)
+class Contents:
+    """Contents of a journal of an earlier process."""
+
+    key: StepKey | None = None
+    """Identity of the rollout; None if the journal has no record of it."""
+    records: dict[str, RowRecord] = field(default_factory=dict[str, RowRecord])
+    """Records by row."""
+    rewards: Rewards = field(default_factory=dict[str, dict[int | None, Mapping[str, Any]]])
+    """Results of a batch reward function, by row and branch; see `serialize_rewards`."""
+    complete: Sequence[tuple[int, int]] | None = None
+    """Group and rollout of each trajectory, if the rollout has ended; else None."""
+    num_bytes: int = 0
+    """Number of bytes of the file to keep; 0 starts a new file."""
+    note: str = ""
+    """Note for the user; empty if there is none."""
+
+    def add(self, payload: Mapping[str, Any]) -> None:
+        """Add the next record of the journal."""
+        kind = RecordKind(payload["is"])
+        if kind is RecordKind.STEP:
+            self.key = self.key or StepKey(**payload["got"])
+        elif kind is RecordKind.COMPLETE:
+            self.complete = [(int(group), int(rollout)) for group, rollout in payload["got"]]
+        elif kind is RecordKind.REWARDS:
+            for row, forms in payload["got"].items():
+                self.rewards.setdefault(row, {}).update({form["branch"]: form for form in forms})
+        else:
+            self.records.setdefault(payload["row"], RowRecord()).add(payload)
+            if kind is RecordKind.END:  # Earlier rewards belong to other trajectories.
+                self.rewards.pop(payload["row"], None)
+
+
+def read_contents(path: Path, *, key: StepKey, refuse: bool) -> Contents:
+    """Read a journal, which need not exist. A file of another rollout is an error, or is replaced with a note.
+
+    Raises:
+        JournalError: The file is damaged, or is not a journal of this rollout.
+    """
+    name, contents = f"the journal {str(path)!r}", Contents()
+    try:
+        payloads, num_bytes = read_records(path.read_bytes())
+    except FileNotFoundError:
+        return contents
+    except (JournalError, OSError) as error:
+        raise JournalError(f"{name} cannot be read: {error}") from error
+    for payload in payloads:
+        contents.add(unpack(payload))
+    if contents.key is None:
+        return Contents(note=f"{name} has no records; the rollout starts from the beginning")
+    differences = key.differences(contents.key)
+    if differences:
+        why = f"{name} belongs to another rollout: {', '.join(differences)} changed"
+        if refuse:
+            raise JournalError(
+                f"{why}; restore the settings to resume, or run without --resume to start from the beginning"
+            )
+        return Contents(note=f"{why}; the journal is not used")
+    contents.num_bytes = num_bytes
+    return contents
+
+
 class StepJournal:
     """Open journal of one rollout. Created by `open_journal`.
 
@@ -54,11 +158,10 @@ class StepJournal:
     """
 
     def __init__(self, contents: Contents, *, rows: Sequence[Row], sink: Sink) -> None:
-        self.notes = contents.notes
-        """Notes for the user, one line each."""
+        self.note = contents.note
+        """Note for the user; empty if there is none."""
         self._records = contents.records
         self._rewards = contents.rewards
-        self._doubt = contents.doubt
         self._complete = contents.complete
         self._rows = rows
         self._sink = sink
@@ -135,7 +238,7 @@ class StepJournal:
         return trajectories
 
     def _record(self, group: int, rollout: int) -> RowRecord:
-        return self._records.get(_name(group, rollout)) or RowRecord(doubt=self._doubt)
+        return self._records.get(_name(group, rollout)) or RowRecord()
 
 
 @asynccontextmanager
@@ -162,14 +265,29 @@ async def open_journal(
         contents = Contents()
         if resume:
             contents = await run_in_thread(read_contents, path, key=key, refuse=refuse)
-        for note in contents.notes:
-            logger.warning("%s", note)
+        if contents.note:
+            logger.warning("%s", contents.note)
         async with JournalWriter(path, num_bytes=contents.num_bytes) as writer:
             if not contents.num_bytes:
                 writer.append(key.packed())
-            if contents.doubt is not None:
-                writer.append(pack({"is": RecordKind.DAMAGE, "got": contents.doubt}))
             yield StepJournal(contents, rows=rows, sink=writer)
+
+
+def _plain(key: StepKey) -> dict[str, Any]:
+    values = asdict(key)
+    return values | values.pop("settings")
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any], *, prefix: str = "") -> list[str]:
+    names: list[str] = []
+    for name in sorted({*one, *other}):
+        value, other_value = one.get(name), other.get(name)
+        if isinstance(value, Mapping) and isinstance(other_value, Mapping):
+            inner = cast(Mapping[str, Any], value), cast(Mapping[str, Any], other_value)
+            names += _differing(*inner, prefix=f"{prefix}{name}.")
+        elif value != other_value:
+            names.append(f"{prefix}{name}")
+    return names
 
 
 def _name(group: int, rollout: int) -> str:
