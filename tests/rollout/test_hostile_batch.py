@@ -1,4 +1,4 @@
-"""A batch of hostile and harmless rows ends with a reason for every row, leaks nothing, and can be trained on."""
+"""User code that misbehaves ends its own rows with a reason, leaks nothing, and does not change other rows."""
 
 from __future__ import annotations
 
@@ -9,63 +9,336 @@ import pickle
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agent_loop.config import Config, MultiTurnConfig
+from agent_loop.config import MultiTurnConfig
+from agent_loop.interactions.base import BaseInteraction
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.jobs import Job
 from agent_loop.runtime.isolated_task import num_abandoned
+from agent_loop.runtime.user_code import call_function
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.storage.json_lines import write_lines
 from agent_loop.storage.writer import write_trajectories
 from agent_loop.testing import run_virtual
-from agent_loop.training import metrics as names
-from agent_loop.training.learner import load_learner
-from agent_loop.trajectory import IncidentKind, Trajectory
+from agent_loop.tools.base import ToolResponse
+from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import Row
-from tests.harness import is_nightly
-from tests.helpers import hermes_template, small_tokenizer
-from tests.rollout import hostile
-from tests.rollout.harness import WorkerHarness
-from tests.rollout.hostile import HostileInteraction, Kind, Released, harmless_row, json_lines
+from tests.helpers import hermes_template, small_tokenizer, text_reply, tool_call_reply, user
+from tests.rollout.harness import Adder, WorkerHarness
 
-NUM_HOSTILE = 1000 if is_nightly() else 200
-NUM_HARMLESS = NUM_HOSTILE // 5
 GROUP = 6
 LONG_S = 4000.0
 """Time after which all released code has ended."""
-KINDS = hostile.kinds()
+
+
+class Released:
+    """Events that release all hanging code at the end of a test."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.threads = threading.Event()
+
+    def set(self) -> None:
+        self.event.set()
+        self.threads.set()
+
+
+RELEASED: list[Released] = []
+"""Events of the running test, at most one entry."""
 
 
 @pytest.fixture(autouse=True)
 def released() -> Iterator[Released]:
     released = Released()
-    hostile.RELEASED.append(released)
+    RELEASED.append(released)
     yield released
-    hostile.RELEASED.clear()
+    RELEASED.clear()
     released.set()
 
 
-def make_harness() -> WorkerHarness:
-    return WorkerHarness(
-        hostile.script,
-        tools=hostile.hostile_tools(),
-        interactions={"hostile": HostileInteraction()},
-        reward=RewardFunction(hostile.async_reward, timeout_s=10.0),
-        multi_turn=MultiTurnConfig(tool_timeout_s=10, interaction_timeout_s=10, close_timeout_s=5),
-        deadline_s=100.0,
-        request_timeout_s=20.0,
-        vocab_size=len(small_tokenizer()),
-        silence_s=1e6,
-        response_length=400,
-        prompt_length=400,
-    )
+# -- what user code does -----------------------------------------------------------------------------------------------
+
+
+async def hang() -> None:
+    await asyncio.sleep(math.inf)
+
+
+async def swallow() -> None:
+    released = RELEASED[0].event
+    while not released.is_set():
+        with suppress(asyncio.CancelledError):
+            await released.wait()
+
+
+async def cancel_itself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(1)
+
+
+def raising(error: BaseException) -> Callable[[], Awaitable[None]]:
+    async def deed() -> None:
+        await asyncio.sleep(0)
+        raise error
+
+    return deed
+
+
+DEEDS: dict[str | None, Callable[[], Awaitable[None]]] = {
+    "hangs": hang,
+    "swallows": swallow,
+    "cancels_itself": cancel_itself,
+    "raises": raising(ValueError("a bug")),
+    "exits": raising(SystemExit(3)),
+    "cancelled_error": raising(asyncio.CancelledError()),
+}
+
+
+def _recursive() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["itself"] = [value]
+    return value
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "recursive": _recursive,
+    "tuple_keys": lambda: {(1, 2): 3, None: 4, 5: 6},
+    "huge_integer": lambda: 10**5000,
+    "nan": lambda: math.nan,
+    "half_surrogate": lambda: "a\ud800b",
+    "lock": threading.Lock,
+}
+
+
+async def _maybe(deed: str | None) -> None:
+    if deed is not None:
+        await DEEDS[deed]()
+
+
+def _extra(value: str | None) -> dict[Any, Any]:
+    return {} if value is None else {"ok": 1, "odd": VALUES[value]()}
+
+
+class HostileTool(Adder):
+    """Tool that adds two numbers and misbehaves in the method that the row names."""
+
+    has_verdict = True
+
+    async def create(self, instance_id: str, *, deed: str | None = None, **kwargs: Any) -> None:
+        await super().create(instance_id)
+        await _maybe(deed)
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], *, deed: str | None = None, **kwargs: Any
+    ) -> Any:
+        await _maybe(deed)
+        response = ToolResponse(text=str(parameters["a"] + parameters["b"]))
+        parameters.clear()
+        found: dict[str | None, Any] = {
+            None: (response, 0.5, _extra(kwargs.get("value"))),
+            "nothing": None,
+            "garbage": object(),
+            "nan_reward": (response, math.nan, {}),
+            "long_text": "x" * 3_000_000,
+        }
+        return found[kwargs.get("returns")]
+
+    async def calc_reward(self, instance_id: str, *, deed: str | None = None, **kwargs: Any) -> Any:
+        await _maybe(deed)
+        returns = kwargs.get("returns")
+        return None if returns is None else VALUES[returns]()
+
+    async def release(self, instance_id: str, *, deed: str | None = None, **kwargs: Any) -> None:
+        await super().release(instance_id)
+        await _maybe(deed)
+
+
+class HostileInteraction(BaseInteraction):
+    """Interaction that replies once and misbehaves in the method that the row names."""
+
+    def __init__(self) -> None:
+        super().__init__({"name": "hostile"})
+        self._kwargs: dict[str, Mapping[str, Any]] = {}
+
+    async def start_interaction(self, instance_id: str, **kwargs: Any) -> str | None:
+        self._kwargs[instance_id] = kwargs
+        await _maybe(kwargs.get("start"))
+        return None
+
+    async def generate_response(self, instance_id: str, messages: list[Any], **kwargs: Any) -> Any:
+        await _maybe(kwargs.get("respond"))
+        messages.clear()
+        if "returns" in kwargs:
+            return {"garbage": object(), "short": (True,)}[kwargs["returns"]]
+        return True, "good bye", 0.25, _extra(kwargs.get("value"))
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> Any:
+        given = self._kwargs[instance_id]
+        await _maybe(given.get("score"))
+        return VALUES[given["verdict"]]() if "verdict" in given else None
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        await _maybe(self._kwargs.pop(instance_id, {}).get("finalize"))
+
+
+@register("hostile_loop")
+class HostileLoop(AgentLoopBase):
+    """Loop that samples one turn and then does what the row says."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
+        async with self.episode(row["raw_prompt"]) as episode:
+            await episode.generate(sampling_params)
+            if row.get("goes_on"):
+                await self._go_on_although_cancelled(sampling_params)
+            await _maybe(row.get("deed"))
+        output = episode.output(reward_score=1.0)
+        row["raw_prompt"].clear()
+        if "value" in row:
+            return replace(output, extra_fields=_extra(row["value"]))
+        found: dict[str | None, Any] = {
+            None: output,
+            "nothing": None,
+            "list_of_garbage": [output, 5],
+            "garbage_reward": replace(output, reward_score=object()),  # type: ignore[arg-type]
+            "garbage_messages": replace(output, messages=[5]),
+            "two": [output, output],
+        }
+        return found[row.get("returns")]
+
+    async def _go_on_although_cancelled(self, sampling_params: Mapping[str, Any]) -> None:
+        while not RELEASED[0].event.is_set():
+            try:
+                await asyncio.sleep(1)
+                await self.server_manager.generate(
+                    "again", prompt_ids=[1, 2], sampling_params=dict(sampling_params)
+                )
+            except BaseException:
+                await asyncio.sleep(1)
+
+
+def script(request: ScriptedRequest) -> ScriptedReply:
+    """Return a call of the tool if the prompt asks for it, and then an answer."""
+    text = small_tokenizer().decode(request.prompt_ids.tolist())
+    if "add" in text and request.turn == 0:
+        return tool_call_reply("add", a=1, b=2)
+    return text_reply(f"{len(request.prompt_ids) % 7}", latency_s=0.25)
+
+
+def exits() -> None:
+    raise SystemExit(4)
+
+
+async def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> Any:
+    """Return the reward of a harmless row, which depends only on the answer, or do what the row says."""
+    told = row.get("reward_does", {})
+    row.clear()  # type: ignore[attr-defined]
+    await _maybe(told.get("deed"))
+    if "in_thread" in told:
+        threads = {"hangs": RELEASED[0].threads.wait, "exits": exits, "returns_garbage": object}
+        return await call_function(threads[told["in_thread"]])
+    if "returns" in told:
+        return VALUES[told["returns"]]()
+    length = len(output.response_ids)
+    return {"reward": length % 3 / 2, "length": length, **_extra(told.get("value"))}
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kind of misbehaviour, and the columns of the rows that show it."""
+
+    name: str
+    columns: Mapping[str, Any]
+    ends: str
+    """How such a row ends: its stop reason, and the type of the failure if there is one."""
+    num_abandoned: int = 0
+
+    def row(self, number: int) -> dict[str, Any]:
+        text = "add" if "tools_kwargs" in self.columns else "hello"
+        return {**self.columns, "raw_prompt": user(f"{text} {number}")}
+
+
+def make_kinds() -> list[Kind]:
+    def tool(method: str, ends: str, num_abandoned: int = 0, **kwargs: Any) -> Kind:
+        columns = {"tools_kwargs": {"add": {f"{method}_kwargs": kwargs}}}
+        return Kind(f"tool {method} {kwargs}", columns, ends, num_abandoned)
+
+    def interaction(ends: str, num_abandoned: int = 0, **kwargs: Any) -> Kind:
+        columns = {"interaction_kwargs": {"name": "hostile", **kwargs}}
+        return Kind(f"interaction {kwargs}", columns, ends, num_abandoned)
+
+    def scored(ends: str, num_abandoned: int = 0, **does: Any) -> Kind:
+        return Kind(f"reward {does}", {"reward_does": does}, ends, num_abandoned)
+
+    def loop(ends: str, num_abandoned: int = 0, **columns: Any) -> Kind:
+        return Kind(f"loop {columns}", {"agent_name": "hostile_loop", **columns}, ends, num_abandoned)
+
+    found: list[Kind] = []
+    loop_ends = {"hangs": "deadline", "swallows": "deadline", "raises": "failed ValueError"}
+    for deed in filter(None, DEEDS):
+        abandoned = int(deed == "swallows")
+        ends = "answered" if deed == "hangs" else "failed ToolBug"
+        bug, late = "failed InteractionBug", loop_ends.get(deed, "failed RuntimeError")
+        found += [
+            tool("create", ends, abandoned, deed=deed),
+            tool("execute", ends, abandoned, deed=deed),
+            tool("calc_reward", "failed ToolBug", abandoned, deed=deed),
+            tool("release", "answered", abandoned, deed=deed),
+            *(interaction(bug, abandoned, **{method: deed}) for method in ("start", "respond", "score")),
+            interaction("interaction_finished", abandoned, finalize=deed),
+            scored("failed RewardError", abandoned, deed=deed),
+            loop(late, abandoned, deed=deed),
+        ]
+    for value in VALUES:
+        found.append(tool("execute", "answered", value=value))
+        found.append(interaction("interaction_finished", value=value))
+        found.append(scored("answered", value=value))
+        found.append(loop("answered", value=value))
+        found.append(Kind(f"row {value}", {"odd": VALUES[value]()}, "answered"))
+    for value in ("nan", "huge_integer", "recursive"):
+        found.append(tool("calc_reward", "failed ToolBug", returns=value))
+        found.append(interaction("failed InteractionBug", verdict=value))
+        found.append(scored("failed RewardError", returns=value))
+    found += [
+        tool("execute", "failed ToolBug", returns=each) for each in ("nothing", "garbage", "nan_reward")
+    ]
+    found.append(tool("execute", "answered", returns="long_text"))
+    found += [interaction("failed InteractionBug", returns=each) for each in ("garbage", "short")]
+    found += [scored("failed RewardError", in_thread=each) for each in ("hangs", "exits", "returns_garbage")]
+    found += [
+        loop("failed EpisodeError", returns=each)
+        for each in ("nothing", "list_of_garbage", "garbage_reward", "garbage_messages")
+    ]
+    return [*found, loop("answered", returns="two"), loop("deadline", 1, goes_on=True)]
+
+
+KINDS = make_kinds()
+NUM_HARMLESS = 30
+
+
+def harmless_row(number: int) -> dict[str, Any]:
+    """Return a row that does nothing wrong. A third of these rows use each component."""
+    row: dict[str, Any] = {"raw_prompt": user(f"{'add' if number % 3 == 0 else 'hello'} {number}")}
+    if number % 3 == 1:
+        row["interaction_kwargs"] = {"name": "hostile"}
+    return row
+
+
+# -- the test ----------------------------------------------------------------------------------------------------------
 
 
 def run(rows: Sequence[Row], released: Released) -> tuple[list[Trajectory], int]:
@@ -77,7 +350,18 @@ def run(rows: Sequence[Row], released: Released) -> tuple[list[Trajectory], int]
     jobs = [Job(row, n // GROUP, n % GROUP, {"temperature": 1.0}) for n, row in enumerate(rows)]
 
     async def scenario() -> tuple[list[Trajectory], int]:
-        harness = make_harness()
+        harness = WorkerHarness(
+            script,
+            tools=[HostileTool()],
+            interactions={"hostile": HostileInteraction()},
+            reward=RewardFunction(reward, timeout_s=10.0),
+            multi_turn=MultiTurnConfig(tool_timeout_s=10, interaction_timeout_s=10, close_timeout_s=5),
+            deadline_s=100.0,
+            request_timeout_s=20.0,
+            silence_s=1e6,
+            response_length=400,
+            prompt_length=400,
+        )
         trajectories = await harness.worker.run(jobs)
         num_left = num_abandoned()
         released.set()
@@ -86,12 +370,12 @@ def run(rows: Sequence[Row], released: Released) -> tuple[list[Trajectory], int]
         harness.assert_nothing_is_left()
         return trajectories, num_left
 
-    trajectories, num_left = run_virtual(scenario())
+    found = run_virtual(scenario())
     threads = [thread for thread in threading.enumerate() if thread.name == "agent-loop-thread"]
     for thread in threads:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
-    return trajectories, num_left
+    return found
 
 
 def ended(trajectory: Trajectory) -> str:
@@ -106,70 +390,29 @@ def facts(trajectory: Trajectory) -> list[Any]:
     """Return the values that must not depend on other rows."""
     output = trajectory.output
     assert output.response_logprobs is not None
+    arrays = (output.prompt_ids, output.response_ids, output.response_mask, output.response_logprobs)
     return [
-        output.prompt_ids.tolist(),
-        output.response_ids.tolist(),
-        output.response_mask.tolist(),
-        output.response_logprobs.tolist(),
-        output.weight_versions.tolist(),
-        output.messages,
-        output.stop_reason,
-        output.feedback,
-        output.incidents,
-        trajectory.reward,
-        trajectory.reward_extra,
+        *(array.tolist() for array in arrays),
+        *(output.messages, output.stop_reason, output.feedback, output.incidents),
+        *(trajectory.reward, trajectory.reward_extra),
     ]
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def settings(folder: Path) -> Config:
-    torch.manual_seed(0)
-    model = Qwen3Config(
-        vocab_size=len(small_tokenizer()),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(model).save_pretrained(folder)
-    return Config.model_validate(
-        {
-            "model": {"path": str(folder), "device": "cpu"},
-            "actor": {"lr": 1e-3},
-            "algorithm": {"drop_zero_variance_groups": False},
-        }
-    )
-
-
-def test_there_are_at_least_forty_kinds_of_hostile_components() -> None:
-    assert len({kind.name for kind in KINDS}) == len(KINDS) >= 40
-
-
-def test_hundreds_of_hostile_rows_end_with_a_reason_leak_nothing_and_do_not_change_other_rows(
+def test_hostile_rows_end_with_a_reason_leak_nothing_and_do_not_change_other_rows(
     released: Released, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
     (tmp_path / "temp").mkdir()
-    config = settings(tmp_path / "policy")
     harmless = [harmless_row(number) for number in range(NUM_HARMLESS)]
     alone, _ = run(harmless, Released())
-    num_files = open_files()
+    open_files = partial(os.listdir, "/proc/self/fd")
+    num_files = len(open_files())
 
-    rows: list[Row] = []
-    kinds: list[Kind | None] = []
-    for number in range(NUM_HOSTILE):
-        kinds.append(KINDS[number % len(KINDS)])
-        rows.append(KINDS[number % len(KINDS)].row(number))
-        if number % 5 == 0:
-            kinds.append(None)
-            rows.append(harmless[number // 5])
+    kinds: list[Kind | None] = [*KINDS]
+    rows: list[Row] = [kind.row(number) for number, kind in enumerate(KINDS)]
+    for number, row in enumerate(harmless):
+        kinds.insert(5 * number, None)
+        rows.insert(5 * number, row)
     trajectories, num_left = run(rows, released)
 
     first_of = {t.group * GROUP + t.rollout: t for t in trajectories if not t.branch}
@@ -177,7 +420,7 @@ def test_hundreds_of_hostile_rows_end_with_a_reason_leak_nothing_and_do_not_chan
     wrong = {
         kind.name: (ended(first_of[n]), first_of[n].output.failure)
         for n, kind in enumerate(kinds)
-        if kind is not None and ended(first_of[n]) not in kind.ends
+        if kind is not None and ended(first_of[n]) != kind.ends
     }
     assert wrong == {}
     abandoned = {
@@ -187,21 +430,12 @@ def test_hundreds_of_hostile_rows_end_with_a_reason_leak_nothing_and_do_not_chan
     assert num_left == sum(abandoned.values()) > 0
     together = [first_of[n] for n, kind in enumerate(kinds) if kind is None]
     assert list(map(facts, together)) == list(map(facts, alone))
-    assert open_files() == num_files
+    assert len(open_files()) == num_files
     assert list((tmp_path / "temp").iterdir()) == []
 
     write_lines(tmp_path / "records.jsonl", trajectories, split="rollout")
-    records = json_lines((tmp_path / "records.jsonl").read_text(encoding="utf-8"))
-    assert [record["trajectory_id"] for record in records] == [t.trajectory_id for t in trajectories]
     write_trajectories(tmp_path / "step.parquet", trajectories, step=1, split="train")
     assert pickle.loads(pickle.dumps([t.output for t in trajectories]))[0].stop_reason
-
     batch = assemble(trajectories, pad_token_id=hermes_template().pad_token_id)
-    learner = load_learner(config)
-    before = {name: value.clone() for name, value in learner.weights()}
-    metrics = learner.learn(batch)
-    assert all(math.isfinite(value) for value in metrics.values()), metrics
-    assert metrics[names.ROWS_TRAINED] > NUM_HARMLESS
-    after = dict(learner.weights())
-    assert all(bool(torch.isfinite(value).all()) for value in after.values())
-    assert not all(torch.equal(value, after[name]) for name, value in before.items())
+    assert batch["rollout_log_probs"].isfinite().all()
+    assert batch["reward"][batch["is_scored"]].isfinite().all()
