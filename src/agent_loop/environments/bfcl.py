@@ -82,15 +82,7 @@ class BfclSuite(TaskSuite):
 
 
 def parse_call(text: str, *, signatures: Mapping[str, Sequence[str]]) -> ToolCall:
-    """Parse a call that is written in Python.
-
-    Args:
-        text: The call. Its arguments are literals.
-        signatures: Names of each function's parameters, for arguments without a name.
-
-    Raises:
-        ValueError: The text is not such a call.
-    """
+    """Parse a call that is written in Python."""
     call = ast.parse(text.strip(), mode="eval").body
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise ValueError(f"{text!r} is not a call of a function")

@@ -48,11 +48,7 @@ class EnvironmentFactory:
 
 
 def load_environments(references: Mapping[str, str]) -> dict[str, EnvironmentFactory]:
-    """Load environments, by the names that rows use for them.
-
-    Args:
-        references: `file.py:Class` or `module:Class`, or functions that return instances, by name.
-    """
+    """Load environments, by the names that rows use for them."""
     environments: dict[str, EnvironmentFactory] = {}
     for name, reference in references.items():
         where = f"rollout.multi_turn.environments.{name} ({reference})"

@@ -289,13 +289,7 @@ class World:
         """Sum of the scores of all turns."""
 
     def reset(self, *, seed: int | None, options: Mapping[str, Any] | None = None, **env_kwargs: Any) -> str:
-        """Create the environment, start an episode and return its first observation.
-
-        Args:
-            seed: Seed of the episode.
-            options: Options of the environment's `reset`.
-            **env_kwargs: Keyword arguments for `gymnasium.make`, merged over those of the settings.
-        """
+        """Create the environment, start an episode and return its first observation."""
         self._env = self._make(self._settings.env_id, **{**self._settings.env_kwargs, **env_kwargs})
         observation, _ = self._env.reset(seed=seed, options=options)
         return self._text_of(observation, self._env)
@@ -366,9 +360,6 @@ class ActionReader:
             literally for a `Text` space, parsed as JSON for any other.
         pattern: A case-insensitive regular expression that finds the action. Its last match counts: the first group
             if there is one, or the whole match. None takes the whole text.
-
-    Raises:
-        ConfigError: The pattern is not a valid regular expression.
     """
 
     def __init__(self, *, words: Mapping[str, Any], pattern: str | None) -> None:
@@ -381,11 +372,7 @@ class ActionReader:
             ) from error
 
     def read(self, text: str, space: Any) -> Any:
-        """Return the action that `text` names.
-
-        Raises:
-            InvalidAction: The text names no action of `space`.
-        """
+        """Return the action that `text` names."""
         action = self._value_of(self._matched_text(text), space)
         if isinstance(action, bool) or not space.contains(action):  # (a bool passes as an integer otherwise)
             raise InvalidAction(f"{describe_value(action)} is not in {space}")

@@ -92,10 +92,6 @@ def harbor_rows(source: str, workspace: Mapping[str, Any]) -> Iterator[tuple[str
     """Return the rows of a folder of tasks, or of one task, with their locations. Return None for other sources.
 
     A task that cannot be used becomes a row that fails with the reason, so that the other tasks can run.
-
-    Args:
-        source: Path of the folder.
-        workspace: Settings that are merged over the workspace of every row.
     """
     folders = find_tasks(Path(source))
     if not folders:
@@ -108,12 +104,7 @@ def harbor_rows(source: str, workspace: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def task_row(task: HarborTask, *, workspace: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of a task.
-
-    Args:
-        task: The task.
-        workspace: Settings that are merged over the row's workspace.
-    """
+    """Return the row of a task."""
     owner, slash, _ = task.name.rpartition("/")
     timeout_s = task.file.agent.timeout_sec
     metadata = {name: task.file.metadata[name] for name in _METADATA_COLUMNS if name in task.file.metadata}

@@ -25,11 +25,7 @@ from agent_loop.types import Message
 
 
 class LiveEnvironment:
-    """Environment of one trajectory. Its methods run one after the other.
-
-    Args:
-        factory: Creates the environment when `reset` is called.
-    """
+    """Environment of one trajectory. Its methods run one after the other."""
 
     def __init__(self, factory: EnvironmentFactory) -> None:
         self.where = factory.where
@@ -39,11 +35,7 @@ class LiveEnvironment:
 
     @property
     def environment(self) -> Environment:
-        """The environment.
-
-        Raises:
-            EnvironmentBug: `reset` was not called.
-        """
+        """The environment."""
         if self._environment is None:
             raise EnvironmentBug(f"{self.where} is used before its reset")
         return self._environment
@@ -54,13 +46,7 @@ class LiveEnvironment:
         return type(self.environment).reply is not Environment.reply
 
     async def reset(self, row: Mapping[str, Any]) -> list[Message]:
-        """Create the environment, start the trajectory of a row, and return its prompt.
-
-        Raises:
-            DataError: The row names a game.
-            EnvironmentBug: The environment did not return text, messages or None.
-            Exception: Any exception of the environment.
-        """
+        """Create the environment, start the trajectory of a row, and return its prompt."""
         environment = await self._thread.run(self._make)
         if not isinstance(environment, Environment):
             raise DataError(f"{self.where} is a game of players in turns; set agent_name to game_agent")
@@ -75,12 +61,7 @@ class LiveEnvironment:
         )
 
     async def tools(self) -> dict[str, BaseTool]:
-        """Return the environment's tools by name.
-
-        Raises:
-            EnvironmentBug: A tool has an invalid schema, or two have the same name.
-            Exception: Any exception of the environment.
-        """
+        """Return the environment's tools by name."""
         tools: dict[str, BaseTool] = {}
         for tool in cast(Sequence[EnvironmentTool], await self.call("tools")):
             try:
@@ -97,12 +78,7 @@ class LiveEnvironment:
         return _RepliesOfEnvironment(self, name=name)
 
     async def reward(self, messages: Sequence[Message]) -> Score | None:
-        """Return the environment's reward, or None if it has none.
-
-        Raises:
-            EnvironmentBug: The reward is neither None, a finite number, nor a mapping with `reward`.
-            Exception: Any exception of the environment.
-        """
+        """Return the environment's reward, or None if it has none."""
         returned = await self.call("reward", messages)
         try:
             return None if returned is None else read_score(returned, source=f"reward of {self.where}")
@@ -180,10 +156,6 @@ def _are_messages(value: Any) -> bool:
 
 class LiveGame:
     """Game of one rollout.
-
-    Args:
-        factory: Creates the game when `reset` is called.
-        timeout_s: Time limit of each method.
 
     All methods raise `EnvironmentBug` if the game's method raised, took too long, or returned something else than it
     should, and `EnvironmentUnavailable` and `DataError` as the game raised them.

@@ -28,14 +28,7 @@ async def call_method(method: Callable[..., Any], thread: OneThread, *args: Any,
 async def run_method(
     function: Callable[[], Awaitable[ResultT]], *, what: str, timeout_s: float, key: str
 ) -> ResultT:
-    """Await a method of an environment or a game.
-
-    Args:
-        function: Calls the method.
-        what: Name of the call in errors.
-        timeout_s: Time limit.
-        key: Key of `rollout.multi_turn` that sets the time limit.
-    """
+    """Await a method of an environment or a game."""
     try:
         return await run_bounded(function, timeout_s=timeout_s, name=what)
     except (EnvironmentBug, EnvironmentUnavailable, DataError):
@@ -47,13 +40,7 @@ async def run_method(
 
 
 async def run_close(close: Callable[[], Awaitable[object]], *, what: str, timeout_s: float) -> list[str]:
-    """Await a `close`, shielded from cancellation, and return what went wrong.
-
-    Args:
-        close: Closes an environment, a game or a player.
-        what: Name of what is closed.
-        timeout_s: Time limit.
-    """
+    """Await a `close`, shielded from cancellation, and return what went wrong."""
     bounded = partial(run_bounded, close, timeout_s=timeout_s, name=f"closing {what}")
     try:
         await run_shielded(bounded, timeout_s=timeout_s + 2 * ABANDON_GRACE_S)

@@ -252,11 +252,7 @@ class InvalidAction(Exception):
 
 
 class OpenEnvSession:
-    """WebSocket connection to a server, which keeps one environment for it.
-
-    Args:
-        url: URL of the server.
-    """
+    """WebSocket connection to a server, which keeps one environment for it."""
 
     def __init__(self, url: str) -> None:
         self.url = url

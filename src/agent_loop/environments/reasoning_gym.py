@@ -99,11 +99,7 @@ class ReasoningGymEnvironment(Environment):
 
 
 def make_entry(key: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry of a generator, always the same for the same key.
-
-    Args:
-        key: `generator`, `config`, `seed` and `index`.
-    """
+    """Return an entry of a generator, always the same for the same key."""
     dataset = _dataset_of(key)
     with _lock:  # some generators draw from Python's global generator of random numbers
         state = random.getstate()

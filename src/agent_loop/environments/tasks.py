@@ -41,11 +41,7 @@ MAX_SEARCHED = 100
 
 
 def load_suite(name: str) -> TaskSuite:
-    """Return the suite of a name.
-
-    Raises:
-        ConfigError: There is no such suite.
-    """
+    """Return the suite of a name."""
     if name not in SUITES:
         raise ConfigError(f"there is no suite of tasks named {name!r}{did_you_mean(name, SUITES)}")
     return construct(load_class(SUITES[name], base=TaskSuite, key="suite"), where=f"suite {name!r}")
@@ -94,9 +90,6 @@ def parse_task_name(text: str, *, suite: TaskSuite | None = None) -> TaskName:
     Args:
         text: `suite:task` or `suite:task?option=value&option=value`. Values may be percent-encoded.
         suite: The suite, if it was loaded before.
-
-    Raises:
-        ConfigError: There is no such suite, task or option, or the suite's package is not installed.
     """
     name, colon, rest = text.partition(":")
     suite = suite or load_suite(name)
@@ -140,12 +133,7 @@ def _examples(suite: TaskSuite) -> str:
 
 
 def named_rows(source: str, workspace: Mapping[str, Any]) -> Iterator[tuple[str, Any]] | None:
-    """Return the rows of a task by its name, with their locations. Return None for other sources.
-
-    Args:
-        source: `suite:task?option=value&option=value`.
-        workspace: Not used: an environment has no workspace.
-    """
+    """Return the rows of a task by its name, with their locations. Return None for other sources."""
     if not is_task_name(source):
         return None
     suite = load_suite(source.partition(":")[0])
@@ -154,12 +142,7 @@ def named_rows(source: str, workspace: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def suite_rows(suite: TaskSuite, name: TaskName) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a task, with the columns that the loop reads.
-
-    Raises:
-        ConfigError: The suite's package is not installed, or an option is wrong.
-        DataError: The task cannot be used.
-    """
+    """Yield the rows of a task, with the columns that the loop reads."""
     added = {"agent_name": suite.agent_name, "environment": suite.name, "data_source": name.data_source}
     selected = select_rows(
         suite.rows(name.task, name.options),
@@ -193,15 +176,7 @@ def select_rows(
     size: int | None,
     where: str,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a split.
-
-    Args:
-        rows: All rows. They need not end if there is a size.
-        split: The split. None selects all rows.
-        identity: Returns text that two rows share only if they are the same task.
-        size: Number of rows to yield, if there are as many. None yields all.
-        where: Name of the rows in errors.
-    """
+    """Yield the rows of a split."""
     num_selected = num_searched = 0
     most = None if size is None else MAX_SEARCHED * size + 1000
     for row in rows:
@@ -227,12 +202,7 @@ ROW_FORMATS: tuple[RowFormat, ...] = (harbor_rows, named_rows)
 
 
 def environment_rows(source: str, *, workspace: Mapping[str, Any]) -> Iterator[tuple[str, Any]] | None:
-    """Return the rows of a source with their locations, or None if no format recognises the source.
-
-    Args:
-        source: An item of `data.train_files` or `data.val_files`.
-        workspace: Settings that are merged over the workspace of every row.
-    """
+    """Return the rows of a source with their locations, or None if no format recognises the source."""
     for rows_of in ROW_FORMATS:
         rows = rows_of(source, workspace)
         if rows is not None:

@@ -200,12 +200,7 @@ class User(Protocol):
         ...
 
     async def reply(self, messages: Sequence[Message], *, is_solved: bool) -> Reply:
-        """Return the reply to the last message, which calls no tool.
-
-        Args:
-            messages: The conversation.
-            is_solved: Whether the agent called all gold actions and communicated what it should.
-        """
+        """Return the reply to the last message, which calls no tool."""
         ...
 
     async def close(self) -> None: ...
@@ -234,13 +229,7 @@ class ScriptedUser:
 
 
 class ModelUser:
-    """User that a language model plays, by the benchmark's rules.
-
-    Args:
-        served: The server of the user's model: the options of the domains, without `user_` before their names.
-        rules: System prompt.
-        begin: Message that the user's model sees first.
-    """
+    """User that a language model plays, by the benchmark's rules."""
 
     def __init__(self, served: Mapping[str, Any], *, rules: str, begin: str) -> None:
         settings: Mapping[str, Any] = {
@@ -283,13 +272,7 @@ def _parts(instructions: Any) -> list[str]:
 
 
 async def score(domain: Domain, task_id: str, messages: Sequence[Message]) -> dict[str, float]:
-    """Return the reward and its parts. The current store of Inspect holds the data base.
-
-    Args:
-        domain: The task's domain.
-        task_id: Id of the task.
-        messages: The whole conversation.
-    """
+    """Return the reward and its parts. The current store of Inspect holds the data base."""
     scorers: Any = tau2("common.scorer")
     state, target = _state(domain, task_id, messages), inspect("scorer").Target("")
     db = await scorers.db_match(domain=domain.name)(state, target)
@@ -299,14 +282,7 @@ async def score(domain: Domain, task_id: str, messages: Sequence[Message]) -> di
 
 
 async def is_solved(domain: Domain, task_id: str, messages: Sequence[Message], calls: Sequence[Any]) -> bool:
-    """Return whether all gold actions were called, and the user was told what they should be.
-
-    Args:
-        domain: The task's domain.
-        task_id: Id of the task.
-        messages: The conversation.
-        calls: Calls of the agent, in Inspect's form.
-    """
+    """Return whether all gold actions were called, and the user was told what they should be."""
     scorers: Any = tau2("common.scorer")
     state = _state(domain, task_id, messages)
     communicate = await scorers.score_communicated_info()(state, inspect("scorer").Target(""))
@@ -352,11 +328,7 @@ class Domain:
     """The data base, pickled: reading it is several times faster than copying it or loading its file."""
 
     def sample(self, task_id: str) -> Any:
-        """Return the sample of a task.
-
-        Raises:
-            DataError: There is no such task.
-        """
+        """Return the sample of a task."""
         if task_id not in self.samples:
             raise DataError(
                 f"tau2:{self.name} has no task {task_id!r}; make the rows again with this inspect-evals"

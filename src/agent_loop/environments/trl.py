@@ -42,16 +42,7 @@ OWN_COLUMNS = frozenset({"raw_prompt", "agent_name", "environment", "tools_kwarg
 
 
 class TrlClass:
-    """A class in TRL's form, and its tools.
-
-    Args:
-        make: The class, or a function that returns an instance.
-        probe: An instance.
-        where: Name of the environment in errors.
-
-    Raises:
-        ConfigError: The class has no `reset`, or the parameters of a public method cannot be described to a model.
-    """
+    """A class in TRL's form, and its tools."""
 
     def __init__(self, make: Callable[[], Any], probe: Any, *, where: str) -> None:
         self.make = make
@@ -74,11 +65,7 @@ class TrlClass:
 
 
 class TrlEnvironment(Environment):
-    """Instance of a class in TRL's form. Exceptions of its tools are reported to the model.
-
-    Args:
-        trl_class: The class.
-    """
+    """Instance of a class in TRL's form. Exceptions of its tools are reported to the model."""
 
     def __init__(self, trl_class: TrlClass) -> None:
         self.on_replay = trl_class.on_replay

@@ -118,12 +118,7 @@ class EnvironmentSpec:
 
 
 def read_rows(spec: EnvironmentSpec, *, size: int | None) -> Iterator[dict[str, Any]]:
-    """Yield the tasks of an environment as it makes them: their `messages`, `index`, `key` and `name`.
-
-    Args:
-        spec: The environment.
-        size: Number of rows that are wanted. An environment with endless tasks needs one.
-    """
+    """Yield the tasks of an environment as it makes them: their `messages`, `index`, `key` and `name`."""
     with tempfile.TemporaryFile() as log:
         try:
             process = subprocess.Popen(
@@ -202,11 +197,7 @@ class EnvironmentProcess:
                 raise ConfigError(_not_started(self.spec, self._log()))
 
     async def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one rollout and return its result: `result`, or `error` and `traceback`. Cancelling ends the rollout.
-
-        Raises:
-            EnvironmentUnavailable: The process ended.
-        """
+        """Run one rollout and return its result: `result`, or `error` and `traceback`. Cancelling ends the rollout."""
         line = b""
         with suppress(OSError):
             reader, writer = await asyncio.open_unix_connection(

@@ -54,11 +54,7 @@ def main() -> None:
 
 
 def print_rows(spec: dict[str, Any]) -> None:
-    """Print the tasks of an environment, one JSON object per line.
-
-    Raises:
-        ValueError: The environment has endless tasks, and `size` is not given.
-    """
+    """Print the tasks of an environment, one JSON object per line."""
     rows = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     environment = Environment(spec)
@@ -179,11 +175,7 @@ class Environment:
 
 
 class Seats:
-    """Finds the run of an episode whose model is the policy. There must be exactly one.
-
-    Args:
-        base_url: Base URL of the policy.
-    """
+    """Finds the run of an episode whose model is the policy. There must be exactly one."""
 
     def __init__(self, base_url: str) -> None:
         self.trace_id = ""
@@ -191,11 +183,7 @@ class Seats:
         self._base_url = base_url
 
     def check(self, trace: Any) -> None:
-        """Check a run of an agent that starts.
-
-        Raises:
-            SeatError: The policy must not play this run.
-        """
+        """Check a run of an agent that starts."""
         agent = trace.agent
         if agent.config.client.base_url != self._base_url:
             return

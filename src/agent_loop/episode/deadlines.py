@@ -88,11 +88,7 @@ class Deadlines:
 
 
 class Cancellation:
-    """Cancellation of the calls of one trajectory by a shared event.
-
-    Args:
-        event: Event that cancels all trajectories that share it. With None, the trajectory is never cancelled.
-    """
+    """Cancellation of the calls of one trajectory by a shared event."""
 
     def __init__(self, event: asyncio.Event | None) -> None:
         self.event = event
@@ -144,11 +140,7 @@ class Stopwatch:
         return self.now is not _raise_not_open
 
     def start(self) -> None:
-        """Start the clock.
-
-        Raises:
-            EpisodeError: The clock was started before.
-        """
+        """Start the clock."""
         if self.is_started:
             raise EpisodeError("the episode was entered before and can be used once; create a new episode")
         self.now = asyncio.get_running_loop().time

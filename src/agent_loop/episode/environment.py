@@ -87,15 +87,7 @@ class TrajectoryEnvironment:
     async def call_tools(
         self, calls: Sequence[ToolCall], *, max_parallel: int, place: int | None
     ) -> list[ToolResult]:
-        """Run the calls and return one result per call, in order. At most `max_parallel` calls run concurrently.
-
-        Args:
-            place: Index in the response of the last token of the turn that made the calls.
-
-        Raises:
-            EpisodeError: The episode has no tools.
-            ToolBug: A tool raised an exception other than `ToolError`. The other calls are cancelled.
-        """
+        """Run the calls and return one result per call, in order. At most `max_parallel` calls run concurrently."""
         if self._tools is None:
             raise EpisodeError("the episode has no tools; pass tools= to AgentLoopBase.episode")
         turn = self._log.next_turn()
@@ -121,16 +113,7 @@ class TrajectoryEnvironment:
         return results
 
     async def interact(self, messages: Sequence[Message], *, place: int | None) -> InteractionReply:
-        """Return the interaction's reply to the conversation.
-
-        Args:
-            place: Index in the response of the last token of the turn to reply to.
-
-        Raises:
-            EpisodeError: The episode has no interaction.
-            InteractionBug: The interaction raised or exceeded its time limit.
-            InteractionUnavailable: A service that the interaction needs is not available.
-        """
+        """Return the interaction's reply to the conversation."""
         if self._interaction is None:
             raise EpisodeError("the episode has no interaction; set interaction_kwargs.name in the row")
         respond = partial(self._interaction.respond, messages)
@@ -209,11 +192,7 @@ class TrajectoryEnvironment:
 async def _run_concurrently(
     calls: Iterable[Callable[[], Awaitable[ToolResult]]], *, max_parallel: int
 ) -> list[ToolResult]:
-    """Run at most `max_parallel` calls concurrently; queue the rest.
-
-    Raises:
-        CallAborted: A call was aborted. All other calls have ended.
-    """
+    """Run at most `max_parallel` calls concurrently; queue the rest."""
     slots = asyncio.Semaphore(max_parallel)
 
     async def run(call: Callable[[], Awaitable[ToolResult]]) -> ToolResult | None:

@@ -64,13 +64,7 @@ class TokenLedger:
         return None
 
     def append(self, token_ids: TokenIds, *, origin: Origin, attachments: Sequence[Attachment] = ()) -> None:
-        """Append tokens that the model did not sample as one segment.
-
-        Args:
-            token_ids: Ids of the tokens.
-            origin: Author of the tokens.
-            attachments: Attachments of the tokens. Their positions count from the first of `token_ids`.
-        """
+        """Append tokens that the model did not sample as one segment."""
         if origin is Origin.MODEL:
             raise EpisodeError("tokens of the model come from a server's TokenOutput; use append_completion")
         if origin is Origin.PROMPT and self.num_response_tokens:
@@ -86,11 +80,7 @@ class TokenLedger:
             self._add(Segment.of_model(chunk))
 
     def fork(self, num_tokens: int | None = None) -> TokenLedger:
-        """Return a copy of the ledger, or of its first `num_tokens` tokens. Both share the `Segment` objects.
-
-        Raises:
-            EpisodeError: No segment ends after `num_tokens` tokens.
-        """
+        """Return a copy of the ledger, or of its first `num_tokens` tokens. Both share the `Segment` objects."""
         num_tokens = self._num_tokens if num_tokens is None else num_tokens
         ends = [0, *accumulate(map(len, self._segments))]
         if num_tokens not in ends:

@@ -36,12 +36,7 @@ class EpisodeLimits:
         return replace(self, deadline_s=deadline_s)
 
     def forbids_turn(self, *, assistant_turns: int, num_tokens: int) -> StopReason | None:
-        """Return the limit that forbids another assistant turn; None if another turn is allowed.
-
-        Args:
-            assistant_turns: Number of assistant turns so far.
-            num_tokens: Number of response tokens so far.
-        """
+        """Return the limit that forbids another assistant turn; None if another turn is allowed."""
         if self.max_assistant_turns is not None and assistant_turns >= self.max_assistant_turns:
             return StopReason.MAX_ASSISTANT_TURNS
         return StopReason.RESPONSE_LENGTH if num_tokens >= self.response_length else None
@@ -64,12 +59,7 @@ class EpisodeLimits:
     def applied(
         self, params: SamplingParams, *, num_tokens: int, stop_token_ids: Sequence[int] = ()
     ) -> SamplingParams:
-        """Return the sampling parameters with `max_tokens` lowered to the limits and with more stop tokens.
-
-        Args:
-            num_tokens: Number of response tokens so far.
-            stop_token_ids: Stop tokens to add.
-        """
+        """Return the sampling parameters with `max_tokens` lowered to the limits and with more stop tokens."""
         left = self.response_length - num_tokens
         if self.max_turn_tokens is not None:
             left = min(left, self.max_turn_tokens)

@@ -36,14 +36,7 @@ class TurnRequest(Struct, frozen=True):
 
 
 class TurnSampler:
-    """Samples the turns of one episode in one session.
-
-    Args:
-        server_manager: Client of the servers.
-        request_id: Id of the session on the servers.
-        event: Event that aborts a completion. The tokens so far are returned with the stop reason `aborted`.
-            With None, completions are never aborted.
-    """
+    """Samples the turns of one episode in one session."""
 
     def __init__(
         self, server_manager: AsyncLLMServerManager, *, request_id: str, event: asyncio.Event | None
@@ -65,10 +58,6 @@ class TurnSampler:
             turn: Request for the whole turn.
             begun: Tokens of the turn that were sampled before the turn was aborted; None for a new turn.
             keep_partial: Called with the tokens so far if the caller is cancelled.
-
-        Raises:
-            CallAborted: The episode was cancelled, and no token was sampled. Raised when the result is awaited.
-            ServerError: The server failed. Raised when the result is awaited.
         """
         if begun is not None:
             return self._sample_rest(turn, begun, keep_partial=keep_partial)

@@ -17,13 +17,7 @@ from agent_loop.types import Message, Origin, SamplingParams, TokenIds, TokenOut
 
 
 class Transcript:
-    """Messages of one episode, their tokens, and the number of turns. Only the episode changes a transcript.
-
-    Args:
-        messages: The prompt.
-        template: Renders messages to tokens and parses completions.
-        tool_schemas: Schemas of the tools in the prompt.
-    """
+    """Messages of one episode, their tokens, and the number of turns. Only the episode changes a transcript."""
 
     def __init__(
         self,
@@ -84,13 +78,7 @@ class Transcript:
         return self._encoded(messages, encode)
 
     def add_prompt(self, encoded: Encoded, *, max_tokens: int, truncate: str) -> bool:
-        """Add the first prompt and return whether it was added.
-
-        Args:
-            encoded: Tokens and attachments of the prompt.
-            max_tokens: Maximum number of tokens.
-            truncate: Side on which a longer prompt is cut, `left` or `right`. With `no`, a longer prompt is not added.
-        """
+        """Add the first prompt and return whether it was added."""
         num_tokens = len(encoded.token_ids)
         if num_tokens > max_tokens:
             detail = f"the prompt has {num_tokens} tokens, over prompt_length {max_tokens}"
@@ -117,14 +105,7 @@ class Transcript:
         prefix: TokenIds = (),
         continues_turn: bool = False,
     ) -> Completion:
-        """Append the sampled tokens, parse the turn, and return it.
-
-        Args:
-            sampled: The completion.
-            params: Parameters of the completion. A token at which they end the turn is part of its text.
-            prefix: Tokens before the sampled ones with which the turn begins.
-            continues_turn: Whether the tokens belong to the last turn. Its message is then replaced.
-        """
+        """Append the sampled tokens, parse the turn, and return it."""
         ledger = self.ledger
         if not continues_turn:
             self.turn_start = len(ledger)

@@ -39,11 +39,7 @@ class InteractionEntry(Section):
 
 
 def load_interactions(config_path: str | Path | None) -> dict[str, BaseInteraction]:
-    """Return the configured interactions by name.
-
-    Args:
-        config_path: YAML file with `interaction: [{class_name, name, config}]`. None configures no interaction.
-    """
+    """Return the configured interactions by name."""
     interactions: dict[str, BaseInteraction] = {}
     if config_path is None:
         return interactions

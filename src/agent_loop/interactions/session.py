@@ -104,11 +104,7 @@ class InteractionSession:
         return OnReplay(self._interaction.on_replay)
 
     async def open(self) -> None:
-        """Start the interaction without a reply, unless it is already started.
-
-        Raises:
-            Exception: Any exception of `start_interaction`.
-        """
+        """Start the interaction without a reply, unless it is already started."""
         await run_bounded(self._instance.open, timeout_s=self._config.timeout_s, name=self._where)
 
     async def greet(self) -> InteractionReply:
@@ -128,11 +124,7 @@ class InteractionSession:
         return await self._bounded(partial(self._reply, messages))
 
     async def calculate_score(self) -> float | None:
-        """Return the score of the whole trajectory, or None if it has none or the interaction never started.
-
-        Raises:
-            InteractionBug: `calculate_score` raised, took too long, or returned an invalid score.
-        """
+        """Return the score of the whole trajectory, or None if it has none or the interaction never started."""
         if self._instance.instance_id is None:
             return None
         checked_score = partial(self._checked_score, self._instance.instance_id)

@@ -126,11 +126,7 @@ class SimulatedUser(BaseInteraction):
         return len(self._personas)
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> str | None:
-        """Fill in the persona, and return the user's first message if the user opens the conversation.
-
-        Raises:
-            DataError: The row lacks a field of the persona.
-        """
+        """Fill in the persona, and return the user's first message if the user opens the conversation."""
         self._personas[instance_id] = _filled(self._settings.persona, kwargs)
         if not self.opens_conversation:
             return None

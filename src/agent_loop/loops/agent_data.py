@@ -21,13 +21,6 @@ class AgentData:
     Only the episode changes this state; every list is a copy. Until the prompt is rendered, `messages` is the prompt
     itself, and a handler may change it. `extra_fields` belongs to the loop and becomes part of the output's
     `extra_fields`.
-
-    Args:
-        messages: The prompt.
-        tools: The tools of this trajectory, by name.
-        tools_kwargs: The row's `tools_kwargs`: keyword arguments by tool name.
-        interaction: The row's interaction, if the row names one.
-        interaction_kwargs: The row's `interaction_kwargs`: the name of the interaction and its arguments.
     """
 
     def __init__(
@@ -51,11 +44,7 @@ class AgentData:
         self._episode: Episode | None = None
 
     async def open(self, episode: Episode) -> None:
-        """Open the trajectory's episode, which renders the prompt.
-
-        Raises:
-            EpisodeError: The episode is already open.
-        """
+        """Open the trajectory's episode, which renders the prompt."""
         if self._episode is not None:
             raise EpisodeError("the prompt is already rendered; PENDING comes once, so return another state")
         self._episode = await episode.__aenter__()
@@ -71,11 +60,7 @@ class AgentData:
 
     @property
     def episode(self) -> Episode:
-        """The episode, whose methods change the trajectory.
-
-        Raises:
-            EpisodeError: The prompt is not rendered yet.
-        """
+        """The episode, whose methods change the trajectory."""
         if self._episode is None:
             raise EpisodeError("the episode is not open before _handle_pending_state has run; call it first")
         return self._episode

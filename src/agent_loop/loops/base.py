@@ -65,12 +65,7 @@ class AgentLoopBase(ABC):
 
     @classmethod
     def from_context(cls, context: LoopContext, **kwargs: Any) -> Self:
-        """Create the loop of one trajectory.
-
-        Args:
-            context: What the loop works with.
-            kwargs: Further keys of the loop's entry in `agent_loop_config_path`.
-        """
+        """Create the loop of one trajectory."""
         return cls(context, **kwargs)
 
     @classmethod

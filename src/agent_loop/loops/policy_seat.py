@@ -19,14 +19,7 @@ class _Turn:
 
 
 class PolicySeat:
-    """Player of a seat: the policy. The game's observations are the user messages of its episode.
-
-    Args:
-        seat: Number of the seat.
-        open_episode: Returns the seat's episode for a prompt.
-        head: Messages before the first observation.
-        sampling_params: Parameters of the completions.
-    """
+    """Player of a seat: the policy. The game's observations are the user messages of its episode."""
 
     def __init__(
         self,
@@ -47,11 +40,7 @@ class PolicySeat:
         self._can_move = True
 
     async def move(self, observation: str) -> str | None:
-        """Sample and return a move. Return None if the episode has ended.
-
-        Raises:
-            EpisodeStopped: The episode was cancelled.
-        """
+        """Sample and return a move. Return None if the episode has ended."""
         move = None
         if self._can_move:
             self._turns.put_nowait(_Turn(observation))

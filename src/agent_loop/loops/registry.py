@@ -59,9 +59,6 @@ class LoopRegistry:
         loop_files: Python files to import first, so that their `@register` takes effect.
         config_path: YAML list of `{name, _target_: module.Class or file.py:Class, ...}`; further keys go to the
             constructor.
-
-    Raises:
-        ConfigError: A file is missing or invalid.
     """
 
     def __init__(self, *, loop_files: list[str] | None = None, config_path: str | None = None) -> None:
@@ -84,10 +81,6 @@ class LoopRegistry:
 
     def get(self, agent_name: str, *, where: str = "rollout.agent.default_agent_loop") -> LoopEntry:
         """Return the loop with this name.
-
-        Args:
-            agent_name: The name.
-            where: Where the name comes from, for the error.
 
         Raises:
             DataError: No loop has this name.

@@ -90,9 +90,6 @@ class ToolAgentLoop(AgentLoopBase):
         """Handle GENERATING: sample one assistant turn and select the next state.
 
         On the last turn that the limits allow, sampling stops as soon as the model opens a call, which could not run.
-
-        Raises:
-            EpisodeStopped: A limit or a cancellation ended the episode.
         """
         episode = agent_data.episode
         stop_token_ids = self.template.call_start_ids() if episode.is_last_turn and episode.has_tools else ()

@@ -83,11 +83,7 @@ class RowRecord:
 
     @classmethod
     def of(cls, payloads: Iterable[bytes]) -> RowRecord:
-        """Return the row record of packed records.
-
-        Raises:
-            ValueError: The bytes are not records.
-        """
+        """Return the row record of packed records."""
         record = cls()
         record.extend(payloads)
         return record

@@ -50,11 +50,7 @@ class ReplayLog(RowLog):
         pass
 
     def recorded(self, kind: RecordKind, position: RecordPosition, asked: str) -> RecordEntry | None:
-        """Return the next recorded response of this kind; None if there is none and the request is made live.
-
-        Raises:
-            ReplayMismatch: The record has no more responses, and `continue_live` is false.
-        """
+        """Return the next recorded response of this kind; None if there is none and the request is made live."""
         if kind not in BEGINNINGS.values():
             return None
         turns, turn = self._turns[kind], (position.episode, position.turn)

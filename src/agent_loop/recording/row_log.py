@@ -121,9 +121,6 @@ class RowLog:
         Args:
             payloads: The records of the cancelled run.
             cancellation: Once this event is set, completions, calls and replies without a record raise `CallAborted`.
-
-        Raises:
-            KeyError, TypeError, ValueError: The payloads are not records.
         """
         self._cancellation = cancellation
         record = self.record
@@ -145,11 +142,7 @@ class RowLog:
         return EpisodeLog(self)
 
     def restart(self, *, why: str | None) -> None:
-        """Discard all records. The next attempt starts from the beginning.
-
-        Args:
-            why: Why the row starts again.
-        """
+        """Discard all records. The next attempt starts from the beginning."""
         self._append({"is": RecordKind.RESTART, "why": why})
         self._answers = {}
         self._claimed.clear()

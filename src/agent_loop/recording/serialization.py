@@ -34,14 +34,7 @@ def serialize_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, Any]
 def deserialize_trajectories(
     form: Mapping[str, Any], *, row: Row, group: int, rollout: int
 ) -> list[Trajectory]:
-    """Return the trajectories that `serialize_trajectories` serialized.
-
-    Args:
-        form: The return value of `serialize_trajectories`.
-        row: The row of the trajectories.
-        group: Index of the row's group.
-        rollout: Index of the rollout in its group.
-    """
+    """Return the trajectories that `serialize_trajectories` serialized."""
     table = from_plain(form["segments"], list[Segment])
 
     def segments_of(each: Mapping[str, Any]) -> list[Segment]:

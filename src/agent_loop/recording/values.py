@@ -63,11 +63,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Return the value that `pack` converted to these bytes.
-
-    Raises:
-        ValueError: `pack` did not return these bytes.
-    """
+    """Return the value that `pack` converted to these bytes."""
     (length,) = _LENGTH.unpack_from(data)
     end = _LENGTH.size + length
 

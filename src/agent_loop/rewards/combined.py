@@ -39,9 +39,6 @@ class CombinedReward(RewardFunction):
 
     The score has the reward of each part under the name of the part, and other values of a part as `part.value`. The
     time limits are those of the parts.
-
-    Args:
-        parts: Reward functions by name, none of them for groups.
     """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
@@ -68,9 +65,6 @@ class CombinedBatchReward(BatchRewardFunction):
 
     Batch reward functions among the parts get the whole group, the others each trajectory. The scores are as in
     `CombinedReward`. A failed part leaves only those trajectories unscored for which it failed.
-
-    Args:
-        parts: Reward functions by name.
     """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:

@@ -198,12 +198,7 @@ def load_batch_reward(reference: str, *, timeout_s: float) -> BatchRewardFunctio
 
 
 def read_score(returned: Any, *, source: str) -> Score:
-    """Validate what a reward function returned for one trajectory: a number, or a mapping with `reward`.
-
-    Args:
-        returned: The returned value.
-        source: The function, for the error.
-    """
+    """Validate what a reward function returned for one trajectory: a number, or a mapping with `reward`."""
     what, value, values = f"{source} returned", returned, dict[str, Any]()
     if isinstance(returned, Mapping):
         values = dict(cast(Mapping[str, Any], returned))

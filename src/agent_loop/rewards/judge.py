@@ -275,10 +275,6 @@ class Judge:
     """Client of one judge.
 
     All calls that run at the same time share one client, which is closed when the last of them ends.
-
-    Args:
-        settings: The model and its endpoint.
-        cache: Keeps the replies. May be shared with other judges.
     """
 
     def __init__(self, settings: JudgeSettings, *, cache: JudgeCache) -> None:

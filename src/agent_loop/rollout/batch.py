@@ -66,12 +66,6 @@ def assemble(
 ) -> RolloutBatch:
     """Return a batch of padded trajectories, in the order given.
 
-    Args:
-        trajectories: Any number, including none.
-        pad_token_id: Token id of the padding.
-        prompt_width: P; None is the longest prompt.
-        response_width: R; None is the longest response.
-
     Returns:
         int64: `input_ids` [B, W], and its views `prompts` [B, P], padded left, and `responses` [B, R], padded right;
         `response_mask` [B, R] (1 = sampled by the model; 0 for tokens that a grammar forced; in segments that branches

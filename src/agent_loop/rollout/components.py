@@ -68,15 +68,7 @@ def load_context(
     settings: Config | None = None,
     tools: Mapping[str, BaseTool] | None = None,
 ) -> LoopContext:
-    """Return the context of every loop, with tools, interactions and environments loaded.
-
-    Args:
-        config: Limits, and the names of tools and interactions.
-        server_manager: Client of the servers.
-        template: The model's chat template.
-        settings: The settings of the run outside `config`, which loops may read. None if there are no others.
-        tools: Tools by name, in addition to those of `config`.
-    """
+    """Return the context of every loop, with tools, interactions and environments loaded."""
     multi_turn = config.multi_turn
     return LoopContext(
         server_manager=server_manager,
@@ -93,13 +85,7 @@ def load_context(
 def make_server_manager(
     config: RolloutConfig, servers: Sequence[AsyncServerBase], *, vocab_size: int | None
 ) -> AsyncLLMServerManager:
-    """Make the client of these servers.
-
-    Args:
-        config: Time limits.
-        servers: The servers.
-        vocab_size: Vocabulary size of the model. See `AsyncLLMServerManager`.
-    """
+    """Make the client of these servers."""
     pool = ServerPool(
         servers,
         restart_timeout_s=config.start_timeout_s,
@@ -115,16 +101,7 @@ def make_worker(
     reward: RewardFunction | BatchRewardFunction | None,
     gate: AdmissionGate | None = None,
 ) -> AgentLoopWorker:
-    """Make a worker.
-
-    Args:
-        config: Settings of the rollout.
-        context: Context of every loop.
-        loops: The agent loops by name.
-        reward: Scores trajectories. Workers do not call a batch reward function, since a group may be on several
-            workers.
-        gate: Gate shared with other workers. None makes a new one.
-    """
+    """Make a worker."""
     pool = context.server_manager.pool
     gate = gate or make_gate(config.max_concurrent, pool=pool)
     return AgentLoopWorker(

@@ -71,12 +71,7 @@ MAX_DELAY_S = 30.0
 
 
 class FailureBudget:
-    """Counts the failed rollouts of one run. A rollout with several branches counts once.
-
-    Args:
-        num_trajectories: Trajectories of the run.
-        max_share: Share of the trajectories that may fail.
-    """
+    """Counts the failed rollouts of one run. A rollout with several branches counts once."""
 
     def __init__(self, *, num_trajectories: int, max_share: float) -> None:
         self._num_trajectories = num_trajectories

@@ -24,9 +24,6 @@ class AdmissionGate:
     """Limit on the number of trajectories in flight. A trajectory enters the gate with `async with`.
 
     Trajectories start in the order in which they arrived. A trajectory that has started is never stopped.
-
-    Args:
-        bound: Maximum number of trajectories in flight.
     """
 
     def __init__(self, *, bound: float = math.inf) -> None:
@@ -79,11 +76,7 @@ class AdmissionGate:
 
 
 class AdaptiveGate(AdmissionGate):
-    """Admission gate whose bound follows the load of the servers.
-
-    Args:
-        pool: Servers that sample the trajectories.
-    """
+    """Admission gate whose bound follows the load of the servers."""
 
     def __init__(self, pool: ServerPool) -> None:
         super().__init__()

@@ -72,16 +72,7 @@ class JobFactory:
         greedy: bool = False,
         is_resumed: bool = False,
     ) -> list[Job]:
-        """Return the jobs of a run, ordered by row, then sample.
-
-        Args:
-            rows: The rows, checked.
-            n: Trajectories per row. None means `rollout.n` (`rollout.val.n` in validation).
-            validate: Whether to sample as `rollout.val` says.
-            label: Label of the run.
-            greedy: Whether to sample at temperature 0.
-            is_resumed: Whether to use the seeds of the previous run with this label again.
-        """
+        """Return the jobs of a run, ordered by row, then sample."""
         config = self._config
         kind = (label, validate)
         if not is_resumed or not self._num_runs[kind]:
@@ -101,11 +92,6 @@ class JobFactory:
         """Return the jobs of continuations, ordered by fork. The group of a job is the index of its fork.
 
         Tools and interactions get the seeds that they had in the trajectory that is forked.
-
-        Args:
-            forks: The forks.
-            n: Continuations per fork.
-            label: Label of the run.
         """
         self._num_runs[label, False] += 1
         seed, params = self._seed(label, validate=False), self._config.sampling_params()

@@ -238,11 +238,7 @@ class AgentLoopManager:
         return await self._stages.run(jobs, on_trajectory=trace, journal=journal)
 
     def check_forks(self) -> None:
-        """Check that `run_forks` gives continuations whose rewards are right.
-
-        Raises:
-            ConfigError: The state of a tool or an interaction cannot be restored, or the reward function scores groups.
-        """
+        """Check that `run_forks` gives continuations whose rewards are right."""
         refuse_forks(self._context, has_batch_reward=self._has_batch_reward)
 
     def check_rows(self, rows: Iterable[Row]) -> None:
@@ -260,10 +256,6 @@ class AgentLoopManager:
         """Run `n` trajectories per row and yield each as it ends.
 
         Leaving the iteration, as with `contextlib.aclosing`, cancels the trajectories in flight.
-
-        Raises:
-            DataError: See `run`.
-            RolloutError: See `run`.
         """
         ended: asyncio.Queue[Trajectory | None] = asyncio.Queue()
 

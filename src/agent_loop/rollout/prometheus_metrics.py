@@ -68,11 +68,7 @@ class RolloutMetrics(Collector):
         self._completion_tokens = Counter(*COMPLETION_TOKENS, **own)
 
     def start(self, *, host: str, port: int) -> None:
-        """Serve `/metrics` from a thread.
-
-        Raises:
-            ConfigError: The port is taken.
-        """
+        """Serve `/metrics` from a thread."""
         try:
             self._server = start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:

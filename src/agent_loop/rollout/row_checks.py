@@ -20,14 +20,7 @@ from agent_loop.types import Row
 def check_rows(
     rows: Iterable[Row], context: LoopContext, *, loops: LoopRegistry, default_agent_loop: str
 ) -> None:
-    """Check all rows of a run.
-
-    Args:
-        rows: The rows.
-        context: The tools, interactions and environments that rows may name.
-        loops: The agent loops that rows may name.
-        default_agent_loop: The loop of rows without `agent_name`.
-    """
+    """Check all rows of a run."""
     for number, row in enumerate(rows):
         where = f"row {number}"
         if "raw_prompt" not in row:

@@ -56,11 +56,7 @@ class Shard:
     """Kind of the file: one of `ROW_SUFFIXES`."""
 
     def read(self, *, prompt_key: str) -> Iterator[LocatedRow]:
-        """Yield the rows of the file.
-
-        Args:
-            prompt_key: The column with the prompt, which in CSV files may be JSON messages.
-        """
+        """Yield the rows of the file."""
         match self.suffix:
             case ".csv":
                 return _read_csv(self.path, prompts={prompt_key, "raw_prompt"})

@@ -113,13 +113,7 @@ class RowSampler(Generic[RowT]):
         return [self.rows[index] for index in self._indices(step)]
 
     def others(self, step: int, *, skip: int, count: int) -> list[RowT]:
-        """Return rows that are not in the batch of a step, in a random order that depends on the step.
-
-        Args:
-            step: The step.
-            skip: Number of rows to skip.
-            count: Number of rows to return, if there are as many.
-        """
+        """Return rows that are not in the batch of a step, in a random order that depends on the step."""
         taken = set(self._indices(step))
         order: list[int] = (
             np.random.default_rng([self.seed, step, _OTHERS]).permutation(len(self.rows)).tolist()
@@ -226,12 +220,7 @@ def _with_prompt(row: Any, *, where: str, prompt_key: str) -> dict[str, Any]:
 
 
 def refuse_bad_columns(row: Row, *, where: str) -> None:
-    """Validate the form of the columns that agent loops read.
-
-    Args:
-        row: A row with or without `raw_prompt`.
-        where: Location of the row, for errors.
-    """
+    """Validate the form of the columns that agent loops read."""
     agent_name = row.get("agent_name")
     if not isinstance(agent_name, str | None):
         raise DataError(

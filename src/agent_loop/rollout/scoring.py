@@ -29,13 +29,6 @@ async def scored(
     """Return the trajectory of an output, scored with its own reward or the reward function.
 
     A reward function that raises fails the trajectory.
-
-    Args:
-        output: The output.
-        job: Its job.
-        reward: Scores outputs that have no reward of their own. None leaves those unscored.
-        retries: How often the reward function is called again because something was unavailable.
-        branch: Number of the output if the loop returned several.
     """
     score: Score | None = None
     incidents: list[Incident] = []

@@ -40,12 +40,7 @@ SLEEP_TIMEOUT_S = 30.0
 
 
 class SleepingServers:
-    """Wakes the servers for the first user, and puts them to sleep after the last.
-
-    Args:
-        server_manager: Client of the servers.
-        free_cache_engine: Whether the servers sleep at all.
-    """
+    """Wakes the servers for the first user, and puts them to sleep after the last."""
 
     def __init__(self, server_manager: AsyncLLMServerManager, *, free_cache_engine: bool) -> None:
         self.server_manager = server_manager
@@ -76,16 +71,7 @@ class SleepingServers:
 
 
 class RunStages:
-    """Sequence of the stages of a run. Shared by all runs of a manager.
-
-    Args:
-        workers: Run the jobs.
-        servers: Kept awake while jobs run.
-        metrics: Count the trajectories. None counts nothing.
-        batch_reward: Scores whole groups. None means that the workers score trajectories, if anything does.
-        max_failed_share: Share of the trajectories that may fail.
-        retries: How often `batch_reward` is called again for a group because something was unavailable.
-    """
+    """Sequence of the stages of a run. Shared by all runs of a manager."""
 
     def __init__(
         self,
@@ -186,10 +172,6 @@ def split_resumed(jobs: Sequence[Job], earlier: Iterable[Trajectory]) -> tuple[l
 
     A job is finished if none of its trajectories was cancelled. An unfinished job gets the output of its trajectory if
     its loop can resume from that output, and starts from its prompt otherwise.
-
-    Args:
-        jobs: Jobs of the later run.
-        earlier: Trajectories of the earlier run. Their groups and rollouts are those of the jobs.
     """
     by_job: dict[tuple[int, int], list[Trajectory]] = {}
     for trajectory in earlier:
@@ -219,12 +201,6 @@ async def _run_first_groups(
     """Run jobs until enough groups are complete, cancel the rest, and return the trajectories of these groups.
 
     A group whose trajectories all failed is returned only if too few other groups are left. Failures often end first.
-
-    Args:
-        run: Runs the jobs, and calls its argument with each trajectory that ends.
-        jobs: All jobs of the run, with the same number for each group.
-        num_groups: Number of groups needed.
-        on_trajectory: Called with each trajectory whose group may still be kept.
     """
     first = _FirstGroups(num_groups, size=len(jobs) // _num_groups(jobs))
 
@@ -242,12 +218,7 @@ def _num_groups(jobs: Sequence[Job]) -> int:
 
 
 class _FirstGroups:
-    """Collects trajectories until enough groups are complete.
-
-    Args:
-        count: Number of groups needed.
-        size: Rollouts per group.
-    """
+    """Collects trajectories until enough groups are complete."""
 
     def __init__(self, count: int, *, size: int) -> None:
         self.are_complete = asyncio.Event()

@@ -100,11 +100,6 @@ class AgentLoopWorker:
 
         A loop that returns a list has one trajectory for each element.
 
-        Args:
-            jobs: The trajectories to run.
-            budget: Limit of failed trajectories. None means no limit.
-            on_trajectory: Called with each trajectory as it ends.
-
         Raises:
             RolloutError: More trajectories failed than the budget allows; the others were cancelled.
             JournalError: The turns cannot be recorded.
@@ -285,11 +280,7 @@ class AgentLoopWorker:
     def _accepted(
         self, returned: Any, loop: AgentLoopBase, job: Job, *, completions: CompletionMemory
     ) -> Attempt:
-        """Validate and complete what a loop returned. An invalid output in a list fails alone.
-
-        Raises:
-            EpisodeError: The loop did not return outputs, or its only output is invalid.
-        """
+        """Validate and complete what a loop returned. An invalid output in a list fails alone."""
         checks = LoopOutputs(self._context, job.row, completions)
         if isinstance(returned, AgentLoopOutput):
             return Attempt.of(checks.accept(returned))

@@ -144,9 +144,6 @@ class OutputCollector(asyncio.SubprocessProtocol):
     """Keeps the end of each output.
 
     Sets `exited` when the process exits, even if other processes hold its outputs open.
-
-    Args:
-        stdout_sink: Gets the bytes of standard output, which are then not kept.
     """
 
     def __init__(self, stdout_sink: Callable[[bytes], object] | None = None) -> None:

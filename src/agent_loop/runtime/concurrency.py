@@ -236,11 +236,7 @@ class HeldOpen(Generic[ResultT]):
             await asyncio.wait({self._task})
 
     async def close(self) -> None:
-        """Exit the context and wait until it is exited. A cancellation cancels the exit.
-
-        Raises:
-            Exception: The exit raised it. An earlier error of the context is not raised again.
-        """
+        """Exit the context and wait until it is exited. A cancellation cancels the exit."""
         if self._task is None:
             return
         was_closed = self._task.done()

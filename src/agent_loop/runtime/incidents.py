@@ -9,11 +9,7 @@ from agent_loop.trajectory.incidents import Incident, IncidentKind
 
 
 class IncidentCollector:
-    """Collects the incidents that occur in the body of a `with` statement, in its tasks and threads too.
-
-    Args:
-        owner: Id of the trajectory, for the log.
-    """
+    """Collects the incidents that occur in the body of a `with` statement, in its tasks and threads too."""
 
     def __init__(self, owner: str) -> None:
         self.owner = owner

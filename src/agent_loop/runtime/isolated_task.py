@@ -32,10 +32,6 @@ class IsolatedTask(Generic[ResultT]):
     Every exception of the code becomes the result of the call: `SystemExit` and `KeyboardInterrupt` do not reach the
     event loop. The code sees the caller's context variables. The caller sees the variables that the code has set, once
     the call has ended.
-
-    Args:
-        function: Called and awaited in the task.
-        name: Name of the code in the log, used if the task is abandoned.
     """
 
     def __init__(self, function: Callable[[], Awaitable[ResultT]], *, name: str) -> None:
@@ -75,9 +71,6 @@ class IsolatedTask(Generic[ResultT]):
 
         Returns:
             Whether the call has ended.
-
-        Raises:
-            asyncio.CancelledError: The caller was cancelled. It is raised after the wait.
         """
         self._task.cancel()
         return await self.wait_shielded(timeout_s=grace_s, after="it was cancelled")
@@ -90,9 +83,6 @@ class IsolatedTask(Generic[ResultT]):
 
         Returns:
             Whether the call has ended.
-
-        Raises:
-            asyncio.CancelledError: The caller was cancelled. It is raised after the wait.
         """
         ends_at = asyncio.get_running_loop().time() + timeout_s
         cancelled: asyncio.CancelledError | None = None

@@ -68,11 +68,7 @@ def this_process() -> Owner:
 
 
 def kill_processes(is_meant: Callable[[str], bool]) -> int:
-    """Kill all processes whose `AGENT_LOOP_OWNER` is meant, and wait until they have ended. Do nothing without `/proc`.
-
-    Returns:
-        The number of processes.
-    """
+    """Kill the processes whose `AGENT_LOOP_OWNER` is meant, wait for their end, and return their number. Needs `/proc`."""
     killed: set[int] = set()
     for _ in range(KILL_ROUNDS):
         found = [pid for pid, owner in _marked_processes() if is_meant(owner) and pid != os.getpid()]

@@ -47,9 +47,6 @@ def position_ids(num_tokens: int, attachments: Iterable[Attachment]) -> NDArray[
     Args:
         num_tokens: Number of tokens of the context.
         attachments: Attachments in order, with `start` counted from the first token of the context.
-
-    Returns:
-        Shape [3, num_tokens].
     """
     positions = np.empty((3, num_tokens), np.int32)
     done = position = 0

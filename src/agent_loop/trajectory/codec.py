@@ -40,11 +40,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(plain: Any, kind: type[RecordT]) -> RecordT:
-    """Return the record that `to_plain` was given.
-
-    Raises:
-        ValueError: The values are not those of a `kind`.
-    """
+    """Return the record that `to_plain` was given."""
     return msgspec.convert(plain, kind, dec_hook=_as_declared)
 
 
@@ -65,9 +61,6 @@ def from_dict(values: Mapping[str, Any], *, segments: Sequence[Segment] | None =
     Args:
         values: Result of `to_dict`, also after it was JSON.
         segments: Segments of an output that was converted without them.
-
-    Raises:
-        KeyError, ValueError: The values are not those of an output.
     """
     failure = values["failure"]
     return AgentLoopOutput(
@@ -95,11 +88,7 @@ def encode_completion(output: TokenOutput, *, logprob_type: LogprobType = np.flo
 
 
 def decode_completion(data: bytes) -> TokenOutput:
-    """Return the completion that `encode_completion` was given.
-
-    Raises:
-        ValueError: The bytes are not those of a completion.
-    """
+    """Return the completion that `encode_completion` was given."""
     return TokenOutput.from_chunks([_unpacked_chunk(fields) for fields in _DECODER.decode(data)])
 
 

@@ -207,9 +207,6 @@ class RowStore:
 
         Args:
             rows: Rows with `raw_prompt`. TRL sees role and text of its messages, for its logs and for reward models.
-
-        Raises:
-            ConfigError: TRL is not installed.
         """
         try:
             from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]

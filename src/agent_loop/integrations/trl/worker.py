@@ -40,14 +40,7 @@ class AgentLoopRolloutWorker:
     def __init__(
         self, manager: AgentLoopManager, *, thread: LoopThread, sampler: RowSampler[Row], args: Any
     ) -> None:
-        """Create the worker; `start` starts it.
-
-        Args:
-            manager: Runs the trajectories in the thread's event loop.
-            thread: The event loop of the manager.
-            sampler: Returns one row per step, for one group.
-            args: Arguments of the trainer, which completes them when it is created.
-        """
+        """Create the worker; `start` starts it."""
         self.rollout_buffer: queue.Queue[Any] = SampleBuffer(on_take=self._on_sample_taken)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self.weight_transfer = AgentLoopWeightTransfer(self._publish)

@@ -97,11 +97,7 @@ class Gsm8kTool(BaseTool):
         self._has_warned = False
 
     async def create(self, instance_id: str, *, ground_truth: Any = NOT_GIVEN, **kwargs: Any) -> None:
-        """Store the ground truth of the row.
-
-        Raises:
-            DataError: The ground truth of the row is not a number.
-        """
+        """Store the ground truth of the row."""
         if ground_truth is NOT_GIVEN:
             if not self._has_warned:
                 self._has_warned = True
@@ -172,11 +168,7 @@ class Gsm8kInteraction(BaseInteraction):
     async def start_interaction(
         self, instance_id: str, *, ground_truth: str | float | None = None, **kwargs: Any
     ) -> None:
-        """Check the ground truth of the row.
-
-        Raises:
-            DataError: The ground truth of the row is missing or not a number.
-        """
+        """Check the ground truth of the row."""
         if read_answer(with_mark(ground_truth)) is None:
             raise DataError(
                 f"interaction_kwargs.ground_truth is {ground_truth!r}; give the right number, as in '42'"

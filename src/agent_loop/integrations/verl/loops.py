@@ -64,12 +64,7 @@ class ContinuousTokens:
     async def ct_build_initial_tokens(
         self, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None = None, **media: Any
     ) -> list[int]:
-        """Return the first prompt. A prompt that is too long loses its beginning, as in verl.
-
-        Raises:
-            EpisodeError: Images, videos or audio were passed, which only `AgentLoopBase.episode` supports.
-            ChatTemplateError: The template refuses the messages.
-        """
+        """Return the first prompt. A prompt that is too long loses its beginning, as in verl."""
         given = [name for name, value in media.items() if value and name != "mm_inputs_out"]
         if given:
             raise EpisodeError(f"ct_build_initial_tokens got {given[0]}; {USE_EPISODE}")
@@ -85,12 +80,7 @@ class ContinuousTokens:
         response_logprobs: list[float] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Merged:
-        """Append messages of tools or users, and the prompt of the next turn, with a mask of 0.
-
-        Raises:
-            EpisodeError: The updated messages do not begin with the previous ones.
-            ChatTemplateError: The template refuses the messages.
-        """
+        """Append messages of tools or users, and the prompt of the next turn, with a mask of 0."""
         if updated_messages[: len(previous_messages)] != previous_messages:
             raise EpisodeError(
                 "messages before the new ones changed; ct_merge_context_msg can only append messages"
@@ -114,11 +104,7 @@ class ContinuousTokens:
         response_logprobs: list[float] | None = None,
         assistant_logprobs: list[float] | None = None,
     ) -> Merged:
-        """Append a completion, with a mask of 1.
-
-        Raises:
-            EpisodeError: The number of log-probs differs from that of the tokens.
-        """
+        """Append a completion, with a mask of 1."""
         logprobs: list[float] | None = None
         if response_logprobs is not None:
             new = list(assistant_logprobs or ())
@@ -232,12 +218,7 @@ class LLMServerClient:
     async def generate(
         self, request_id: str, *, prompt_ids: TokenIds, sampling_params: Mapping[str, Any], **media: Any
     ) -> SampledTokens:
-        """Sample one completion.
-
-        Raises:
-            EpisodeError: Images or videos were passed, which only `AgentLoopBase.episode` supports.
-            ServerError: The server failed.
-        """
+        """Sample one completion."""
         for name, value in media.items():
             if value:
                 raise EpisodeError(f"generate got {name}; {USE_EPISODE}")
@@ -253,11 +234,7 @@ class AgentLoopOutput(trajectory.AgentLoopOutput):
     def __init__(
         self, *, metrics: AgentLoopMetrics | Mapping[str, float] | None = None, **fields: Any
     ) -> None:
-        """Create the output.
-
-        Raises:
-            EpisodeError: A metric is unknown, or the lists differ in length.
-        """
+        """Create the output."""
         if isinstance(metrics, Mapping):
             known = AgentLoopMetrics.__struct_fields__
             for name in metrics:

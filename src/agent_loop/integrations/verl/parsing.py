@@ -37,11 +37,7 @@ class ToolParser(ABC):
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
-        """Return the parser with a name: a parser registered here, or a parser of `agent_loop.ToolParser`.
-
-        Raises:
-            ConfigError: There is no such parser.
-        """
+        """Return the parser with a name: a parser registered here, or a parser of `agent_loop.ToolParser`."""
         if name in cls._registry:
             return cls._registry[name](tokenizer)
         return ShippedToolParser(tokenizer, parsers.ToolParser.get(name))

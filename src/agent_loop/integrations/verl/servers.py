@@ -40,9 +40,6 @@ class AsyncServerBase(base.AsyncServerBase):
         Args:
             raw_request: The HTTP request.
             template: Chat template of the model; by default the template that `AgentLoopManager` set.
-
-        Raises:
-            ConfigError: There is no template.
         """
         from agent_loop.serve.routes import chat_response  # late: needs the extra `serve`
 

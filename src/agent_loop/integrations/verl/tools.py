@@ -168,21 +168,13 @@ class LoadedTool:
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolText, float | None, dict[str, Any]]:
-        """Run one call.
-
-        Raises:
-            ToolBug: The tool did not return a valid result.
-        """
+        """Run one call."""
         result = read_result(await self.tool.execute(instance_id, parameters, **kwargs), name=self.tool.name)
         return ToolText(result.response), result.reward, dict(result.extra)
 
 
 def initialize_tools_from_config(tools_config_file: str | Path) -> Sequence[LoadedTool]:
-    """Return the tools of a YAML file.
-
-    Raises:
-        ConfigError: A tool cannot be loaded.
-    """
+    """Return the tools of a YAML file."""
     return [LoadedTool(tool) for tool in load_tools([], config_path=tools_config_file).values()]
 
 

@@ -10,11 +10,7 @@ _NAME = re.compile(r"step-(\d{6,})(?:\.refill-\d+|\.forks)?\.journal")
 
 
 class JournalFolder:
-    """Folder of the journals of a run.
-
-    Args:
-        run_dir: The folder of the run.
-    """
+    """Folder of the journals of a run."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "journal"

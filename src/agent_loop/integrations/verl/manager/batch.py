@@ -156,12 +156,7 @@ def _values(values: Sequence[Any]) -> Any:
 
 
 def timing_metrics(metrics: Sequence[Mapping[str, float]], batch: Any) -> dict[str, Any]:
-    """Return `timing` of a batch's meta info, as verl computes it.
-
-    Args:
-        metrics: The metrics of each row.
-        batch: The tensors of the batch.
-    """
+    """Return `timing` of a batch's meta info, as verl computes it."""
     values = {
         name: np.array([each[name] for each in metrics])
         for name in ("num_preempted", "generate_sequences", "tool_calls", "compute_score")
@@ -215,11 +210,7 @@ class QueueEntry:
 
 
 class QueueWriter:
-    """Writer of one partition. Entries that arrive while a message is sent share the next message.
-
-    Args:
-        partition: `train` or `val`.
-    """
+    """Writer of one partition. Entries that arrive while a message is sent share the next message."""
 
     def __init__(self, partition: str) -> None:
         self._partition = partition
