@@ -68,7 +68,7 @@ def this_process() -> Owner:
 
 
 def kill_processes(is_meant: Callable[[str], bool]) -> int:
-    """Kill the processes whose `AGENT_LOOP_OWNER` is meant, wait for their end, and return their number. Needs `/proc`."""
+    """Kill the processes whose `AGENT_LOOP_OWNER` is meant, wait for their end, and return how many they were."""
     killed: set[int] = set()
     for _ in range(KILL_ROUNDS):
         found = [pid for pid, owner in _marked_processes() if is_meant(owner) and pid != os.getpid()]
@@ -83,7 +83,7 @@ def kill_processes(is_meant: Callable[[str], bool]) -> int:
 
 
 def kill_orphans() -> int:
-    """Kill the processes whose owner is dead, except spared ones, and return their number."""
+    """Kill the processes whose `AGENT_LOOP_OWNER` is meant, wait for their end, and return how many they were."""
     return kill_processes(lambda name: _is_of_the_dead(name) and not name.endswith(SPARED_SUFFIX))
 
 
