@@ -15,7 +15,6 @@ from agent_loop.checks.solutions import play_turns
 from agent_loop.environments.bfcl import (
     CATEGORIES,
     CHECKERS,
-    LONG_CONTEXT,
     MISSING_CALLS,
     BfclEnvironment,
     BfclOptions,
@@ -228,11 +227,6 @@ def test_bfcls_types_become_those_of_json_schema() -> None:
     }
 
 
-def test_variants_of_a_task_belong_to_one_split() -> None:
-    rows = [row_of(f"{category}_7") for category in CATEGORIES]
-    assert {SUITE.identity(row) for row in rows} == {"7"}
-
-
 def test_a_call_is_parsed_and_never_evaluated() -> None:
     signatures = {"sort": ["file_name"], "mean": ["numbers"]}
     assert parse_call("sort('a.txt')", signatures=signatures) == ToolCall("sort", {"file_name": "a.txt"})
@@ -240,14 +234,3 @@ def test_a_call_is_parsed_and_never_evaluated() -> None:
     for text in ("sort(open('a.txt'))", "'a.txt'", "a.sort('a.txt')"):
         with pytest.raises(ValueError, match=r"malformed|not a call"):
             parse_call(text, signatures=signatures)
-
-
-def test_the_same_calls_have_longer_results_in_the_long_context_category() -> None:
-    lengths: list[int] = []
-    for category in ("multi_turn_base", LONG_CONTEXT):
-        row = row_of(f"{category}_150")
-        environment = BfclEnvironment()
-        environment.reset(row)
-        calls = [call for turn in SUITE.solution(row) for call in turn.calls]
-        lengths.append(sum(len(environment.call(call.name, call.arguments)) for call in calls))
-    assert lengths[1] > 2 * lengths[0]

@@ -62,11 +62,6 @@ def test_splits_never_share_a_task_and_lose_none(identities: list[str]) -> None:
     assert sorted(train + val) == sorted(identities) == sorted(of(None))
 
 
-def test_about_a_tenth_of_the_tasks_are_for_validation() -> None:
-    num_val = sum(split_of(f"task {number}") == "val" for number in range(10_000))
-    assert 900 < num_val < 1100
-
-
 def test_a_split_that_a_generator_never_reaches_is_an_error() -> None:
     lost = {"train": "val", "val": "train"}[
         split_of(SumSuite().identity({"raw_prompt": "0 + 1", "total": 1}))
@@ -110,11 +105,6 @@ def test_a_path_that_exists_wins_over_a_name(tmp_path: Path) -> None:
     assert is_task_name("sums:same")
     (tmp_path / "sums").mkdir()
     assert not is_task_name("sums:same")
-
-
-def test_functions_of_modules_are_no_names() -> None:
-    rows = load("tests.environments.row_function:rows")
-    assert [row["raw_prompt"][0]["content"] for row in rows] == ["one"]
 
 
 def test_values_of_options_may_be_percent_encoded() -> None:

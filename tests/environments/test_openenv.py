@@ -123,11 +123,6 @@ def test_text_is_the_action_and_the_reward_is_the_sum_of_the_servers_rewards(cou
         ]
 
 
-def test_the_last_reward_can_be_the_reward(count: Server) -> None:
-    [trajectory] = play(rows_of(count, reward="last"), NEXT)
-    assert trajectory.reward == REWARD
-
-
 def test_a_limit_leaves_the_rewards_of_the_steps_so_far(count: Server) -> None:
     [trajectory] = play(rows_of(count, seed=2), NEXT, multi_turn=MultiTurnConfig(max_assistant_turns=2))
     assert trajectory.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS

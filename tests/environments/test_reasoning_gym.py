@@ -88,12 +88,6 @@ def test_rows_hold_what_makes_their_entry_again_in_another_process(generator: st
     assert list(islice(rows_of(f"{generator}?seed=1"), 60)) == rows
 
 
-def test_rows_continue_after_the_entries_of_a_seed() -> None:
-    rows = list(islice(rows_of("chain_sum?size=1200&seed=7"), 1200))
-    assert [row["task"]["seed"] for row in rows[::500]] == [7, 507, 1007]
-    assert len({row["raw_prompt"][-1]["content"] for row in rows}) > 1100
-
-
 def test_a_row_of_another_version_of_the_generator_fails_with_the_reason() -> None:
     [row] = islice(rows_of("chain_sum"), 1)
     changed = {**row, "raw_prompt": [{"role": "user", "content": "1 + 1?"}]}

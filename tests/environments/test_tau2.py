@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -204,9 +203,3 @@ def test_options_that_do_not_fit_the_user_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         rows_of(suite, "retail", **options)
-
-
-def test_rows_are_plain_and_tell_tasks_apart(suite: Tau2Suite) -> None:
-    rows = [row for domain in NUM_TASKS for row in rows_of(suite, domain)]
-    assert json.loads(json.dumps(rows)) == rows
-    assert len({suite.identity(row) for row in rows}) == sum(NUM_TASKS.values())

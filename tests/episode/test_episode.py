@@ -124,12 +124,6 @@ def test_an_episode_cannot_be_entered_twice() -> None:
     run_virtual(scenario())
 
 
-def test_an_episode_that_was_not_entered_cannot_generate() -> None:
-    episode, _ = make_episode([text_reply("hi")])
-    with pytest.raises(EpisodeError, match="async with"):
-        run_virtual(episode.generate({}))
-
-
 def test_a_step_after_the_end_raises_episode_stopped_and_keeps_the_record() -> None:
     async def scenario() -> AgentLoopOutput:
         episode, _ = make_episode([text_reply("hi")])
@@ -174,18 +168,6 @@ def test_a_cancelled_generation_keeps_the_tokens_sampled_so_far() -> None:
     output = run_virtual(scenario())
     assert output.stop_reason is StopReason.CANCELLED
     assert output.response_ids.tolist() == encoded("abcd")[:2]
-
-
-def test_the_reward_that_a_loop_computes_is_in_the_output() -> None:
-    async def scenario() -> AgentLoopOutput:
-        episode, _ = make_episode([text_reply("hi")])
-        async with episode:
-            await episode.generate({})
-            return episode.output(reward_score=0.5, extra_fields={"tries": 1})
-
-    output = run_virtual(scenario())
-    assert output.reward_score == 0.5
-    assert output.extra_fields == {"tries": 1}
 
 
 def test_an_episode_that_is_over_can_branch_from_an_earlier_mark() -> None:

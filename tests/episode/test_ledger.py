@@ -59,35 +59,6 @@ def test_an_output_has_exactly_the_appended_tokens_masks_and_weight_versions(
         assert view.tolist() == expected, "a view that `context` returned earlier must not change"
 
 
-def test_appending_a_token_at_a_time_reallocates_a_logarithmic_number_of_times() -> None:
-    ledger = TokenLedger()
-    ledger.append([1], origin=Origin.PROMPT)
-    buffers = set()
-    for token in range(100_000):
-        ledger.append([token], origin=Origin.TOOL)
-        buffers.add(ledger.context.__array_interface__["data"][0])
-    assert len(buffers) < 20
-
-
-def test_a_context_cannot_be_written_to() -> None:
-    ledger = TokenLedger()
-    ledger.append([1, 2], origin=Origin.PROMPT)
-    with pytest.raises(ValueError, match="read-only"):
-        ledger.context[0] = 9
-
-
-def test_a_prompt_after_the_response_is_refused() -> None:
-    ledger = TokenLedger()
-    ledger.append([1], origin=Origin.TOOL)
-    with pytest.raises(EpisodeError, match="prompt comes first"):
-        ledger.append([1], origin=Origin.PROMPT)
-
-
-def test_model_tokens_can_only_be_appended_as_a_completion() -> None:
-    with pytest.raises(EpisodeError, match="append_completion"):
-        TokenLedger().append([1], origin=Origin.MODEL)
-
-
 def test_a_completion_across_a_weight_update_is_two_segments_and_one_turn() -> None:
     ledger = TokenLedger()
     ledger.append([1], origin=Origin.PROMPT)

@@ -31,21 +31,6 @@ def test_another_turn_is_forbidden_by_the_limit_of_turns_or_of_tokens(
     )
 
 
-def test_a_reply_is_forbidden_if_no_assistant_turn_could_follow() -> None:
-    both = limits(max_assistant_turns=3, max_user_turns=2)
-    assert both.forbids_reply(assistant_turns=2, user_turns=1, num_tokens=5) is None
-    assert both.forbids_reply(assistant_turns=2, user_turns=2, num_tokens=5) is StopReason.MAX_USER_TURNS
-    assert both.forbids_reply(assistant_turns=3, user_turns=2, num_tokens=5) is StopReason.MAX_ASSISTANT_TURNS
-    assert both.forbids_reply(assistant_turns=1, user_turns=1, num_tokens=100) is StopReason.RESPONSE_LENGTH
-
-
-def test_the_last_turn_is_the_turn_after_which_no_reply_is_allowed() -> None:
-    assert limits(max_assistant_turns=3).is_last_turn(assistant_turns=2, user_turns=0)
-    assert not limits(max_assistant_turns=3).is_last_turn(assistant_turns=1, user_turns=0)
-    assert limits(max_user_turns=1).is_last_turn(assistant_turns=1, user_turns=1)
-    assert not limits().is_last_turn(assistant_turns=1000, user_turns=1000)
-
-
 @pytest.mark.parametrize(
     ("requested", "per_turn", "used", "allowed"),
     [(None, None, 0, 100), (7, None, 0, 7), (7, 5, 0, 5), (7, 5, 98, 2)],

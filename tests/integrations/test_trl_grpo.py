@@ -130,21 +130,6 @@ def test_the_loss_covers_exactly_the_sampled_tokens(
     assert difference.abs().max() < 1e-3
 
 
-def test_evaluation_runs_on_other_rows(task_config: Config, model_path: Path, tmp_path: Path) -> None:
-    with AgentLoopRollouts(task_config) as rollouts:
-        trainer = trl.GRPOTrainer(
-            str(model_path),
-            reward_funcs=rollouts.reward_func,
-            rollout_func=rollouts.rollout_func,
-            train_dataset=rollouts.dataset(train_rows(count=16)),
-            eval_dataset=rollouts.dataset(train_rows(seed=3, count=4)),
-            args=grpo_args(tmp_path, per_device_eval_batch_size=16, num_generations_eval=4),
-        )
-        metrics = trainer.evaluate()
-    assert 0 <= metrics["eval_reward"] <= 1
-    assert metrics["eval_agent_loop/failed_share"] == 0
-
-
 def versions(output: dict[str, Any]) -> list[int]:
     """Return the weight versions of all sampled tokens."""
     return [

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from agent_loop.errors import ConfigError, DataError, RolloutError
+from agent_loop.errors import ConfigError, DataError
 from agent_loop.integrations.trl import AgentLoopRollouts
 from agent_loop.integrations.trl.completions import TRAJECTORY_KEY, rollout_output
 from agent_loop.integrations.trl.worker import LoopThread, policy_weights
@@ -32,14 +32,6 @@ def prompts_of(dataset: Any, *, times: int = 1) -> list[Any]:
 
 def rewards_of(output: dict[str, Any]) -> list[float | None]:
     return AgentLoopRollouts.reward_func(agent_loop_trajectory=output[TRAJECTORY_KEY])
-
-
-def test_rows_with_equal_prompts_keep_their_own_columns() -> None:
-    rollouts, _ = rollouts_with()
-    with rollouts:
-        dataset = rollouts.dataset([{"prompt": "hi", "worth": worth} for worth in (1, 2, 3)])
-        output = rollouts.rollout_func(prompts_of(dataset, times=2), fake_trainer())
-    assert rewards_of(output) == [1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("order", [[0, 1, 0], [2, 2, 1, 1, 0, 0], [1, 1, 1, 0]])
@@ -91,13 +83,6 @@ def test_failed_and_empty_trajectories_are_masked_and_failed_ones_have_no_reward
     assert [any(mask) for mask in output["env_mask"]] == [True, False, False, True]
     assert all(ids for ids in output["completion_ids"])
     assert [len(ids) for ids in output["completion_ids"]] == [len(mask) for mask in output["env_mask"]]
-
-
-def test_too_many_failures_stop_the_run_with_the_most_frequent_error() -> None:
-    rollouts, _ = rollouts_with()
-    with rollouts, pytest.raises(RolloutError, match="this row has no right answer"):
-        prompts = prompts_of(rollouts.dataset([{"prompt": "hi", "is_broken": True}]), times=4)
-        rollouts.rollout_func(prompts, fake_trainer())
 
 
 def test_weights_are_published_once_per_step_and_for_each_trainer() -> None:
@@ -165,13 +150,6 @@ def test_prompts_of_another_data_set_are_rejected(prompt: Any) -> None:
         rollouts.rollout_func([prompt], fake_trainer())
 
 
-def test_rollouts_that_are_not_open_raise_an_error() -> None:
-    rollouts, _ = rollouts_with()
-    dataset = rollouts.dataset([{"prompt": "hi"}])
-    with pytest.raises(RuntimeError, match="inside `with"):
-        rollouts.rollout_func(prompts_of(dataset), fake_trainer())
-
-
 def test_an_adapter_that_cannot_be_merged_is_rejected() -> None:
     peft = pytest.importorskip("peft")
     rollouts, _ = rollouts_with()
@@ -203,14 +181,6 @@ def test_closing_the_rollouts_ends_the_server_and_the_thread() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "agent-loop-trl"]
     assert server.num_running == 0
     assert server.num_sessions == 0
-
-
-def test_the_error_for_missing_rewards_states_what_to_set() -> None:
-    rollouts, _ = rollouts_with(has_reward=False)
-    with rollouts:
-        output = rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "hi"}])), fake_trainer())
-    with pytest.raises(RolloutError, match=r"set reward\.function"):
-        rewards_of(output)
 
 
 def test_results_and_errors_of_a_coroutine_in_the_other_thread_are_passed_on() -> None:
@@ -275,10 +245,3 @@ def test_tokens_beyond_the_trainers_limit_are_cut_off() -> None:
     assert output["completion_ids"] == [[3, 4]]
     assert output["env_mask"] == [[1, 0]]
     assert output["logprobs"] == [[-1.0, 0.0]]
-
-
-def test_a_loop_with_several_outputs_is_rejected() -> None:
-    output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
-    branch = Trajectory(output=output, row={}, group=0, rollout=0, reward=1.0, reward_extra={}, branch=0)
-    with pytest.raises(DataError, match="returned a list of outputs"):
-        rollout_output([branch], max_tokens=8, pad_token_id=0)

@@ -118,16 +118,6 @@ def test_samples_in_flight_and_in_the_buffer_stay_within_the_limit() -> None:
     assert len(server.requests) == 8
 
 
-def test_a_limit_below_one_group_runs_one_group_at_a_time() -> None:
-    rollouts, server = rollouts_with()
-    with rollouts:
-        worker = rollouts.worker(rows_worth(1), args=async_args(num_generations=4, max_inflight_tasks=1))
-        worker.start()
-        wait_for(lambda: worker.rollout_buffer.qsize() == 4)
-        worker.stop()
-    assert len(server.requests) == 4
-
-
 def test_weights_are_published_as_the_version_that_the_trainer_counts_next() -> None:
     rollouts, _ = rollouts_with()
     with rollouts:
@@ -156,12 +146,6 @@ def test_stopping_cancels_trajectories_in_flight_and_releases_everything() -> No
         assert server.num_sessions == 0
         with pytest.raises(RolloutError, match="it was stopped"):
             worker.check_health(1e9)
-
-
-def test_a_worker_that_was_never_started_can_be_stopped() -> None:
-    rollouts, _ = rollouts_with()
-    with rollouts:
-        rollouts.worker(rows_worth(1), args=async_args()).stop()
 
 
 def test_closing_the_rollouts_ends_a_running_worker() -> None:
@@ -206,22 +190,6 @@ def test_too_many_broken_groups_in_a_row_end_the_worker_with_their_error() -> No
         wait_for(lambda: "this row has no right answer" in health_error(worker))
         assert worker.rollout_buffer.empty()
     assert worker.metrics_queue.qsize() == MAX_LOST_GROUPS_IN_A_ROW
-
-
-def test_rows_without_rewards_end_the_worker() -> None:
-    rollouts, _ = rollouts_with(has_reward=False)
-    with rollouts:
-        worker = rollouts.worker(rows_worth(1), args=async_args())
-        worker.start()
-        wait_for(lambda: "set reward.function" in health_error(worker))
-
-
-def test_prompts_that_are_all_too_long_end_the_worker() -> None:
-    rollouts, _ = rollouts_with()
-    with rollouts:
-        worker = rollouts.worker([{"prompt": "far too long " * 500}], args=async_args())
-        worker.start()
-        wait_for(lambda: "nothing to train on" in health_error(worker))
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,6 @@ def test_an_interaction_without_a_name_is_named_after_its_class(folder: Path) ->
     ]
 
 
-def test_without_a_path_there_are_no_interactions() -> None:
-    assert load_interactions(None) == {}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

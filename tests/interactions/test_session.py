@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from agent_loop.errors import EpisodeError, InteractionBug
+from agent_loop.errors import InteractionBug
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.interactions.session import InteractionReply, InteractionSession, InteractionSessionConfig
@@ -96,18 +96,6 @@ def test_an_interaction_is_started_at_first_use_and_finalized_once() -> None:
         ("score", {}),
         ("finalize", {}),
     ]
-
-
-def test_an_unused_interaction_is_neither_started_nor_scored() -> None:
-    interaction = Examiner(score=1.0)
-
-    async def main() -> None:
-        session = session_of(interaction)
-        assert await session.calculate_score() is None
-        assert await session.close() == []
-
-    run_virtual(main())
-    assert interaction.log == []
 
 
 @pytest.mark.parametrize("stage", ["start", "respond"])
@@ -205,13 +193,3 @@ def test_an_interaction_cannot_change_the_conversation() -> None:
 
     run_virtual(main())
     assert len(MESSAGES) == 1
-
-
-def test_a_closed_session_rejects_further_turns() -> None:
-    async def main() -> None:
-        session = session_of(Examiner())
-        await session.close()
-        with pytest.raises(EpisodeError, match="one session per trajectory"):
-            await session.respond(MESSAGES)
-
-    run_virtual(main())

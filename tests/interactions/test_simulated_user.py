@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import ConfigError, DataError, InteractionUnavailable
-from agent_loop.interactions.simulated_user import SILENCE, SimulatedUser, num_replies, with_roles_swapped
+from agent_loop.interactions.simulated_user import SILENCE, SimulatedUser, with_roles_swapped
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 from tests.helpers import text_reply
@@ -149,11 +149,6 @@ def test_cancellation_closes_the_request_to_the_endpoint() -> None:
     asyncio.run(main())
 
 
-def test_a_truncated_reply_is_recorded_as_cut() -> None:
-    trajectory, _ = run([PreparedResponse("I want", is_cut=True), "###STOP###"], ["Hello.", "Yes?"])
-    assert trajectory.output.feedback[0].extra["is_cut"] is True
-
-
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match="api_key_env is 'USER_KEY', but that environment variable is not set"
@@ -206,9 +201,3 @@ def test_tool_results_and_empty_turns_are_not_shown_to_the_user() -> None:
         "role": "user",
         "content": SILENCE,
     }
-
-
-def test_user_replies_are_counted_from_the_first_assistant_message() -> None:
-    assert num_replies(alternating("prompt")) == 0
-    assert num_replies(alternating("prompt", "answer")) == 0
-    assert num_replies(alternating("prompt", "answer", "reply", "answer")) == 1

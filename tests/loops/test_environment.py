@@ -172,23 +172,6 @@ def test_the_reward_is_read_if_a_limit_ends_the_trajectory() -> None:
     assert trajectory.reward == 1.0
 
 
-def test_an_environment_without_a_reward_leaves_scoring_to_the_reward_function() -> None:
-    class Judged:
-        def reset(self, **kwargs: Any) -> None:
-            return None
-
-    trajectory = play(Judged, [text_reply("Hello.")])
-    assert trajectory.reward is None
-    assert roles(trajectory.output.messages) == ["user", "assistant"]
-
-
-def test_close_is_not_a_tool_and_is_called_at_the_end() -> None:
-    output = play(Closing, [text_reply("Hello.")], row={"fails": "close"}).output
-    assert Shop.made[0].log == ["closed"]
-    [incident] = output.incidents
-    assert (incident.kind, incident.detail) == (IncidentKind.CLOSE_FAILED, "closing shop: OSError: jammed")
-
-
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -376,23 +359,6 @@ def test_tools_replies_and_reward_share_one_environment() -> None:
     [vault] = Vault.opened
     assert vault.calls == ["turn 4", "force 2", "closed"]
     assert [schema["function"]["name"] for schema in output.tool_schemas] == ["turn"]
-
-
-def test_a_tool_error_of_an_environment_reaches_the_model_unchanged() -> None:
-    output = play_vault([tool_call_reply("turn", digit=10), *VAULT_ANSWERS]).output
-    assert output.messages[3]["content"] == "there is no such digit"
-
-    class Strict(Shop):
-        def buy(self, price: int) -> str:
-            """Buy.
-
-            Args:
-                price: In coins.
-            """
-            raise ToolError("we are closed")
-
-    output = play(Strict, [tool_call_reply("buy", price=1), text_reply("Bye.")]).output
-    assert output.messages[2]["content"] == "we are closed"
 
 
 @pytest.mark.parametrize("method", ["reset", "call", "reply", "reward"])

@@ -178,10 +178,6 @@ def test_random_players_play_legal_moves_and_first_players_the_first() -> None:
     assert trajectory.output.extra_fields["seat"] == 1
 
 
-def test_an_invalid_move_is_for_the_game_to_judge() -> None:
-    assert rewards(play(by_seat({0: ["what?"], 1: ["3"]}))) == [-1.0, 1.0]
-
-
 def test_a_seat_without_a_turn_has_its_reward_and_no_tokens() -> None:
     _, second = play(by_seat({0: ["what?"], 1: ["3"]}))
     assert len(second.output.response_ids) == 0
@@ -257,8 +253,3 @@ def test_mistakes_of_games_and_players_are_named(make: Any, row: Mapping[str, An
 def test_a_row_with_wrong_players_is_refused_before_the_run(players: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         GameAgentLoop.check_row({"players": players}, {}, where="row 0")
-
-
-def test_a_configured_opponent_is_a_player() -> None:
-    arguments = {"opponents": {"frozen": {"model": "old", "base_url": "http://127.0.0.1:9/v1"}}}
-    GameAgentLoop.check_row({"players": ["policy", "frozen"]}, arguments, where="row 0")

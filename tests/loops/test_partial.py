@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ import numpy as np
 import pytest
 
 from agent_loop.errors import EpisodeError
-from agent_loop.recording.record import RowRecord
 from agent_loop.recording.row_log import ReplayMismatch
-from agent_loop.recording.values import pack, unpack
+from agent_loop.recording.values import pack
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
@@ -200,31 +198,6 @@ def test_a_trajectory_that_cannot_be_replayed_and_used_a_once_only_tool_is_refus
     with pytest.raises(ReplayMismatch, match="tool 'book' was used and may be used only once"):
         run_virtual(runner.run(partial_output=part))
     assert runner.counts.started["book"] == 1
-
-
-def test_a_cancellation_before_the_start_keeps_the_whole_record() -> None:
-    runner = PartialRunner(ASKING_TURNS, tools=TOOLS)
-    part = cut_in("calls", runner)
-    again = run_virtual(runner.run(partial_output=part, cancel_after_s=0))
-    assert again.response_ids.tolist() == part.response_ids.tolist()
-    kept, before = (RowRecord.of(each.extra_fields["agent_data"]).entries for each in (again, part))
-    assert [pack(entry.as_record()) for entry in kept] == [pack(entry.as_record()) for entry in before]
-    empty = run_virtual(runner.run(cancel_after_s=0))
-    assert (empty.stop_reason, len(empty.response_ids)) == (StopReason.CANCELLED, 0)
-    assert run_virtual(runner.run(partial_output=empty)).stop_reason is StopReason.ANSWERED
-
-
-def test_a_finished_output_is_returned_unchanged() -> None:
-    runner = PartialRunner(ASKING_TURNS, tools=TOOLS)
-    output = run_virtual(runner.run())
-    num_requests = len(runner.servers[0].requests)
-    assert facts(run_virtual(runner.run(partial_output=output))) == facts(output)
-    assert len(runner.servers[0].requests) == num_requests
-
-
-def test_a_cancelled_output_holds_plain_data_that_a_journal_can_store() -> None:
-    fields: Mapping[str, Any] = cut_in("calls", PartialRunner(ASKING_TURNS, tools=TOOLS)).extra_fields
-    assert unpack(pack(fields)) == fields
 
 
 def test_another_process_can_resume_a_cancelled_trajectory(tmp_path: Path) -> None:

@@ -29,15 +29,6 @@ class Judge(CountingTool):
         return float(self.open[instance_id])
 
 
-class FailsEarly(Judge):
-    """Tool whose reward raises before the second call."""
-
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
-        if self.open[instance_id] < 2:
-            raise ZeroDivisionError
-        return await super().calc_reward(instance_id, **kwargs)
-
-
 class VerlTool(verl.BaseTool):
     """Tool as written for verl: it has state, a reward that reads the state, and no `on_replay`."""
 
@@ -76,18 +67,6 @@ def restarts(output: AgentLoopOutput) -> list[str]:
     return [i.detail for i in output.incidents if i.kind is IncidentKind.RESTARTED]
 
 
-def test_tokens_are_kept_if_a_completion_after_the_last_call_is_aborted() -> None:
-    turns = [LOOK, "It is done."]
-    whole = run_virtual(PartialRunner(turns, tools=NOT_RESTORABLE).run())
-    runner = PartialRunner(turns, tools=NOT_RESTORABLE)
-    part = run_virtual(runner.run(cancel_after_s=after_calls(LOOK)))
-    assert part.extra_fields["state"] == "generating"
-    output = run_virtual(runner.run(partial_output=part))
-    assert facts(output) == facts(whole)
-    assert runner.counts.started["look"] == 1
-    assert runner.servers[0].requests[-1].prompt_ids.tolist() == [*part.prompt_ids, *part.response_ids]
-
-
 def test_a_new_call_of_a_tool_whose_state_is_lost_starts_the_trajectory_again() -> None:
     turns = [LOOK, LOOK, "It is done."]
     runner = PartialRunner(turns, tools=NOT_RESTORABLE)
@@ -97,14 +76,6 @@ def test_a_new_call_of_a_tool_whose_state_is_lost_starts_the_trajectory_again() 
     assert "tool 'look' is called after tool 'look', whose state cannot be restored" in reason
     assert output.stop_reason is StopReason.ANSWERED
     assert runner.counts.started["look"] == 3
-
-
-def test_an_aborted_call_starts_the_trajectory_again() -> None:
-    runner = PartialRunner([LOOK, "It is done."], tools=NOT_RESTORABLE)
-    part = run_virtual(runner.run(cancel_after_s=after_calls(LOOK, tokens=0) - LATENCY_S / 2))
-    assert part.extra_fields["state"] == "processing_tools"
-    output = run_virtual(runner.run(partial_output=part))
-    assert "was used before, and its on_replay does not allow a replay" in restarts(output)[0]
 
 
 @pytest.mark.parametrize(
@@ -136,15 +107,6 @@ def test_a_tool_reward_is_calculated_at_the_cancellation_and_counts_at_the_end()
     assert output.reward_score == 2.0
     assert not restarts(output)
     assert runner.counts.started == {"look": 2, "verdict": 1}
-
-
-def test_without_a_tool_reward_at_the_cancellation_the_trajectory_starts_again() -> None:
-    runner = PartialRunner([LOOK, LOOK, "It is done."], tools=NOT_RESTORABLE, tool_class=FailsEarly)
-    part = run_virtual(runner.run(cancel_after_s=after_calls(LOOK)))
-    output = run_virtual(runner.run(partial_output=part))
-    assert output.reward_score == 2.0
-    assert len(restarts(output)) == 1
-    assert runner.counts.started["look"] == 3
 
 
 def test_a_tool_of_verl_keeps_tokens_and_reward() -> None:

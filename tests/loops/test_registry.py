@@ -40,11 +40,6 @@ def loops_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_loops_of_the_package_are_registered() -> None:
-    assert LoopRegistry().get("single_turn_agent").loop_class is SingleTurnAgentLoop
-    assert LoopRegistry().get("tool_agent")
-
-
 def test_importing_a_file_registers_its_loops(loops_file: Path) -> None:
     assert LoopRegistry(loop_files=[str(loops_file)]).get("from_a_file").loop_class.__name__ == "FromAFile"
 
@@ -96,13 +91,3 @@ def test_registering_a_name_of_the_package_again_replaces_its_loop_with_a_warnin
 
     assert LoopRegistry().get(name).loop_class is Other
     assert warned[0].filename == __file__
-
-
-def test_redefining_a_loop_replaces_it_without_a_warning() -> None:
-    for _ in range(2):
-
-        @register("again")
-        class Again(SingleTurnAgentLoop):
-            pass
-
-        assert LoopRegistry().get("again").loop_class is Again

@@ -10,11 +10,10 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from agent_loop.config import AgentConfig, Config, RolloutConfig, load_config
-from agent_loop.errors import ConfigError, RewardError, RolloutError
+from agent_loop.errors import ConfigError, RolloutError
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import (
@@ -25,7 +24,6 @@ from agent_loop.rewards.function import (
 )
 from agent_loop.rollout.components import load_reward_function
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.runtime.isolated_task import ABANDON_GRACE_S
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
@@ -130,34 +128,6 @@ def test_each_group_is_scored_by_one_call_however_its_rollouts_are_split_over_wo
     assert [by_row[n] for n in range(3)] == [answers[N * n : N * n + N] for n in range(3)]
     assert [t.reward for t in trajectories] == [float(answer) for answer in answers]
     assert [(t.group, t.rollout) for t in trajectories] == [(g, n) for g in range(3) for n in range(N)]
-
-
-def test_a_plain_function_runs_in_a_thread_and_gets_copies() -> None:
-    threads: list[bool] = []
-
-    def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
-        threads.append(threading.current_thread() is threading.main_thread())
-        outputs[0].extra_fields["mine"] = 1  # pyright: ignore[reportIndexIssue]
-        rows[0]["raw_prompt"].clear()
-        return np.arange(len(outputs)) / 2
-
-    given = rows(1)
-    trajectories = run_virtual(make_manager(reward).run(given))
-
-    assert threads == [False]
-    assert [t.reward for t in trajectories] == [0.0, 0.5, 1.0, 1.5]
-    assert given == rows(1)
-    assert "mine" not in trajectories[0].output.extra_fields
-
-
-def test_each_element_may_be_any_value_that_a_single_function_may_return() -> None:
-    def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
-        return (True, {"score": 2, "why": "close"}, np.float32(0.5), {"reward": 1.0})
-
-    trajectories = run_virtual(make_manager(reward).run(rows(1)))
-
-    assert [t.reward for t in trajectories] == [1.0, 2.0, 0.5, 1.0]
-    assert [t.reward_extra for t in trajectories] == [{}, {"why": "close"}, {}, {}]
 
 
 def test_an_evaluation_scores_its_samples_of_a_row_together() -> None:
@@ -344,29 +314,6 @@ def test_a_value_that_cannot_be_stored_is_an_incident_of_its_trajectory() -> Non
     assert kinds == [[], [IncidentKind.UNSTORABLE_VALUE], [], []]
 
 
-def test_a_function_that_swallows_its_cancellation_is_abandoned_and_noted() -> None:
-    is_over = asyncio.Event()
-
-    async def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
-        while not is_over.is_set():
-            try:
-                await is_over.wait()
-            except asyncio.CancelledError:
-                continue
-
-    async def scenario() -> list[Trajectory]:
-        clock = asyncio.get_running_loop().time
-        trajectories = await make_manager(reward, timeout_s=10).run(rows(1))
-        assert clock() < 10 + ABANDON_GRACE_S + 8
-        is_over.set()
-        await asyncio.sleep(0)
-        return trajectories
-
-    trajectories = run_virtual(scenario())
-    assert all("and was abandoned" in error for error in errors_of(trajectories))
-    assert [i.kind for t in trajectories for i in t.output.incidents] == [IncidentKind.ABANDONED]
-
-
 def test_a_cancelled_run_ends_calls_that_are_in_flight() -> None:
     ended: list[str] = []
 
@@ -390,16 +337,6 @@ def test_a_cancelled_run_ends_calls_that_are_in_flight() -> None:
 # -- the function by itself --------------------------------------------------------------------------------------------
 
 OUTPUT = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
-
-
-def test_the_function_can_be_called_by_itself() -> None:
-    function = BatchRewardFunction(lambda outputs, rows: [1, {"reward": 0.5, "n": 2}], timeout_s=1)
-    assert run_virtual(function([OUTPUT, OUTPUT], [{}, {}])) == [
-        ScoreResult(Score(1.0)),
-        ScoreResult(Score(0.5, {"n": 2})),
-    ]
-    with pytest.raises(RewardError, match="2 values for 1 outputs"):
-        run_virtual(function([OUTPUT], [{}]))
 
 
 FUNCTIONS = """

@@ -13,7 +13,7 @@ from agent_loop.config import Config, RewardConfig, RolloutConfig
 from agent_loop.config.validation import parse_section
 from agent_loop.errors import ConfigError, RewardError, RewardUnavailable
 from agent_loop.rewards.combined import CombinedBatchReward, CombinedReward, Part, load_rewards
-from agent_loop.rewards.function import BatchRewardFunction, RewardFunction, Score
+from agent_loop.rewards.function import RewardFunction, Score
 from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.components import load_reward_function
 from agent_loop.rollout.failures import failure_of
@@ -190,19 +190,6 @@ def test_a_part_that_fails_for_some_trajectories_of_a_group_leaves_only_those_un
     assert "at index 0, returned 'nothing'" in failure.error
 
 
-def test_a_part_that_fails_for_a_whole_group_leaves_the_group_unscored(task: Path) -> None:
-    async def down(outputs: list[AgentLoopOutput], rows: list[Row]) -> list[float]:
-        raise RewardUnavailable("the grader is down")
-
-    parts = {"order": Part(BatchRewardFunction(down, timeout_s=60))}
-    trajectories = grouped(CombinedBatchReward(parts))
-
-    assert [t.reward for t in trajectories] == [None] * 4
-    failures = [t.output.failure for t in trajectories if t.output.failure is not None]
-    assert [failure.kind for failure in failures] == [FailureKind.REWARD] * 4
-    assert failures[0].error == "RewardError: part 'order': the grader is down"
-
-
 def test_a_group_is_scored_again_if_infrastructure_failed_for_some_of_its_trajectories() -> None:
     calls = Counter[str]()
 
@@ -218,18 +205,6 @@ def test_a_group_is_scored_again_if_infrastructure_failed_for_some_of_its_trajec
     assert [t.reward for t in trajectories] == [1.0, 2.0, 3.0, 4.0]
     kinds = [incident.kind for t in trajectories for incident in t.output.incidents]
     assert kinds == [IncidentKind.RETRIED] * 2
-
-
-def test_the_others_of_a_group_keep_their_rewards_if_infrastructure_fails_for_one_to_the_end() -> None:
-    async def never(output: AgentLoopOutput, row: Row) -> float:
-        if output.answer == "2":
-            raise RewardUnavailable("the grader is busy")
-        return float(output.answer)
-
-    parts = {"graded": Part(RewardFunction(never, timeout_s=60))}
-    trajectories = grouped(CombinedBatchReward(parts), retries=1)
-
-    assert [t.reward for t in trajectories] == [1.0, None, 3.0, 4.0]
 
 
 # -- settings --------------------------------------------------------------------------------------------------------

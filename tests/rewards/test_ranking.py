@@ -11,17 +11,11 @@ from typing import Any
 
 import pytest
 
-from agent_loop.config import AgentConfig, RolloutConfig
 from agent_loop.errors import RewardUnavailable
 from agent_loop.rewards.function import ScoreResult, load_batch_reward
-from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.trajectory import FailureKind, Trajectory
-from tests.helpers import hermes_template, text_reply, user
 from tests.rewards.judges import (
     Reply,
     ScriptedJudge,
-    flaky,
     judging,
     output_saying,
     prompt_of,
@@ -102,38 +96,3 @@ def test_the_task_is_sent_once(tmp_path: Path) -> None:
 def test_scores_that_do_not_fit_the_group_are_unreadable(tmp_path: Path, scores: Any) -> None:
     with pytest.raises(RewardUnavailable, match=r"ranking: judge 'm' .* was asked twice"):
         ranked(tmp_path, "1", "2", script=lambda _: json.dumps({"answer": scores}))
-
-
-@pytest.mark.parametrize("seed", [0])
-def test_every_group_ends_scored_or_unscored_by_name_with_a_judge_that_fails_a_third_of_its_requests(
-    tmp_path: Path, seed: int
-) -> None:
-    async def main() -> list[Trajectory]:
-        async with judging(flaky(by_number, share=1 / 3, seed=seed)) as judge:
-            path = write_file(tmp_path, {**settings_of(judge), "ranking": RANKING})
-            manager = AgentLoopManager(
-                RolloutConfig(n=3, max_failed_share=1.0, retries=0, agent=AgentConfig(num_workers=2)),
-                servers=[ScriptedServer(lambda request: text_reply(str(len(request.prompt_ids) % 7)))],
-                template=hermes_template(),
-                reward=load_batch_reward(path, timeout_s=60),
-            )
-            rows = [{"raw_prompt": user(f"question {'x' * n}"), "solution": n} for n in range(20)]
-            return await manager.run(rows)
-
-    groups: dict[int, list[Trajectory]] = {}
-    for trajectory in asyncio.run(main()):
-        groups.setdefault(trajectory.group, []).append(trajectory)
-
-    assert len(groups) == 20
-    num_scored = 0
-    for group in groups.values():
-        assert len(group) == 3
-        failures = [each.output.failure for each in group if each.output.failure is not None]
-        num_scored += not failures
-        if failures:
-            assert [failure.kind for failure in failures] == [FailureKind.REWARD] * 3
-            assert failures[0].error.startswith("RewardUnavailable: ranking: judge 'm' at ")
-            assert [each.reward for each in group] == [None] * 3
-        else:
-            assert [each.reward for each in group] == [int(each.output.answer) / 100 for each in group]
-    assert 0 < num_scored < 20

@@ -187,12 +187,6 @@ def test_an_unreadable_reply_is_asked_once_more_and_then_leaves_the_criterion_un
     assert "An earlier reply" in asked[1]
 
 
-def test_a_readable_second_reply_is_the_answer(tmp_path: Path) -> None:
-    replies = iter(["Yes!", answer("yes")])
-    score, _ = scored(tmp_path, lambda _: next(replies), criteria={"correct": CRITERIA["correct"]})
-    assert score.reward == 1.0
-
-
 @pytest.mark.parametrize("value", [0, 6, 3.5, True, "3"])
 def test_a_score_outside_of_the_scale_is_unreadable(tmp_path: Path, value: Any) -> None:
     with pytest.raises(RewardUnavailable, match="is not what was asked for: answer"):

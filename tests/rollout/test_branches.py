@@ -107,13 +107,6 @@ def test_tokens_shared_with_an_unscored_branch_are_trained_in_the_next_branch() 
     assert batch["response_mask"].sum(dim=1).tolist() == [num_shared + num_own] * 2
 
 
-def test_repeated_outputs_of_a_row_that_does_not_branch_keep_their_mask() -> None:
-    trajectories = WorkerHarness(lambda _: text_reply("same")).run([{"raw_prompt": user("?")}] * 2)
-    batch = assemble(trajectories, pad_token_id=0)
-    assert batch["branch"].tolist() == [-1, -1]
-    assert batch["response_mask"].all()
-
-
 def test_each_branch_has_its_own_tool_instances_and_all_are_released() -> None:
     tool = Adder()
     harness = WorkerHarness(

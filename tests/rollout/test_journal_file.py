@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent_loop.errors import JournalError, OutputError
+from agent_loop.errors import JournalError
 from agent_loop.recording.record import RecordKind
-from agent_loop.recording.values import Unstorable, digest, pack, unpack
+from agent_loop.recording.values import digest, pack, unpack
 from agent_loop.rollout.journal.file import HEADER, JournalWriter, read_records
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.step import StepKey, open_journal
@@ -52,11 +52,6 @@ def test_arrays_images_and_lone_surrogates_are_unpacked_unchanged() -> None:
     assert back["b"][0] == 0.5
     assert back["b"][1].tobytes() == image.tobytes()
     assert back["c"] == "\ud800"
-
-
-def test_the_error_for_a_value_that_cannot_be_packed_names_its_type() -> None:
-    with pytest.raises(Unstorable, match=r"a value of type builtins\.object"):
-        pack({"handle": object()})
 
 
 payload_lists = st.lists(st.binary(max_size=30), max_size=5)
@@ -181,12 +176,6 @@ def test_a_full_disk_stops_the_rollout_with_an_error_and_leaves_an_intact_journa
     assert harness.server.num_running == harness.server.num_sessions == 0
     assert read_records(path.read_bytes())[1] == path.stat().st_size
     assert len(run_journaled(path, make_harness(2)[0], ROWS, resume=True)) == 5
-
-
-def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be written or locked"):
-        run_journaled(tmp_path / "file" / "j", make_harness(1)[0], ROWS)
 
 
 def test_flushed_records_are_in_the_file_and_in_order(tmp_path: Path) -> None:

@@ -300,15 +300,6 @@ def test_the_state_of_tools_is_restored_by_repeating_their_calls(tmp_path: Path)
     assert trajectory.reward == 4.0
 
 
-def test_a_tool_whose_replies_are_recorded_is_created_but_not_called(tmp_path: Path) -> None:
-    trajectory, tool, _ = interrupted(
-        tmp_path / "j", on_replay=OnReplay.RECORDED, kind=RecordKind.OBSERVATION, count=2
-    )
-    assert tool.executed == []
-    assert (tool.num_created, tool.num_released) == (1, 1)
-    assert trajectory.output.tool_rewards == (0.25,) * 4
-
-
 fickle_words = iter("abcdefghij")
 
 
@@ -395,17 +386,6 @@ def test_a_result_that_cannot_be_packed_is_recorded_as_text_and_its_row_is_resum
     )
     assert trajectory.output.feedback[0].extra == {"handle": "<object object>"}
     assert IncidentKind.RESTARTED not in {incident.kind for incident in trajectory.output.incidents}
-
-
-def test_restored_branches_share_the_segments_of_their_common_prefix() -> None:
-    whole, before = first_run()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "j"
-        path.write_bytes(whole)
-        after = run_journaled(path, make_harness(2)[0], ROWS, resume=True)
-    for trajectories in (before, after):
-        one, two = (t.output.segments for t in trajectories if t.group == 2)
-        assert [a is b for a, b in zip(one, two, strict=False)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("num_calls", [5, 50])

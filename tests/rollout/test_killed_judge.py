@@ -20,10 +20,8 @@ from agent_loop.environments.factory import EnvironmentFactory
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
-from agent_loop.training.metrics import FAILURES, RETRIES, REWARD_MEAN
-from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
-from agent_loop.types import Row, StopReason
+from agent_loop.types import Row
 from tests.helpers import hermes_template, text_reply, user
 from tests.rollout.harness import WorkerHarness
 from tests.rollout.outages import retries_of
@@ -175,27 +173,3 @@ def test_a_judge_that_is_killed_and_comes_back_scores_every_trajectory_rightly(
     assert num_retries > 0
     num_requests = len(batch.harness.server.requests)
     assert num_requests == (NUM_ROWS + num_retries if in_environment else NUM_ROWS)
-
-
-@pytest.mark.parametrize("in_environment", [False, True], ids=["reward", "environment"])
-@pytest.mark.parametrize("post", CLIENTS)
-def test_a_judge_that_never_comes_back_leaves_its_trajectories_unscored_and_named(
-    judge: JudgeProcess, post: Post, in_environment: bool
-) -> None:
-    trajectories = Batch(judge, post=post, comes_back=False, in_environment=in_environment, retries=1).run()
-    assert [t.group for t in trajectories] == list(range(NUM_ROWS))
-    lost = [t for t in trajectories if t.reward is None]
-    scored = [t for t in trajectories if t.reward is not None]
-    assert NUM_ROWS - KILLED_AT < len(lost) < NUM_ROWS
-    assert all(t.reward == t.group / 100 for t in scored)
-    assert all(t.output.failure is None for t in scored)
-    kind = "environment" if in_environment else "reward"
-    for trajectory in lost:
-        assert trajectory.output.stop_reason is StopReason.FAILED
-        assert trajectory.output.failure is not None
-        assert trajectory.output.failure.kind == kind
-        assert len(retries_of(trajectory)) == 1
-        assert trajectory.output.answer == str(trajectory.group)
-    metrics = rollout_metrics(trajectories, success_threshold=1.0, weight_version=0)
-    assert metrics[f"{FAILURES}{kind}"] == metrics[RETRIES] == len(lost)
-    assert metrics[REWARD_MEAN] == pytest.approx(sum(t.reward or 0.0 for t in scored) / len(scored))

@@ -113,14 +113,6 @@ def test_each_turn_and_each_reply_becomes_a_message_and_calls_are_parsed() -> No
     assert output.answer == "It is 7."
 
 
-def test_messages_set_by_a_loop_are_kept() -> None:
-    said = [{"role": "assistant", "content": "seven"}]
-    output = WorkerHarness([text_reply("7")], agent="bare_turns").run_one(
-        edit=lambda fields: AgentLoopOutput(**fields, messages=said)
-    )
-    assert list(output.output.messages) == said
-
-
 def test_a_prompt_other_than_the_rows_is_decoded_to_text() -> None:
     def edit(fields: dict[str, Any]) -> AgentLoopOutput:
         return AgentLoopOutput(**{**fields, "prompt_ids": encoded("another prompt")})
@@ -191,25 +183,6 @@ def test_tokens_that_no_completion_contains_are_reported() -> None:
     assert kinds(output) == [IncidentKind.UNMATCHED_TOKENS]
     assert f"{len(encoded('Sure: '))} tokens" in output.incidents[0].detail
     assert {s.weight_version for s in output.response_segments} == {3}
-
-
-def test_tokens_sampled_elsewhere_have_the_version_of_the_servers() -> None:
-    @register("elsewhere")
-    class Elsewhere(AgentLoopBase):
-        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-            return AgentLoopOutput(prompt_ids=[9], response_ids=[10, 11], response_mask=[1, 1])
-
-    output = WorkerHarness([text_reply("7")], agent="elsewhere").run_one().output
-    assert [s.weight_version for s in output.response_segments] == [0]
-    assert kinds(output) == []
-
-
-def test_a_weight_version_set_by_a_loop_is_kept() -> None:
-    def edit(fields: dict[str, Any]) -> AgentLoopOutput:
-        return AgentLoopOutput(**fields, weight_version=2)
-
-    [output] = [t.output for t in run_manager([text_reply("7")], [question(edit=edit)])[1]]
-    assert [s.weight_version for s in output.response_segments] == [2]
 
 
 @pytest.mark.parametrize("pad_to", ["longest", "limits"])
@@ -338,13 +311,6 @@ def test_an_invalid_output_fails_its_own_row_with_a_message(name: str) -> None:
     assert bad.failure is not None
     assert message in bad.failure.error
     assert good.stop_reason is StopReason.ANSWERED
-
-
-def test_a_stop_reason_given_as_text_is_parsed() -> None:
-    output = WorkerHarness([text_reply("7")], agent="bare_turns").run_one(
-        edit=lambda fields: AgentLoopOutput(**fields, stop_reason="max_assistant_turns")  # pyright: ignore
-    )
-    assert output.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
 
 
 def test_streamed_completions_of_a_loop_are_recorded_too() -> None:

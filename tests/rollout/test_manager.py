@@ -181,16 +181,6 @@ def test_leaving_the_stream_cancels_the_trajectories_in_flight() -> None:
     run_virtual(scenario())
 
 
-def test_an_error_that_stops_a_run_ends_its_stream() -> None:
-    manager = make_manager(lambda _: ScriptedReply([1], error="down"), max_failed_share=0.0)
-
-    async def scenario() -> None:
-        with pytest.raises(RolloutError, match="down"):
-            [_ async for _ in manager.stream(rows(2))]
-
-    run_virtual(scenario())
-
-
 def test_over_sampling_keeps_the_groups_that_end_first() -> None:
     manager = make_manager(by_row, agent=AgentConfig(num_workers=3))
     work = [{"raw_prompt": user("long " * (8 - n))} for n in range(8)]

@@ -28,7 +28,7 @@ from agent_loop.testing.virtual_time import REAL_WAIT_S
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.training.actor import Actor
 from agent_loop.trajectory import IncidentKind, Trajectory
-from agent_loop.types import Origin, ParsedCompletion, StopReason, ToolCall
+from agent_loop.types import ParsedCompletion, StopReason, ToolCall
 from tests.helpers import call_text, user
 from tests.rollout.harness import SCHEMA, WorkerHarness
 from tests.rollout.one_line import as_line
@@ -85,29 +85,6 @@ def test_images_of_prompts_and_tools_reach_the_server_and_the_record() -> None:
     assert [len(segment.attachments) for segment in output.segments] == [1, 0, 2, 0]
 
 
-def test_placeholders_are_never_trained_on() -> None:
-    output = (
-        make_harness(ToolResponse(image=[picture(1)]))
-        .run_one(raw_prompt=image_message("a", picture(0)))
-        .output
-    )
-    whole = np.concatenate([output.prompt_ids, output.response_ids])
-    mask = np.concatenate([np.zeros(len(output.prompt_ids)), output.response_mask])
-    image, view = output.attachments
-    assert np.count_nonzero(whole == image.placeholder_id) == image.num_tokens + view.num_tokens
-    assert not mask[whole == image.placeholder_id].any()
-    assert mask.any()
-
-
-def test_the_engine_receives_exactly_the_tokens_of_the_trajectory() -> None:
-    harness = make_harness(ToolResponse(image=[picture(1)]))
-    output = harness.run_one(raw_prompt=image_message("a", picture(0))).output
-    sent = harness.server.requests[-1].prompt_ids
-    recorded = np.concatenate([s.token_ids for s in output.segments])
-    assert sent.tolist() == recorded[: len(sent)].tolist()
-    assert output.segments[2].origin is Origin.TOOL
-
-
 def test_the_error_for_an_image_to_a_text_only_model_names_the_tool() -> None:
     script = [vision_reply(call_text("look", a=1, b=2))]
     output = WorkerHarness(script, tools=[Camera(ToolResponse(image=[picture()]))]).run_one().output
@@ -134,12 +111,6 @@ def test_a_video_of_a_tool_reaches_the_server_and_the_record() -> None:
     record = as_line(harness.run_one(raw_prompt=video_message("a", video_frames(0), fps=3)))
     [video, _] = record["messages"][0]["content"]
     assert video["video"] == "5 frames, the first Image of size (32, 24) at 3 per second"
-
-
-def test_a_video_file_fails_its_trajectory_with_a_remedy() -> None:
-    output = make_harness(ToolResponse(video=["clip.mp4"])).run_one().output
-    assert output.failure is not None
-    assert "'clip.mp4', and files are not decoded" in output.failure.error
 
 
 def test_a_deadline_while_images_are_loaded_ends_the_episode() -> None:
@@ -237,16 +208,6 @@ def test_the_trainer_computes_the_logprobs_of_the_engine(kind: str) -> None:
     mask = batch["response_mask"].bool()
     assert mask.sum() > 20
     assert torch.allclose(actor.logprobs(batch)[mask], batch["rollout_log_probs"][mask], atol=1e-4)
-
-
-def test_an_update_reaches_the_vision_tower() -> None:
-    trajectories, model = asyncio.run(rollout_on_an_engine())
-    batch = assemble(trajectories, pad_token_id=vision_template().pad_token_id)
-    before = model.model.visual.patch_embed.proj.weight.clone()
-    Actor(model, config=ActorConfig(lr=1e-3)).update(
-        batch, advantages_BR=torch.tensor([[1.0], [-1.0], [1.0]])
-    )
-    assert not torch.equal(model.model.visual.patch_embed.proj.weight, before)
 
 
 async def rollout_on_an_engine(kind: str = "qwen2_vl") -> tuple[list[Trajectory], Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction
-from agent_loop.rollout.failures import retry_delay_s
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
@@ -80,15 +78,6 @@ def test_a_trajectory_whose_environment_stays_away_fails_by_name_without_a_rewar
     metrics = metrics_of(trajectory)
     assert metrics[f"{FAILURES}environment"] == 1
     assert metrics.get(RETRIES, 0) == retries
-
-
-def test_repetitions_wait_twice_as_long_each_time_up_to_a_limit() -> None:
-    outage = Outage(method="reset", num_failures={0: 99})
-    stationed(outage, retries=7).run_one(**station_row())
-    starts = outage.started_s
-    waits = [later - sooner for sooner, later in pairwise(starts)]
-    assert waits == pytest.approx([1, 2, 4, 8, 16, 30, 30], abs=0.01)
-    assert waits == pytest.approx([retry_delay_s(number) for number in range(7)], abs=0.01)
 
 
 def test_only_the_rows_that_failed_run_again() -> None:
@@ -163,18 +152,6 @@ def test_a_trajectory_that_used_a_tool_that_may_be_used_once_does_not_run_again(
     )
     assert retries_of(trajectory) == []
     assert trajectory.output.num_assistant_turns == 2
-
-
-def test_a_trajectory_that_failed_before_it_used_such_a_tool_runs_again() -> None:
-    tool, outage = Adder(name="note"), Outage(method="reset", num_failures={0: 1})
-    tool.on_replay = OnReplay.ONCE
-
-    def notes_once(request: ScriptedRequest) -> ScriptedReply:
-        return tool_call_reply("note", a=1, b=2) if request.turn == 0 else text_reply("3")
-
-    harness = WorkerHarness(notes_once, environments={"station": outage.factory}, tools=[tool], retries=1)
-    trajectory = harness.run_one(**station_row())
-    assert (trajectory.reward, outage.num_attempts[0], len(tool.executed)) == (1.0, 2, 1)
 
 
 def breaks_down(_: ScriptedRequest) -> ScriptedReply:
@@ -316,29 +293,6 @@ def test_a_reward_function_that_failed_alone_runs_again_without_a_new_rollout(
     assert first == second
     assert first.startswith("the reward function ran again after Reward")
     assert metrics_of(trajectory)[RETRIES] == 2
-
-
-@pytest.mark.parametrize("retries", [0, 2])
-def test_a_trajectory_whose_judge_stays_away_keeps_its_tokens_and_has_no_reward(retries: int) -> None:
-    judge = Judge(99)
-    trajectory, num_requests = judged(judge, retries=retries)
-    assert (judge.num_calls, num_requests) == (retries + 1, 1)
-    assert trajectory.reward is None
-    assert trajectory.output.failure is not None
-    assert trajectory.output.failure.kind is FailureKind.REWARD
-    assert trajectory.output.num_assistant_turns == 1
-    assert len(retries_of(trajectory)) == retries
-    metrics = metrics_of(trajectory)
-    assert (metrics[f"{FAILURES}reward"], metrics.get(RETRIES, 0)) == (1, retries)
-
-
-def test_a_bug_of_a_reward_function_is_not_called_again() -> None:
-    judge = Judge(1, error=lambda: ZeroDivisionError("a bug"))
-    trajectory, _ = judged(judge, retries=3)
-    assert judge.num_calls == 1
-    assert trajectory.reward is None
-    assert trajectory.output.failure is not None
-    assert trajectory.output.failure.kind is FailureKind.CODE
 
 
 @pytest.mark.parametrize(("num_failures", "reward"), [(2, 0.75), (99, None)])

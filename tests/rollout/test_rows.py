@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from agent_loop.errors import ConfigError, DataError
+from agent_loop.errors import DataError
 from agent_loop.rollout.rows import RowSampler, load_rows, prepare_rows
 
 
@@ -114,30 +114,6 @@ def test_an_invalid_file_is_refused_with_its_location(
         load_rows([str(tmp_path / name)], prompt_key="prompt")
 
 
-def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "\xff"}')
-
-    with pytest.raises(DataError, match="cannot be read as UTF-8"):
-        load_rows([str(tmp_path / "rows.jsonl")], prompt_key="prompt")
-
-
-def test_a_source_that_is_neither_a_file_nor_a_function_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "task.py").write_text("rows = []\n\ndef number():\n    return 3\n")
-
-    with pytest.raises(DataError, match=r"missing.jsonl' does not exist"):
-        load_rows([str(tmp_path / "missing.jsonl")], prompt_key="prompt")
-    with pytest.raises(
-        ConfigError, match=r"rows.txt' is neither a folder nor a file of a known kind .* give a file \(.jsonl"
-    ):
-        load_rows(["rows.txt"], prompt_key="prompt")
-    with pytest.raises(ConfigError, match="is a list; name a function"):
-        load_rows([str(tmp_path / "task.py:rows")], prompt_key="prompt")
-    with pytest.raises(DataError, match=r"returned 3 \(int\)"):
-        load_rows([str(tmp_path / "task.py:number")], prompt_key="prompt")
-    with pytest.raises(DataError, match="no rows in an empty list of sources"):
-        load_rows([], prompt_key="prompt")
-
-
 def test_loading_rows_does_not_import_torch() -> None:
     code = "import sys, agent_loop.rollout.rows; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
 
@@ -162,12 +138,6 @@ def test_a_batch_depends_on_step_and_seed_only() -> None:
 
     assert sampler.batch(7) == RowSampler(rows, batch_size=4, seed=3).batch(7)
     assert sampler.batch(7) != RowSampler(rows, batch_size=4, seed=4).batch(7)
-
-
-def test_without_shuffling_rows_keep_their_order() -> None:
-    sampler = RowSampler([{"n": n} for n in range(3)], batch_size=2, shuffle=False)
-
-    assert [[row["n"] for row in sampler.batch(step)] for step in (1, 2, 3)] == [[0, 1], [2, 0], [1, 2]]
 
 
 def test_a_data_set_smaller_than_the_batch_is_refused() -> None:

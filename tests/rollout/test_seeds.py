@@ -172,25 +172,6 @@ def test_a_seed_set_by_the_user_is_used() -> None:
         assert {request.sampling_params.seed for request in server.requests} == {77}
 
 
-def test_servers_with_costly_seeds_receive_no_seed() -> None:
-    def script(request: ScriptedRequest) -> ScriptedReply:
-        assert request.sampling_params.seed is None
-        return ScriptedReply([100], stops=False)
-
-    run(make_manager(server_class=PlainServer, script=script))
-
-
-def test_requests_outside_of_trajectories_have_only_the_callers_seed() -> None:
-    async def scenario() -> list[int | None]:
-        manager = make_manager(script=lambda request: ScriptedReply([1])).server_manager
-        await manager.generate("a", prompt_ids=[1], sampling_params={})
-        await manager.generate("a", prompt_ids=[1], sampling_params={"seed": 3})
-        servers: Any = manager.servers
-        return [request.sampling_params.seed for server in servers for request in server.requests]
-
-    assert run_virtual(scenario()) == [None, 3]
-
-
 def test_a_completion_of_a_dead_server_is_continued_with_the_same_samples() -> None:
     async def scenario(*, dies: bool) -> list[Tokens]:
         manager = make_manager(streams=True)
@@ -287,3 +268,11 @@ def test_derived_seeds_are_the_same_in_every_process_and_version() -> None:
 
 def tokens_of(trajectories: Sequence[Trajectory]) -> Tokens:
     return [t.output.response_ids.tolist() for t in trajectories]
+
+
+def test_servers_with_costly_seeds_receive_no_seed() -> None:
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        assert request.sampling_params.seed is None
+        return ScriptedReply([100], stops=False)
+
+    run(make_manager(server_class=PlainServer, script=script))

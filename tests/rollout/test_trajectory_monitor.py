@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 import time
 from typing import Any
 
@@ -107,13 +106,6 @@ class Sleeper(AgentLoopBase):
         return AgentLoopOutput(segments=(), stop_reason=StopReason.ANSWERED)
 
 
-def test_a_loop_that_waits_in_its_own_code_is_reported_so(caplog: pytest.LogCaptureFixture) -> None:
-    harness = WorkerHarness(lambda _: text_reply("x"), agent="sleeper", silence_s=120)
-    with caplog.at_level(logging.WARNING):
-        harness.run_one()
-    assert "group=0/rollout=0: the loop's own code for 120 s" in reports(caplog)[0]
-
-
 def test_a_server_that_was_lost_is_reported_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     multi_turn = MultiTurnConfig(tool_timeout_s=10_000)
     harness = WorkerHarness(hangs, tools=[Adder({"latency_s": 300.0})], multi_turn=multi_turn, silence_s=120)
@@ -171,28 +163,6 @@ def test_code_that_blocks_the_event_loop_is_logged_with_its_line_while_it_blocks
         asyncio.run(main())
     assert "by group=4/rollout=2 (tool slow), at" in seen[0]
     assert "time.sleep(0.6)" in seen[0]
-
-
-def test_code_that_holds_the_interpreter_is_logged_with_its_trajectory(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def main() -> None:
-        monitor = ActivityMonitor()
-        with LagMonitor(monitor, warn_s=0.1), monitor.trajectory("group=4/rollout=2"):
-            with waiting_for(WaitKind.TOOL, "slow"):
-                await asyncio.sleep(0.1)
-            re.match("(a+)+$", "a" * 25 + "b")  # backtracks for about a second in one call
-            await asyncio.sleep(0.1)
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(main())
-    assert "the event loop was blocked" in caplog.text
-    assert "group=4/rollout=2" in caplog.text
-
-
-def test_without_a_monitor_nothing_is_recorded() -> None:
-    with waiting_for(WaitKind.TOOL, "x"):
-        pass
 
 
 def test_cancelled_waits_leave_nothing_in_the_monitor() -> None:

@@ -18,7 +18,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import StopReason
-from tests.helpers import encoded, text_reply, tool_call_reply, user
+from tests.helpers import text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
 
 
@@ -143,12 +143,6 @@ class TokenLevel(AgentLoopBase):
 class Forgetful(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
         return None
-
-
-def test_a_loop_on_token_ids_leaves_no_session() -> None:
-    trajectory = WorkerHarness(lambda _: text_reply("hi"), agent="token_level").run_one()
-    assert trajectory.output.num_turns == 2
-    assert trajectory.output.response_ids.tolist() == encoded("hi<|im_end|>")
 
 
 def test_a_loop_without_an_episode_is_cancelled_after_its_deadline() -> None:

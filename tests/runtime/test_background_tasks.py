@@ -29,15 +29,3 @@ def test_closing_cancels_the_tasks_and_waits_for_their_cleanup() -> None:
         await tasks.close()
 
     run_virtual(main())
-
-
-def test_waiting_returns_once_all_tasks_have_ended() -> None:
-    async def main() -> None:
-        tasks = BackgroundTasks()
-        await tasks.wait()
-        task = tasks.start(asyncio.sleep(1, result="done"))
-        await tasks.wait()
-        assert task.result() == "done"
-        assert len(tasks) == 0
-
-    run_virtual(main())

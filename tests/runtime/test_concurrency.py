@@ -19,14 +19,6 @@ from agent_loop.runtime.concurrency import (
 from agent_loop.testing import run_virtual
 
 
-def test_a_deadlock_in_virtual_time_is_an_error() -> None:
-    async def scenario() -> None:
-        await asyncio.Event().wait()
-
-    with pytest.raises(RuntimeError, match="can never happen"):
-        run_virtual(scenario())
-
-
 def test_the_first_error_is_raised_unchanged_and_the_other_calls_are_cancelled() -> None:
     cancelled = []
 
@@ -46,18 +38,6 @@ def test_the_first_error_is_raised_unchanged_and_the_other_calls_are_cancelled()
     assert cancelled == [True, True]
 
 
-def test_the_first_error_of_calls_that_run_together_keeps_its_cause() -> None:
-    cause = ConnectionError("gone")
-
-    async def fails() -> None:
-        raise ValueError("no reply") from cause
-
-    with pytest.raises(ValueError, match="no reply") as error:
-        run_virtual(run_together([fails()]))
-
-    assert error.value.__cause__ is cause
-
-
 def test_shielded_cleanup_completes_before_the_cancellation_continues() -> None:
     done = []
 
@@ -72,11 +52,6 @@ def test_shielded_cleanup_completes_before_the_cancellation_continues() -> None:
     with pytest.raises(TimeoutError):
         run_virtual(scenario())
     assert done == ["cleaned up"]
-
-
-def test_shielded_cleanup_has_a_time_limit() -> None:
-    with pytest.raises(TimeoutError):
-        run_virtual(run_shielded(lambda: asyncio.sleep(100), timeout_s=1))
 
 
 def test_a_cancelled_call_keeps_its_partial_result() -> None:

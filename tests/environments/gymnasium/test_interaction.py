@@ -97,14 +97,6 @@ def test_the_time_limit_of_an_environment_truncates_and_does_not_terminate() -> 
     assert output.stop_reason is StopReason.INTERACTION_FINISHED
 
 
-def test_a_limit_of_the_rollout_neither_terminates_nor_truncates_the_environment() -> None:
-    harness = WorkerHarness([text_reply("1")], interactions={"countdown": counting()}, max_assistant_turns=1)
-    output = harness.run_one(interaction_kwargs={"name": "countdown"}).output
-    assert output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
-    assert [f.extra for f in output.feedback] == [{"terminated": False, "truncated": False}]
-    assert Countdown.made[0].is_closed
-
-
 def test_each_trajectory_has_its_own_environment_in_its_own_thread_and_closes_it() -> None:
     game = counting()
     harness = WorkerHarness(lambda _: text_reply("1"), interactions={"countdown": game})
@@ -119,11 +111,6 @@ def test_each_trajectory_has_its_own_environment_in_its_own_thread_and_closes_it
     threads = [set(env.threads) for env in Countdown.made]
     assert [len(each) for each in threads] == [1, 1, 1]
     assert threading.get_ident() not in set.union(*threads)
-
-
-def test_the_rows_seed_and_arguments_reach_the_environment() -> None:
-    output = converse(counting(), ["1"], start=50, seed=3, reward=None).output
-    assert output.messages[0]["content"].endswith("\n\n50")
 
 
 def test_without_a_seed_in_the_row_each_environment_is_seeded_by_its_trajectory() -> None:
@@ -176,11 +163,6 @@ def test_an_error_of_an_environment_fails_its_trajectory_and_closes_the_environm
     assert failure is not None
     assert message in failure.error
     assert all(env.is_closed for env in Countdown.made)
-
-
-def test_an_error_in_close_becomes_an_incident() -> None:
-    [incident] = converse(counting(), ["3"], fails="close").output.incidents
-    assert incident.detail == "closing interaction 'countdown' raised OSError: gone"
 
 
 def test_a_blocked_step_does_not_block_other_environments() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,6 @@ def test_a_row_has_the_instruction_and_the_name(tmp_path: Path) -> None:
     assert (row["task"], row["data_source"]) == ("bench/answer", "bench")
     assert row["extra_info"] == {"difficulty": "easy"}
     assert "agent_name" not in row
-
-
-def test_a_task_without_a_published_name_is_called_as_its_folder(tmp_path: Path) -> None:
-    (row,) = rows_of(write_task(tmp_path / "mine" / "answer"))
-    assert (row["task"], row["data_source"]) == ("answer", "mine")
 
 
 def test_the_workspace_is_the_container_that_the_tests_judge(tmp_path: Path) -> None:
@@ -96,16 +90,6 @@ def test_settings_are_merged_over_the_workspaces_of_other_rows_too(tmp_path: Pat
     assert "workspace" not in rows_of(path)[1]
 
 
-def test_a_workspace_as_json_text_is_merged_too(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "workspace": json.dumps({"env": {"A": "1"}})}))
-    (row,) = rows_of(path, folder="some/folder")
-    assert row["workspace"] == {"env": {"A": "1"}, "folder": "some/folder"}
-    path.write_text(json.dumps({"prompt": "a", "workspace": 7}))
-    with pytest.raises(DataError, match=r"line 1: workspace is .*7"):
-        rows_of(path, folder="some/folder")
-
-
 def test_a_wrong_setting_is_an_error_of_the_run(tmp_path: Path) -> None:
     folder = write_task(tmp_path / "answer")
     with pytest.raises(ConfigError, match=r"data\.workspace.*container\.cpu"):
@@ -162,24 +146,12 @@ def test_a_folder_without_a_usable_task_is_refused(tmp_path: Path) -> None:
         rows_of(tmp_path)
 
 
-def test_tasks_and_files_of_rows_can_be_mixed(tmp_path: Path) -> None:
-    folder = write_task(tmp_path / "answer")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "Hello"}\n')
-    assert len(rows_of(folder, tmp_path / "rows.jsonl")) == 2
-
-
 def test_the_time_limit_of_the_agent_ends_its_trajectory(tmp_path: Path) -> None:
     folder = write_task(tmp_path / "answer", task_toml="[agent]\ntimeout_sec = 0.05\n")
     (row,) = rows_of(folder)
     assert row["trajectory_timeout_s"] == 0.05
     (trajectory,) = run([{**row, "agent_name": "single_turn_agent"}], hangs=True)
     assert trajectory.output.stop_reason is StopReason.DEADLINE
-
-
-@pytest.mark.parametrize("timeout_s", [0, -1, "soon", float("nan")])
-def test_a_time_limit_of_a_row_must_be_a_positive_number(tmp_path: Path, timeout_s: Any) -> None:
-    with pytest.raises(DataError, match="trajectory_timeout_s"):
-        run([{"raw_prompt": [{"role": "user", "content": "Hello"}], "trajectory_timeout_s": timeout_s}])
 
 
 def run(rows: list[Row], *, hangs: bool = False) -> list[Trajectory]:

@@ -116,34 +116,10 @@ def test_a_missing_part_is_named(tmp_path: Path, missing: str) -> None:
         read_task(folder)
 
 
-def test_a_prebuilt_image_replaces_the_dockerfile(tmp_path: Path) -> None:
-    folder = write_task(tmp_path / "task", task_toml="[environment]\ndocker_image = 'debian:12'\n")
-    (folder / "environment/Dockerfile").unlink()
-    assert read_task(folder).file.environment.docker_image == "debian:12"
-
-
-def test_several_containers_are_refused(tmp_path: Path) -> None:
-    folder = write_task(tmp_path / "task")
-    (folder / "environment/docker-compose.yaml").write_text("services: {}\n")
-    with pytest.raises(DataError, match=r"docker-compose\.yaml describes several containers"):
-        read_task(folder)
-
-
 def test_the_canary_of_a_benchmark_is_not_shown_to_the_agent(tmp_path: Path) -> None:
     text = "<!-- some-bench-canary GUID 1234 -->\n\nDo it.\n\n# A canary in a cage\n"
     task = read_task(write_task(tmp_path / "task", instruction=text))
     assert task.instruction == "Do it.\n\n# A canary in a cage"
-
-
-def test_an_empty_instruction_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"instruction\.md is empty"):
-        read_task(write_task(tmp_path / "task", instruction="# canary\n\n"))
-
-
-def test_a_task_without_a_solution_can_be_read(tmp_path: Path) -> None:
-    folder = write_task(tmp_path / "task")
-    (folder / "solution/solve.sh").unlink()
-    assert read_task(folder).solution is None
 
 
 def test_tasks_are_found_in_a_folder_and_alone(tmp_path: Path) -> None:
