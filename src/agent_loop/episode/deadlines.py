@@ -87,42 +87,32 @@ class Deadlines:
         return min(self._ends, key=self._ends.__getitem__)
 
 
-class Cancellation:
-    """Cancellation of the calls of one trajectory by a shared event."""
+async def run_cancellable(
+    function: Callable[[], Coroutine[Any, Any, ResultT]], *, event: asyncio.Event | None, on_replay: OnReplay
+) -> ResultT:
+    """Call a tool or an interaction and return its result. Raise `CallAborted` if the event ends the call.
 
-    def __init__(self, event: asyncio.Event | None) -> None:
-        self.event = event
+    Once the event is set, a call that may run only once has `FINISH_GRACE_S` to end. Other calls are cancelled
+    immediately, because they are repeated on resume.
+    """
+    if event is None:
+        return await function()
+    if event.is_set():
+        raise CallAborted
+    grace_s = FINISH_GRACE_S if on_replay is OnReplay.ONCE else 0.0
+    scope = asyncio.timeout(None)
 
-    async def call(
-        self, function: Callable[[], Coroutine[Any, Any, ResultT]], *, on_replay: OnReplay
-    ) -> ResultT:
-        """Call a tool or an interaction and return its result. The call is cancelled when the event is set.
+    async def limit() -> None:
+        await event.wait()
+        scope.reschedule(asyncio.get_running_loop().time() + grace_s)
 
-        A call that may run only once has `FINISH_GRACE_S` to end. Other calls are cancelled immediately, because they
-        are repeated on resume.
-
-        Raises:
-            CallAborted: The event was already set, or the call did not end in time.
-        """
-        event = self.event
-        if event is None:
+    try:
+        async with scope, running_in_background(limit()):
             return await function()
-        if event.is_set():
-            raise CallAborted
-        grace_s = FINISH_GRACE_S if on_replay is OnReplay.ONCE else 0.0
-        scope = asyncio.timeout(None)
-
-        async def limit() -> None:
-            await event.wait()
-            scope.reschedule(asyncio.get_running_loop().time() + grace_s)
-
-        try:
-            async with scope, running_in_background(limit()):
-                return await function()
-        except TimeoutError:
-            if scope.expired():
-                raise CallAborted from None
-            raise
+    except TimeoutError:
+        if scope.expired():
+            raise CallAborted from None
+        raise
 
 
 class Stopwatch:

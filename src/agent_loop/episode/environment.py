@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from agent_loop.episode.deadlines import Cancellation
+from agent_loop.episode.deadlines import run_cancellable
 from agent_loop.errors import EpisodeError, ToolBug, WorkspaceError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.recording.row_log import EpisodeLog, LoggedCall
@@ -38,7 +38,7 @@ class TrajectoryEnvironment:
         tools: ToolSession | None,
         interaction: InteractionSession | None,
         log: EpisodeLog,
-        cancellation: Cancellation,
+        cancellation: asyncio.Event | None,
     ) -> None:
         self.feedback: list[Feedback] = []
         """Feedback of each tool call and each reply of the interaction, in order."""
@@ -163,7 +163,12 @@ class TrajectoryEnvironment:
                 num_messages=0,
                 result_type=ToolResult,
                 on_replay=on_replay,
-                execute=partial(self._cancellation.call, partial(tools.execute, call), on_replay=on_replay),
+                execute=partial(
+                    run_cancellable,
+                    partial(tools.execute, call),
+                    event=self._cancellation,
+                    on_replay=on_replay,
+                ),
                 prepare=partial(tools.open, call.name),
                 is_read_later=tools.is_read_later(call.name),
             )
@@ -183,7 +188,7 @@ class TrajectoryEnvironment:
                 num_messages=num_messages,
                 result_type=InteractionReply,
                 on_replay=on_replay,
-                execute=partial(self._cancellation.call, respond, on_replay=on_replay),
+                execute=partial(run_cancellable, respond, event=self._cancellation, on_replay=on_replay),
                 prepare=interaction.open,
             )
             return await self._log.call(logged)

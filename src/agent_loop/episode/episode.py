@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import structs
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.episode.deadlines import Cancellation, Deadlines, Stopwatch, TimeLimit
+from agent_loop.episode.deadlines import Deadlines, Stopwatch, TimeLimit
 from agent_loop.episode.environment import TrajectoryEnvironment
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.episode.sampling import TurnRequest, TurnSampler
@@ -77,10 +77,9 @@ class Episode:
             server_manager.decode = template.encoder.decode
         self._cancelled = cancellation
         self._log = log or RowLog("trajectory").new_episode()
-        cancelling = Cancellation(cancellation)
-        self._sampler = TurnSampler(server_manager, request_id=self.request_id, event=cancelling.event)
+        self._sampler = TurnSampler(server_manager, request_id=self.request_id, event=cancellation)
         self._environment = TrajectoryEnvironment(
-            tools=tools, interaction=interaction, log=self._log, cancellation=cancelling
+            tools=tools, interaction=interaction, log=self._log, cancellation=cancellation
         )
         self._stopwatch = Stopwatch()
         self._deadlines = Deadlines()

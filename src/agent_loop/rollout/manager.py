@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -25,11 +25,19 @@ from agent_loop.rollout.components import (
     make_server_manager,
     make_worker,
 )
+from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.forks import Fork, refuse_forks
-from agent_loop.rollout.jobs import JobFactory
+from agent_loop.rollout.jobs import Job, JobFactory
 from agent_loop.rollout.journal.step import StepJournal
 from agent_loop.rollout.row_checks import check_rows
-from agent_loop.rollout.stages import RunStages, SleepingServers
+from agent_loop.rollout.scoring import GroupScoring
+from agent_loop.rollout.stages import (
+    OnTrajectory,
+    SleepingServers,
+    num_groups_of,
+    run_first_groups,
+    split_resumed,
+)
 from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.rollout.workers import LocalWorkers, Workers
 from agent_loop.runtime.concurrency import run_shielded, running_in_background
@@ -88,7 +96,8 @@ class AgentLoopManager:
             config, server_manager=self.server_manager, template=template, settings=settings, tools=tools
         )
         loops = load_loops(config)
-        self._context, self._has_batch_reward = context, isinstance(reward, BatchRewardFunction)
+        self._context = context
+        self._batch_reward = reward if isinstance(reward, BatchRewardFunction) else None
         self._workers = workers or LocalWorkers(
             _make_local_workers(config, context=context, loops=loops, reward=reward)
         )
@@ -98,14 +107,6 @@ class AgentLoopManager:
         self._jobs = JobFactory(config)
         self._is_colocated = settings is not None and settings.placement.colocated is not None
         self._servers = SleepingServers(self.server_manager, free_cache_engine=config.free_cache_engine)
-        self._stages = RunStages(
-            self._workers,
-            servers=self._servers,
-            metrics=self.metrics,
-            batch_reward=reward if isinstance(reward, BatchRewardFunction) else None,
-            max_failed_share=config.max_failed_share,
-            retries=config.retries,
-        )
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -202,7 +203,7 @@ class AgentLoopManager:
             rows, n=n, validate=validate, label=label, greedy=greedy, is_resumed=bool(earlier)
         )
         trace = self.tracing.trace_callback(rows, label=label, validate=validate, then=on_trajectory)
-        return await self._stages.run(
+        return await self._run_jobs(
             jobs, on_trajectory=trace, num_groups=num_groups, journal=journal, earlier=earlier
         )
 
@@ -235,11 +236,11 @@ class AgentLoopManager:
         rows = [fork.trajectory.row for fork in forks]
         trace = self.tracing.trace_callback(rows, label=label, validate=False, then=on_trajectory)
         jobs = self._jobs.make_forks(forks, n=n, label=label)
-        return await self._stages.run(jobs, on_trajectory=trace, journal=journal)
+        return await self._run_jobs(jobs, on_trajectory=trace, journal=journal)
 
     def check_forks(self) -> None:
         """Check that `run_forks` gives continuations whose rewards are right."""
-        refuse_forks(self._context, has_batch_reward=self._has_batch_reward)
+        refuse_forks(self._context, has_batch_reward=self._batch_reward is not None)
 
     def check_rows(self, rows: Iterable[Row]) -> None:
         """Check that what the rows name exists. `run` checks its own rows; a training checks all rows at its start.
@@ -347,6 +348,73 @@ class AgentLoopManager:
     async def __aexit__(self, *_: object) -> None:
         timeout_s = CLOSE_TIMEOUT_S + self.config.trace.flush_timeout_s
         await run_shielded(self.close, timeout_s=timeout_s)
+
+    async def _run_jobs(
+        self,
+        jobs: Sequence[Job],
+        *,
+        on_trajectory: OnTrajectory | None,
+        num_groups: int | None = None,
+        journal: StepJournal | None = None,
+        earlier: Sequence[Trajectory] = (),
+    ) -> list[Trajectory]:
+        """Return the trajectories of jobs, ordered by group, then rollout."""
+        report: OnTrajectory = on_trajectory or (lambda _: None)
+        recorded = None if journal is None else journal.outcome()
+        if recorded is not None:
+            for trajectory in recorded:
+                report(trajectory)
+            return recorded
+        run_all = partial(self._run_all, jobs, journal=journal, earlier=earlier)
+        if num_groups is None or num_groups >= num_groups_of(jobs):
+            trajectories = await run_all(report)
+        else:
+            trajectories = await run_first_groups(
+                run_all, jobs=jobs, num_groups=num_groups, on_trajectory=report
+            )
+        if journal is not None:
+            await journal.complete(trajectories)
+        return trajectories
+
+    async def _run_all(
+        self,
+        jobs: Sequence[Job],
+        on_trajectory: OnTrajectory,
+        *,
+        journal: StepJournal | None,
+        earlier: Sequence[Trajectory],
+    ) -> list[Trajectory]:
+        """Skip finished jobs, and count, score and run the remaining ones."""
+        finished, remaining = ([], jobs) if journal is None else journal.divide(jobs)
+        resumed, remaining = split_resumed(remaining, earlier)
+        new = {(job.group, job.rollout) for job in remaining}
+        budget = FailureBudget(num_trajectories=len(jobs), max_share=self.config.max_failed_share)
+        counting = (
+            nullcontext(on_trajectory)
+            if self.metrics is None
+            else self.metrics.counting(len(remaining), then=on_trajectory)
+        )
+        with counting as count:
+
+            def report(trajectory: Trajectory) -> None:
+                is_new = (trajectory.group, trajectory.rollout) in new
+                (count if is_new else on_trajectory)(trajectory)
+
+            scoring = GroupScoring(
+                self._batch_reward,
+                jobs=jobs,
+                budget=budget,
+                journal=journal,
+                on_trajectory=report,
+                retries=self.config.retries,
+            )
+            async with scoring.running():
+                for trajectory in (*finished, *resumed):
+                    scoring.add(trajectory)
+                if remaining:
+                    async with self._servers.awake(), self.server_manager.watching():
+                        await self._workers.run(remaining, budget=budget, on_trajectory=scoring.add)
+        return sorted(scoring.trajectories, key=lambda t: (t.group, t.rollout, t.branch or 0))
 
     def _make_metrics(self) -> RolloutMetrics:
         import_extra("prometheus_client", extra="prometheus", by="rollout.metrics_port")

@@ -14,6 +14,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Self
 
+from msgspec import structs
+
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.runtime.activity import Activity, ActivityMonitor
 from agent_loop.runtime.concurrency import running_in_background
@@ -163,10 +165,14 @@ def timed(trajectory: Trajectory, trace: Trace, *, lag: LagMonitor) -> Trajector
     """Return the trajectory with its trace, and with the event loop's lag up to its end."""
     output = trajectory.output
     if lag.max_s > 0.0:
-        output = output.measured(
-            output.metrics.with_lag(max_s=lag.max_s, mean_s=lag.mean_s, late_share=lag.late_share)
+        metrics = structs.replace(
+            output.metrics,
+            event_loop_lag_max=lag.max_s,
+            event_loop_lag_mean=lag.mean_s,
+            event_loop_late_share=lag.late_share,
         )
-    return trajectory.watched(trace, output=output)
+        output = output.measured(metrics)
+    return structs.replace(trajectory, trace=trace, output=output)
 
 
 def _counts(activities: Sequence[Activity], *, num_held_back: int) -> str:

@@ -1,41 +1,21 @@
-"""The stages of a run, in order: from its jobs to its trajectories.
-
-1. Replay: a journal that holds the whole run ends it here.
-2. Over-sample: cancel the rest once enough groups are complete.
-3. Skip: take finished trajectories from the journal and from an earlier run.
-4. Count: observers see each new trajectory.
-5. Score: a batch reward function scores each group when its last rollout has ended.
-6. Run: workers admit and run the remaining jobs, while the servers are awake.
-7. Record: the journal notes that the run is complete.
-"""
+"""Parts of a run: servers that sleep between runs, rows that resume an earlier run, and runs that end early."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from agent_loop.rewards.function import BatchRewardFunction
-from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.jobs import Job
-from agent_loop.rollout.journal.step import StepJournal
-from agent_loop.rollout.scoring import GroupScoring
-from agent_loop.rollout.workers import Workers
 from agent_loop.runtime.concurrency import run_shielded, run_while
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 
-if TYPE_CHECKING:
-    from agent_loop.rollout.prometheus_metrics import RolloutMetrics
-
 OnTrajectory: TypeAlias = Callable[[Trajectory], None]
-
-
 SLEEP_TIMEOUT_S = 30.0
 
 
@@ -70,103 +50,6 @@ class SleepingServers:
                 await self.server_manager.sleep()
 
 
-class RunStages:
-    """Sequence of the stages of a run. Shared by all runs of a manager."""
-
-    def __init__(
-        self,
-        workers: Workers,
-        *,
-        servers: SleepingServers,
-        metrics: RolloutMetrics | None,
-        batch_reward: BatchRewardFunction | None,
-        max_failed_share: float,
-        retries: int,
-    ) -> None:
-        self._workers = workers
-        self._servers = servers
-        self._metrics = metrics
-        self._batch_reward = batch_reward
-        self._max_failed_share = max_failed_share
-        self._retries = retries
-
-    async def run(
-        self,
-        jobs: Sequence[Job],
-        *,
-        on_trajectory: OnTrajectory | None,
-        num_groups: int | None = None,
-        journal: StepJournal | None = None,
-        earlier: Sequence[Trajectory] = (),
-    ) -> list[Trajectory]:
-        """Take jobs through all stages, and return their trajectories, ordered by group, then rollout.
-
-        See `AgentLoopManager.run` for the arguments and the errors.
-        """
-        report: OnTrajectory = on_trajectory or (lambda _: None)
-        recorded = None if journal is None else journal.outcome()
-        if recorded is not None:
-            for trajectory in recorded:
-                report(trajectory)
-            return recorded
-        run_all = partial(self._run_all, jobs, journal=journal, earlier=earlier)
-        if num_groups is None or num_groups >= _num_groups(jobs):
-            trajectories = await run_all(report)
-        else:
-            trajectories = await _run_first_groups(
-                run_all, jobs=jobs, num_groups=num_groups, on_trajectory=report
-            )
-        if journal is not None:
-            await journal.complete(trajectories)
-        return trajectories
-
-    async def _run_all(
-        self,
-        jobs: Sequence[Job],
-        on_trajectory: OnTrajectory,
-        *,
-        journal: StepJournal | None,
-        earlier: Sequence[Trajectory],
-    ) -> list[Trajectory]:
-        """Skip finished jobs, and count, score and run the remaining ones."""
-        finished, remaining = ([], jobs) if journal is None else journal.divide(jobs)
-        resumed, remaining = split_resumed(remaining, earlier)
-        new = {(job.group, job.rollout) for job in remaining}
-        budget = FailureBudget(num_trajectories=len(jobs), max_share=self._max_failed_share)
-        counting = (
-            nullcontext(on_trajectory)
-            if self._metrics is None
-            else self._metrics.counting(len(remaining), then=on_trajectory)
-        )
-        with counting as count:
-
-            def report(trajectory: Trajectory) -> None:
-                is_new = (trajectory.group, trajectory.rollout) in new
-                (count if is_new else on_trajectory)(trajectory)
-
-            scoring = GroupScoring(
-                self._batch_reward,
-                jobs=jobs,
-                budget=budget,
-                journal=journal,
-                on_trajectory=report,
-                retries=self._retries,
-            )
-            async with scoring.running():
-                for trajectory in (*finished, *resumed):
-                    scoring.add(trajectory)
-                await self._run_remaining(remaining, budget=budget, on_trajectory=scoring.add)
-        return sorted(scoring.trajectories, key=lambda t: (t.group, t.rollout, t.branch or 0))
-
-    async def _run_remaining(
-        self, jobs: Sequence[Job], *, budget: FailureBudget, on_trajectory: OnTrajectory
-    ) -> None:
-        if not jobs:
-            return
-        async with self._servers.awake(), self._servers.server_manager.watching():
-            await self._workers.run(jobs, budget=budget, on_trajectory=on_trajectory)
-
-
 def split_resumed(jobs: Sequence[Job], earlier: Iterable[Trajectory]) -> tuple[list[Trajectory], list[Job]]:
     """Return the trajectories of finished jobs, and the other jobs.
 
@@ -191,7 +74,7 @@ def split_resumed(jobs: Sequence[Job], earlier: Iterable[Trajectory]) -> tuple[l
     return finished, remaining
 
 
-async def _run_first_groups(
+async def run_first_groups(
     run: Callable[[OnTrajectory], Coroutine[Any, Any, object]],
     *,
     jobs: Sequence[Job],
@@ -201,8 +84,10 @@ async def _run_first_groups(
     """Run jobs until enough groups are complete, cancel the rest, and return the trajectories of these groups.
 
     A group whose trajectories all failed is returned only if too few other groups are left. Failures often end first.
+    `run` runs the jobs, which have the same number for each group, and calls its argument with each trajectory that
+    ends. `on_trajectory` is called with each trajectory whose group may still be kept.
     """
-    first = _FirstGroups(num_groups, size=len(jobs) // _num_groups(jobs))
+    first = _FirstGroups(num_groups, size=len(jobs) // num_groups_of(jobs))
 
     def add(trajectory: Trajectory) -> None:
         if first.add(trajectory):
@@ -212,7 +97,7 @@ async def _run_first_groups(
     return first.trajectories
 
 
-def _num_groups(jobs: Sequence[Job]) -> int:
+def num_groups_of(jobs: Sequence[Job]) -> int:
     """Return the number of groups that jobs belong to."""
     return len({job.group for job in jobs})
 

@@ -49,12 +49,6 @@ class AgentLoopMetrics(Struct, frozen=True):
         """Return the metrics by name."""
         return structs.asdict(self)
 
-    def with_lag(self, *, max_s: float, mean_s: float, late_share: float) -> AgentLoopMetrics:
-        """Return the same metrics with the delays of the event loop."""
-        return structs.replace(
-            self, event_loop_lag_max=max_s, event_loop_lag_mean=mean_s, event_loop_late_share=late_share
-        )
-
 
 @dataclass(frozen=True, init=False, eq=False)
 class AgentLoopOutput:
@@ -286,10 +280,6 @@ class Trajectory(Struct, frozen=True, eq=False):
     """Index of the output if the loop returned a list of outputs."""
     trace: Trace | None = None
     """None if there was no observer, as for trajectories from a journal."""
-
-    def watched(self, trace: Trace, *, output: AgentLoopOutput) -> Trajectory:
-        """Return the same trajectory with a trace, and with an output that has the final metrics."""
-        return structs.replace(self, trace=trace, output=output)
 
     def noted(self, incident: Incident) -> Trajectory:
         """Return the same trajectory with one more incident."""
