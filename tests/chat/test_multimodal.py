@@ -14,10 +14,9 @@ from PIL import Image
 from agent_loop.chat.multimodal import Encoded, MediaProcessor
 from agent_loop.chat.sources import Medium, load_image
 from agent_loop.chat.template import ChatTemplate, load_chat_template
-from agent_loop.errors import ChatTemplateError, DataError, EpisodeError
-from agent_loop.trajectory import Segment
+from agent_loop.errors import ChatTemplateError, DataError
 from agent_loop.trajectory.attachments import Attachment, position_ids
-from agent_loop.types import Origin, as_token_ids
+from agent_loop.types import as_token_ids
 from tests.helpers import hermes_template, user
 from tests.tiny_vision import (
     data_url,
@@ -99,12 +98,6 @@ def test_an_image_of_several_tiles_keeps_the_tokens_between_them() -> None:
     assert len(set(run.tolist())) > 4
 
 
-def test_text_only_messages_have_no_attachments(template: ChatTemplate) -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
-    assert template.open_encoded(parts).attachments == ()
-    assert template.open(parts).tolist() == template.open(user("hello")).tolist()
-
-
 def test_every_form_of_an_image_is_read_equally(tmp_path: Path) -> None:
     image = picture()
     path = tmp_path / "view.png"
@@ -128,11 +121,6 @@ def test_openai_parts_are_read(template: ChatTemplate) -> None:
     expected = template.open_encoded(image_message("a", picture()))
     assert encoded.token_ids.tolist() == expected.token_ids.tolist()
     assert encoded.attachments[0].digest == expected.attachments[0].digest
-
-
-def test_different_images_have_different_digests(template: ChatTemplate) -> None:
-    first, second = template.open_encoded(image_message("a", picture(0), picture(1))).attachments
-    assert first.digest != second.digest
 
 
 @pytest.mark.parametrize(
@@ -216,23 +204,6 @@ def test_positions_of_text_continue_after_an_image() -> None:
     assert positions[1, 2:8].tolist() == [2, 2, 2, 3, 3, 3]
     assert positions[2, 2:8].tolist() == [2, 3, 4, 2, 3, 4]
     assert positions[:, 8:].tolist() == [[5, 6]] * 3
-
-
-@pytest.mark.parametrize(
-    ("attachment", "complaint"),
-    [
-        (Attachment("image", 1, 5, 9, {}, b""), "at tokens 1 to 6 of a segment with 4 tokens"),
-        (Attachment("image", 0, 1, 9, {}, b""), "hold no placeholder 9"),
-    ],
-)
-def test_an_attachment_must_cover_its_tokens(attachment: Attachment, complaint: str) -> None:
-    with pytest.raises(EpisodeError, match=complaint):
-        Segment(as_token_ids([1, 9, 9, 2]), Origin.PROMPT, attachments=(attachment,))
-
-
-def test_a_model_segment_with_an_attachment_is_refused() -> None:
-    with pytest.raises(EpisodeError, match="a model segment with an image"):
-        Segment(as_token_ids([9]), Origin.MODEL, None, 0, (Attachment("image", 0, 1, 9, {}, b""),))
 
 
 def test_tokens_without_images_are_truncated_plainly() -> None:

@@ -208,21 +208,3 @@ def test_edits_of_the_context_are_named_unless_they_have_no_effect() -> None:
 )
 def test_fields_without_effect_on_the_completion_are_accepted(fields: dict[str, Any]) -> None:
     assert chat(**fields).messages[0].content == "hi"
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"container": "c"}, "container"),
-        ({"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "mcp_servers"),
-        ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "task_budget"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, "defer_loading"),
-        ({"tools": [{**TOOL, "input_examples": [{}]}]}, "input_examples"),
-        ({"colour": "red"}, "colour"),
-    ],
-)
-def test_fields_that_would_change_the_completion_are_refused_by_name(
-    fields: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(RequestError, match=named):
-        chat(**fields)

@@ -96,6 +96,30 @@ MESSAGES = {
     "top_k": 3,
     "stream": False,
 }
+RESPONSES = {
+    "model": MODEL,
+    "instructions": "Be brief.",
+    "input": [
+        {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom", "name": "late"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "?"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Now:"}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "namespace": "n", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "3"}]},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "p", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "y"},
+    ],
+    "tools": [
+        {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": True},
+        {"type": "custom", "name": "p", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+        {"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "function", "name": "f"}]},
+    ],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+    "text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["reasoning.encrypted_content"],
+    "metadata": {"a": "b"},
+}
 COUNTED = {key: MESSAGES[key] for key in ("model", "messages", "system", "tools", "tool_choice", "thinking")}
 
 
@@ -125,7 +149,12 @@ async def answers(path: str, bodies: Iterable[bytes]) -> list[tuple[int, bytes, 
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/chat/completions", CHAT), ("/messages", MESSAGES), ("/messages/count_tokens", COUNTED)],
+    [
+        ("/chat/completions", CHAT),
+        ("/messages", MESSAGES),
+        ("/messages/count_tokens", COUNTED),
+        ("/responses", RESPONSES),
+    ],
 )
 def test_a_request_with_one_invalid_part_gets_a_completion_or_a_400(path: str, body: Any) -> None:
     bodies = [*(json.dumps(changed).encode() for changed in thinned([*mutated(body)], step=7)), *RAW]

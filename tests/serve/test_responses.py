@@ -284,19 +284,6 @@ def test_a_stream_that_fails_ends_with_a_failed_response() -> None:
     assert trajectory.output.stop_reason is StopReason.DEADLINE
 
 
-def test_a_conversation_may_use_chat_completions_and_responses() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        client = client_of(base_url, api_key, http_client)
-        first = await client.chat.completions.create(model=MODEL, messages=user("?"))
-        said = {"role": "assistant", "content": first.choices[0].message.content}
-        second = await client.responses.create(model=MODEL, input=[*user("?"), said, *user("more")])
-        messages = [*user("?"), said, *user("more"), {"role": "assistant", "content": second.output_text}]
-        await client.chat.completions.create(model=MODEL, messages=[*messages, *user("still more")])
-
-    output = run_one(program, "x", "y", "z")
-    assert origins(output) == ["prompt", "model", "interaction", "model", "interaction", "model"]
-
-
 def test_a_hosted_tool_that_is_a_wish_is_dropped_and_named() -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).responses.create

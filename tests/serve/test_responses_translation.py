@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from agent_loop.errors import RequestError
 from agent_loop.serve.responses_requests import (
     CallRecord,
     ResponsesRequest,
@@ -18,7 +17,6 @@ from agent_loop.serve.responses_requests import (
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
-IMAGE = "data:image/png;base64,AAAA"
 
 
 def prepared(**fields: Any) -> TranslatedResponse:
@@ -139,47 +137,6 @@ def test_a_grammar_is_shown_to_the_model() -> None:
     )
     described = tool["function"]["parameters"]["properties"]["input"]["description"]
     assert described.endswith("that matches this lark grammar:\nstart: X")
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"input": [said("x"), {"type": "message", "content": "x"}]}, "input[1].role", "is missing"),
-        ({"input": [{**CALL, "arguments": "[]"}]}, "input[0].arguments", "JSON object"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
-            "input[0].content[0].text",
-            "is missing",
-        ),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "/etc/passwd"}]}]},
-            "input[0].content[0].image_url",
-            "data URL",
-        ),
-        (
-            {"input": [{"type": "reasoning", "encrypted_content": "foreign"}]},
-            "input[0]",
-            "not written",
-        ),
-        (
-            {"input": "?", "tools": [{"type": "function", "name": "f", "colour": 1}]},
-            "tools[0].colour",
-            "unknown",
-        ),
-        (
-            {"input": "?", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},
-            "tools[0].tools[0]",
-            "mcp is not supported",
-        ),
-        ({"input": "?", "text": {"format": {"type": "json_schema", "schema": 3}}}, None, "schema"),
-        ({"input": "?", "tool_choice": "sometimes"}, "tool_choice", "auto"),
-        ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "input[0].id", "not stored"),
-    ],
-)
-def test_what_cannot_be_translated_is_refused_by_name(fields: Any, param: str | None, message: str) -> None:
-    with pytest.raises(RequestError, match=message) as caught:
-        prepared(**fields)
-    assert param is None or caught.value.param == param
 
 
 def test_reasoning_tokens_are_read_back_and_foreign_ones_are_not() -> None:

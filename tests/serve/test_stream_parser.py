@@ -32,13 +32,6 @@ def calls_in(form: Format) -> list[ToolCall]:
     return [ToolCall("add", {"a": "x y", "b": [1, 2]}, ids[0]), ToolCall("add", {}, ids[1])]
 
 
-def test_text_reasoning_and_calls_are_separated() -> None:
-    text = f"<think>\nWhich?\n</think>\n\nLet me add. {call_text('add', a=1)}\n{call_text('add', a=2)}"
-    assert whole(text) == ParsedDelta(
-        "Let me add.", "Which?", (ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2}))
-    )
-
-
 def test_text_is_returned_until_it_may_be_the_start_of_a_call() -> None:
     reader = StreamParser(HERMES, tools=[ADD])
     contents = [
@@ -52,14 +45,6 @@ def test_reasoning_is_streamed_even_if_the_prompt_opened_it() -> None:
     parts = [reader.feed(part) for part in ("\nI thi", "nk.\n", "So.\n</th", "ink>\n", "\nYes", ".")]
     assert [part.reasoning for part in parts] == ["I thi", "nk.", "\nSo.", "", "", ""]
     assert "".join(part.content for part in parts) == "Yes."
-
-
-def test_unfinished_reasoning_is_not_content() -> None:
-    assert whole("Hm, <tool_call>", prompt_end="<think>\n") == ParsedDelta(reasoning="Hm, <tool_call>")
-
-
-def test_a_call_inside_reasoning_is_ignored() -> None:
-    assert whole(f"<think>{call_text('add')}</think>No.") == ParsedDelta("No.", call_text("add"))
 
 
 def test_malformed_calls_stay_in_the_content_unchanged() -> None:

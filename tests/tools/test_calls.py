@@ -13,7 +13,7 @@ from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.tools.base import BaseTool, ToolResponse, trajectory_of
 from agent_loop.tools.function import function_tool
-from agent_loop.tools.registry import BUILTIN_TOOLS, load_tools
+from agent_loop.tools.registry import load_tools
 from agent_loop.tools.results import ToolResult
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.trajectory import IncidentKind
@@ -212,18 +212,6 @@ def test_a_function_may_create_several_tools_from_one_entry(tmp_path: Path) -> N
     assert {name: tool.timeout_s for name, tool in tools.items()} == {"a": 3.0, "b": 3.0}
     path.write_text(f"tools: [{{class_name: '{tmp_path}/mine.py:make', config: {{names: []}}}}]")
     with pytest.raises(ConfigError, match="return a list of BaseTool objects"):
-        load_tools([], config_path=path)
-
-
-def test_the_short_names_load_the_built_in_tools(tmp_path: Path) -> None:
-    programs = {"edit_file", "python", "shell", "workspace"}
-    assert set(BUILTIN_TOOLS) == {"calculator", "gsm8k", "http", "mcp", "openapi", "search"} | programs
-    assert list(load_tools(["calculator", "gsm8k"])) == ["calculator", "calc_gsm8k_reward"]
-    with pytest.raises(ConfigError, match="mcp_tools needs a config"):
-        load_tools(["mcp"])
-    path = tmp_path / "tools.yaml"
-    path.write_text("tools: [{class_name: calculater}]")
-    with pytest.raises(ConfigError, match="did you mean 'calculator'"):
         load_tools([], config_path=path)
 
 

@@ -77,16 +77,6 @@ def test_an_error_inside_ends_the_context_and_is_not_raised_again() -> None:
     run_virtual(main())
 
 
-def test_an_error_on_exit_is_raised() -> None:
-    async def main() -> None:
-        held = HeldOpen(Room(fault="leaving").opened())
-        await held.open()
-        with pytest.raises(OSError, match="the key broke"):
-            await held.close()
-
-    run_virtual(main())
-
-
 @pytest.mark.parametrize("delay_s", [0.5, 1.5])
 def test_a_cancelled_open_or_close_leaves_no_task(delay_s: float) -> None:
     async def main() -> None:

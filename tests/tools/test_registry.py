@@ -130,14 +130,3 @@ def test_two_tools_with_the_same_name_are_refused(folder: Path) -> None:
 def test_an_invalid_file_is_refused_with_the_reason(folder: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_tools([], config_path=yaml_of(folder, text))
-
-
-def test_the_yaml_file_sets_the_limits_of_a_function(folder: Path) -> None:
-    path = yaml_of(folder, "tools: [{class_name: 'FOLDER/tools.py:multiply', timeout_s: 3, retries: 1}]")
-    tool = load_tools([], config_path=path)["multiply"]
-    assert (tool.timeout_s, tool.retries) == (3.0, 1)
-
-
-def test_the_yaml_file_sets_how_arguments_are_checked(folder: Path) -> None:
-    path = yaml_of(folder, "tools: [{class_name: 'FOLDER/tools.py:multiply', check_arguments: coerce}]")
-    assert load_tools([], config_path=path)["multiply"].check_arguments == "coerce"

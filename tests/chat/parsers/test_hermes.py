@@ -19,25 +19,6 @@ def test_text_around_calls_is_kept_and_calls_keep_their_order() -> None:
     assert parsed.tool_calls[0] == ToolCall("add", {"a": 1})
 
 
-def test_calls_inside_reasoning_are_not_calls() -> None:
-    parsed = PARSER.parse(f"<think>maybe {CALL}</think>No need.")
-    assert parsed.calls == ()
-    assert parsed.content == "No need."
-    assert parsed.reasoning == f"maybe {CALL}"
-
-
-def test_truncated_reasoning_has_no_calls() -> None:
-    parsed = PARSER.parse(f"<think>maybe {CALL}")
-    assert parsed.calls == ()
-    assert parsed.content == ""
-
-
-def test_reasoning_opened_by_the_generation_prompt_ends_at_its_tag() -> None:
-    parsed = PARSER.parse(f"hm</think>{CALL}")
-    assert parsed.reasoning == "hm"
-    assert len(parsed.tool_calls) == 1
-
-
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [

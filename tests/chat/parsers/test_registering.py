@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ConfigError
 from agent_loop.integrations import verl
 from agent_loop.serve.stream_parser import stream_markers
-from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+from agent_loop.types import MalformedCall, ToolCall
 from tests.helpers import HERMES_TEMPLATE
 
 WAS_HERMES = r"tool parser 'hermes' was agent_loop.chat.parsers.hermes.HermesToolParser; .* replaces it"
@@ -109,25 +108,6 @@ def test_without_parse_call_a_call_is_a_json_object() -> None:
     parser = type("JsonToolParser", (ToolParser,), {"call_start": "<call>", "call_end": "</call>"})()
     [call] = parser.parse(f"<call>{json.dumps({'name': 'add', 'arguments': {'a': 1}})}</call>").calls
     assert call == ToolCall("add", {"a": 1})
-
-
-def test_the_hermes_parser_only_declares_its_marks() -> None:
-    assert {"parse", "parse_call"}.isdisjoint(vars(HermesToolParser))
-    assert len(inspect.getsource(HermesToolParser).splitlines()) < 20
-
-
-def test_a_shipped_parser_that_is_registered_again_is_replaced_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ToolParser, "_registry", dict(ToolParser.registered()))
-    with pytest.warns(UserWarning, match=WAS_HERMES):
-
-        @ToolParser.register("hermes")
-        class Silent(ToolParser):
-            def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-                return ParsedCompletion(text)
-
-    assert isinstance(ToolParser.get("hermes"), Silent)
 
 
 def test_a_parser_in_verls_form_replaces_a_shipped_one_with_a_warning(
