@@ -13,7 +13,7 @@ import pytest
 from agent_loop.errors import ConfigError, SandboxError
 from agent_loop.tools.python import PythonTool
 from agent_loop.tools.sandbox.inside import landlock
-from agent_loop.tools.sandbox.inside.execution import Output
+from agent_loop.tools.sandbox.inside.supervisor import Output
 from agent_loop.tools.sandbox.probe import find_escapes
 from agent_loop.tools.sandbox.sandbox import open_sandbox
 from agent_loop.tools.sandbox.settings import SandboxSettings

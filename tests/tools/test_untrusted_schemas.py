@@ -81,10 +81,8 @@ def test_references_to_other_documents_are_not_fetched(keyword: str, monkeypatch
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     for reference in ("http://127.0.0.1:9/x", "#/$defs/nothing"):
-        with pytest.raises(ConfigError, match=r"refers to '.*', which it does not contain; add that schema"):
-            loaded(properties={"x": {"items": {keyword: reference}}})
-    unchecked = tool(properties={"x": {keyword: "http://127.0.0.1:9/x"}})
-    assert "cannot be validated against the tool's schema" in str(check_arguments(unchecked, {"x": 1}))
+        fault = check_arguments(loaded(properties={"x": {keyword: reference}}), {"x": 1})
+        assert "cannot be validated against the tool's schema" in str(fault)
 
 
 def test_a_schema_within_itself_is_followed_as_far_as_the_value_goes() -> None:

@@ -17,6 +17,7 @@ import pytest
 from agent_loop.errors import ConfigError, WorkspaceError, WorkspaceFileMissing
 from agent_loop.rollout.failures import failure_of
 from agent_loop.runtime.owner import this_process
+from agent_loop.workspaces import factory
 from agent_loop.workspaces.check import check_reward
 from agent_loop.workspaces.factory import open_workspace
 from agent_loop.workspaces.folder import root_folder
@@ -353,10 +354,8 @@ def test_a_provider_that_cannot_be_created_is_an_error(settings: dict[str, Any],
     run(scenario())
 
 
-def test_the_first_start_removes_folders_whose_owner_is_dead(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agent_loop.workspaces.factory._orphans_removed", [])
+def test_the_first_start_removes_folders_whose_owner_is_dead(source: Path) -> None:
+    factory._remove_orphans.cache_clear()
     dead = replace(this_process(), pid=2**22 + 1)
     names = [f"{dead.token}.x", f"{replace(dead, machine='00000000').token}.x", "other"]
     for name in names:

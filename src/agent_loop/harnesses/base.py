@@ -17,20 +17,18 @@ from typing import Any, ClassVar, cast
 from agent_loop.errors import ConfigError, DataError, WorkspaceError
 from agent_loop.interactions.simulated_user import text_of
 from agent_loop.loops.base import LoopContext
-from agent_loop.rewards.function import Score
 from agent_loop.runtime.child_process import CommandResult
 from agent_loop.runtime.describe import describe_value, one_line
 from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.serve.gateway import Endpoint
-from agent_loop.serve.program import Program, ProgramFailed, ProgramLoop, checked_env
+from agent_loop.serve.program import Program, ProgramFailed, ProgramLoop, WorkspaceProgram, checked_env
 from agent_loop.serve.session import MAX_BRANCHES
 from agent_loop.tools.registry import expand_variables
 from agent_loop.types import Message, Row
 from agent_loop.workspaces.base import Workspace
-from agent_loop.workspaces.check import check_reward
 from agent_loop.workspaces.factory import open_workspace
-from agent_loop.workspaces.settings import CheckSettings, read_workspace
+from agent_loop.workspaces.settings import read_workspace
 
 MAX_ERROR = 300
 """Characters of an agent's error that are kept in a failure's first line."""
@@ -230,7 +228,42 @@ class HarnessLoop(ProgramLoop):
         settings = read_workspace(given)
         task = task_of(row)
         async with open_workspace(settings, key=_key_of(row)) as workspace:
-            yield _HarnessProgram(self, task, workspace, settings.check)
+
+            async def run(_: Row, endpoint: Endpoint, __: Workspace | None) -> Mapping[str, Any]:
+                return await self._run_agent(task, endpoint, workspace)
+
+            yield WorkspaceProgram(run, row, workspace, settings.check)
+
+    async def _run_agent(self, task: str, endpoint: Endpoint, workspace: Workspace) -> Mapping[str, Any]:
+        limits = self.context.limits
+        run = AgentRun(
+            task=task,
+            folder=workspace.folder,
+            home=workspace.home,
+            base_url=await workspace.reach(endpoint.base_url),
+            api_key=endpoint.api_key,
+            model=self.model,
+            context_length=limits.prompt_length + limits.response_length,
+            max_turn_tokens=min(limits.max_turn_tokens or limits.response_length, limits.response_length),
+        )
+        command = self.command(run)
+        await _put_files(workspace, command.files, folder=run.home)
+        try:
+            result = await workspace.exec(
+                [self.executable, *command.arguments, *self.arguments],
+                env={**COMMON_ENV, "HOME": run.home, **command.env, **self.env},
+                stdin=command.stdin.encode(),
+            )
+        except WorkspaceError as error:
+            raise WorkspaceError(
+                f"{error}; if the workspace lacks {self.executable}, install it there with `{self.install}`"
+            ) from error
+        if result.exit_code in NOT_FOUND and not result.stdout:
+            raise ConfigError(f"{self.missing(self.executable)}: {result.stderr.strip()[-200:]}")
+        end = self.end(result)
+        if end.error:
+            raise AgentFailed(self.program, end.error, result)
+        return {"agent_answer": end.answer, "agent_gave_up": end.gave_up}
 
     @classmethod
     def missing(cls, executable: str) -> str:
@@ -238,57 +271,6 @@ class HarnessLoop(ProgramLoop):
         return (
             f"{executable} is not installed, or not on PATH; install it with `{cls.install}`, or set `executable` in "
             "the loop's entry of rollout.agent.agent_loop_config_path"
-        )
-
-
-class _HarnessProgram:
-    """One run of an agent."""
-
-    def __init__(
-        self, loop: HarnessLoop, task: str, workspace: Workspace, check: CheckSettings | None
-    ) -> None:
-        self._loop = loop
-        self._task = task
-        self._workspace = workspace
-        self._check = check
-
-    async def run(self, endpoint: Endpoint) -> Mapping[str, Any]:
-        loop, workspace = self._loop, self._workspace
-        run = await self._agent_run(endpoint)
-        command = loop.command(run)
-        await _put_files(workspace, command.files, folder=run.home)
-        try:
-            result = await workspace.exec(
-                [loop.executable, *command.arguments, *loop.arguments],
-                env={**COMMON_ENV, "HOME": run.home, **command.env, **loop.env},
-                stdin=command.stdin.encode(),
-            )
-        except WorkspaceError as error:
-            raise WorkspaceError(
-                f"{error}; if the workspace lacks {loop.executable}, install it there with `{loop.install}`"
-            ) from error
-        if result.exit_code in NOT_FOUND and not result.stdout:
-            raise ConfigError(f"{loop.missing(loop.executable)}: {result.stderr.strip()[-200:]}")
-        end = loop.end(result)
-        if end.error:
-            raise AgentFailed(loop.program, end.error, result)
-        return {"agent_answer": end.answer, "agent_gave_up": end.gave_up}
-
-    async def score(self) -> Score | None:
-        return None if self._check is None else await check_reward(self._workspace, self._check)
-
-    async def _agent_run(self, endpoint: Endpoint) -> AgentRun:
-        limits, workspace = self._loop.context.limits, self._workspace
-        base_url = await workspace.reach(endpoint.base_url)
-        return AgentRun(
-            task=self._task,
-            folder=workspace.folder,
-            home=workspace.home,
-            base_url=base_url,
-            api_key=endpoint.api_key,
-            model=self._loop.model,
-            context_length=limits.prompt_length + limits.response_length,
-            max_turn_tokens=min(limits.max_turn_tokens or limits.response_length, limits.response_length),
         )
 
 

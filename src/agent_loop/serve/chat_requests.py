@@ -162,9 +162,15 @@ class JsonSchemaFormat(RequestModel):
 class TextFormat(RequestModel):
     type: Literal["text"]
 
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": self.type}
+
 
 class JsonObjectFormat(RequestModel):
     type: Literal["json_object"]
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": self.type}
 
 
 class SchemaFormat(RequestModel):

@@ -22,6 +22,7 @@ from agent_loop.serve.fields import (
     ToolName,
     only,
     unsupported,
+    without_none,
 )
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -239,6 +240,10 @@ class ToolDefinition(RequestModel):
             )
         return cast(Any, tool)
 
+    def as_chat(self) -> dict[str, Any]:
+        more = without_none({"description": self.description, "strict": self.strict})
+        return {"type": "function", "function": {"name": self.name, "parameters": self.input_schema, **more}}
+
 
 class ToolChoice(RequestModel):
     """Whether the model may, must or must not call tools."""
@@ -253,6 +258,11 @@ class ToolChoice(RequestModel):
         if (self.type == "tool") != (self.name is not None):
             raise ValueError("type tool needs a name, and the other types have none")
         return self
+
+    def as_chat(self) -> str | dict[str, Any]:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
 
 
 class Thinking(RequestModel):
@@ -270,6 +280,9 @@ class OutputFormat(RequestModel):
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": self.schema_}}
 
 
 class OutputConfig(RequestModel):
@@ -378,7 +391,6 @@ class MessagesRequest(PromptRequest):
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Beginning of a system block with which Claude Code addresses Anthropic's servers. The model does not see it."""
-_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 USUAL_EFFORT = "high"
 """Effort of requests that name none."""
 THINKING_VARIABLES = ("enable_thinking", "thinking")
@@ -395,16 +407,32 @@ def translate_messages(request: PromptRequest, *, template: ChatTemplate) -> Cha
         messages.append({"role": "system", "content": system})
     for message in request.messages:
         messages += message.chat_messages()
+    choice, config = request.tool_choice, request.output_config
+    effort = None if config is None else config.effort
+    if effort == USUAL_EFFORT and not template.mentions("reasoning_effort"):
+        effort = None
+    output_format = request.output_format if config is None or config.format is None else config.format
     fields: dict[str, Any] = {
         "model": request.model,
         "messages": messages,
-        "tools": [_tool(tool) for tool in request.tools or ()] or None,
+        "tools": [tool.as_chat() for tool in request.tools or ()] or None,
         "continue_final_message": _is_prefilled(messages) or None,
-        **_choice_fields(request.tool_choice),
-        **_output_fields(request, template),
+        "tool_choice": None if choice is None else choice.as_chat(),
+        "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+        "reasoning_effort": effort,
+        "response_format": None if output_format is None else output_format.as_chat(),
         "chat_template_kwargs": _thinking(request, template),
-        **(_sampling_fields(request) if isinstance(request, MessagesRequest) else {}),
     }
+    if isinstance(request, MessagesRequest):
+        fields |= {
+            "max_tokens": request.max_tokens,
+            "stop": request.stop_sequences or None,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "stream": request.stream,
+            "stream_options": {"include_usage": True} if request.stream else None,
+        }
     return ChatCompletionRequest.read(fields)
 
 
@@ -422,56 +450,9 @@ def _is_prefilled(messages: Sequence[Mapping[str, Any]]) -> bool:
     return True
 
 
-def _tool(tool: ToolDefinition) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
-
-
-def _choice_fields(choice: ToolChoice | None) -> dict[str, Any]:
-    if choice is None:
-        return {}
-    named = {"type": "function", "function": {"name": choice.name}}
-    return {
-        "tool_choice": named if choice.type == "tool" else _CHOICES[choice.type],
-        "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
-    }
-
-
-def _output_fields(request: PromptRequest, template: ChatTemplate) -> dict[str, Any]:
-    config = request.output_config
-    effort = None if config is None else config.effort
-    if effort == USUAL_EFFORT and not template.mentions("reasoning_effort"):
-        effort = None
-    output_format = request.output_format if config is None or config.format is None else config.format
-    return {
-        "reasoning_effort": effort,
-        "response_format": None if output_format is None else _response_format(output_format),
-    }
-
-
 def _thinking(request: PromptRequest, template: ChatTemplate) -> dict[str, bool] | None:
     """Return the variable that switches thinking; None without a wish, or if the template has no such variable."""
     if request.thinking is None:
         return None
     known = [name for name in THINKING_VARIABLES if template.mentions(name)]
     return {known[0]: request.thinking.type != "disabled"} if known else None
-
-
-def _response_format(output_format: OutputFormat) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": output_format.schema_}}
-
-
-def _sampling_fields(request: MessagesRequest) -> dict[str, Any]:
-    return {
-        "max_tokens": request.max_tokens,
-        "stop": request.stop_sequences or None,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "stream": request.stream,
-        "stream_options": {"include_usage": True} if request.stream else None,
-    }

@@ -250,11 +250,11 @@ class AgentProgramLoop(ProgramLoop):
         call = self._call_for(row)
         given: Any = row.get("workspace") or self._workspace
         if not given:
-            yield _Call(call, row)
+            yield WorkspaceProgram(call, row)
             return
         settings = read_workspace(given)
         async with open_workspace(settings) as workspace:
-            yield _Call(call, row, workspace, settings.check)
+            yield WorkspaceProgram(call, row, workspace, settings.check)
 
     def _call_for(self, row: Row) -> Callable[[Row, Endpoint, Workspace | None], Any]:
         """Return the function that runs the program of a row."""
@@ -273,16 +273,16 @@ class AgentProgramLoop(ProgramLoop):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of a function or a command."""
+class WorkspaceProgram:
+    """Program that works in a workspace, which may have a check."""
 
-    function: Callable[[Row, Endpoint, Workspace | None], Any]
+    call: Callable[[Row, Endpoint, Workspace | None], Any]
     row: Row
     workspace: Workspace | None = None
     check: CheckSettings | None = None
 
     def run(self, endpoint: Endpoint) -> Any:
-        return self.function(self.row, endpoint, self.workspace)
+        return self.call(self.row, endpoint, self.workspace)
 
     async def score(self) -> Score | None:
         if self.workspace is None or self.check is None:

@@ -19,7 +19,7 @@ from agent_loop.serve.chat_replies import (
 from agent_loop.serve.errors import ErrorReply
 from agent_loop.serve.fields import RequestModel
 from agent_loop.serve.responses_requests import CallRecord, TranslatedResponse, write_encrypted
-from agent_loop.serve.responses_tools import CUSTOM_INPUT
+from agent_loop.serve.responses_tools import CUSTOM_INPUT, ToolOrigin
 from agent_loop.types import ToolCall
 
 
@@ -41,7 +41,7 @@ class ResponseWriter:
 
     def __init__(self, translated: TranslatedResponse, *, template: ChatTemplate, calls: CallRecord) -> None:
         self._request = translated.request
-        self._tools = translated.tools
+        self._origins = translated.origins
         self._has_logprobs = bool(translated.chat.logprobs)
         self._template = template
         self._calls = calls
@@ -148,7 +148,7 @@ class ResponseWriter:
     def _add_call(self, call_id: str, call: ToolCall) -> list[JsonObject]:
         """Add a call, which is complete."""
         events = [*self._end_reasoning("completed"), *self._end_message("completed")]
-        origin = self._tools.origin(call.name)
+        origin = self._origins.get(call.name) or ToolOrigin(call.name)
         kind, value_name, value = "function_call", "arguments", arguments_text(call)
         delta = "response.function_call_arguments"
         arguments: Mapping[str, Any] | None = None

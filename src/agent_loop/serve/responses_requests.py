@@ -23,7 +23,14 @@ from agent_loop.serve.chat_requests import (
     TextFormat,
 )
 from agent_loop.serve.fields import DataUrl, FiniteFloat, Ignored, RequestModel, ToolName, only
-from agent_loop.serve.responses_tools import CUSTOM_INPUT, Tool, ToolChoice, Tools, chat_name
+from agent_loop.serve.responses_tools import (
+    CUSTOM_INPUT,
+    Tool,
+    ToolChoice,
+    ToolOrigin,
+    chat_name,
+    declared_tools,
+)
 
 Includable = Literal[
     "reasoning.encrypted_content",
@@ -260,6 +267,10 @@ class ReasoningOptions(RequestModel):
 class ResponsesSchemaFormat(JsonSchemaFormat):
     type: Literal["json_schema"]
 
+    def as_chat(self) -> dict[str, Any]:
+        schema = self.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+        return {"type": "json_schema", "json_schema": schema}
+
 
 class TextOptions(RequestModel):
     format: (
@@ -406,7 +417,8 @@ class TranslatedResponse:
 
     request: ResponsesRequest
     chat: ChatCompletionRequest
-    tools: Tools
+    origins: Mapping[str, ToolOrigin]
+    """Declaration of each tool, by its name in the chat request."""
 
 
 def translate_response(request: ResponsesRequest, *, calls: CallRecord) -> TranslatedResponse:
@@ -420,8 +432,29 @@ def translate_response(request: ResponsesRequest, *, calls: CallRecord) -> Trans
         items = [item for item in request.input if not isinstance(item, AdditionalTools | ItemReference)]
         messages += _messages_of(items, calls=calls)
         tools += [tool for i in request.input if isinstance(i, AdditionalTools) for tool in i.tools]
-    functions = Tools.of(tools)
-    return TranslatedResponse(request, _chat_request(request, messages, functions), functions)
+    functions, origins = declared_tools(tools)
+    has_logprobs = request.includes("message.output_text.logprobs") or bool(request.top_logprobs)
+    choice, text = request.tool_choice, request.text or TextOptions()
+    fields: dict[str, Any] = {
+        "model": request.model,
+        "messages": messages,
+        "tools": functions or None,
+        "tool_choice": choice if choice is None or isinstance(choice, str) else choice.as_chat(),
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "max_completion_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "logprobs": has_logprobs or None,
+        "top_logprobs": request.top_logprobs or None,
+        "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
+        "verbosity": text.verbosity,
+        "response_format": None if text.format is None else text.format.as_chat(),
+        "stream": request.stream,
+    }
+    try:
+        return TranslatedResponse(request, ChatCompletionRequest.read(fields), origins)
+    except RequestError as error:
+        raise renamed(error) from None
 
 
 def renamed(error: RequestError) -> RequestError:
@@ -433,43 +466,6 @@ def renamed(error: RequestError) -> RequestError:
         return error
     param = f"{name}{bracket}{index}{dot}{rest}"
     return RequestError(str(error).replace(error.param or "", param, 1), param=param, code=error.code)
-
-
-def _chat_request(
-    request: ResponsesRequest, messages: Sequence[Mapping[str, Any]], tools: Tools
-) -> ChatCompletionRequest:
-    has_logprobs = request.includes("message.output_text.logprobs") or bool(request.top_logprobs)
-    choice = request.tool_choice
-    fields: dict[str, Any] = {
-        "model": request.model,
-        "messages": messages,
-        "tools": list(tools.functions) or None,
-        "tool_choice": choice if choice is None or isinstance(choice, str) else choice.as_chat(),
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "max_completion_tokens": request.max_output_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "logprobs": has_logprobs or None,
-        "top_logprobs": request.top_logprobs or None,
-        "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
-        "verbosity": None if request.text is None else request.text.verbosity,
-        "response_format": _response_format(request),
-        "stream": request.stream,
-    }
-    try:
-        return ChatCompletionRequest.read(fields)
-    except RequestError as error:
-        raise renamed(error) from None
-
-
-def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
-    wanted = None if request.text is None else request.text.format
-    if wanted is None or isinstance(wanted, TextFormat):
-        return None
-    if isinstance(wanted, JsonObjectFormat):
-        return {"type": "json_object"}
-    schema = wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
-    return {"type": "json_schema", "json_schema": schema}
 
 
 def _messages_of(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import BeforeValidator, Field
 
 from agent_loop.errors import RequestError
 from agent_loop.runtime.describe import one_line
-from agent_loop.serve.fields import Ignored, RequestModel, ToolName, only, unsupported
+from agent_loop.serve.fields import Ignored, RequestModel, ToolName, only, unsupported, without_none
 
 CUSTOM_INPUT = "input"
 """Parameter of the function that stands for a custom tool."""
@@ -35,10 +35,7 @@ class FunctionTool(ClientTool):
     output_schema: Ignored = None
 
     def function(self) -> dict[str, Any]:
-        return {
-            **({} if self.parameters is None else {"parameters": self.parameters}),
-            **({} if self.strict is None else {"strict": self.strict}),
-        }
+        return without_none({"parameters": self.parameters, "strict": self.strict})
 
 
 class CustomTool(ClientTool):
@@ -133,51 +130,30 @@ class ToolOrigin:
     is_custom: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """Tools of a request."""
+def declared_tools(tools: Sequence[Tool]) -> tuple[list[dict[str, Any]], dict[str, ToolOrigin]]:
+    """Return the tools of the chat request, and the declaration of each by its name there.
 
-    functions: Sequence[dict[str, Any]] = ()
-    """Tools of the chat request."""
-    origins: Mapping[str, ToolOrigin] = field(default_factory=dict[str, ToolOrigin])
-    """Declaration of each function, by its name in the chat request."""
-
-    @classmethod
-    def of(cls, tools: Sequence[Tool]) -> Tools:
-        """Return the functions that stand for the tools of a request."""
-        functions: list[dict[str, Any]] = []
-        origins: dict[str, ToolOrigin] = {}
-        for function, origin in _declared(tools):
-            name = function["name"]
+    The first function of a namespace carries the namespace's description.
+    """
+    functions: list[dict[str, Any]] = []
+    origins: dict[str, ToolOrigin] = {}
+    for tool in tools:
+        inner = tool.tools if isinstance(tool, NamespaceTool) else [tool]
+        namespace = tool.name if isinstance(tool, NamespaceTool) else None
+        for index, each in enumerate(inner):
+            name = chat_name(each.name, namespace)
             if name in origins:
                 raise RequestError(
                     f"tools: {name!r} is the name of several tools; change one of them", param="tools"
                 )
-            origins[name] = origin
-            functions.append({"type": "function", "function": function})
-        return cls(functions, origins)
-
-    def origin(self, name: str) -> ToolOrigin:
-        """Return the declaration of a function that the model called."""
-        return self.origins.get(name) or ToolOrigin(name)
+            texts = [each.description] if each is tool or index else [tool.description, each.description]
+            description = "\n\n".join(text for text in texts if text)
+            more = {"description": description} if description else {}
+            functions.append({"type": "function", "function": {"name": name, **more, **each.function()}})
+            origins[name] = ToolOrigin(each.name, namespace, isinstance(each, CustomTool))
+    return functions, origins
 
 
 def chat_name(name: str, namespace: str | None) -> str:
     """Return the name of a tool in the chat request."""
     return name if namespace is None else f"{namespace}__{name}"
-
-
-def _declared(tools: Sequence[Tool]) -> Iterator[tuple[dict[str, Any], ToolOrigin]]:
-    """Yield each function with its declaration. The first one of a namespace carries the namespace's description."""
-    for tool in tools:
-        inner = tool.tools if isinstance(tool, NamespaceTool) else [tool]
-        namespace = tool.name if isinstance(tool, NamespaceTool) else None
-        for index, each in enumerate(inner):
-            texts = [each.description] if each is tool or index else [tool.description, each.description]
-            description = "\n\n".join(text for text in texts if text)
-            function = {
-                "name": chat_name(each.name, namespace),
-                **({"description": description} if description else {}),
-                **each.function(),
-            }
-            yield function, ToolOrigin(each.name, namespace, isinstance(each, CustomTool))

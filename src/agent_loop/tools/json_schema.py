@@ -16,7 +16,6 @@ from jsonschema import Draft202012Validator, FormatChecker, validators
 from jsonschema.exceptions import SchemaError, ValidationError
 from referencing import Registry
 from referencing.exceptions import Unresolvable
-from referencing.jsonschema import DRAFT202012
 
 
 class InvalidSchema(ValueError):
@@ -32,29 +31,6 @@ def check_json_schema(schema: Any) -> None:
         raise InvalidSchema(f"{place or 'its root'}: {error.message}") from None
     except RecursionError:
         raise InvalidSchema("it is nested too deeply") from None
-
-
-def check_references(schema: Mapping[str, Any]) -> None:
-    """Check that all references in a valid schema lead to a part of it."""
-    resolver = Registry[Any]().resolver_with_root(DRAFT202012.create_resource(schema))
-    for reference in _references(schema):
-        try:
-            resolver.lookup(reference)
-        except Unresolvable:
-            raise InvalidSchema(
-                f"it refers to {reference!r}, which it does not contain; add that schema to its $defs"
-            ) from None
-
-
-def _references(node: Any) -> Iterator[str]:
-    if isinstance(node, Mapping):
-        for key, value in cast(Mapping[str, Any], node).items():
-            if key in ("$ref", "$dynamicRef") and isinstance(value, str):
-                yield value
-            yield from _references(value)
-    elif isinstance(node, list):
-        for item in cast(list[Any], node):
-            yield from _references(item)
 
 
 class SchemaValidator:

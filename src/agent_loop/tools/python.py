@@ -107,17 +107,14 @@ class InterpreterSession:
             try:
                 return await sandbox.run(code), notes
             except SandboxError as error:
-                await self._drop()
+                await self.close()
                 raise ToolError(f"The sandbox failed: {error}. All variables and files are lost.") from error
             except BaseException:
-                await self._drop()
+                await self.close()
                 raise
 
     async def close(self) -> None:
-        """Terminate the sandbox."""
-        await self._drop()
-
-    async def _drop(self) -> None:
+        """Terminate the sandbox. The next call starts another one."""
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await sandbox.close()

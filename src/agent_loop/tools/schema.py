@@ -13,7 +13,7 @@ from pydantic import Field
 from agent_loop.config import Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.runtime.describe import one_line
-from agent_loop.tools.json_schema import InvalidSchema, SchemaValidator, check_json_schema, check_references
+from agent_loop.tools.json_schema import InvalidSchema, SchemaValidator, check_json_schema
 
 MAX_ERRORS = 3
 """Maximum number of errors of one call that are reported to the model."""
@@ -39,7 +39,6 @@ def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:
     where = f"{where}: function.parameters of {function.name!r}"
     try:
         check_json_schema(function.parameters)
-        check_references(function.parameters)
     except InvalidSchema as error:
         raise ConfigError(f"{where} is not a valid JSON schema: {error}") from error
     if function.parameters.get("type", "object") != "object":
@@ -76,45 +75,14 @@ class ArgumentsCheck:
         if "properties" in parameters and not any(key in parameters for key in _OPENERS):
             schema["additionalProperties"] = False
         self._validator = SchemaValidator(schema)
-        self._plain_types = _plain_types(parameters)
-        self._required = frozenset[str](parameters.get("required", ()))
 
     def find_error(self, arguments: Mapping[str, Any]) -> str | None:
         """Return an error message for the model, or None if the arguments are valid."""
-        if self._is_plainly_valid(arguments):
-            return None
         try:
             messages = dict.fromkeys(map(_describe_error, self._validator.find_errors(arguments)))
         except InvalidSchema as error:
             return f"the call cannot be validated against the tool's schema: {error}"
         return "; ".join(list(messages)[:MAX_ERRORS]) or None
-
-    def _is_plainly_valid(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether a check of types, ten times as fast as the validator, proves the arguments valid."""
-        types = self._plain_types
-        if types is None or not isinstance(arguments, dict) or not self._required <= arguments.keys():
-            return False
-        return all(types.get(name) is type(value) for name, value in arguments.items())
-
-
-def _plain_types(parameters: Mapping[str, Any]) -> dict[str, type] | None:
-    """Return the types of the arguments that have a type and no other constraint; None if the schema has more."""
-    if not parameters.keys() <= _PLAIN_KEYWORDS:
-        return None
-    properties: Mapping[str, Any] = parameters.get("properties", {})
-    return {name: _PLAIN_TYPES[schema["type"]] for name, schema in properties.items() if _is_plain(schema)}
-
-
-def _is_plain(schema: Any) -> bool:
-    if not isinstance(schema, dict):
-        return False
-    keywords = cast(dict[str, Any], schema)
-    return keywords.keys() <= _ANNOTATIONS | {"type"} and keywords.get("type") in tuple(_PLAIN_TYPES)
-
-
-_ANNOTATIONS = frozenset({"title", "description", "default", "examples"})
-_PLAIN_KEYWORDS = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
-_PLAIN_TYPES: Mapping[str, type] = {"string": str, "integer": int, "number": float, "boolean": bool}
 
 
 def check_arguments(tool_schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:

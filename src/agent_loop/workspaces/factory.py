@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from agent_loop.errors import ConfigError, WorkspaceError
@@ -71,21 +70,16 @@ async def _start(provider: WorkspaceProvider, settings: WorkspaceSettings, *, ke
     if not (settings.container or settings.provider):
         return workspace
     try:
-        await _copy_files_into(workspace, settings)
+        if settings.folder:
+            await workspace.put(Path(settings.folder), workspace.folder)
+        elif settings.git is not None:
+            git = WorkspaceSettings(git=settings.git, start_timeout_s=settings.start_timeout_s)
+            async with open_workspace(git) as files:
+                await workspace.put(Path(files.folder), workspace.folder)
     except BaseException:
         await run_shielded(workspace.stop, timeout_s=STOP_TIMEOUT_S)
         raise
     return workspace
-
-
-async def _copy_files_into(workspace: Workspace, settings: WorkspaceSettings) -> None:
-    """Copy the folder or repository of the settings into the working folder."""
-    if settings.folder:
-        await workspace.put(Path(settings.folder), workspace.folder)
-    elif settings.git is not None:
-        git = WorkspaceSettings(git=settings.git, start_timeout_s=settings.start_timeout_s)
-        async with open_workspace(git) as files:
-            await workspace.put(Path(files.folder), workspace.folder)
 
 
 @cache
@@ -117,13 +111,8 @@ def _load_provider(settings: WorkspaceSettings) -> WorkspaceProvider:
         ) from error
 
 
-_orphans_lock = Lock()
-_orphans_removed: list[int] = []
-"""Numbers of orphans that were removed; empty until the first removal."""
-
-
+@cache
 def _remove_orphans() -> None:
     """Kill processes and remove folders of dead owners, once per process."""
-    with _orphans_lock:
-        if not _orphans_removed:
-            _orphans_removed.extend((kill_orphans(), remove_orphaned_folders()))
+    kill_orphans()
+    remove_orphaned_folders()

@@ -14,7 +14,6 @@ from agent_loop.errors import ConfigError
 from agent_loop.tools.sandbox.inside import landlock
 from agent_loop.tools.sandbox.inside.spec import SCOPED_SIGNALS_VERSION, SandboxSpec
 
-MEGABYTE = 2**20
 SYSTEM_PYTHON = "/usr/bin/python3"
 
 
@@ -86,21 +85,13 @@ class SandboxSettings(Section):
                 "5.13, with `landlock` in the kernel's `lsm=`; or set allow_weaker_isolation: true if you trust the "
                 "code"
             )
+        limits = self.model_dump(exclude={"python", "visible", "preload", "allow_weaker_isolation"})
         return SandboxSpec(
             landlock_version=version,
+            has_own_user=has_own_user,
             visible=self.resolve_visible(),
             preload=list(self.preload),
-            seed=self.seed,
-            time_limit_s=self.time_limit_s,
-            interrupt_grace_s=self.interrupt_grace_s,
-            memory_bytes=self.memory_mb * MEGABYTE,
-            cpu_seconds=self.cpu_seconds,
-            max_processes=self.max_processes,
-            has_own_user=has_own_user,
-            max_open_files=self.max_open_files,
-            max_file_bytes=self.max_file_mb * MEGABYTE,
-            temp_dir_bytes=self.temp_dir_mb * MEGABYTE,
-            output_bytes=self.output_limit_bytes,
+            **limits,
         )
 
 

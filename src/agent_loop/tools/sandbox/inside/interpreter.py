@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from agent_loop.tools.sandbox.inside import landlock
 from agent_loop.tools.sandbox.inside.seccomp import install_filter
-from agent_loop.tools.sandbox.inside.spec import SandboxSpec
+from agent_loop.tools.sandbox.inside.spec import MEGABYTE, SandboxSpec
 
 NONCE_BYTES = 16
 LENGTH_BYTES = 4
@@ -47,7 +47,10 @@ def become_interpreter(
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    process_limit = spec.max_processes if spec.has_own_user else _count_all_threads() + SHARED_USER_ALLOWANCE
+    process_limit = spec.max_processes
+    if not spec.has_own_user:
+        with open("/proc/loadavg") as file:  # the number of threads on the whole machine
+            process_limit = int(file.read().split()[3].partition("/")[2]) + SHARED_USER_ALLOWANCE
     if ruleset is not None:
         landlock.enforce(ruleset)
     _arrange_descriptors(requests, results, output)
@@ -55,7 +58,11 @@ def become_interpreter(
     os.environ |= {"HOME": f"{work}/home", "TMPDIR": f"{work}/tmp"}
     _seed(spec.seed)
     _apply_limits(spec, process_limit=process_limit)
-    _filter_system_calls(spec)
+    try:
+        install_filter(shares_user=not spec.has_own_user)
+    except OSError:
+        if spec.landlock_version:
+            raise
     Interpreter().serve()
 
 
@@ -207,36 +214,19 @@ def _seed(seed: int | None) -> None:
         numpy.random.seed(seed)
 
 
-def _count_all_threads() -> int:
-    """Return the number of threads on the whole machine."""
-    with open("/proc/loadavg") as file:
-        return int(file.read().split()[3].partition("/")[2])
-
-
 def _apply_limits(spec: SandboxSpec, *, process_limit: int) -> None:
     cpu_seconds = spec.cpu_seconds
+    memory_bytes, file_bytes = spec.memory_mb * MEGABYTE, spec.max_file_mb * MEGABYTE
     for limit, soft, hard in (
         (resource.RLIMIT_NPROC, process_limit, process_limit),
-        (resource.RLIMIT_AS, spec.memory_bytes, spec.memory_bytes),
+        (resource.RLIMIT_AS, memory_bytes, memory_bytes),
         (resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1),  # SIGXCPU, then SIGKILL
         (resource.RLIMIT_NOFILE, spec.max_open_files, spec.max_open_files),
-        (resource.RLIMIT_FSIZE, spec.max_file_bytes, spec.max_file_bytes),
+        (resource.RLIMIT_FSIZE, file_bytes, file_bytes),
         (resource.RLIMIT_CORE, 1, 1),  # 0 would still write to a core_pattern that is a pipe
         (resource.RLIMIT_MEMLOCK, 0, 0),
     ):
-        _limit(limit, soft, hard)
-
-
-def _filter_system_calls(spec: SandboxSpec) -> None:
-    try:
-        install_filter(shares_user=not spec.has_own_user)
-    except OSError:
-        if spec.landlock_version:
-            raise
-
-
-def _limit(limit: int, soft: int, hard: int) -> None:
-    allowed = resource.getrlimit(limit)[1]
-    if allowed != resource.RLIM_INFINITY:
-        soft, hard = min(soft, allowed), min(hard, allowed)
-    resource.setrlimit(limit, (soft, hard))
+        allowed = resource.getrlimit(limit)[1]
+        if allowed != resource.RLIM_INFINITY:
+            soft, hard = min(soft, allowed), min(hard, allowed)
+        resource.setrlimit(limit, (soft, hard))

@@ -7,22 +7,47 @@ sandbox and returns.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from agent_loop.tools.sandbox.inside.execution import CodeExecution
-from agent_loop.tools.sandbox.inside.interpreter_process import WATCH_INTERVAL_S, InterpreterProcess
-from agent_loop.tools.sandbox.inside.processes import count_threads, kill_descendants, list_descendants
-from agent_loop.tools.sandbox.inside.spec import SandboxSpec
+from agent_loop.tools.sandbox.inside import linux
+from agent_loop.tools.sandbox.inside.files import empty_work_folders, files_exceed
+from agent_loop.tools.sandbox.inside.interpreter import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    LENGTH_BYTES,
+    NONCE_BYTES,
+    become_interpreter,
+)
+from agent_loop.tools.sandbox.inside.processes import (
+    count_threads,
+    kill_descendants,
+    list_descendants,
+    reap,
+    resident_bytes,
+)
+from agent_loop.tools.sandbox.inside.spec import MEGABYTE, SandboxSpec
 
+WATCH_INTERVAL_S = 0.25
+EXIT_TIMEOUT_S = 0.5
+POLL_S = 0.005
+STANDARD_OUTPUT = 1
 WAKEUP_BYTES = 4096
+CHUNK_BYTES = 2**16
+LAST_CHUNKS = 32
+"""Maximum number of chunks read after the verdict, since a remaining process could write without end."""
+VERDICTS = {DONE: "done", FAILED: "failed", INTERRUPTED: "interrupted"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +169,201 @@ def _drain(fd: int) -> None:
             pass
     except BlockingIOError:
         return
+
+
+class InterpreterProcess:
+    """Interpreter process and all its descendants."""
+
+    def __init__(self, spec: SandboxSpec, *, work: str, ruleset: int | None = None) -> None:
+        self._spec = spec
+        self._work = work
+        self._watched_at = 0.0
+        self.exit_cause = ""
+        """Reason of the termination: `time`, `memory`, `processes`, `files`, `channel`, `exit N` or `signal N`; empty
+        while the process runs."""
+        requests, self.requests = os.pipe2(os.O_CLOEXEC)
+        self.results, results = os.pipe2(os.O_CLOEXEC)
+        self.output, output = os.pipe2(os.O_CLOEXEC)
+        # Inherited: the supervisor looks into the interpreter, never the reverse.
+        linux.prctl(linux.PR_SET_DUMPABLE, 1)
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                become_interpreter(
+                    spec, work=work, ruleset=ruleset, requests=requests, results=results, output=output
+                )
+            except BaseException:  # noqa: BLE001  (the child must not continue as a second supervisor)
+                for fd in (output, STANDARD_OUTPUT):  # the output may already have been moved
+                    with contextlib.suppress(OSError):
+                        os.write(fd, traceback.format_exc(limit=-1).encode())
+            finally:
+                os._exit(1)
+        linux.prctl(linux.PR_SET_DUMPABLE, 0)
+        for fd in (requests, results, output):
+            os.close(fd)
+        for fd in (self.requests, self.results, self.output):
+            os.set_blocking(fd, False)
+
+    def collect_exits(self) -> None:
+        """Reap exited processes. If the interpreter is among them, kill its descendants."""
+        status = reap().get(self.pid)
+        if status is not None and not self.exit_cause:
+            code = os.waitstatus_to_exitcode(status)
+            self.end(f"exit {code}" if code >= 0 else f"signal {-code}")
+
+    def wait_for_exit(self) -> None:
+        """Wait for an interpreter that closed its result pipe. If it does not exit, kill it."""
+        give_up = time.monotonic() + EXIT_TIMEOUT_S
+        while not self.exit_cause and time.monotonic() < give_up:
+            self.collect_exits()
+            time.sleep(POLL_S)
+        if not self.exit_cause:
+            self.end("channel")
+
+    def check_channel(self) -> None:
+        """Kill the interpreter if it wrote a result between calls."""
+        if not self.exit_cause and select.select([self.results], [], [], 0)[0]:
+            self.end("channel")
+
+    def watch(self, *, every_s: float = WATCH_INTERVAL_S) -> None:
+        """Kill the interpreter if its processes together exceed a limit. Checks at most once per `every_s` seconds."""
+        now = time.monotonic()
+        if self.exit_cause or now - self._watched_at < every_s:
+            return
+        self._watched_at = now
+        pids = list_descendants()
+        if count_threads(pids) > self._spec.max_processes:
+            self.end("processes")
+        elif resident_bytes(pids) > self._spec.memory_mb * MEGABYTE:
+            self.end("memory")
+        elif files_exceed(self._spec.temp_dir_mb * MEGABYTE, folder=self._work, pids=pids):
+            self.end("files")
+            empty_work_folders(self._work)
+
+    def end(self, cause: str) -> None:
+        """Kill the interpreter and all its descendants."""
+        kill_descendants(signals_are_contained=self._spec.signals_are_contained)
+        self.exit_cause = cause
+
+    def close(self) -> None:
+        """Close the pipes to the interpreter."""
+        for fd in (self.requests, self.results, self.output):
+            os.close(fd)
+
+
+class CodeExecution:
+    """Execution of one call: sends the code, collects the output, and enforces the time limit.
+
+    The interpreter is untrusted. Only one byte of its result is used, and only after this call's nonce.
+    """
+
+    def __init__(self, child: InterpreterProcess, code: str, *, spec: SandboxSpec) -> None:
+        self.verdict = ""
+        """`done`, `failed` or `interrupted`; empty while the code runs."""
+        self.output = Output(spec.output_limit_bytes)
+        self._child = child
+        self._nonce = os.urandom(NONCE_BYTES)
+        source = code.encode(errors="replace")
+        self._to_send = memoryview(self._nonce + len(source).to_bytes(LENGTH_BYTES, "big") + source)
+        self._result = b""
+        self._grace_s = spec.interrupt_grace_s
+        self._deadline = time.monotonic() + spec.time_limit_s
+        self._is_interrupted = False
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Register the pipes of the interpreter."""
+        selector.register(self._child.requests, selectors.EVENT_WRITE, self._send)
+        selector.register(self._child.results, selectors.EVENT_READ, self._read_result)
+        selector.register(self._child.output, selectors.EVENT_READ, self._read_output)
+
+    def handle(self, selector: selectors.BaseSelector) -> set[int | object]:
+        """Wait for up to `WATCH_INTERVAL_S`, transfer data, and return the other ready file objects."""
+        wait_s = max(0.0, min(self._deadline - time.monotonic(), WATCH_INTERVAL_S))
+        others: set[int | object] = set()
+        for key, _ in selector.select(wait_s):
+            if key.data is None:
+                others.add(key.fileobj)
+            elif not key.data():
+                selector.unregister(key.fileobj)
+        return others
+
+    def check_clock(self) -> None:
+        """Interrupt the code at the time limit, and kill the interpreter after the grace period."""
+        if self.verdict or self._child.exit_cause or time.monotonic() < self._deadline:
+            return
+        if self._is_interrupted:
+            self._child.end("time")
+            return
+        self._is_interrupted = True
+        self._deadline = time.monotonic() + self._grace_s
+        os.kill(self._child.pid, signal.SIGINT)
+
+    def read_rest(self) -> None:
+        """Read the output that remains in the pipe."""
+        for _ in range(LAST_CHUNKS):
+            if not self._read_output():
+                return
+
+    def _send(self) -> bool:
+        try:
+            self._to_send = self._to_send[os.write(self._child.requests, self._to_send) :]
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:
+            return False  # the interpreter is about to exit, or its time limit terminates it
+        return len(self._to_send) > 0
+
+    def _read_result(self) -> bool:
+        data = os.read(self._child.results, NONCE_BYTES + 2)
+        self._result += data
+        if not data:
+            self._child.wait_for_exit()
+            return False
+        if not self._result.startswith(self._nonce[: len(self._result)]):
+            self._child.end("channel")
+            return False
+        if len(self._result) <= NONCE_BYTES:
+            return True
+        verdict = VERDICTS.get(self._result[NONCE_BYTES:])
+        if verdict is None:
+            self._child.end("channel")
+        else:
+            self.verdict = "interrupted" if self._is_interrupted else verdict
+        return False
+
+    def _read_output(self) -> bool:
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self._child.output, CHUNK_BYTES)
+            self.output.add(data)
+        return len(data) > 0
+
+
+class Output:
+    """Buffer of the beginning and the end of a stream. Its memory is limited to `limit_bytes` and one chunk."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._head_bytes = limit_bytes // 2
+        self._tail_bytes = limit_bytes - self._head_bytes
+        self._head = b""
+        self._tail = b""
+        self._num_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        """Append the next bytes."""
+        self._num_bytes += len(data)
+        missing = self._head_bytes - len(self._head)
+        self._head += data[:missing]
+        self._tail = (self._tail + data[missing:])[-self._tail_bytes :]
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Number of bytes between the two ends that were dropped."""
+        return self._num_bytes - len(self._head) - len(self._tail)
+
+    def text(self) -> str:
+        """Return the output, with a line that states the number of dropped bytes, if any."""
+        if not self.dropped_bytes:
+            return (self._head + self._tail).decode(errors="replace")
+        head, tail = self._head.decode(errors="replace"), self._tail.decode(errors="replace")
+        return f"{head}\n[... {self.dropped_bytes} bytes of output left out ...]\n{tail}"
