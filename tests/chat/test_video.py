@@ -132,12 +132,6 @@ def test_a_bridge_with_a_video_equals_the_end_of_the_full_prompt(template: ChatT
     assert [a.start for a in whole.attachments] == [a.start + start for a in bridge.attachments]
 
 
-def test_a_placeholder_of_videos_in_untrusted_text_stays_text(template: ChatTemplate) -> None:
-    encoded = template.open_encoded(video_message(f"no {PAD} here", video_frames(num_frames=2)))
-    pad_id = template.tokenizer.convert_tokens_to_ids(PAD)
-    assert np.count_nonzero(encoded.token_ids == pad_id) == 12
-
-
 @pytest.mark.parametrize("content", [PAD, "<|image_pad|>"])
 def test_a_placeholder_in_assistant_text_stays_text(template: ChatTemplate, content: str) -> None:
     messages = [

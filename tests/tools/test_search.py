@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 
-from agent_loop.errors import ConfigError, DataError, ToolError
+from agent_loop.errors import ConfigError, DataError
 from agent_loop.tools.registry import load_tools
 from agent_loop.tools.results import ToolResult
 from agent_loop.tools.search.index import Passage, SearchIndex, corpus_files, read_passages
@@ -228,22 +228,6 @@ def test_an_unreachable_service_is_unavailable() -> None:
     assert result.incident is not None
     assert result.incident.kind is IncidentKind.TOOL_UNAVAILABLE
     assert "tried 3 times" in str(result.response.text)
-
-
-def test_a_query_without_words_is_reported_to_the_model(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    index = SearchIndex([str(tmp_path / "corpus.jsonl")], cache_dir=tmp_path)
-    with pytest.raises(ToolError, match="has no words"):
-        index.search("...", limit=1, snippet_words=None)
-
-
-def test_an_unpaired_surrogate_is_replaced_and_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write_corpus(tmp_path, [*ROWS, {"title": "Half", "text": "a broken \ud800 glyph"}])
-    result = ask(tool_of(tmp_path, topk=1), query_list=["glyph"])
-    assert "a broken \N{REPLACEMENT CHARACTER} glyph" in str(result.response.text)
-    assert f"{path} line 4 contains an unpaired surrogate" in caplog.text
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000], ids=["digits", "deep"])

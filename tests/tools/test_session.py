@@ -295,13 +295,6 @@ def test_an_unpaired_surrogate_is_replaced_so_that_records_can_be_written() -> N
     assert refused.response.text == "no ?"
 
 
-def test_a_long_error_is_shortened_in_the_record_but_not_for_the_model() -> None:
-    result = execute_once(Notebook(execute=raising(ToolError("no " * 1000))), call())
-    assert len(str(result.response.text)) == 3000
-    assert result.incident is not None
-    assert len(result.incident.detail) == 1000
-
-
 def test_a_tool_cannot_change_the_recorded_call() -> None:
     class Eater(Notebook):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
@@ -447,20 +440,6 @@ def test_a_tool_that_is_always_judged_is_created_and_judged_without_a_call() -> 
     assert tool.events == ["create", "calc_reward", "release"]
     assert tool.log[0][2] == {"page": 3}
     assert other.events == []
-
-
-def test_a_tool_that_is_always_judged_and_cannot_be_created_is_a_bug() -> None:
-    tool = Notebook(create=raising(OSError("full")))
-    tool.is_always_judged = True
-
-    async def main() -> None:
-        session = session_of(tool)
-        with pytest.raises(ToolBug, match="create of tool 'notebook' raised OSError: full"):
-            await session.calc_rewards()
-        assert await session.close() == []
-
-    run_virtual(main())
-    assert tool.events == ["create", "release"]
 
 
 def test_a_tool_may_take_longer_than_others_to_judge_and_to_close() -> None:

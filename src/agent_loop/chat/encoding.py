@@ -44,7 +44,7 @@ class ControlledEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._quick = _quick_encoder(tokenizer, choice)
-        self._plain = _PlainTextEncoder(tokenizer)
+        self._text_tokenizers: dict[tuple[bool, bool], Tokenizer] = {}
         added = tokenizer.get_added_tokens_decoder()
         self._controls = {token_id: token.content for token_id, token in added.items() if is_control(token)}
         self.control_ids = frozenset(self._controls)
@@ -155,7 +155,31 @@ class ControlledEncoder:
 
     def _encode_text(self, text: str, *, at_start: bool) -> list[int]:
         ids = self._quick.encode_text(text) if self._quick else None
-        return self._plain.encode(text, at_start=at_start) if ids is None else ids
+        if ids is not None:
+            return ids
+        ids = (
+            self._text_tokenizer(at_start=at_start, is_strict=False)
+            .encode(text, add_special_tokens=False)
+            .ids
+        )
+        if self.control_ids.isdisjoint(ids):
+            return ids
+        return (
+            self._text_tokenizer(at_start=at_start, is_strict=True).encode(text, add_special_tokens=False).ids
+        )
+
+    def _text_tokenizer(self, *, at_start: bool, is_strict: bool) -> Tokenizer:
+        """Return a tokenizer with the same model and without added tokens.
+
+        The model of a strict one does not know the control tokens either, since some models find them as words.
+        """
+        key = at_start, is_strict
+        if key not in self._text_tokenizers:
+            words = set(self._controls.values())
+            model = _model_without(words, self._tokenizer) if is_strict else self._tokenizer.model
+            plain = _without_added_tokens(self._tokenizer, model)
+            self._text_tokenizers[key] = plain if at_start else _for_inner_text(plain)
+        return self._text_tokenizers[key]
 
     @cached_property
     def _normalise(self) -> Any:
@@ -217,44 +241,6 @@ def _opaque_mask(char: str) -> str:
 
 def _searchable_mask(char: str) -> str:
     return f"{MASK_OPEN}:{ord(char):x};"
-
-
-class _PlainTextEncoder:
-    """Encodes any text without control tokens."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self._controls = {token.content for token in added.values() if is_control(token)}
-        self._control_ids = {token_id for token_id, token in added.items() if is_control(token)}
-
-    def encode(self, text: str, *, at_start: bool) -> list[int]:
-        """Return the token ids of a text."""
-        tokenizer = self._text_tokenizer if at_start else self._inner_text_tokenizer
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        if not self._control_ids.isdisjoint(ids):
-            tokenizer = self._strict_tokenizer if at_start else self._inner_strict_tokenizer
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-    @cached_property
-    def _text_tokenizer(self) -> Tokenizer:
-        """Tokenizer with the same model and without added tokens."""
-        return _without_added_tokens(self._tokenizer, self._tokenizer.model)
-
-    @cached_property
-    def _inner_text_tokenizer(self) -> Tokenizer:
-        return _for_inner_text(self._text_tokenizer)
-
-    @cached_property
-    def _strict_tokenizer(self) -> Tokenizer:
-        """Tokenizer whose model does not know the control tokens either, since some models find them as words."""
-        model = _model_without(self._controls, self._tokenizer)
-        return _without_added_tokens(self._tokenizer, model)
-
-    @cached_property
-    def _inner_strict_tokenizer(self) -> Tokenizer:
-        return _for_inner_text(self._strict_tokenizer)
 
 
 def _without_added_tokens(tokenizer: Tokenizer, model: Any) -> Tokenizer:

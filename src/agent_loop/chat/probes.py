@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
+from agent_loop.chat.report import Cause
 from agent_loop.types import Message, ToolCall
 
 TOOL_NAME = "get_weather"
@@ -30,7 +30,6 @@ PROBE_TOOLS: Sequence[Mapping[str, Any]] = (
     _schema("get_tides", "Gives the tides of a port.", port="Name of the port."),
 )
 
-# A text occurs once in a conversation, so that it can be found in the rendered text.
 _TEXTS: Mapping[str, Sequence[str]] = {
     "system": ("Answer briefly.",),
     "user": ("How is the weather?", "And tomorrow?", "And by the sea?", "And in the hills?", "And at night?"),
@@ -46,28 +45,8 @@ _ERROR = 'Error: "city" is unknown;\ngive one of {"Paris", "Rome"}'
 _UNICODE = "¿Qué tal? 你好, 🌦️ e\u0301\n\n  <b>&amp;</b> \\n {{ x }}"
 
 
-class MessagePart(StrEnum):
-    """Kind of a text in a conversation."""
-
-    SYSTEM = "system"
-    SCHEMA = "schema"
-    QUESTION = "question"
-    REASONING = "reasoning"
-    TEXT = "text"
-    CALL = "call"
-    REPLY = "reply"
-
-
-class ProbeText(NamedTuple):
-    """Text of a conversation that occurs once in it, so that it can be found in a render."""
-
-    part: MessagePart
-    text: str
-
-
-_PARTS = {"system": MessagePart.SYSTEM, "tool": MessagePart.REPLY}
 SCHEMA_TEXTS = tuple(
-    ProbeText(MessagePart.SCHEMA, text)
+    (Cause.IGNORED_TOOLS, text)
     for tool in PROBE_TOOLS
     for text in (
         tool["function"]["description"],
@@ -183,19 +162,23 @@ def tool_probes(control_text: str) -> list[Probe]:
     ]
 
 
-def texts_of(messages: Sequence[Message]) -> list[ProbeText]:
-    """Return the texts of messages, in the order in which a template is expected to render them."""
-    return [ProbeText(part, text) for message in messages for part, text in _parts_of(message) if text]
+def texts_of(messages: Sequence[Message]) -> list[tuple[Cause, str]]:
+    """Return the texts of messages in the order of a render, each with the cause that a template names by omitting it.
+
+    A text occurs once in a conversation, so that it can be found in a render.
+    """
+    return [(cause, text) for message in messages for cause, text in _texts_in(message) if text]
 
 
-def _parts_of(message: Message) -> Iterator[tuple[MessagePart, str]]:
+def _texts_in(message: Message) -> Iterator[tuple[Cause, str]]:
     if message["role"] != "assistant":
-        yield _PARTS.get(message["role"], MessagePart.QUESTION), message["content"]
+        is_system = message["role"] == "system"
+        yield Cause.IGNORED_SYSTEM_PROMPT if is_system else Cause.OTHER, message["content"]
         return
-    yield MessagePart.REASONING, message.get("reasoning_content", "")
-    yield MessagePart.TEXT, message["content"]
+    yield Cause.STRIPPED_REASONING, message.get("reasoning_content", "")
+    yield Cause.DROPPED_TEXT, message["content"]
     for call in message.get("tool_calls", ()):
-        yield MessagePart.CALL, call["function"]["arguments"]["city"]
+        yield Cause.DROPPED_CALL, call["function"]["arguments"]["city"]
 
 
 def _probe(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from agent_loop.chat.conversations import completion_ids
@@ -13,9 +12,7 @@ from agent_loop.chat.encoding import num_shared
 from agent_loop.chat.probes import (
     PROBE_TOOLS,
     SCHEMA_TEXTS,
-    MessagePart,
     Probe,
-    ProbeText,
     ProbeTurn,
     plain_probes,
     texts_of,
@@ -32,21 +29,6 @@ LEN_EXAMPLE = 32
 """Characters of an example."""
 NUM_TOKENS = 3
 """Tokens of an example of merged tokens."""
-
-_LEFT_OUT = {
-    MessagePart.SYSTEM: Cause.IGNORED_SYSTEM_PROMPT,
-    MessagePart.SCHEMA: Cause.IGNORED_TOOLS,
-    MessagePart.REASONING: Cause.STRIPPED_REASONING,
-    MessagePart.TEXT: Cause.DROPPED_TEXT,
-    MessagePart.CALL: Cause.DROPPED_CALL,
-}
-"""Causes of a text that the template leaves out of the assistant's turn or of the prompt."""
-_REWRITTEN = {
-    **_LEFT_OUT,
-    MessagePart.SYSTEM: Cause.REWRITTEN_PROMPT,
-    MessagePart.SCHEMA: Cause.REWRITTEN_PROMPT,
-}
-"""Causes of a text that only the trajectory or only the full render contains."""
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _REASONING = re.compile("reasoning|think", re.IGNORECASE)
@@ -94,19 +76,19 @@ def require_template(template: ChatTemplate, *, tools: bool) -> None:
         return
     question: list[Message] = [{"role": "user", "content": "-"}]
     prompt = template.renderer.text(question, tools=PROBE_TOOLS)
-    if any(schema.text not in prompt for schema in SCHEMA_TEXTS):
+    if any(text not in prompt for _, text in SCHEMA_TEXTS):
         _log.error("chat template: %s (%s)", Cause.IGNORED_TOOLS, Cause.IGNORED_TOOLS.meaning)
 
 
 def _verify_probe(template: ChatTemplate, probe: Probe) -> ProbeResult:
-    outcomes: list[_Outcome] = []
+    checks: list[_TurnCheck] = []
     error = ""
     try:
-        outcomes += (_TurnCheck(template, turn, tools=probe.tools).outcome() for turn in probe.turns)
+        checks += (_TurnCheck(template, turn, tools=probe.tools) for turn in probe.turns)
     except ChatTemplateError as refusal:
         error = " ".join(str(refusal).split())
     differences: dict[Cause, RenderDifference] = {}
-    for difference in [found for outcome in outcomes for found in outcome.differences]:
+    for difference in [found for check in checks for found in check.differences]:
         differences.setdefault(difference.cause, difference)
     verdict = TemplateVerdict.DIFFERS if differences else TemplateVerdict.EXACT
     return ProbeResult(
@@ -116,26 +98,18 @@ def _verify_probe(template: ChatTemplate, probe: Probe) -> ProbeResult:
         verdict=TemplateVerdict.UNSUPPORTED if error else verdict,
         differences=tuple(sorted(differences.values(), key=lambda found: list(Cause).index(found.cause))),
         error=error,
-        position=next((o.position for o in outcomes if o.position is not None), None),
-        is_bridge_exact=all(outcome.is_bridge_exact for outcome in outcomes),
-        num_bridge_tokens=sum(outcome.num_bridge_tokens for outcome in outcomes),
-        num_kept_tokens=sum(outcome.num_kept_tokens for outcome in outcomes),
+        position=next((check.position for check in checks if check.position is not None), None),
+        is_bridge_exact=all(check.is_bridge_exact for check in checks),
+        num_bridge_tokens=sum(check.num_bridge_tokens for check in checks),
+        num_kept_tokens=sum(check.num_kept_tokens for check in checks),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """Result of one turn. See `ProbeResult`."""
-
-    differences: Sequence[RenderDifference]
-    position: int | None
-    is_bridge_exact: bool
-    num_bridge_tokens: int
-    num_kept_tokens: int
-
-
 class _TurnCheck:
-    """Comparison of a trajectory after one assistant turn and its replies with a full render of the same messages."""
+    """Comparison of a trajectory after one assistant turn and its replies with a full render of the same messages.
+
+    `ProbeResult` describes the public attributes.
+    """
 
     def __init__(
         self, template: ChatTemplate, turn: ProbeTurn, *, tools: Sequence[Mapping[str, Any]]
@@ -151,24 +125,18 @@ class _TurnCheck:
         self._ended = self._text([*opening, said], add_generation_prompt=False)
         self._prompt = template.encoder.encode(self._before)
         self._completion = self._sampled()
-        self._bridge = self._bridge_after(self._completion)
-        self._kept = [*self._prompt, *self._completion, *self._bridge]
-        self._rendered = template.encoder.encode(self._text([*opening, said, *replies]))
-
-    def outcome(self) -> _Outcome:
-        kept, rendered, bridge = self._kept, self._rendered, self._bridge
-        differences = list(self._left_out())
+        self._bridge = bridge = self._bridge_after(self._completion)
+        self._kept = kept = [*self._prompt, *self._completion, *bridge]
+        self._rendered = rendered = template.encoder.encode(self._text([*opening, said, *replies]))
+        self.position = None if kept == rendered else num_shared(kept, rendered)
+        self.is_bridge_exact = rendered[len(rendered) - len(bridge) :] == bridge
+        self.num_bridge_tokens = len(bridge)
+        self.num_kept_tokens = len(kept) - len(rendered)
+        self.differences = list(self._left_out())
         if kept != rendered:
-            differences.append(self._first_difference())
+            self.differences.append(self._first_difference())
         elif self._is_closed_otherwise():
-            differences.append(RenderDifference(Cause.END_TOKEN))
-        return _Outcome(
-            differences,
-            position=None if kept == rendered else num_shared(kept, rendered),
-            is_bridge_exact=rendered[len(rendered) - len(bridge) :] == bridge,
-            num_bridge_tokens=len(bridge),
-            num_kept_tokens=len(kept) - len(rendered),
-        )
+            self.differences.append(RenderDifference(Cause.END_TOKEN))
 
     def _text(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         return self._template.renderer.text(
@@ -180,7 +148,7 @@ class _TurnCheck:
         before, ended = self._before, self._ended
         if not ended.startswith(before):
             # The template renders history differently before this turn: start at the last common text before the turn.
-            for text in reversed([probe_text.text for probe_text in texts_of(self._turn.opening)]):
+            for _, text in reversed(texts_of(self._turn.opening)):
                 if text in before and text in ended:
                     before, ended = before[before.rindex(text) :], ended[ended.rindex(text) :]
                     break
@@ -200,13 +168,12 @@ class _TurnCheck:
 
     def _left_out(self) -> Iterator[RenderDifference]:
         """Yield the texts that the template leaves out of every render."""
-        system = [text for text in texts_of(self._turn.opening) if text.part is MessagePart.SYSTEM]
-        for text in (*(SCHEMA_TEXTS if self._tools else ()), *system):
-            if text.text not in self._before:
-                yield _left_out_of_renders(text)
-        for text in texts_of([self._turn.said]):
-            if text.text.isascii() and text.text not in self._ended:
-                yield _left_out_of_renders(text)
+        system = [found for found in texts_of(self._turn.opening) if found[0] is Cause.IGNORED_SYSTEM_PROMPT]
+        expected = [(each, self._before) for each in (*(SCHEMA_TEXTS if self._tools else ()), *system)]
+        expected += [(each, self._ended) for each in texts_of([self._turn.said]) if each[1].isascii()]
+        for (cause, text), render in expected:
+            if text not in render:
+                yield RenderDifference(cause, text[:LEN_EXAMPLE], is_in_no_render=True)
 
     def _first_difference(self) -> RenderDifference:
         """Return the first text or token that differs, with its cause."""
@@ -229,9 +196,10 @@ class _TurnCheck:
     def _cause(self, kept: str, rendered: str, start: int) -> Cause:
         """Return the cause of a difference that starts at a character of both texts."""
         messages = [*self._turn.opening, self._turn.said, *self._turn.replies]
-        for text in (*SCHEMA_TEXTS, *texts_of(messages)):
-            if (text.text in kept) != (text.text in rendered):
-                return _REWRITTEN.get(text.part, Cause.OTHER)
+        for cause, text in (*SCHEMA_TEXTS, *texts_of(messages)):
+            if (text in kept) != (text in rendered):
+                is_of_prompt = cause in (Cause.IGNORED_SYSTEM_PROMPT, Cause.IGNORED_TOOLS)
+                return Cause.REWRITTEN_PROMPT if is_of_prompt else cause
         decode, encode = self._template.decode, self._template.encoder.encode
         prompt = len(decode(self._prompt))
         end_of_turn = prompt + len(decode(self._completion))
@@ -245,7 +213,3 @@ class _TurnCheck:
             return Cause.STRIPPED_REASONING
         is_last = start >= end_of_turn - len(decode(self._completion[-1:]))
         return Cause.END_TOKEN if is_last else Cause.REWRITTEN_TURN
-
-
-def _left_out_of_renders(text: ProbeText) -> RenderDifference:
-    return RenderDifference(_LEFT_OUT[text.part], text.text[:LEN_EXAMPLE], is_in_no_render=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.markup import escape
@@ -71,29 +72,22 @@ async def serve(
 
 def _load_template(config: Config) -> tuple[ChatTemplate, str]:
     """Return the model's chat template, and the reason why it does not support tools; empty if it does."""
-    tool_format = config.rollout.multi_turn.format
-    template = load_chat_template(
+    load = partial(
+        load_chat_template,
         config.model.tokenizer_path or config.model.path,
-        tool_parser="hermes" if tool_format == "auto" else tool_format,
         chat_template_path=config.model.chat_template_path,
         trust_remote_code=config.model.trust_remote_code,
         encoder=config.model.encoder,
         model_path=config.model.path,
         variables=config.model.chat_template_kwargs,
     )
-    if tool_format != "auto":
-        return template, ""
+    tool_format = config.rollout.multi_turn.format
     try:
-        return ChatTemplate(
-            template.tokenizer,
-            tool_parser="auto",
-            media=template.media,
-            encoder=config.model.encoder,
-            vocab_size=template.vocab_size,
-            eos_token_ids=template.eos_token_ids,
-        ).with_variables(template.variables), ""
+        return load(tool_parser=tool_format), ""
     except ConfigError as error:
-        return template, f"the model's format of tool calls is not known ({error})"
+        if tool_format != "auto":
+            raise
+        return load(tool_parser="hermes"), f"the model's format of tool calls is not known ({error})"
 
 
 def _greeting(served: ServedModel, *, url: str, num_servers: int) -> str:

@@ -135,14 +135,11 @@ def create_tools(entry: ToolEntry, *, where: str) -> Sequence[BaseTool]:
 
 
 def _load_reference(reference: str) -> BaseTool:
-    reference = BUILTIN_TOOLS.get(reference, reference)
-    named = load_object(reference, key=REFERENCES_KEY)
-    if isinstance(named, BaseTool):
-        return named
-    if isinstance(named, type):
-        tool_class = load_class(reference, base=BaseTool, key=REFERENCES_KEY)
-        return _create(tool_class, config={}, tool_schema=None, where=f"{REFERENCES_KEY}: {reference}")
-    if reference in BUILTIN_TOOLS.values():
+    named = load_object(BUILTIN_TOOLS.get(reference, reference), key=REFERENCES_KEY)
+    if isinstance(named, (BaseTool, type)):
+        [tool] = create_tools(ToolEntry(class_name=reference), where=REFERENCES_KEY)
+        return tool
+    if reference in BUILTIN_TOOLS:
         raise ConfigError(
             f"{REFERENCES_KEY}: {reference} needs a config; add it to a file, and set {PATH_KEY} to the file"
         )

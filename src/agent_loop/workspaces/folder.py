@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -181,27 +182,41 @@ class FolderWorkspace(Workspace):
             raise WorkspaceError(f"the folder of the workspace, {self.folder}, does not exist any more")
 
 
-class FolderProvider(WorkspaceProvider):
-    """Starts each workspace with a copy of a folder."""
+class LocalProvider(WorkspaceProvider):
+    """Base class of providers of folders of this machine."""
 
-    def __init__(self, source: Path | None, *, env: Mapping[str, str] = NO_VARIABLES) -> None:
-        self._source = source
+    def __init__(self, *, env: Mapping[str, str] = NO_VARIABLES) -> None:
         self._env = env
 
     async def start(self, name: str) -> Workspace:
-        if self._source is None:
-            return FolderWorkspace(name, env=self._env)
-        if not self._source.is_dir():
-            raise WorkspaceError(
-                f"workspace.folder is {str(self._source)!r}, which is not a folder; name one"
-            )
         workspace = FolderWorkspace(name, env=self._env)
         try:
-            await workspace.put(self._source, workspace.folder)
+            await self.fill(workspace)
         except BaseException:
             await workspace.stop()
             raise
         return workspace
+
+    @abstractmethod
+    async def fill(self, workspace: FolderWorkspace) -> None:
+        """Write the files with which a workspace starts."""
+
+
+class FolderProvider(LocalProvider):
+    """Starts each workspace with a copy of a folder, or empty."""
+
+    def __init__(self, source: Path | None, *, env: Mapping[str, str] = NO_VARIABLES) -> None:
+        super().__init__(env=env)
+        self._source = source
+
+    async def fill(self, workspace: FolderWorkspace) -> None:
+        if self._source is None:
+            return
+        if not self._source.is_dir():
+            raise WorkspaceError(
+                f"workspace.folder is {str(self._source)!r}, which is not a folder; name one"
+            )
+        await workspace.put(self._source, workspace.folder)
 
 
 def target_of(source: Path, target: str) -> str:
@@ -228,35 +243,29 @@ def _copy_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -
 GIT_TIMEOUT_S = 600.0
 
 
-class GitProvider(WorkspaceProvider):
+class GitProvider(LocalProvider):
     """Clones a repository once per process, and starts each workspace with a local clone of it.
 
     The workspace's clone has no remotes, so that programs can neither change nor find the shared one.
     """
 
     def __init__(self, settings: GitSettings, *, env: Mapping[str, str] = NO_VARIABLES) -> None:
+        super().__init__(env=env)
         self._settings = settings
-        self._env = env
         self._url = _absolute(settings.url)
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
-    async def start(self, name: str) -> Workspace:
+    async def fill(self, workspace: FolderWorkspace) -> None:
         clones = root_folder() / f"{this_process().token}.clones"
         clone = clones / hashlib.sha256(self._url.encode()).hexdigest()[:16]
         async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             if not clone.exists():
                 await self._clone(clone)
             commit = await self._find_commit(clone)
-        workspace = FolderWorkspace(name, env=self._env)
-        try:
-            folder = workspace.folder
-            await _git("clone", "--quiet", "--local", "--no-checkout", str(clone), folder)
-            await _git("-C", folder, "checkout", "--quiet", "--detach", commit)
-            await _git("-C", folder, "remote", "remove", "origin")
-        except BaseException:
-            await workspace.stop()
-            raise
-        return workspace
+        folder = workspace.folder
+        await _git("clone", "--quiet", "--local", "--no-checkout", str(clone), folder)
+        await _git("-C", folder, "checkout", "--quiet", "--detach", commit)
+        await _git("-C", folder, "remote", "remove", "origin")
 
     async def _clone(self, clone: Path) -> None:
         """Clone the repository next to the target and rename it, so that an interrupted clone is never used."""

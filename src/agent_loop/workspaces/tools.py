@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,65 +22,27 @@ from agent_loop.workspaces.check import check_reward
 from agent_loop.workspaces.factory import start_workspace
 from agent_loop.workspaces.settings import WorkspaceSettings, read_workspace, workspace_mapping
 
-_workspaces: dict[str, SharedWorkspace] = {}
-"""Workspaces in use, by trajectory."""
 
-
+@dataclass(slots=True)
 class SharedWorkspace:
     """Workspace of one trajectory, which several tools use."""
 
-    def __init__(self, settings: WorkspaceSettings) -> None:
-        self._settings = settings
-        self._users: set[str] = set()
-        self._workspace: Workspace | None = None
-        self._lock = asyncio.Lock()
-
-    @staticmethod
-    def acquire(instance_id: str, *, config: Mapping[str, Any], of_row: Any) -> None:
-        """Register a tool's instance as a user of its trajectory's workspace. The workspace is not started yet."""
-        trajectory = trajectory_of(instance_id)
-        if trajectory not in _workspaces:
-            row = {} if of_row is None else workspace_mapping(of_row, where="the row's workspace")
-            merged = {**config, **row}
-            if not merged:
-                raise ConfigError(
-                    "there is no workspace; give the row a column workspace, or the tool a config with workspace"
-                )
-            _workspaces[trajectory] = SharedWorkspace(read_workspace(merged))
-        _workspaces[trajectory]._users.add(instance_id)
-
-    @staticmethod
-    def of(instance_id: str) -> SharedWorkspace:
-        """Return the workspace that an instance has acquired."""
-        return _workspaces[trajectory_of(instance_id)]
-
-    @staticmethod
-    async def release(instance_id: str) -> None:
-        """Stop the workspace after its last user."""
-        shared = _workspaces.get(trajectory_of(instance_id))
-        if shared is None:
-            return
-        shared._users.discard(instance_id)
-        if shared._users:
-            return
-        del _workspaces[trajectory_of(instance_id)]
-        async with shared._lock:
-            if shared._workspace is not None:
-                await shared._workspace.stop()
+    settings: WorkspaceSettings
+    users: set[str] = field(default_factory=set[str])
+    """Instance ids of the tools."""
+    workspace: Workspace | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def started(self) -> Workspace:
         """Return the workspace, and start it before its first use."""
-        async with self._lock:
-            if self._workspace is None:
-                self._workspace = await start_workspace(self._settings)
-            return self._workspace
+        async with self.lock:
+            if self.workspace is None:
+                self.workspace = await start_workspace(self.settings)
+            return self.workspace
 
-    async def reward(self) -> float | None:
-        """Return the reward of the workspace's check; None without a check."""
-        if self._settings.check is None:
-            return None
-        score = await check_reward(await self.started(), self._settings.check)
-        return score.reward
+
+_workspaces: dict[str, SharedWorkspace] = {}
+"""Workspaces in use, by trajectory."""
 
 
 def num_shared() -> int:
@@ -166,10 +129,30 @@ class WorkspaceTool(BaseTool):
         return True
 
     async def create(self, instance_id: str, *, workspace: Any = None, **kwargs: Any) -> None:
-        SharedWorkspace.acquire(instance_id, config=self.settings.workspace, of_row=workspace)
+        """Register a user of the trajectory's workspace. `workspace` holds the row's settings."""
+        trajectory = trajectory_of(instance_id)
+        if trajectory not in _workspaces:
+            row = {} if workspace is None else workspace_mapping(workspace, where="the row's workspace")
+            merged = {**self.settings.workspace, **row}
+            if not merged:
+                raise ConfigError(
+                    "there is no workspace; give the row a column workspace, or the tool a config with workspace"
+                )
+            _workspaces[trajectory] = SharedWorkspace(read_workspace(merged))
+        _workspaces[trajectory].users.add(instance_id)
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        await SharedWorkspace.release(instance_id)
+        """Stop the workspace after its last user."""
+        trajectory = trajectory_of(instance_id)
+        shared = _workspaces.get(trajectory)
+        if shared is None:
+            return
+        shared.users.discard(instance_id)
+        if not shared.users:
+            del _workspaces[trajectory]
+            async with shared.lock:
+                if shared.workspace is not None:
+                    await shared.workspace.stop()
 
 
 class ShellTool(WorkspaceTool):
@@ -188,7 +171,7 @@ class ShellTool(WorkspaceTool):
         command = str(parameters["command"])
         if "\0" in command:
             raise ToolError("the command holds a zero byte; leave it out")
-        workspace = await SharedWorkspace.of(instance_id).started()
+        workspace = await _workspaces[trajectory_of(instance_id)].started()
         timeout_s = self.settings.command_timeout_s
         # Both outputs go to one pipe, so that their lines keep their order.
         script = f"exec 2>&1\n{command}"
@@ -197,7 +180,10 @@ class ShellTool(WorkspaceTool):
         return ToolResponse(text=text), None, {"exit_code": result.exit_code, "timed_out": result.timed_out}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
-        return await SharedWorkspace.of(instance_id).reward()
+        shared = _workspaces[trajectory_of(instance_id)]
+        if shared.settings.check is None:
+            return None
+        return (await check_reward(await shared.started(), shared.settings.check)).reward
 
 
 class EditFileTool(WorkspaceTool):
@@ -215,7 +201,7 @@ class EditFileTool(WorkspaceTool):
         path, old, new = (str(parameters[name]) for name in ("path", "old_text", "new_text"))
         if not path or "\0" in path or path.endswith("/"):
             raise ToolError(f"{path!r} is not the path of a file")
-        workspace = await SharedWorkspace.of(instance_id).started()
+        workspace = await _workspaces[trajectory_of(instance_id)].started()
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / "file"
             try:

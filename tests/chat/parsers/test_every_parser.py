@@ -235,6 +235,21 @@ def test_a_truncated_call_is_malformed(written: Format) -> None:
     assert parsed.content == ""
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        written for written in FORMATS if written.name not in ("llama3_json", "granite")
+    ],  # without marks between calls
+    ids=lambda written: written.name,
+)
+def test_a_call_after_a_malformed_call_is_parsed(written: Format) -> None:
+    [call] = with_ids([ADD], written)
+    opening = "<|end|><|start|>assistant" if written.name == "gpt-oss" else "\n"
+    first, second = parse(written, f"{written.cut}{opening}{written.render([call])}").calls
+    assert isinstance(first, MalformedCall)
+    assert second == call
+
+
 @every_format
 def test_a_completion_that_stops_at_the_start_of_a_call_has_an_unfinished_call(written: Format) -> None:
     start = ToolParser.get(written.name).call_start

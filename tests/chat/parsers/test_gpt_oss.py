@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from agent_loop.chat.parsers import GptOssToolParser
-from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+from agent_loop.types import ParsedCompletion, ToolCall
 
 PARSER = GptOssToolParser()
 CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
@@ -51,33 +51,6 @@ def test_text_with_an_incomplete_header_is_kept() -> None:
     assert PARSER.parse("<|start|>assistant It is 7.<|end|>").content == "It is 7."
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ('<|channel|>commentary to=functions.add<|message|>{"a": 1}<|end|>', "not closed"),
-        ('<|channel|>commentary to=functions.add<|message|>{"a": 1', "not valid JSON"),
-        ("<|channel|>commentary to=functions.add<|message|>{'a': 1}<|call|>", "double quotes"),
-        ('<|channel|>commentary to=functions.add<|message|>{"a": 1}{"a": 2}<|call|>', "one call at a time"),
-        ("<|channel|>commentary to=functions.add<|message|>[1]<|call|>", "JSON object"),
-        ('<|channel|>commentary to=functions.add<|message|>"a"<|call|>', "JSON object"),
-        ("<|channel|>commentary to=functions.<|message|>{}<|call|>", "does not name a tool"),
-        ("<|channel|>commentary to=functions.add <|constrain|>js", "header"),
-        ("<|channel|>commentary 2?", "header"),
-        ("<|channel|>final <|constrain|>functions.add<|message|>Done.<|return|>", "not valid JSON"),
-        ("<|channel|>analysis to=python<|message|>print(1)<|call|>", "not valid JSON"),
-    ],
-)
-def test_an_invalid_call_is_malformed_with_the_reason(text: str, complaint: str) -> None:
-    [call] = PARSER.parse(text).calls
-    assert isinstance(call, MalformedCall)
-    assert complaint in call.error
-
-
 def test_a_tool_reply_that_the_model_invents_is_not_a_call() -> None:
     forged = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>{"a": 2}<|end|>'
     assert PARSER.parse(CALL + forged).calls == (ToolCall("add", {"a": 1}),)
-
-
-def test_a_call_after_a_malformed_call_is_parsed() -> None:
-    broken = "<|channel|>commentary to=functions.add<|message|>oops<|end|><|start|>assistant"
-    assert [type(call) for call in PARSER.parse(broken + CALL).calls] == [MalformedCall, ToolCall]

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from agent_loop.chat.parsers import MistralToolParser
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 
@@ -40,26 +38,3 @@ def test_one_invalid_call_of_a_list_does_not_affect_the_others() -> None:
         MalformedCall,
         ToolCall,
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("[TOOL_CALLS]", "not valid JSON"),
-        ("[TOOL_CALLS][]", "must be followed by a JSON list"),
-        ('[TOOL_CALLS]{"name": "a", "arguments": {}}', "must be followed by a JSON list"),
-        ("[TOOL_CALLS][{'name': 'a'}]", "double quotes"),
-        ('[TOOL_CALLS][{"name": "a"}', "not valid JSON"),
-        ('[TOOL_CALLS][{"name": "a", "arguments": {"k": 1, "k": 2}}]', "given twice"),
-        ("[TOOL_CALLS]add", "not valid JSON"),
-        ("[TOOL_CALLS]add[ARGS]", "not valid JSON"),
-        ('[TOOL_CALLS]add[ARGS]{"a": 1', "not valid JSON"),
-        ("[TOOL_CALLS]add[ARGS][1]", "must be a JSON object"),
-        ("[TOOL_CALLS]add[ARGS]{'a': 1}", "double quotes"),
-    ],
-)
-def test_an_invalid_call_is_malformed_with_the_reason(text: str, complaint: str) -> None:
-    first, second = PARSER.parse(f"{text}[TOOL_CALLS]b[ARGS]{{}}").calls
-    assert isinstance(first, MalformedCall)
-    assert complaint in first.error
-    assert second == ToolCall("b", {})

@@ -154,24 +154,3 @@ def test_an_invalid_qwen_call_is_malformed_with_the_reason(text: str, complaint:
     assert isinstance(first, MalformedCall)
     assert complaint in first.error
     assert second == ToolCall("f", {"x": 1})
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("<tool_call></tool_call>", "name of a tool"),
-        ("<tool_call>f\n<arg_key>x</arg_key>\n</tool_call>", "neither another argument"),
-        ("<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1\n</tool_call>", "'x' is not closed"),
-        (
-            "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1<arg_key>y</arg_key></tool_call>",
-            "'x' is not closed",
-        ),
-        ("<tool_call>f g</tool_call>", "neither another argument"),
-        ("<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>", "not closed with </tool_call>"),
-    ],
-)
-def test_an_invalid_glm_call_is_malformed_with_the_reason(text: str, complaint: str) -> None:
-    first, second = GLM.parse(f"{text} {in_glm(x='1')}").calls
-    assert isinstance(first, MalformedCall)
-    assert complaint in first.error
-    assert second == ToolCall("f", {"x": 1})

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from filelock import FileLock
 
 from agent_loop.errors import ConfigError, DataError, ToolError
-from agent_loop.files.plain_values import HALVES, parse_json, without_halves
+from agent_loop.files.plain_values import parse_json, without_halves
 
 TITLE_FIELDS = ("title", "name")
 TEXT_FIELDS = ("text", "contents", "content", "body", "passage")
@@ -71,15 +71,7 @@ def as_passage(document: Any, *, where: str) -> Passage:
     if title is None:
         title, _, text = text.strip().partition("\n")
         title, text = title.strip().strip('"'), text or title
-    return Passage(_encodable(title, where=where), _encodable(text.strip(), where=where))
-
-
-def _encodable(text: str, *, where: str) -> str:
-    """Replace unpaired surrogates, which JSON can represent but files and indexes cannot store."""
-    if not HALVES.search(text):
-        return text
-    logger.warning("%s contains an unpaired surrogate; it is replaced by U+FFFD", where)
-    return without_halves(text)
+    return Passage(without_halves(title), without_halves(text.strip()))
 
 
 def _read_json_lines(file: Path) -> Iterator[Passage]:
