@@ -27,7 +27,7 @@ from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.loops.tool_agent import ToolAgentLoop
 from agent_loop.rollout.jobs import Job
-from agent_loop.rollout.journal.step import StepKey, open_journal
+from agent_loop.rollout.journal import StepKey, open_journal
 from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.servers.manager import AsyncLLMServerManager
 

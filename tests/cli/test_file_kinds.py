@@ -29,7 +29,7 @@ from agent_loop.files.file_kinds import (
     FileKind,
     kind_of,
 )
-from agent_loop.rollout.journal.file import HEADER
+from agent_loop.rollout.journal import HEADER
 from tests.cli.project import Command
 from tests.cli.stored_project import make_stored_project, run
 

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from agent_loop.rollout.journal.step import StepKey, open_journal
+from agent_loop.rollout.journal import StepKey, open_journal
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.trajectory import Trajectory
 from tests.distributed.cluster import NODE, ClusterHarness, cluster_of

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agent_loop.recording.record import RecordKind, RecordPosition
-from agent_loop.rollout.journal.step import StepKey, open_journal
+from agent_loop.rollout.journal import StepKey, open_journal
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 from tests.cli.test_crash import (

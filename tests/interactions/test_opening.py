@@ -10,7 +10,7 @@ import pytest
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import unpack
-from agent_loop.rollout.journal.file import HEADER, framed, read_records
+from agent_loop.rollout.journal import HEADER, framed, read_records
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.types import Message
 from tests.helpers import text_reply, user

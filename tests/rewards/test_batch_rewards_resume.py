@@ -12,7 +12,7 @@ import pytest
 
 from agent_loop.config import AgentConfig, RolloutConfig
 from agent_loop.rewards.function import BatchRewardFunction
-from agent_loop.rollout.journal.step import open_journal
+from agent_loop.rollout.journal import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual

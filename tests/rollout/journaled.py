@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from agent_loop.recording.values import unpack
-from agent_loop.rollout.journal.file import HEADER, framed, read_records
-from agent_loop.rollout.journal.step import StepKey, open_journal
+from agent_loop.rollout.journal import HEADER, StepKey, framed, open_journal, read_records
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory

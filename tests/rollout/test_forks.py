@@ -26,7 +26,7 @@ from agent_loop.rollout.forks import (
     refuse_forks,
 )
 from agent_loop.rollout.jobs import JobFactory
-from agent_loop.rollout.journal.step import StepKey, open_journal
+from agent_loop.rollout.journal import StepKey, open_journal
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.concurrency import run_while
 from agent_loop.runtime.instances import OnReplay

@@ -17,9 +17,14 @@ from PIL import Image
 from agent_loop.errors import JournalError
 from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import digest, pack, unpack
-from agent_loop.rollout.journal.file import HEADER, JournalWriter, read_records
-from agent_loop.rollout.journal.folder import JournalFolder
-from agent_loop.rollout.journal.step import StepKey, open_journal
+from agent_loop.rollout.journal import (
+    HEADER,
+    JournalFolder,
+    JournalWriter,
+    StepKey,
+    open_journal,
+    read_records,
+)
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.types import StopReason

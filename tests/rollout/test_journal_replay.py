@@ -22,7 +22,7 @@ from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.recording.record import RecordKind
 from agent_loop.rewards.function import RewardFunction
-from agent_loop.rollout.journal.file import FRAME_BYTES, read_records
+from agent_loop.rollout.journal import FRAME_BYTES, read_records
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory

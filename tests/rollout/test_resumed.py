@@ -11,7 +11,7 @@ import pytest
 
 from agent_loop.config import AgentConfig, RolloutConfig
 from agent_loop.rollout.jobs import Job
-from agent_loop.rollout.journal.step import open_journal
+from agent_loop.rollout.journal import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.stages import split_resumed
 from agent_loop.runtime.concurrency import run_while

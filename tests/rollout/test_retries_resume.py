@@ -20,8 +20,7 @@ from agent_loop.errors import InteractionUnavailable, RewardUnavailable
 from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.recording.record import RecordKind
 from agent_loop.rewards.function import RewardFunction
-from agent_loop.rollout.journal.file import FRAME_BYTES, HEADER, read_records
-from agent_loop.rollout.journal.step import open_journal
+from agent_loop.rollout.journal import FRAME_BYTES, HEADER, open_journal, read_records
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual

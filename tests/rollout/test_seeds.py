@@ -17,7 +17,7 @@ from agent_loop.episode import Episode
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
-from agent_loop.rollout.journal.step import open_journal
+from agent_loop.rollout.journal import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.concurrency import run_together, run_while
 from agent_loop.seeds import CompletionSeeds, derived_seed, trajectory_seed

@@ -15,7 +15,7 @@ from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import unpack
-from agent_loop.rollout.journal.file import HEADER, framed, read_records
+from agent_loop.rollout.journal import HEADER, framed, read_records
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import IncidentKind
 from tests.chat.test_hostile_text import OPENS_REASONING

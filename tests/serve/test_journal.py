@@ -11,7 +11,7 @@ import pytest
 
 from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import unpack
-from agent_loop.rollout.journal.file import HEADER, framed, read_records
+from agent_loop.rollout.journal import HEADER, framed, read_records
 from agent_loop.trajectory import IncidentKind
 from agent_loop.trajectory.codec import decode_completion
 from tests.helpers import user

@@ -12,7 +12,7 @@ import pytest
 
 from agent_loop.config import MultiTurnConfig
 from agent_loop.recording.record import RecordKind
-from agent_loop.rollout.journal.step import open_journal
+from agent_loop.rollout.journal import open_journal
 from agent_loop.runtime.owner import this_process
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.tools.base import BaseTool

@@ -21,7 +21,7 @@ from agent_loop.training.evaluation.summary import SUMMARY_FILE, EvaluationSumma
 from agent_loop.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from agent_loop.rollout.journal.step import StepKey
+    from agent_loop.rollout.journal import StepKey
 
 SPLIT = "eval"
 
@@ -66,7 +66,7 @@ class EvalFolder:
 
     def finished(self, key: StepKey) -> EvaluationSummary | None:
         """Return the summary of a finished evaluation, or None if the evaluation can be resumed."""
-        from agent_loop.rollout.journal.step import StepKey  # late: keeps `--help` quick
+        from agent_loop.rollout.journal import StepKey  # late: keeps `--help` quick
 
         if not self.summary.exists():
             return None

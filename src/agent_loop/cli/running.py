@@ -25,7 +25,7 @@ from agent_loop.types import Row
 
 if TYPE_CHECKING:
     from agent_loop.checks.before_start import Checks
-    from agent_loop.rollout.journal.step import StepKey
+    from agent_loop.rollout.journal import StepKey
 
 EXIT_FAULTS = 2
 EXIT_INTERRUPTED = 130
@@ -88,7 +88,7 @@ async def run_rows(
     """
     # late: keeps `--help` quick
     from agent_loop.distributed import create_manager
-    from agent_loop.rollout.journal.step import open_journal
+    from agent_loop.rollout.journal import open_journal
     from agent_loop.training.progress import without_progress_of_transformers
 
     num_samples = n or (config.rollout.val.n if validate else config.rollout.n)
@@ -124,7 +124,7 @@ async def run_rows(
 
 def key_of(config: Config, *, rows: Sequence[Row], num_samples: int) -> StepKey:
     """Return the key by which a journal recognises this run of these rows."""
-    from agent_loop.rollout.journal.step import StepKey, rollout_settings  # late: keeps `--help` quick
+    from agent_loop.rollout.journal import StepKey, rollout_settings  # late: keeps `--help` quick
 
     return StepKey.of(
         rows, step=0, weight_version=0, num_samples=num_samples, settings=rollout_settings(config)

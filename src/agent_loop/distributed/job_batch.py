@@ -12,7 +12,7 @@ from agent_loop.distributed.messages import job_of
 from agent_loop.distributed.remote_worker import RemoteWorker
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rollout.jobs import Job
-from agent_loop.rollout.workers import split
+from agent_loop.rollout.worker import split
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.trajectory import AgentLoopOutput, Failure, FailureKind, Trajectory

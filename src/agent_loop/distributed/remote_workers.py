@@ -34,7 +34,7 @@ def _with_log(job: Job) -> Job:
 
 
 class RemoteWorkers:
-    """All workers of a run, in Ray actors. Implements `agent_loop.rollout.workers.Workers`."""
+    """All workers of a run, in Ray actors. Implements `agent_loop.rollout.worker.Workers`."""
 
     def __init__(
         self,

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from agent_loop.environments.base import Environment, EnvironmentTool, Reply
 from agent_loop.environments.factory import EnvironmentFactory
 from agent_loop.environments.game import Game
-from agent_loop.environments.method_calls import call_method, run_method
 from agent_loop.environments.trl import with_observation
-from agent_loop.errors import ConfigError, DataError, EnvironmentBug, InteractionBug, RewardError
+from agent_loop.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentBug,
+    EnvironmentUnavailable,
+    InteractionBug,
+    RewardError,
+)
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.rewards.function import Score, read_score
-from agent_loop.runtime.describe import describe_value
+from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.describe import describe_error, describe_value
 from agent_loop.runtime.instances import OnReplay
+from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, DeadlineExpired
 from agent_loop.runtime.numeric import as_reward
 from agent_loop.runtime.threads import OneThread
+from agent_loop.runtime.user_code import run_bounded
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.schema import check_tool_schema
 from agent_loop.types import Message
+
+ResultT = TypeVar("ResultT")
 
 
 class LiveEnvironment:
@@ -97,7 +108,7 @@ class LiveEnvironment:
         """Call a method of the environment and return its result."""
         function: Callable[..., Any] = getattr(self.environment, method)
         async with self._lock:
-            return await call_method(function, self._thread, *args)
+            return await self._thread.call(function, *args)
 
     @cached_property
     def _thread(self) -> OneThread:
@@ -228,13 +239,13 @@ class LiveGame:
         """Close the game, if it was created, and end its thread."""
         try:
             if self._game is not None:
-                await call_method(self._game.close, self._thread)
+                await self._thread.call(self._game.close)
         finally:
             self._thread.shutdown()
 
     async def _call(self, method: str, *args: Any) -> Any:
         what = f"{method} of {self.where}"
-        call = partial(call_method, getattr(self._game, method), self._thread, *args)
+        call = partial(self._thread.call, getattr(self._game, method), *args)
         return await run_method(call, what=what, timeout_s=self._timeout_s, key="interaction_timeout_s")
 
     def _wrong(self, method: str, value: Any, expected: str) -> EnvironmentBug:
@@ -243,3 +254,27 @@ class LiveGame:
     @cached_property
     def _thread(self) -> OneThread:
         return OneThread("game")
+
+
+async def run_method(
+    function: Callable[[], Awaitable[ResultT]], *, what: str, timeout_s: float, key: str
+) -> ResultT:
+    """Await a method of an environment or a game."""
+    try:
+        return await run_bounded(function, timeout_s=timeout_s, name=what)
+    except (EnvironmentBug, EnvironmentUnavailable, DataError):
+        raise
+    except DeadlineExpired as error:
+        raise EnvironmentBug(f"{what} {error}; fix it, or raise rollout.multi_turn.{key}") from error
+    except Exception as error:
+        raise EnvironmentBug(f"{what} raised {describe_error(error)}; fix it") from error
+
+
+async def run_close(close: Callable[[], Awaitable[object]], *, what: str, timeout_s: float) -> list[str]:
+    """Await a `close`, shielded from cancellation, and return what went wrong."""
+    bounded = partial(run_bounded, close, timeout_s=timeout_s, name=f"closing {what}")
+    try:
+        await run_shielded(bounded, timeout_s=timeout_s + 2 * ABANDON_GRACE_S)
+    except Exception as error:  # noqa: BLE001  (close boundary: named in the record)
+        return [f"closing {what}: {describe_error(error)}"]
+    return []

@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from agent_loop.environments.base import Environment, EnvironmentTool, RewardValue
-from agent_loop.environments.method_calls import call_method
 from agent_loop.errors import ConfigError, EnvironmentBug, EnvironmentUnavailable, ToolError
 from agent_loop.runtime.describe import describe_error, describe_value
 from agent_loop.runtime.instances import OnReplay
@@ -106,7 +105,7 @@ class TrlEnvironment(Environment):
             self._thread.shutdown()
 
     async def _call(self, method: str, **arguments: Any) -> Any:
-        return await call_method(getattr(self._instance, method), self._thread, **arguments)
+        return await self._thread.call(getattr(self._instance, method), **arguments)
 
 
 def with_observation(messages: Sequence[Message], observation: str | list[Message] | None) -> list[Message]:

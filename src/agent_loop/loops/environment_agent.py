@@ -11,8 +11,7 @@ from msgspec import structs
 
 from agent_loop.environments.base import Environment
 from agent_loop.environments.factory import find_environment
-from agent_loop.environments.live import LiveEnvironment
-from agent_loop.environments.method_calls import run_close, run_method
+from agent_loop.environments.live import LiveEnvironment, run_close, run_method
 from agent_loop.episode import EpisodeStopped
 from agent_loop.errors import DataError
 from agent_loop.loops.registry import register

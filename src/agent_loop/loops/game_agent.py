@@ -9,8 +9,7 @@ from typing import Any
 
 from agent_loop.config import parse_section
 from agent_loop.environments.factory import find_environment
-from agent_loop.environments.live import LiveGame
-from agent_loop.environments.method_calls import run_close
+from agent_loop.environments.live import LiveGame, run_close
 from agent_loop.environments.players import (
     POLICY,
     OpponentSettings,

@@ -17,7 +17,7 @@ from agent_loop.rewards.function import (
     load_reward,
 )
 from agent_loop.runtime.concurrency import run_together
-from agent_loop.runtime.incidents import IncidentCollector
+from agent_loop.runtime.incidents import IncidentCollector, record_incident
 from agent_loop.runtime.numeric import REWARD_LIMIT, as_reward
 from agent_loop.trajectory import AgentLoopOutput, Incident
 from agent_loop.types import Row
@@ -47,17 +47,12 @@ class CombinedReward(RewardFunction):
 
     async def __call__(self, output: AgentLoopOutput, row: Row) -> Score:
         """Score one trajectory."""
-        found = await run_together(
-            _caught(name, part.reward(output, row))
-            for name, part in self._parts.items()
-            if isinstance(part.reward, RewardFunction)
-        )
-        scores: list[Score] = []
-        for score in found:
-            if isinstance(score, RewardError):
-                raise score
-            scores.append(score)
-        return _combine(self._parts, scores)
+        [result] = await CombinedBatchReward(self._parts)([output], [row])
+        for incident in result.incidents:
+            record_incident(incident.kind, incident.detail)
+        if result.score is None:
+            raise result.error or RewardError(f"{NAME} returned no score")
+        return result.score
 
 
 class CombinedBatchReward(BatchRewardFunction):

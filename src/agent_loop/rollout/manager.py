@@ -28,7 +28,7 @@ from agent_loop.rollout.components import (
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.forks import Fork, refuse_forks
 from agent_loop.rollout.jobs import Job, JobFactory
-from agent_loop.rollout.journal.step import StepJournal
+from agent_loop.rollout.journal import StepJournal
 from agent_loop.rollout.row_checks import check_rows
 from agent_loop.rollout.scoring import GroupScoring
 from agent_loop.rollout.stages import (
@@ -38,8 +38,7 @@ from agent_loop.rollout.stages import (
     run_first_groups,
     split_resumed,
 )
-from agent_loop.rollout.worker import AgentLoopWorker
-from agent_loop.rollout.workers import LocalWorkers, Workers
+from agent_loop.rollout.worker import AgentLoopWorker, LocalWorkers, Workers
 from agent_loop.runtime.concurrency import run_shielded, running_in_background
 from agent_loop.runtime.garbage_collection import infrequent_collections
 from agent_loop.runtime.threads import run_in_thread

@@ -14,7 +14,7 @@ from agent_loop.errors import RewardError
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction, Score, ScoreResult
 from agent_loop.rollout.failures import FailureBudget, failure_of, retried, retry_delay_s, with_incidents
 from agent_loop.rollout.jobs import Job
-from agent_loop.rollout.journal.step import StepJournal
+from agent_loop.rollout.journal import StepJournal
 from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.trajectory import AgentLoopOutput, Incident, Span, Trajectory

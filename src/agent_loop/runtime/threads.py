@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import inspect
 import queue
 import threading
 from collections.abc import Callable
@@ -51,6 +52,13 @@ class OneThread(Executor):
         """Return the function's result. Cancelling the caller also cancels a function that has not started."""
         context, loop = contextvars.copy_context(), asyncio.get_running_loop()
         return await loop.run_in_executor(self, lambda: context.run(function, *args, **kwargs))
+
+    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Await an async function on the event loop; run any other function in the thread."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        result = await self.run(function, *args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
 
     def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
         future: Future[ResultT] = Future()

@@ -27,7 +27,7 @@ from torch import Tensor
 from agent_loop.config import AlgorithmConfig
 from agent_loop.config.algorithm import OUTCOME
 from agent_loop.rollout.forks import Fork, as_branches, find_forks, own_segments
-from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
+from agent_loop.rollout.journal import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.numeric import as_reward
 from agent_loop.training import metrics as names

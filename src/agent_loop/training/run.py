@@ -14,7 +14,7 @@ from rich.console import Console
 
 from agent_loop.config import Config
 from agent_loop.errors import CheckpointError, ConfigError
-from agent_loop.rollout.journal.folder import JournalFolder
+from agent_loop.rollout.journal import JournalFolder
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE, written_parts
@@ -98,7 +98,7 @@ def claimed_folder(
     run_dir = Path(config.trainer.run_dir)
     with exclusive_folder(run_dir, name="trainer.run_dir"):
         is_own, has_checkpoints = resume in (True, "auto"), bool(list_checkpoints(run_dir))
-        from_journals = is_own and not has_checkpoints and JournalFolder(run_dir).has(1)
+        from_journals = is_own and not has_checkpoints and JournalFolder(run_dir).file(1).is_file()
         if from_journals:
             yield Start(None, True, ["there is no checkpoint yet; resuming from the journals"])
         elif resume == "auto" and not has_checkpoints:
