@@ -12,7 +12,7 @@ from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
-from examples.gsm8k.preprocess import main, to_row
+from examples.gsm8k.preprocess import main
 from tests.examples.scripted import run_scripted
 from tests.helpers import text_reply, tool_call_reply
 
@@ -58,12 +58,6 @@ def test_the_tool_s_score_is_the_reward(tmp_path: Path) -> None:
     assert trajectory.reward == 1.0
 
 
-def test_the_tool_scores_the_last_answer_that_it_received(tmp_path: Path) -> None:
-    [row, *_] = rows(tmp_path)
-    [trajectory] = run([row], tool_call_reply("calc_gsm8k_reward", answer="38"), text_reply("#### 39"))
-    assert trajectory.reward == 0.0
-
-
 @pytest.mark.parametrize(("answer", "rewards"), [("#### 1,400", [0.0, 0.0, 1.0, 0.0]), ("none", [0.0] * 4)])
 def test_without_a_tool_call_the_reward_function_scores_the_answer(
     tmp_path: Path, answer: str, rewards: list[float]
@@ -71,25 +65,3 @@ def test_without_a_tool_call_the_reward_function_scores_the_answer(
     trajectories = run(rows(tmp_path), *[text_reply(answer)] * 6)
     assert [trajectory.output.failure for trajectory in trajectories] == [None] * 4
     assert [trajectory.reward for trajectory in trajectories] == rewards
-
-
-def test_an_invalid_source_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"question": "?", "answer": "no idea"}')
-    for source, message in (("bad.jsonl", "record 0 has the keys"), ("none.jsonl", "does not exist")):
-        assert main([str(tmp_path / source), "--out", str(tmp_path / "out.parquet")]) == 2
-        assert message in capsys.readouterr().err
-    assert not (tmp_path / "out.parquet").exists()
-
-
-def test_a_parquet_source_is_supported(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    records = [json.loads(line) for line in (FOLDER / "sample.jsonl").read_text().splitlines()]
-    pq.write_table(pa.Table.from_pylist(records), tmp_path / "gsm8k.parquet")
-    assert main([str(tmp_path / "gsm8k.parquet"), "--out", str(tmp_path / "out.parquet")]) == 0
-    loaded = load_rows([str(tmp_path / "out.parquet")], prompt_key="prompt")
-    assert (
-        loaded[3]["extra_info"]["answer"]
-        == to_row(records[3], split="train", index=3)["extra_info"]["answer"]
-    )

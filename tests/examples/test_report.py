@@ -27,20 +27,6 @@ def test_the_page_escapes_text_of_models_and_rows(tmp_path: Path) -> None:
     assert "Which &lt;b&gt;shelf" in page
 
 
-def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
-    page = write_report(report(), folder=tmp_path).read_text(encoding="utf-8")
-    assert "http" not in page
-    assert page.count("data:image/png;base64,") == 2
-
-
-def test_without_matplotlib_the_page_has_no_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("examples.common.report.find_spec", lambda name: None)
-    page = write_report(report(), folder=tmp_path).read_text(encoding="utf-8")
-    assert "0.0% → 100.0%" in page
-    assert "<picture" not in page
-    assert not (tmp_path / "curves.png").exists()
-
-
 @pytest.mark.parametrize("answer", ["Shelf 1.", "[/red] [bold", ""])
 def test_the_terminal_shows_answers_without_interpreting_markup(answer: str) -> None:
     console = Console(file=io.StringIO(), width=120)

@@ -62,12 +62,6 @@ def test_the_kv_cache_is_that_of_the_model() -> None:
     assert shape.kv_bytes_per_token(2) == 3 * 2 * 2 * 64 * 2
 
 
-def test_a_file_that_describes_no_language_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(ConfigError, match="describes no language model of transformers"):
-        read_shape(tmp_path)
-
-
 DOES_NOT_FIT: list[tuple[str, str, dict[str, Any], str, tuple[str, ...]]] = [
     (
         "a full update of 8B on two devices beside six servers",
@@ -156,13 +150,6 @@ def test_the_command_prints_places_and_memory_and_ends_with_1_if_something_does_
         "trainer process 1": "7",
     }
     assert all(load["total"] <= load["capacity"] for load in found["loads"])
-
-
-def test_a_machine_without_gpus_is_planned_as_a_whole() -> None:
-    machine = parse_devices("1x24GB")
-    config = settings(model={"device": "cpu", "lora_rank": 8}, rollout={"engine": "embedded_process"})
-    plan = make_plan(config, read_shape(MODELS / "qwen3-0.6b.json"), machine=machine)
-    assert [load.devices for load in plan.loads] == [("cpu",)]
 
 
 @pytest.mark.parametrize("text", ["80GB", "8x80", "8 gpus", "0.5x80GB"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +76,6 @@ def test_an_update_changes_the_merged_weights_and_not_the_base(folder: Path, bat
     assert changed == {name for name in before if name.endswith("_proj.weight")}
 
 
-def test_a_model_with_the_merged_weights_has_the_logprobs_of_the_actor(
-    folder: Path, batch: RolloutBatch
-) -> None:
-    actor = make_actor(settings(folder, lora_alpha=8.0))
-    train(actor, batch)
-    server: Qwen3ForCausalLM = tiny_policy(seed=9)
-
-    server.load_state_dict(dict(actor.weights()), strict=False)
-
-    torch.testing.assert_close(
-        Actor(server, config=ActorConfig()).logprobs(batch), actor.logprobs(batch), atol=1e-5, rtol=1e-5
-    )
-
-
 def test_the_reference_is_the_policy_without_its_adapters(folder: Path, batch: RolloutBatch) -> None:
     model_config, config = settings(folder), Config()
     penalty = config.actor.model_copy(update={"kl_loss_coef": 0.1, "lr": 1e-2})
@@ -118,24 +103,6 @@ def test_the_reference_is_the_policy_without_its_adapters(folder: Path, batch: R
     assert not torch.equal(shared.logprobs(batch), references_BR[0])
 
 
-def test_training_resumes_exactly_from_a_checkpoint_of_adapters(
-    folder: Path, batch: RolloutBatch, tmp_path: Path
-) -> None:
-    first = make_actor(settings(folder))
-    train(first, batch)
-    first.save(tmp_path)
-
-    second = make_actor(settings(folder), path=tmp_path)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-
-    assert not (tmp_path / "model.safetensors").exists()
-    train(first, batch)
-    train(second, batch)
-    for name, value in first.weights():
-        torch.testing.assert_close(value, parameters(second)[name], atol=1e-6, rtol=0)
-    assert any(value.requires_grad for value in second.model.parameters())
-
-
 def test_adapters_on_the_head_and_the_embeddings_resume_and_reach_the_servers(
     batch: RolloutBatch, tmp_path: Path
 ) -> None:
@@ -156,21 +123,6 @@ def test_adapters_on_the_head_and_the_embeddings_resume_and_reach_the_servers(
     expected = first.model(input_ids=batch["input_ids"]).logits
     for model in (second.model, merged, untied.eval()):
         torch.testing.assert_close(model(input_ids=batch["input_ids"]).logits, expected, atol=1e-5, rtol=0)
-
-
-def test_gradients_reach_adapters_through_checkpointing_and_packing(
-    folder: Path, batch: RolloutBatch
-) -> None:
-    plain = make_actor(settings(folder))
-    saving = Actor(
-        load_policy(settings(folder), seed=3),
-        config=ActorConfig(lr=1e-2, gradient_checkpointing=True),
-    )
-
-    norms = [train(actor, batch, steps=1)[names.GRAD_NORM] for actor in (plain, saving)]
-
-    assert norms[0] > 0
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
 @pytest.mark.parametrize(

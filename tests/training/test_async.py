@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from agent_loop.config import Config
-from agent_loop.errors import RolloutError
 from agent_loop.training import metrics as names
 from agent_loop.training.checkpoint import latest_checkpoint
 from agent_loop.training.metrics import read_metrics
@@ -138,21 +137,6 @@ def test_ctrl_c_ends_all_rollouts_and_the_run_can_be_resumed(config: Config, tmp
 
     assert sorted(rest.rows_of) == list(range(stopped.step + 1, 7))
     assert [line["step"] for line in lines_of(resumed)] == list(range(1, 7))
-
-
-def test_a_failed_rollout_ends_the_run_at_its_step(config: Config, tmp_path: Path) -> None:
-    class Fails(SlowRollouts):
-        async def run(self, rows: Sequence[Row], **options: Any) -> list[Trajectory]:
-            if options["label"] == "step=3":
-                raise RolloutError("16 of 16 trajectories failed")
-            return await super().run(rows, **options)
-
-    rollouts = Fails()
-    with pytest.raises(RolloutError, match="16 of 16"):
-        train(with_settings(config, run_dir=tmp_path / "run", mode="async", max_staleness=2), rollouts)
-
-    assert latest_checkpoint(tmp_path / "run").step == 2
-    assert rollouts.num_running == 0
 
 
 class SomeEqualRewards(FakeRollouts):

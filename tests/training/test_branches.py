@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,11 +28,11 @@ from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.training.losses.terms import Aggregation
 from agent_loop.training.optimizer import Optimizer
 from agent_loop.training.rollouts import with_variance
-from agent_loop.training.step_metrics import feedback_metrics, rollout_metrics
+from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, Failure, Feedback, Segment, Trajectory
 from agent_loop.types import Origin, StopReason, as_token_ids
 from tests.harness import examples
-from tests.training.fakes import PAD, sample_trajectories, tiny_policy
+from tests.training.fakes import PAD, tiny_policy
 
 WEIGHT = 0.5
 ESTIMATORS = ["grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
@@ -385,26 +384,6 @@ def test_the_branches_of_a_rollout_are_in_one_mini_batch() -> None:
         assert sum(map(len, of_parts)) == len(set().union(*of_parts)) == 5
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_gradient_of_branches_does_not_depend_on_micro_batches(mode: AggregationMode) -> None:
-    """Rows of one rollout are in different micro-batches and still have the weights of the rollout."""
-    sampled = sample_trajectories(tiny_policy(), num_groups=2, n=4)
-    sampled = [structs.replace(t, rollout=t.rollout // 3, branch=t.rollout % 3) for t in sampled]
-    batch = assemble(sampled, pad_token_id=PAD)
-    advantages_BR = torch.randn(len(batch), 1, generator=torch.Generator().manual_seed(0))
-
-    norms = [
-        Actor(
-            tiny_policy(),
-            config=ActorConfig(loss_agg_mode=mode, max_tokens_per_micro_batch=size, loss_length=9),
-        ).update(batch, advantages_BR=advantages_BR)["actor/grad_norm"]
-        for size in (1, 10_000)
-    ]
-
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    assert norms[0] > 0
-
-
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
@@ -423,15 +402,6 @@ def test_metrics_count_a_rollout_once() -> None:
     assert metrics["rollout/unscored_share"] == 0
     assert metrics[f"rollout/stop_reason/{StopReason.FAILED}"] == pytest.approx(1 / 6)
     assert metrics[f"rollout/stop_reason/{StopReason.ANSWERED}"] == pytest.approx(5 / 6)
-
-
-def test_a_tools_metrics_count_a_rollout_once() -> None:
-    group: Group = [[Branch(0.0, ((1, 1.0),))], [Branch(0.0, ((1, 0.0),))] * 3]
-
-    metrics = feedback_metrics(trajectories_of([group]))
-
-    assert metrics["tools/tool/calls"] == pytest.approx(1.0)
-    assert metrics["tools/tool/reward/mean"] == pytest.approx(0.5)
 
 
 # -- selection of rows ------------------------------------------------------------------------------------------------
@@ -462,25 +432,3 @@ def test_a_group_is_kept_if_its_rollouts_have_different_rewards(
 
     assert kept == (trajectories if is_kept else [])
     assert signal_B.any() == is_kept
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_with_one_branch_per_rollout_the_result_is_the_same_as_without_branches(estimator: Any) -> None:
-    """The results are equal bit for bit with and without the numbers of the rollouts."""
-    rng = random.Random(0)
-    groups = [
-        [[Branch(rng.choice([None, 0.1, 0.5, 1.0]), ((2, rng.random()), (1, None)))] for _ in range(5)]
-        for _ in range(4)
-    ]
-    batch = batch_of(groups)
-    config = AlgorithmConfig(adv_estimator=estimator, turn_reward_weight=WEIGHT)
-    rewards = collect_rewards(batch, config=config, response_length=99)
-    options = {"values_BR": torch.zeros(batch["responses"].shape), "baselines_B": torch.zeros(len(batch))}
-
-    found = estimate_advantages(rewards, estimator=load_estimator(config), **options)
-    plain = estimate_advantages(
-        replace(rewards, rollouts_B=None, shared_turns_B=None), estimator=load_estimator(config), **options
-    )
-
-    assert torch.equal(found.advantages_BR, plain.advantages_BR)
-    assert torch.equal(found.keep_B, plain.keep_B)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from agent_loop.training.step_metrics import MAX_SOURCES, data_sources, source_metrics
+from agent_loop.training.step_metrics import source_metrics
 from tests.harness import examples
 from tests.training.samples import Rollout, groups, samples_of
 
@@ -36,9 +36,3 @@ def test_sources_have_the_metrics_of_their_rollouts(groups: list[list[Rollout]])
     found = source_metrics(trajectories, sources=sources, success_threshold=THRESHOLD)
 
     assert found == pytest.approx(expected)
-
-
-def test_only_runs_with_several_sources_have_metrics_of_the_first_of_them() -> None:
-    assert data_sources([{"data_source": "code"}, {}, {"data_source": "code"}]) == []
-    assert data_sources([{"data_source": "code"}, {"data_source": "math"}]) == ["code", "math"]
-    assert len(data_sources([{"data_source": str(number)} for number in range(30)])) == MAX_SOURCES

@@ -114,45 +114,6 @@ def test_updates_fit_values_to_returns_and_report_the_explained_variance(policy_
     assert critic.num_updates == 30
 
 
-def gradients(critic: Critic, batch: RolloutBatch, returns_BR: Tensor, old_BR: Tensor) -> Tensor:
-    caught: list[Tensor] = []
-    step = critic._optimizer._adamw.register_step_pre_hook(  # pyright: ignore[reportPrivateUsage]
-        lambda *_: caught.extend(
-            p.grad.clone().flatten() for p in critic.model.parameters() if p.grad is not None
-        )
-    )
-    critic.update(batch, returns_BR=returns_BR, old_values_BR=old_BR)
-    step.remove()
-    return torch.cat(caught)
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_splitting_and_packing_change_no_gradient(policy_folder: Path, mode: str) -> None:
-    batch, returns_BR = make_batch()
-    old_BR = make_critic(policy_folder, seed=2).values(batch, rows=all_rows(batch))
-    whole, *others = (
-        gradients(
-            make_critic(
-                policy_folder,
-                dtype=torch.float64,
-                loss_agg_mode=mode,
-                loss_length=20,
-                grad_clip=1e9,
-                max_tokens_per_micro_batch=budget,
-                share_prefixes=share_prefixes,
-            ),
-            batch,
-            returns_BR,
-            old_BR,
-        )
-        for budget, share_prefixes in ((100_000, False), (30, False), (40, True))
-    )
-
-    assert float(whole.norm()) > 0
-    for other in others:
-        assert float((whole - other).norm() / whole.norm()) < 1e-6
-
-
 def test_a_critic_resumes_from_its_state_exactly(policy_folder: Path) -> None:
     batch, returns_BR = make_batch()
     old_BR = torch.zeros_like(returns_BR)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
-from msgspec import structs
 
 from agent_loop.config import AlgorithmConfig, Config
 from agent_loop.errors import ConfigError
-from agent_loop.rollout.batch import assemble
-from agent_loop.training import metrics as names
 from agent_loop.training.advantages.estimate import (
     BatchAdvantages,
     check_groups,
     estimate_batch,
     load_estimators,
 )
-from agent_loop.training.learner import load_learner
 from tests.harness import examples
-from tests.training.fakes import PAD, sample_trajectories, tiny_policy
-from tests.training.samples import Branch, Rollout, Sample, Turn, batch_of, groups, samples_of
+from tests.training.samples import Rollout, Sample, batch_of, groups, samples_of
 
 RUN: dict[str, Any] = {"adv_estimator": "grpo", "turn_reward_weight": 0.5}
 SOURCES: dict[str, dict[str, Any]] = {
@@ -70,30 +64,6 @@ def test_each_source_has_the_advantages_that_it_has_alone(groups: list[list[Roll
         assert torch.equal(found.has_signal_B[rows], alone.has_signal_B)
 
 
-def test_the_sources_that_are_named_are_whitened_apart() -> None:
-    samples = samples_of(
-        [
-            [Rollout((Branch(reward, (Turn(),)),), source=source) for reward in (low, high)]
-            for source, low, high in [("math", 0.0, 1.0), ("code", 0.0, 100.0), (None, 5.0, 6.0)]
-        ]
-    )
-    run = {"adv_estimator": "reinforce_plus_plus"}
-    batch = batch_of(samples)
-
-    def advantages(by_data_source: dict[str, Any]) -> list[float]:
-        config = AlgorithmConfig(**run, by_data_source=by_data_source)
-        return (
-            estimate_batch(batch, estimators=load_estimators(config), response_length=9)
-            .advantages_BR[:, 0]
-            .tolist()
-        )
-
-    apart = advantages({"math": {}, "code": {}})
-    assert apart[:2] == pytest.approx(apart[2:4], rel=1e-4)
-    assert apart[4:] == pytest.approx(apart[:2], rel=1e-4)
-    assert abs(advantages({})[0] - apart[0]) > 0.1
-
-
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -115,28 +85,6 @@ def test_a_source_cannot_need_other_models_or_rollouts_than_the_run(run: str, so
     config = AlgorithmConfig(adv_estimator=run, by_data_source={"math": {"adv_estimator": source}})
     with pytest.raises(ConfigError, match=f"math.adv_estimator is {source}, and algorithm.adv_estimator"):
         load_estimators(config)
-
-
-def test_a_learner_trains_on_two_sources(tmp_path: Path) -> None:
-    tiny_policy().save_pretrained(tmp_path)
-    by_data_source = {
-        "a": {"adv_estimator": "rloo"},
-        "b": {"adv_estimator": "gdpo", "reward_parts": {"x": 1}},
-    }
-    config = Config.model_validate(
-        {
-            "model": {"path": str(tmp_path), "device": "cpu"},
-            "rollout": {"n": 6},
-            "algorithm": {"by_data_source": by_data_source},
-        }
-    )
-    trajectories = [
-        structs.replace(t, row={**t.row, "data_source": "ab"[t.group % 2]}, reward_extra={"x": t.rollout})
-        for t in sample_trajectories(tiny_policy(), seed=1)
-    ]
-    metrics = load_learner(config).learn(assemble(trajectories, pad_token_id=PAD))
-
-    assert metrics[names.ROWS_TRAINED] > 12
 
 
 def test_groups_of_one_are_refused_before_the_model_is_loaded() -> None:

@@ -97,19 +97,6 @@ def trajectory(
     )
 
 
-def test_without_a_hint_the_teacher_scores_the_tokens_of_the_trajectory() -> None:
-    bench, one = Bench(ScriptedServer((), scorer=scorer)), trajectory()
-
-    lessons = bench.lessons([one])
-
-    output = one.output
-    [text] = bench.server.scored
-    np.testing.assert_array_equal(text, [*output.prompt_ids, *output.response_ids])
-    [lesson] = lessons.of_trajectories
-    assert lesson is not None
-    np.testing.assert_allclose(lesson.scores.logprobs, scorer(text)[len(output.prompt_ids) - 1 :], rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("teacher", "row", "hint"),
     [
@@ -247,21 +234,3 @@ def test_scores_are_asked_for_as_trajectories_end_and_those_of_dropped_ones_are_
         assert len(server.scored) == 1
 
     asyncio.run(roll_out())
-
-
-def test_a_rollout_that_is_cancelled_cancels_its_requests() -> None:
-    async def roll_out(server: WaitingServer) -> None:
-        async with Bench(server).scoring() as scoring:
-            scoring.begin(trajectory())
-            await asyncio.Event().wait()
-
-    async def cancel() -> None:
-        server = WaitingServer()
-        task = asyncio.ensure_future(roll_out(server))
-        await server.is_busy.wait()
-        task.cancel()
-        await asyncio.wait({task})
-        assert task.cancelled()
-        assert server.has_cancelled.is_set()
-
-    asyncio.run(cancel())

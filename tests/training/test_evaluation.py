@@ -249,18 +249,6 @@ def test_a_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert summary.comparison.categories["level"]["hard"].mean_reward is None
 
 
-def test_a_prompt_with_an_unpaired_surrogate_can_be_written(tmp_path: Path) -> None:
-    row = {
-        "raw_prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "\ud83d?"}]}]
-    }
-    output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
-    broken = Trajectory(output=output, row=row, group=0, rollout=0, reward=1.0, reward_extra={})
-    evaluation = summarise([broken], success_threshold=1.0)
-    EvaluationSummary.of(evaluation, model="m", settings={}, columns={}).write(tmp_path / "summary.json")
-
-    assert read_summary(tmp_path).evaluation.rows[0].prompt == "[image] ??"
-
-
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [

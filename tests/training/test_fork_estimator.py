@@ -208,13 +208,3 @@ def test_shared_tokens_are_trained_once_and_those_of_a_continuation_in_its_own_r
         [0, 0, 0, 0, 1, 1, 1, 0, 0],
     ]
     assert found.keep_B.all()
-
-
-def test_a_group_of_equal_rewards_learns_from_continuations_with_other_rewards() -> None:
-    rollout = Forked(Path(0.0, ((1, None), (1, None))), ((1, Path(1.0, ((1, None),))),))
-    batch = assemble(trajectories_of([[rollout, Forked(Path(0.0, ((1, None),)))]]), pad_token_id=PAD)
-    config = AlgorithmConfig(adv_estimator="fork")
-    found = estimate_batch(batch, estimators=load_estimators(config), response_length=9)
-    assert found.advantages_BR[:, 0].tolist() == [1.0, 0.0, 0.0]
-    assert found.advantages_BR[0, 3] == -1.0
-    assert found.advantages_BR[2, 3] == 1.0

@@ -137,17 +137,6 @@ def test_a_run_that_is_killed_in_the_middle_of_its_forks_resumes_to_the_same_num
     assert lines_of(tmp_path / "killed") == lines_of(tmp_path / "whole")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_an_asynchronous_run_forks_within_its_bound_of_staleness(tmp_path: Path) -> None:
-    make_training(tmp_path, total_steps=4, mode="async", max_staleness=1)
-    train(tmp_path)
-    lines = lines_of(tmp_path)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert all(line[names.STALENESS_MAX] <= 1 for line in lines)
-    assert sum(line[names.FORK_TOKENS] for line in lines) > 0
-
-
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_workers_of_a_cluster_continue_trajectories(tmp_path: Path) -> None:

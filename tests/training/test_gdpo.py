@@ -108,13 +108,6 @@ def with_parts(*parts: Mapping[str, Any], reward: float = 1.0) -> list[Trajector
     )
 
 
-def test_parts_that_cancel_in_the_sum_of_rewards_still_have_an_advantage() -> None:
-    """`grpo` on the sums cannot tell these apart: the rewards are 1, 1, 2 and 0."""
-    parts = [{"a": 1, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 1}, {"a": 0, "b": 0}]
-    (a, b, both, neither) = estimated(with_parts(*parts), {"a": 1.0, "b": 0.5}).advantages_BR[:, 0].tolist()
-    assert both > a > b > neither
-
-
 @pytest.mark.parametrize(
     ("parts", "weights", "is_kept"),
     [
@@ -133,12 +126,6 @@ def test_dynamic_sampling_keeps_groups_in_which_a_part_with_a_weight_differs(
 
     assert with_variance(trajectories, algorithm=algorithm) == (trajectories if is_kept else [])
     assert with_variance(trajectories, algorithm=AlgorithmConfig()) == []
-
-
-def test_a_part_that_a_row_lacks_does_not_count_there() -> None:
-    found = estimated(with_parts({"a": 1}, {"a": 0}, {"a": None}, {}), {"a": 1.0})
-    assert found.advantages_BR[2:].tolist() == [[0.0], [0.0]]
-    assert found.advantages_BR[0, 0] == -found.advantages_BR[1, 0]
 
 
 @pytest.mark.parametrize("value", ["high", math.nan, math.inf, [1.0]])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agent_loop.config import Config
-from agent_loop.storage import StoredRun, to_trajectory
+from agent_loop.storage import StoredRun
 from agent_loop.training import metrics as names
 from tests.training.fakes import FakeRollouts, tiny_policy
 from tests.training.test_ppo_trainer import changed, train
@@ -72,11 +72,3 @@ def test_a_failed_write_is_counted_in_a_metric_and_the_run_continues(config: Con
     ]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[-1][names.UNSTORED_FILES] >= 1
-
-
-def test_a_stored_trajectory_equals_the_trained_trajectory(config: Config) -> None:
-    result = train(changed(config, "trainer", total_steps=1))
-    read = [to_trajectory(row) for row in StoredRun(result.run_dir).rows()]
-    assert [t.trajectory_id for t in read] == [f"group={g}/rollout={r}" for g in range(4) for r in range(4)]
-    assert all(len(t.output.segments) == 4 for t in read)
-    assert all(t.row["raw_prompt"][0]["role"] == "user" for t in read)

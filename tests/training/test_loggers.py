@@ -12,7 +12,7 @@ import pytest
 from agent_loop.config import Config, RolloutConfig, TraceConfig, TrainerConfig
 from agent_loop.errors import ConfigError
 from agent_loop.tracing.background_writer import BackgroundWriter, OneAtATimeWriter
-from agent_loop.training.loggers import Scalars, flat, make_loggers
+from agent_loop.training.loggers import Scalars, make_loggers
 from agent_loop.training.metrics import MetricsWriter, read_metrics
 
 STEPS = [{"reward/mean": 0.25, "val/pass@2": 0.5}, {"reward/mean": 0.75, "reward/kl": math.nan}]
@@ -97,7 +97,3 @@ def test_a_missing_package_is_named_with_its_install_command(monkeypatch: pytest
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(ConfigError, match=r'needs wandb: pip install "agent-loop\[wandb\]"'):
         make_loggers(Config(trainer=TrainerConfig(logger=["wandb"])))
-
-
-def test_settings_are_flat_and_dotted() -> None:
-    assert flat({"a": {"b": 1, "c": {"d": None}}, "e": [1]}) == {"a.b": 1, "a.c.d": None, "e": [1]}

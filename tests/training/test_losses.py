@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from agent_loop.config import AggregationMode, KLEstimator
 from agent_loop.training.losses.logprobs import TokenLogProbs, entropy, token_logprobs
-from agent_loop.training.losses.policy import clipped_loss
 from agent_loop.training.losses.terms import (
     MAX_LOG_RATIO,
     Aggregation,
@@ -25,39 +21,6 @@ from agent_loop.training.losses.terms import (
 LOW, HIGH = 0.2, 0.28
 MODES: list[AggregationMode] = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 WIDTH = 9
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """Aggregated loss of the policy and its metrics."""
-
-    loss: Tensor
-    ppo_kl: Tensor
-    clip_fraction: Tensor
-    dual_clip_fraction: Tensor
-
-
-def policy_loss(
-    logprobs_BT: Tensor,
-    *,
-    mask_BT: Tensor,
-    weights_BT: Tensor | None = None,
-    agg_mode: AggregationMode = "token-mean",
-    reduce: Aggregation | None = None,
-    **options: Any,
-) -> PolicyLoss:
-    """Return the clipped loss, aggregated as the actor does it."""
-    result = clipped_loss(logprobs_BT, mask_BT=mask_BT, **options)
-    reduce = reduce or aggregation(mask_BT, agg_mode)
-    loss_BT = result.loss_BT if weights_BT is None else result.loss_BT * weights_BT
-    log_ratio_BT = masked_difference(logprobs_BT.detach(), options["old_logprobs_BT"], mask_BT=mask_BT)
-    none_BT = torch.zeros_like(loss_BT)
-    return PolicyLoss(
-        loss=reduce(loss_BT, mask_BT=mask_BT),
-        ppo_kl=reduce(-log_ratio_BT, mask_BT=mask_BT),
-        clip_fraction=reduce(result.metrics["clip_fraction"], mask_BT=mask_BT),
-        dual_clip_fraction=reduce(result.metrics.get("dual_clip_fraction", none_BT), mask_BT=mask_BT),
-    )
 
 
 def aggregation(mask_BT: Tensor, mode: AggregationMode) -> Aggregation:
@@ -87,50 +50,6 @@ def naive_mean(values: list[list[float]], mode: AggregationMode) -> float:
     return sum(sum(row) / len(row) for row in rows) / len(rows)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_losses_of_micro_batches_sum_to_the_loss_of_the_mini_batch(mode: AggregationMode) -> None:
-    data = ragged(3, rows=8)
-    options = {"clip_ratio_low": LOW, "clip_ratio_high": HIGH, "agg_mode": mode}
-    reduce = aggregation(data["mask_BT"], mode)
-
-    whole = policy_loss(**data, **options).loss
-    parts = sum(
-        policy_loss(
-            **{name: values[rows] for name, values in data.items()},
-            **options,
-            reduce=reduce.cut(torch.tensor(rows)),
-        ).loss
-        for rows in ([0], [1, 2, 3], [4, 5], [6, 7])
-    )
-
-    assert float(parts) == pytest.approx(float(whole), rel=1e-12)
-
-
-@pytest.mark.parametrize(("num_kept", "is_biased"), [(5, False), (3, True)], ids=["all", "top-p 0.8"])
-def test_samples_of_a_truncated_policy_over_five_tokens_have_a_gradient_without_any_reason(
-    num_kept: int, is_biased: bool
-) -> None:
-    """An advantage that is the same for each token teaches nothing, so its expected gradient is 0."""
-    policy_V = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
-    sampled_V = np.where(np.arange(5) < num_kept, policy_V, 0) / policy_V[:num_kept].sum()
-    logits_V = torch.tensor(np.log(policy_V), requires_grad=True)
-    logprobs_V1 = logits_V.log_softmax(dim=-1)[:, None]
-
-    loss = clipped_loss(
-        logprobs_V1,
-        old_logprobs_BT=logprobs_V1.detach(),  # of the whole vocabulary, as servers record them
-        advantages_BT=torch.ones(5, 1, dtype=torch.float64),
-        mask_BT=torch.ones(5, 1),
-        clip_ratio_low=0.2,
-        clip_ratio_high=0.2,
-    )
-    (torch.tensor(sampled_V) @ loss.loss_BT[:, 0]).backward()
-
-    gradient_V = cast(Any, logits_V.grad).numpy()
-    np.testing.assert_allclose(gradient_V, policy_V - sampled_V, atol=1e-12)
-    assert (np.abs(gradient_V).max() > 0.04) == is_biased
-
-
 def test_token_logprobs_and_entropy_are_those_of_the_tempered_softmax() -> None:
     logits_NV = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     token_ids_M, place_M = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 1, 2])
@@ -155,16 +74,6 @@ def test_token_logprobs_and_entropy_are_those_of_the_tempered_softmax() -> None:
             [math.log(chances[candidate]) for candidate in candidate_ids_MK[token].tolist()]
         )
         assert float(found.entropy_M[token]) == pytest.approx(-sum(p * math.log(p) for p in chances))
-
-
-def test_half_precision_logits_are_reduced_in_single_precision() -> None:
-    logits_NV = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
-
-    found = token_logprobs(
-        logits_NV, token_ids_M=torch.tensor([1, 2]), place_M=torch.arange(2), temperature=1.0
-    )
-
-    assert found.sampled_M.dtype == torch.float32
 
 
 def test_an_entropy_for_metrics_only_has_no_gradient() -> None:
@@ -220,21 +129,6 @@ def test_the_estimators_of_the_kl_divergence_match_their_formulas(estimator: KLE
         }[estimator]
         assert float(kl_BT[row, index]) == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert not kl_BT[data["mask_BT"] == 0].any()
-
-
-def test_the_expectations_of_k1_and_k3_equal_the_kl_divergence() -> None:
-    generator = torch.Generator().manual_seed(0)
-    policy_V, reference_V = torch.randn(2, 6, generator=generator, dtype=torch.float64).log_softmax(-1)
-    divergence = float((policy_V.exp() * (policy_V - reference_V)).sum())
-
-    for estimator in ("k1", "k3"):
-        per_token_1V = kl_penalty(
-            policy_V[None],
-            reference_logprobs_BT=reference_V[None],
-            mask_BT=torch.ones(1, 6),
-            estimator=estimator,
-        )
-        assert float((policy_V.exp() * per_token_1V[0]).sum()) == pytest.approx(divergence)
 
 
 @pytest.mark.parametrize("clip_range", [None, 0.3])

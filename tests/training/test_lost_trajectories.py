@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
@@ -12,14 +11,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from agent_loop.config import AlgorithmConfig, Config
+from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.advantages.estimate import estimate_advantages, load_estimator
 from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.training.evaluation.scores import summarise
-from agent_loop.training.learner import load_learner
-from agent_loop.training.rollouts import with_variance
 from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import Failure, FailureKind, Trajectory
 from tests.harness import examples
@@ -121,37 +118,3 @@ def test_a_bug_counts_as_not_correct_and_an_outage_counts_as_nothing() -> None:
         assert evaluation.scores.mean_reward is not None
         assert evaluation.scores.mean_reward.value == 0.5
         assert evaluation.failures == {kind: 1}
-
-
-def test_a_group_with_one_rollout_left_has_no_variance() -> None:
-    right, wrong = sampled_group(1.0, 0.0)
-    assert with_variance([right, wrong], algorithm=AlgorithmConfig()) == [right, wrong]
-    assert with_variance([right, failed(wrong, FailureKind.ENVIRONMENT)], algorithm=AlgorithmConfig()) == []
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
-def test_the_weights_after_an_update_do_not_depend_on_lost_trajectories(
-    tmp_path: Path, estimator: str
-) -> None:
-    tiny_policy().save_pretrained(tmp_path)
-    config = Config.model_validate(
-        {
-            "model": {"path": str(tmp_path), "device": "cpu"},
-            "actor": {"lr": 1e-2},
-            "algorithm": {"adv_estimator": estimator},
-        }
-    )
-    sampled = sample_trajectories(tiny_policy(), num_groups=3, n=8, seed=1)
-    is_lost = [t.rollout == 1 or t.group == 2 for t in sampled]
-    kept = [t for t, lost in zip(sampled, is_lost, strict=True) if not lost]
-    both = [
-        failed(t, FailureKind.ENVIRONMENT) if lost else t for t, lost in zip(sampled, is_lost, strict=True)
-    ]
-    updated: list[dict[str, torch.Tensor]] = []
-    for trajectories in (both, kept):
-        learner = load_learner(config)
-        metrics = learner.learn(assemble(trajectories, pad_token_id=PAD))
-        assert metrics[names.ROWS_TRAINED] > 0
-        updated.append(dict(learner.weights()))
-    for name, value in updated[1].items():
-        torch.testing.assert_close(updated[0][name], value, rtol=0, atol=1e-6)

@@ -62,29 +62,6 @@ def test_the_loss_is_the_mean_over_observations_alone(config: dict[str, Any]) ->
     assert metrics[names.LOSS] == pytest.approx(COEFFICIENT * metrics[names.OBSERVATION_LOSS], abs=1e-6)
 
 
-def test_the_policy_learns_its_observations() -> None:
-    model, batch = tiny_policy(), batch_of()
-    actor = Actor(model, config=ActorConfig(lr=3e-3, observation_coeff=1.0))
-
-    losses = [
-        actor.update(batch, advantages_BR=torch.zeros(batch["responses"].shape))[names.OBSERVATION_LOSS]
-        for _ in range(20)
-    ]
-
-    assert losses[-1] < losses[0] - 0.5
-
-
-def test_the_split_into_micro_batches_does_not_matter() -> None:
-    batch = batch_of()
-
-    one, change = gradients(batch)
-    many, same = gradients(batch, max_tokens_per_micro_batch=16)
-
-    assert many[names.OBSERVATION_LOSS] == pytest.approx(one[names.OBSERVATION_LOSS], abs=1e-6)
-    for name, value in change.items():
-        torch.testing.assert_close(same[name], value, atol=1e-5, rtol=1e-3)
-
-
 def test_the_policy_loss_and_the_stored_log_probs_are_those_without_it() -> None:
     with_loss, without = batch_of(), batch_of()
 

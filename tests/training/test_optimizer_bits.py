@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import sys
 
 import pytest
 import torch
 from torch import Tensor
 
 from agent_loop.config import ActorConfig
-from agent_loop.errors import ConfigError
 from agent_loop.training.master_weights import MasterWeights
 from agent_loop.training.optimizer import Optimizer
 
@@ -66,12 +64,3 @@ def test_training_resumes_exactly_from_a_saved_state(bits: int) -> None:
     take_steps(second, other_weight, num_steps=3)
 
     assert torch.equal(weight, other_weight)
-
-
-def test_a_state_of_8_bits_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-
-    with pytest.raises(
-        ConfigError, match=r"^optimizer_bits=8 needs: pip install \"agent-loop\[bitsandbytes\]\"$"
-    ):
-        trained(8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations, pairwise
 from random import Random
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from agent_loop.training.prefix_tree import attention
 from agent_loop.training.prefix_tree.layout import TreeLayout, lay_out
-from agent_loop.training.prefix_tree.tree import PASS_COST, SortedRows
+from agent_loop.training.prefix_tree.tree import SortedRows
 from tests.harness import examples
 from tests.training.trees import random_tree
 
@@ -129,22 +128,6 @@ def test_tensors_whose_numbers_are_not_adjacent_are_copied() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_sums_of_short_floats_are_precise() -> None:
-    layout = lay_out(arrays(caterpillar(150)), device=CPU)
-    assert len(layout.plan.above) > 2
-    heads = random_heads(layout.num_tokens, torch.bfloat16)
-    found = attention._blockwise(*heads, layout=layout, window=None, scale=0.3)
-    precise = [each.detach().double().requires_grad_() for each in heads]
-    expected = attend_densely(*precise, layout, None)
-    direction = torch.ones_like(expected)
-    found_gradients = torch.autograd.grad(found, heads, direction.bfloat16())
-    for mine, theirs in zip(
-        (found, *found_gradients), (expected, *torch.autograd.grad(expected, precise, direction)), strict=True
-    ):
-        assert mine.dtype == torch.bfloat16
-        assert float((mine - theirs).detach().abs().max() / theirs.detach().abs().max()) < 0.01
-
-
 @examples(60)
 @given(trees(), st.integers(1, 200), st.integers(1, 4))
 def test_runs_hold_every_row_once_and_keep_to_the_budget(
@@ -161,21 +144,3 @@ def test_runs_hold_every_row_once_and_keep_to_the_budget(
     shares = sorted_rows.shares(number)
     assert len(shares) <= number
     assert sorted(row for share in shares for row in share) == list(range(len(rows)))
-
-
-@examples(40)
-@given(trees(), st.integers(20, 200))
-def test_no_other_cuts_between_the_sorted_rows_are_cheaper(rows: list[list[int]], max_tokens: int) -> None:
-    rows = sorted(rows[:7])
-
-    def cost(cuts: Sequence[int]) -> float:
-        ends = (0, *cuts, len(rows))
-        runs = [rows[start:end] for start, end in pairwise(ends)]
-        if any(len(prefixes(run)) > max_tokens and len(run) > 1 for run in runs):
-            return float("inf")
-        return sum(len(prefixes(run)) + PASS_COST for run in runs)
-
-    runs = SortedRows(dict(enumerate(arrays(rows)))).divided(max_tokens=max_tokens)
-    found = sum(len(prefixes([rows[row] for row in run])) + PASS_COST for run in runs)
-    every = (cost(cuts) for n in range(len(rows)) for cuts in combinations(range(1, len(rows)), n))
-    assert found == min(every)

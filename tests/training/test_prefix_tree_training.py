@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training.forward import as_tree, response_logprobs
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
-from agent_loop.training.policy import make_exact
 from agent_loop.training.prefix_tree.attention import use_tree_attention
 from tests.harness import examples
 from tests.training.fakes import tiny_policy
@@ -64,13 +62,6 @@ def test_loss_and_gradients_of_a_tree_equal_those_of_rows_alone(
     check_equal(tiny_model(kind), batch, max_tokens=max_tokens)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_gradient_checkpointing_computes_the_same_tree_again(kind: str) -> None:
-    model = tiny_model(kind)
-    make_exact(model, gradient_checkpointing=True)
-    check_equal(model, tree_batch(Random(1), num_rows=8, longest=20), max_tokens=100)
-
-
 def test_a_shared_prefix_is_computed_once() -> None:
     [part] = cut(forked_batch(), shares=True)
     layout, before_M = as_tree(part)
@@ -88,13 +79,3 @@ def test_the_attention_of_trees_computes_padded_rows_as_before() -> None:
     use_tree_attention(model)
     after = response_logprobs(model, padded, temperature=1.0)
     assert torch.equal(before.sampled_BR, after.sampled_BR)
-
-
-def test_dropout_of_attention_weights_is_refused() -> None:
-    model = tiny_policy()
-    use_tree_attention(model)
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    [part] = cut(forked_batch(), shares=True)
-    with pytest.raises(ConfigError, match="dropout of attention weights"):
-        response_logprobs(model.train(), part, temperature=1.0)

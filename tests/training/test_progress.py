@@ -8,7 +8,6 @@ from rich.console import Console
 
 from agent_loop.training import metrics as names
 from agent_loop.training.progress import Progress
-from agent_loop.training.timing import StepClock
 
 METRICS = {
     names.REWARD_MEAN: 0.4123,
@@ -45,13 +44,3 @@ def test_in_a_terminal_live_bars_count_steps_and_trajectories_below_the_lines() 
     text = output.getvalue()
     for part in ("step 1/4", "0/8", "reward 0.412", "decode 100%", "a line that stays"):
         assert part in text
-
-
-def test_a_clock_adds_up_the_phases_of_a_step() -> None:
-    clock = StepClock()
-    with clock.phase("rollout"), clock.phase("update"):
-        pass
-    assert set(clock.seconds()) == {"rollout", "update", "step"}
-    clock.start_step()
-
-    assert set(clock.seconds()) == {"step"}

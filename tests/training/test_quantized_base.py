@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +86,3 @@ def test_servers_and_an_export_compute_what_the_trainer_computes(config: ModelCo
 def test_a_base_of_few_bits_needs_adapters_and_a_single_process(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_section(Config, values, where="test")
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tiny_policy().save_pretrained(tmp_path)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.setattr("agent_loop.training.master_weights.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"model.base_bits=4 needs: pip install"):
-        load_policy(ModelConfig(path=str(tmp_path), device="cpu", lora_rank=4, base_bits=4))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from agent_loop.training.actor import Actor
 from agent_loop.training.learner import Learner
 from agent_loop.training.micro_batches import Layout, MicroBatch, micro_batches
 from agent_loop.training.process_group import ProcessGroup
-from agent_loop.training.ranks import start_process_group
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
 BATCH = assemble(sample_trajectories(tiny_policy()), pad_token_id=PAD)
@@ -80,18 +78,3 @@ def test_images_are_refused_before_other_ranks_get_a_command() -> None:
 
     with pytest.raises(ConfigError, match=r"images or videos.*num_processes=1"):
         learner.learn(batch)
-
-
-def test_a_number_of_processes_that_torchrun_did_not_start_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    config = Config.model_validate({"model": {"device": "cpu"}, "trainer": {"num_processes": 2}})
-
-    async def start() -> None:
-        async with start_process_group(config):
-            pass
-
-    with pytest.raises(ConfigError, match="num_processes is 2, but torchrun started 4"):
-        asyncio.run(start())

@@ -49,10 +49,3 @@ def test_a_reference_with_other_tokens_is_refused(anchored: Config, tmp_path: Pa
 
     with pytest.raises(ConfigError, match=r"vocabulary differs from the policy's in \d+ tokens \('1', "):
         load_reference(anchored)
-
-
-def test_a_reference_without_a_penalty_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"actor\.reference_path is 'reference', but no KL penalty compares with it"
-    ):
-        Config.model_validate({"actor": {"reference_path": "reference"}})

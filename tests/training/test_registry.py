@@ -18,7 +18,6 @@ from agent_loop.training import Advantages, Rewards, TokenLoss, advantage_estima
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages.estimate import estimate_advantages, estimator_needs, load_estimator
 from agent_loop.training.advantages.rewards import collect_rewards
-from agent_loop.training.losses.policy import load_policy_loss
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.registry import ESTIMATORS, POLICY_LOSSES
 from tests.training.fakes import PAD, FakeRollouts, sample_trajectories, tiny_policy
@@ -135,12 +134,6 @@ def test_an_exception_in_an_estimator_names_the_estimator_and_the_line(batch: Ro
         estimate(batch, "mine")
 
 
-def test_nan_at_tokens_that_are_not_trained_is_not_an_error(batch: RolloutBatch) -> None:
-    values_BR = torch.where(batch["response_mask"].bool(), 1.0, torch.nan)
-    found_BR = estimate(batch, with_estimator(values_BR))
-    assert torch.equal(found_BR, batch["response_mask"].float())
-
-
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
@@ -221,12 +214,3 @@ def test_a_bad_result_of_a_loss_is_an_error_that_names_it(
     policy_loss("mine")(loss)
     with pytest.raises(AlgorithmError, match=rf"actor\.policy_loss=mine {complaint}"):
         update(batch, "mine")
-
-
-def test_a_loss_with_other_parameters_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def f(logprobs, advantages): ...")
-    with pytest.raises(
-        ConfigError, match=r"define it as f\(logprobs_BT, \*, old_logprobs_BT, advantages_BT, mask_BT"
-    ):
-        load_policy_loss(f"{file}:f")

@@ -34,17 +34,6 @@ def test_a_group_is_a_glob_a_folder_or_a_list(source: str) -> None:
     assert paths(source) == ["runs/a-0", "runs/a-1"]
 
 
-@pytest.mark.parametrize("source", ["other", "other/b-*", "other/b-*/train", "other/**/train"])
-def test_a_folder_with_one_run_counts_as_that_run(source: str) -> None:
-    assert paths(source) == ["other/b-0/train", "other/b-1/train"]
-
-
-def test_the_seed_is_that_of_the_trainer() -> None:
-    groups = read_groups(["runs", "other"])
-    assert [group.seeds for group in groups] == [(0, 1), (0, 1)]
-    assert read_run(write_rewards(Path("c"), seed=None, rewards=[1.0])).seed is None
-
-
 def test_values_that_are_null_or_not_finite_are_left_out() -> None:
     path = write_rewards(Path("c"), seed=0, rewards=[None, float("nan"), float("inf"), 4.0])
     assert read_run(path).curves == {"reward/mean": {4: 4.0}}

@@ -68,24 +68,6 @@ def test_welch_equals_the_calculation_by_hand() -> None:
     assert share_within(estimate.half_width / math.sqrt(2), df=216 / 53) == pytest.approx(0.95, abs=1e-8)
 
 
-@pytest.mark.parametrize(
-    ("values", "others"), [([1.0], [0.0, 2.0]), ([0.0, 2.0], [1.0]), ([1.0, 1.0], [0.5, 0.5])]
-)
-def test_welch_has_no_interval_without_a_spread(values: list[float], others: list[float]) -> None:
-    difference = sum(values) / len(values) - sum(others) / len(others)
-    assert estimate_welch(values, others=others) == MeanEstimate(difference, None, None)
-
-
-def test_95_percent_of_welchs_intervals_contain_the_true_difference() -> None:
-    random, hits, num_trials = np.random.default_rng(0), 0, 2000
-    for _ in range(num_trials):
-        estimate = estimate_welch(random.normal(1, 1, 4).tolist(), others=random.normal(0, 3, 6).tolist())
-        assert estimate.low is not None
-        assert estimate.high is not None
-        hits += estimate.low < 1 < estimate.high
-    assert 0.935 < hits / num_trials < 0.965
-
-
 def test_a_group_has_the_mean_over_its_runs_with_students_interval() -> None:
     found = compare(group("a", {0: [0.0, 1.0], 1: [0.0, 2.0], 2: [0.0, 3.0]}))
     half = TABLE[2] / math.sqrt(3)
@@ -131,11 +113,3 @@ def test_runs_without_a_common_step_are_refused() -> None:
     later = RunGroup("b", (TrainingRun("b-0", 0, {"reward": {5: 1.0, 6: 1.0}}),))
     with pytest.raises(DataError, match=r"'a-0': 1 to 2, 'b-0': 5 to 6"):
         compare(group("a", {0: [1.0, 2.0]}), later)
-
-
-def test_a_thin_curve_has_evenly_spaced_steps_with_the_first_and_the_last() -> None:
-    found = compare(group("a", {0: [float(n) for n in range(1, 101)]}))
-    assert [point.step for point in found.thin_curve(8)] == [1, 15, 29, 43, 58, 72, 86, 100]
-    assert [point.step for point in found.thin_curve(2)] == [1, 100]
-    short = compare(group("a", {0: [1.0, 2.0, 3.0]}))
-    assert [point.step for point in short.thin_curve(8)] == [1, 2, 3]

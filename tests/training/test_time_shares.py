@@ -58,19 +58,3 @@ def test_the_time_of_the_rollout_is_divided_as_its_trajectories_spent_it() -> No
     assert str(time).startswith("time: training 25%  idle 25%  tools 15%  decode 11%")
     assert str(time).endswith("slowest step=3/group=1/rollout=0 10.0 s (tool 6.0 s)")
     assert time.metrics()[names.SLOWEST_SECONDS] == 10.0
-
-
-def test_nested_and_overlapping_spans_count_once() -> None:
-    spans = (
-        Span("user", "", 0.0, 8.0),
-        Span("tool", "a", 1.0, 4.0),
-        Span("tool", "b", 2.0, 5.0),
-        Span("generate", "server-0", 6.0, 7.0),
-    )
-    time = time_shares(
-        [trajectory(0, seconds=8.0, spans=spans)], phases={"rollout": 8.0, "step": 8.0}, label="step=1"
-    )
-    assert time.shares[names.TIME_TOOLS] == pytest.approx(4 / 8)
-    assert time.shares[names.TIME_DECODE] == pytest.approx(1 / 8)
-    assert time.shares[names.TIME_OTHER] == pytest.approx(3 / 8)
-    assert sum(time.shares.values()) == pytest.approx(1)

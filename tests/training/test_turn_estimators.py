@@ -167,27 +167,6 @@ def test_gigpo_adds_the_comparison_of_turns_in_the_same_state_to_that_of_traject
     assert_equal(found, of_tokens(samples, expected))
 
 
-def test_a_turn_that_no_other_rollout_reached_gets_no_advantage_in_turn_grpo() -> None:
-    short, long = Branch(0.0, (Turn(),)), Branch(1.0, (Turn(), Turn()))
-    found = estimated(samples_of([[Rollout((short,)), Rollout((long,))]]), "turn_grpo")
-    assert found[1][0] > 0
-    assert found[1][3] == 0
-
-
-def test_the_seats_of_a_game_are_compared_with_themselves_alone() -> None:
-    both = [
-        Rollout((Branch(reward, (Turn(), Turn(2)), seat=0), Branch(-reward, (Turn(2), Turn()), seat=1)))
-        for reward in (1.0, -1.0, 1.0)
-    ]
-    samples = samples_of([both])
-    for estimator in ("turn_grpo", "gigpo"):
-        found = estimated(samples, estimator)
-        for seat in (0, 1):
-            alone = estimated([s for s in samples if s.branch.seat == seat], estimator)
-            for expected, row in zip(alone, found[seat::2], strict=True):
-                assert row == pytest.approx(expected, abs=1e-6)
-
-
 def test_equal_placeholders_of_different_images_are_different_states() -> None:
     def with_image(digest: bytes) -> Trajectory:
         (sample,) = samples_of([[Rollout((Branch(1.0, (Turn(), Turn())),))]])

@@ -17,8 +17,8 @@ from agent_loop.storage.vocabulary import write_vocabulary
 from agent_loop.training.supervised.examples import Examples, load_examples
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import FORCED
-from tests.helpers import hermes_template, small_tokenizer
-from tests.storage.samples import failed, model, prompt, solved, tool, without_logprobs
+from tests.helpers import hermes_template
+from tests.storage.samples import failed, model, prompt, solved, tool
 from tests.training.fakes import tiny_tokenizer
 
 
@@ -96,14 +96,3 @@ def test_trajectories_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="another vocabulary than that of"):
         loaded(tmp_path, solved())
-
-
-def test_trajectories_of_the_same_vocabulary_are_trained(tmp_path: Path) -> None:
-    write_vocabulary(tmp_path / "vocabulary.json", small_tokenizer())
-
-    assert len(loaded(tmp_path, solved(), without_logprobs()).trajectories) == 2
-
-
-def test_conditions_that_nothing_fulfils_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none of 0 examples can be trained.*relax sft.where"):
-        loaded(tmp_path, solved(), where=["reward>5"])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agent_loop.config import Config
@@ -95,19 +94,6 @@ def test_a_run_lowers_its_loss_on_both_splits(config: Config) -> None:
     assert result.checkpoint is None
 
 
-def test_a_run_computes_nothing_before_its_first_step(config: Config) -> None:
-    forwards: list[str] = []
-
-    def count(module: torch.nn.Module, _: Any) -> None:
-        if isinstance(module, Qwen3ForCausalLM):
-            forwards.append("forward")
-
-    with register_module_forward_pre_hook(count):
-        train(changed(config, "trainer", total_steps=1, val_every=None, save_every=None))
-
-    assert forwards == ["forward"]  # of the only micro-batch
-
-
 def test_the_loss_is_the_cross_entropy_of_transformers_on_the_same_tokens(config: Config) -> None:
     tokenizer = small_tokenizer()
     model = Qwen3ForCausalLM.from_pretrained(config.model.path)
@@ -145,14 +131,6 @@ def test_four_steps_and_two_more_after_a_resume_are_six_steps_bit_for_bit(
     assert losses(resumed) == losses(whole)
     expected = weights_of(whole)
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(resumed).items())
-
-
-def test_adapters_are_trained_alone(config: Config) -> None:
-    result = train(changed(config, "model", lora_rank=4))
-
-    assert losses(result)[-1] < losses(result)[0]
-    assert result.checkpoint is not None
-    assert (result.checkpoint / "model" / "adapter_config.json").is_file()
 
 
 def test_epochs_set_the_number_of_steps(config: Config) -> None:
