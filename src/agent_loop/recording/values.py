@@ -1,21 +1,22 @@
-"""Conversion of plain values and arrays to bytes and back. The bytes are a JSON text, then the arrays in order."""
+"""Conversion of plain values and arrays to msgpack bytes and back, and digests of values."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
-import struct
 import sys
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
+from agent_loop.files.plain_values import without_halves
 from agent_loop.runtime.user_values import plain_value
+from agent_loop.trajectory.codec import decode_array, encode_array
 
-_LENGTH = struct.Struct("<I")
-_MARK = "\0"
-"""First character of the only key of a placeholder. A placeholder is a mapping that replaces packed bytes."""
+IMAGE_CODE = 2
+"""Code of the msgpack extension type for Pillow images."""
 
 
 class Unstorable(Exception):
@@ -23,74 +24,59 @@ class Unstorable(Exception):
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes.
+    """Return a value as bytes. Raise `Unstorable`, which names the type, if it is not a plain value.
 
-    `unpack` returns JSON values unchanged, including NaN and unpaired surrogates. It returns tuples as lists, and keys
-    as text. Arrays of numbers, bytes and Pillow images are equal after unpacking.
-
-    Raises:
-        Unstorable: The value contains a value of another type, which the message names.
+    `unpack` returns plain values unchanged, including NaN, but tuples as lists, and unpaired surrogates as U+FFFD.
+    Arrays of numbers, bytes and Pillow images are equal after unpacking.
     """
-    parts: list[bytes] = []
-
-    def placeholder(item: Any) -> Any:
-        if isinstance(item, np.ndarray):
-            array = cast(Any, np.ascontiguousarray(cast(Any, item)))
-            if array.dtype.hasobject:
-                raise Unstorable("an array of objects")
-            parts.append(array.tobytes())
-            return {f"{_MARK}array": [array.dtype.str, list(cast(Any, item).shape)]}
-        if isinstance(item, np.generic):
-            return cast(Any, item).item()
-        if isinstance(item, (bytes, bytearray)):
-            parts.append(bytes(item))
-            return {f"{_MARK}bytes": len(item)}
-        if _is_image(item):
-            buffer = io.BytesIO()
-            item.save(buffer, format="PNG")
-            parts.append(buffer.getvalue())
-            return {f"{_MARK}image": len(parts[-1])}
-        raise Unstorable(f"a value of type {type(item).__module__}.{type(item).__qualname__}")
-
     try:
-        # The check for circular references is slower than everything else. Without it, they raise a RecursionError.
-        text = json.dumps(value, default=placeholder, check_circular=False, separators=(",", ":")).encode(
-            "ascii"
-        )
-    except (TypeError, ValueError, RecursionError, OSError) as error:
-        raise Unstorable(f"a value that JSON cannot represent ({error})") from error
-    return b"".join([_LENGTH.pack(len(text)), text, *parts])
+        return _ENCODER.encode(value)
+    except UnicodeEncodeError:
+        return _ENCODER.encode(_without_halves(value))
+    except (TypeError, ValueError, OverflowError, RecursionError, OSError) as error:
+        raise Unstorable(f"a value that cannot be packed ({error})") from error
 
 
 def unpack(data: bytes) -> Any:
-    """Return the value that `pack` converted to these bytes."""
-    (length,) = _LENGTH.unpack_from(data)
-    end = _LENGTH.size + length
+    """Return the value that `pack` converted to these bytes. Raise ValueError for other bytes."""
+    return _DECODER.decode(data)
 
-    def take(num_bytes: int) -> bytes:
-        nonlocal end
-        end += num_bytes
-        if end > len(data):
-            raise ValueError("packed bytes are missing")
-        return data[end - num_bytes : end]
 
-    def read(mapping: dict[str, Any]) -> Any:
-        # JSON is parsed from left to right, so the placeholders are in the order of their bytes.
-        if len(mapping) == 1:
-            [(key, given)] = mapping.items()
-            if key == f"{_MARK}array":
-                dtype, shape = np.dtype(given[0]), tuple(given[1])
-                num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-                return np.frombuffer(take(num_bytes), dtype).reshape(shape).copy()
-            if key == f"{_MARK}bytes":
-                return take(given)
-            if key == f"{_MARK}image":
-                from PIL import Image  # Imported here, because records of text do not need Pillow.
+def _encode(item: Any) -> Any:
+    if isinstance(item, np.generic):
+        return cast(Any, item).item()
+    if isinstance(item, str):  # of a subclass
+        return str.__str__(item)
+    if _is_image(item):
+        buffer = io.BytesIO()
+        item.save(buffer, format="PNG")
+        return msgspec.msgpack.Ext(IMAGE_CODE, buffer.getvalue())
+    if type(item) is np.ndarray and not item.dtype.hasobject:
+        return encode_array(item)
+    raise Unstorable(f"a value of type {type(item).__module__}.{type(item).__qualname__}")
 
-                return Image.open(io.BytesIO(take(given)))
-        return mapping
 
-    return json.loads(data[_LENGTH.size : _LENGTH.size + length], object_hook=read)
+def _decode(code: int, data: memoryview) -> Any:
+    if code == IMAGE_CODE:
+        from PIL import Image  # Imported here, because records of text do not need Pillow.
+
+        return Image.open(io.BytesIO(data))
+    return decode_array(code, data).copy()
+
+
+def _without_halves(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_halves(value)
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        return {_without_halves(key): _without_halves(item) for key, item in items}
+    if isinstance(value, (list, tuple)):
+        return [_without_halves(item) for item in cast("list[Any]", value)]
+    return value
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode)
+_DECODER = msgspec.msgpack.Decoder(ext_hook=_decode)
 
 
 def digest(value: Any) -> str:

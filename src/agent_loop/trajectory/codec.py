@@ -128,7 +128,8 @@ def _as_declared(kind: Any, value: Any) -> Any:
     return cast(Any, value)
 
 
-def _encode_array(value: Any) -> msgspec.msgpack.Ext:
+def encode_array(value: Any) -> msgspec.msgpack.Ext:
+    """Return an array as a msgpack extension type, for the encoder's `enc_hook`."""
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
     array = cast("np.ndarray[Any, Any]", value)
@@ -136,7 +137,8 @@ def _encode_array(value: Any) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(ARRAY_CODE, bytes([len(header)]) + header + array.tobytes())
 
 
-def _decode_array(code: int, data: memoryview) -> Any:
+def decode_array(code: int, data: memoryview) -> Any:
+    """Return the array that `encode_array` was given, read-only. For the decoder's `ext_hook`."""
     if code != ARRAY_CODE:
         raise NotImplementedError(f"extension type {code}")
     end = 1 + data[0]
@@ -144,5 +146,5 @@ def _decode_array(code: int, data: memoryview) -> Any:
     return np.frombuffer(data[end:], np.dtype(dtype)).reshape(shape)
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_DECODER = msgspec.msgpack.Decoder(list[dict[str, Any]], ext_hook=_decode_array)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_array)
+_DECODER = msgspec.msgpack.Decoder(list[dict[str, Any]], ext_hook=decode_array)
