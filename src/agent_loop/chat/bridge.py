@@ -195,7 +195,7 @@ class BridgeBuilder:
             ids = self._all_ids(joint, replies, answered)
         except ChatTemplateError:
             # The model may have written an id that its own template refuses.
-            renamed = _with_generated_ids(answered)
+            renamed = [CallKey(call.name, _generated_id(i)) for i, call in enumerate(answered)]
             if not joint.placeholder.fills_in or renamed == answered:
                 raise
             ids = self._all_ids(joint, replies, renamed)
@@ -401,11 +401,6 @@ def _candidates(*, for_tools: bool) -> Iterator[PlaceholderTurns]:
             )
     for has_system, has_schema in with_system_and_schema:
         yield PlaceholderTurns(has_system=has_system, has_schema=has_schema)
-
-
-def _with_generated_ids(answered: Sequence[CallKey]) -> list[CallKey]:
-    """Return the same calls with ids that every template accepts."""
-    return [CallKey(call.name, _generated_id(i)) for i, call in enumerate(answered)]
 
 
 def _generated_id(number: int) -> str:

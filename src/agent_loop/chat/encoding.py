@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, cast
 from uuid import uuid4
@@ -57,11 +57,11 @@ class ControlledEncoder:
 
     def mask(self, text: str) -> str:
         """Return the text for rendering, without control tokens in it."""
-        return self._masked(text, _opaque_mask)
+        return self._masked(text, separator=".")
 
     def mask_searchable(self, text: str) -> str:
         """Return the text for rendering, with masks that a rewritten template can search for."""
-        return self._masked(text, _searchable_mask)
+        return self._masked(text, separator=":")
 
     def unmask(self, text: str) -> str:
         """Return the text as it was before `mask`."""
@@ -115,7 +115,10 @@ class ControlledEncoder:
                 length = start
         return rendered[:length]
 
-    def _masked(self, text: str, mask_of: Callable[[str], str]) -> str:
+    def _masked(self, text: str, *, separator: str) -> str:
+        def mask_of(char: str) -> str:
+            return f"{MASK_OPEN}{separator}{ord(char):x};"
+
         text = text if text.isascii() else _encodable(text)
         normalise = self._normalise
         if normalise is not None and self._word_start.search(normalise(text)):
@@ -233,14 +236,6 @@ def _by_first_character(words: Iterable[str]) -> dict[str, list[str]]:
     for word in words:
         groups.setdefault(word[0], []).append(word)
     return groups
-
-
-def _opaque_mask(char: str) -> str:
-    return f"{MASK_OPEN}.{ord(char):x};"
-
-
-def _searchable_mask(char: str) -> str:
-    return f"{MASK_OPEN}:{ord(char):x};"
 
 
 def _without_added_tokens(tokenizer: Tokenizer, model: Any) -> Tokenizer:

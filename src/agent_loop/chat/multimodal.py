@@ -190,12 +190,6 @@ class MediaProcessor:
         features = {name: np.asarray(value) for name, value in made.items() if name not in TEXT_FEATURES}
         grid_thw = features.get("image_grid_thw")
         positions = None if grid_thw is None else grid_positions(grid_thw[0], merge_size=self._merge_size)
-        if positions is not None and positions.shape[1] != len(run):
-            raise ChatTemplateError(
-                f"the features of {describe_source(source)} need {positions.shape[1]} tokens (image_grid_thw "
-                f"{grid_thw}), but {type(self.processor).__name__} wrote {len(run)}; the processor and its image "
-                "processor must have the same merge_size"
-            )
         return self._attached("image", run, features, positions)
 
     def _read_video(self, source: Any) -> ReadMedium:

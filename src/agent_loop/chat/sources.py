@@ -254,10 +254,7 @@ def _source_of(part: Mapping[str, Any], kind: AttachmentKind) -> Any:
         source = part.get(key)
         if source is None:
             continue
-        source = _url_of(source) if key.endswith("url") else source
+        if key.endswith("url") and isinstance(source, Mapping):
+            source = cast(Mapping[str, Any], source).get("url")
         return {"frames": source, "fps": part["fps"]} if kind == "video" and "fps" in part else source
     raise DataError(f"a part of a message has type {part['type']!r} but no {kind}; give it under {kind!r}")
-
-
-def _url_of(url: Any) -> Any:
-    return cast(Mapping[str, Any], url).get("url") if isinstance(url, Mapping) else url

@@ -47,10 +47,6 @@ class TurnPrefix:
 NO_PREFIX = TurnPrefix()
 
 
-def _random_call_id(_: int) -> str:
-    return f"call_{uuid4().hex[:24]}"
-
-
 class TurnReader:
     """Reads the tokens of one completion as content, reasoning and calls."""
 
@@ -62,7 +58,7 @@ class TurnReader:
         context: IntArray,
         prefix: TurnPrefix = NO_PREFIX,
         index: int = 0,
-        new_call_id: Callable[[int], str] = _random_call_id,
+        new_call_id: Callable[[int], str] = lambda _: f"call_{uuid4().hex[:24]}",
     ) -> None:
         # Without a prefix, the head has a view: copies would grow with the square of the conversation.
         prompt_ids = (

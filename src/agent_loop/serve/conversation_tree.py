@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import Any, cast
 
 from agent_loop.episode import Episode, EpisodeMark
+from agent_loop.serve.fields import without_none
 from agent_loop.trajectory import Incident
 from agent_loop.types import Message, StopReason, ToolCall
 
@@ -240,7 +241,7 @@ def opening_key(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 
     The order of the tools counts, the order of a schema's keys does not.
     """
-    written = [_without_nulls(tool) for tool in tools]
+    written = [{**tool, "function": without_none(tool.get("function") or {})} for tool in tools]
     return digest("tools", written, variables) if variables else digest("tools", written)
 
 
@@ -318,9 +319,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) <= EXACT_FLOAT:
         return int(value)
     return value
-
-
-def _without_nulls(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool without the fields of its function that are null."""
-    function = cast(Mapping[str, Any], tool.get("function") or {})
-    return {**tool, "function": {key: value for key, value in function.items() if value is not None}}

@@ -61,10 +61,12 @@ def only(*neutral: Any) -> AfterValidator:
     """Return the annotation of a parameter that is not supported, except for values that have no effect."""
 
     def check(value: Any) -> Any:
-        if value is None or any(_is_same(value, allowed) for allowed in neutral):
+        # Unlike in Python, true is not equal to 1.
+        if value is None or (type(value), value) in [(type(allowed), allowed) for allowed in neutral]:
             return value
+        shown = one_line(json.dumps(value, default=repr), max_length=80)
         instead = f" or give {json.dumps(neutral[0])}" if neutral else ""
-        raise unsupported(f"{_shown(value)} is not supported; leave it out{instead}")
+        raise unsupported(f"{shown} is not supported; leave it out{instead}")
 
     return AfterValidator(check)
 
@@ -77,15 +79,6 @@ def unsupported(message: str, *, wish: str = "") -> PydanticCustomError:
         wish: Name under which a part of a parameter, such as one of several tools, may be dropped.
     """
     return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message, "wish": wish})
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Return whether two JSON values are equal; unlike in Python, true is not equal to 1."""
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
-
-
-def _shown(value: Any) -> str:
-    return one_line(json.dumps(value, default=repr), max_length=80)
 
 
 def _check_image_url(url: str) -> str:

@@ -97,7 +97,7 @@ class AppServer(uvicorn.Server):
         }
         super().__init__(uvicorn.Config(app, **settings))
         self._stopping: asyncio.Event = app.state.stopping
-        self._report: Callable[[str], None] = report or _ignore
+        self._report: Callable[[str], None] = report or (lambda _: None)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting requests, and wait for in-flight requests."""
@@ -136,7 +136,3 @@ class AppServer(uvicorn.Server):
             self._report(f"stopping; in-flight requests have {GRACE_S} s to finish; Ctrl-C again aborts them")
         self.should_exit = True
         self.stopped_by = self.stopped_by or kind
-
-
-def _ignore(message: str) -> None:
-    pass

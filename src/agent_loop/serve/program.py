@@ -110,7 +110,9 @@ class ProgramLoop(AgentLoopBase):
                 self._session = session
                 result = await _run_program(program.run, session, cancellation=self.context.cancellation)
                 await session.close(result.reason)
-            if _is_scored(session, result):
+            # A program that was cancelled, or failed by itself, gets no reward.
+            has_ended = result.failure is None or session.was_refused
+            if result.reason is not StopReason.CANCELLED and has_ended:
                 result = result.scored(await program.score())
         if session.fault is not None:
             raise session.fault
@@ -181,11 +183,6 @@ async def _call_program(call: Callable[[], Any]) -> _ProgramResult:
         return _ProgramResult(failure=failed.failure)
     except Exception as error:  # noqa: BLE001  (a failed program is data, with its traceback)
         return _ProgramResult(failure=failure_of(error))
-
-
-def _is_scored(session: Session, result: _ProgramResult) -> bool:
-    """Return whether a result gets a reward: the program was not cancelled, and did not fail by itself."""
-    return result.reason is not StopReason.CANCELLED and (result.failure is None or session.was_refused)
 
 
 def _output(session: Session, result: _ProgramResult) -> AgentLoopOutput | list[AgentLoopOutput]:

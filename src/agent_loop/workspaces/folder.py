@@ -252,7 +252,8 @@ class GitProvider(LocalProvider):
     def __init__(self, settings: GitSettings, *, env: Mapping[str, str] = NO_VARIABLES) -> None:
         super().__init__(env=env)
         self._settings = settings
-        self._url = _absolute(settings.url)
+        path = Path(settings.url).expanduser()
+        self._url = str(path.resolve()) if path.exists() else settings.url
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
     async def fill(self, workspace: FolderWorkspace) -> None:
@@ -290,12 +291,6 @@ class GitProvider(LocalProvider):
                 )
             found = await _run_git("-C", str(clone), "rev-parse", "--verify", "FETCH_HEAD^{commit}")
         return found.stdout.strip()
-
-
-def _absolute(url: str) -> str:
-    """Return a path as an absolute path, and a URL as it is."""
-    path = Path(url).expanduser()
-    return str(path.resolve()) if path.exists() else url
 
 
 async def _git(*arguments: str) -> None:

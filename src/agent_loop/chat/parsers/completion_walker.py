@@ -127,7 +127,7 @@ def skip_space(text: str, start: int) -> int:
 
 def malformed(text: str, error: str) -> MalformedCall:
     """Return a malformed call. Its error, which is the model's reply, is one line of bounded length."""
-    printable = error if error.isprintable() else "".join(map(_printable, error))
+    printable = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in error)
     return MalformedCall(text=text.strip(), error=shortened(printable, max_length=MAX_ERROR_LENGTH))
 
 
@@ -147,10 +147,6 @@ def quoted(name: str) -> str:
 def shortened(text: str, *, max_length: int = MAX_NAME_LENGTH) -> str:
     """Return the text, cut to `max_length` characters."""
     return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
-
-
-def _printable(char: str) -> str:
-    return char if char.isprintable() else char.encode("unicode_escape").decode()
 
 
 _NO_SPACE = re.compile(r"\S")

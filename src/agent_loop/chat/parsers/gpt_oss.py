@@ -50,7 +50,8 @@ class GptOssToolParser(ToolParser):
                 call, position = _read_call(text, header.end(), recipient=recipient)
                 calls.append(call)
                 continue
-            start = header.end() if header else position + len(_marker_at(text, position))
+            marker = next((each for each in (START, CHANNEL) if text.startswith(each, position)), "")
+            start = header.end() if header else position + len(marker)
             end, marker = find_first(text, start, (START, CHANNEL, *_ENDS))
             if header:
                 (reasoning if channel == "analysis" else content).append(text[start:end].strip())
@@ -82,10 +83,6 @@ def _recipient_in(header: str) -> str:
     """Return the recipient of a message, or "" if the model writes to itself, as in a forged tool reply."""
     found = _RECIPIENT.search(header)
     return found[found.lastindex or 0] if found and found[1] != "assistant" else ""
-
-
-def _marker_at(text: str, position: int) -> str:
-    return next((marker for marker in (START, CHANNEL) if text.startswith(marker, position)), "")
 
 
 _ENDS = (END, CALL, RETURN)

@@ -50,7 +50,10 @@ def decode_json(text: str) -> Any:
     try:
         value, end = _DECODER.raw_decode(text, len(text) - len(text.lstrip(_SPACE)))
     except json.JSONDecodeError as error:
-        raise JsonFault(_describe(error)) from error
+        if error.doc[error.pos : error.pos + 1] == "'":
+            fault = f"write keys and strings in double quotes, not single ones (character {error.pos})"
+            raise JsonFault(fault) from error
+        raise JsonFault(str(error)) from error
     except RecursionError as error:
         raise JsonFault(f"it is nested more than {MAX_DEPTH} levels deep") from error
     except JsonFault:
@@ -192,12 +195,6 @@ def _as_call(arguments: Any, *, text: str, name: str, call_id: str, what: str) -
     if not isinstance(arguments, dict):
         return malformed(text, f"{what} must be a JSON object")
     return ToolCall(name, cast(dict[str, Any], arguments), call_id)
-
-
-def _describe(error: json.JSONDecodeError) -> str:
-    if error.doc[error.pos : error.pos + 1] == "'":
-        return f"write keys and strings in double quotes, not single ones (character {error.pos})"
-    return str(error)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -182,6 +182,7 @@ class SearchIndex:
         unfinished = self.path.with_suffix(f".{os.getpid()}.tmp")
         unfinished.unlink(missing_ok=True)
         logger.info("building the search index %s", self.path)
+        passages = (passage for file in files for passage in read_passages(file))
         try:
             with closing(sqlite3.connect(unfinished)) as connection:
                 connection.execute("PRAGMA journal_mode = OFF")
@@ -189,7 +190,7 @@ class SearchIndex:
                 connection.execute(
                     f"CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = '{TOKENIZER}')"
                 )
-                connection.executemany("INSERT INTO passages VALUES (?, ?)", _passages(files))
+                connection.executemany("INSERT INTO passages VALUES (?, ?)", passages)
                 connection.execute("INSERT INTO passages (passages) VALUES ('optimize')")
                 connection.execute(f"PRAGMA user_version = {FORMAT}")
                 connection.commit()
@@ -198,11 +199,6 @@ class SearchIndex:
             raise ConfigError(f"the search index {self.path} cannot be built: {error}") from error
         finally:
             unfinished.unlink(missing_ok=True)
-
-
-def _passages(files: Sequence[Path]) -> Iterator[Passage]:
-    for file in files:
-        yield from read_passages(file)
 
 
 def _fingerprint(files: Sequence[Path]) -> str:

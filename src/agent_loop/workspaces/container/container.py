@@ -109,15 +109,12 @@ async def _run(command_line: CommandLine, arguments: list[str], settings: Contai
         reason = last_lines(result)
         if "executable file" in reason:
             reason += "; the image needs the program sh"
-        if _names_limits(reason) and (settings.cpus or settings.memory or settings.pids):
+        names_limits = re.search(r"cgroup|controller|resource limit", reason, re.IGNORECASE)
+        if names_limits and (settings.cpus or settings.memory or settings.pids):
             reason += "; leave out the limit of workspace.container (cpus, memory, pids) that this machine cannot set"
         raise WorkspaceError(f"{command_line.runtime} cannot start a container: {reason}")
     if result.stderr.strip():
         _warn(f"{command_line.runtime} run: {result.stderr.strip()}")
-
-
-def _names_limits(text: str) -> bool:
-    return re.search(r"cgroup|controller|resource limit", text, re.IGNORECASE) is not None
 
 
 @cache

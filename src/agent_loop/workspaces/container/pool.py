@@ -140,7 +140,7 @@ class ContainerProvider(WorkspaceProvider):
         self._command_line = CommandLine(settings.runtime, settings.runtime_args)
         self._image: Image | None = None
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
-        self.pool = WarmPool(self._start_ahead, size=settings.pool)
+        self.pool = WarmPool(lambda: self._start(new_name()), size=settings.pool)
 
     async def remove_orphans(self) -> None:
         await remove_orphans_once(self._command_line)
@@ -149,9 +149,6 @@ class ContainerProvider(WorkspaceProvider):
         container = await self.pool.take() if self._settings.pool else None
         container = container or await self._start(name)
         return ContainerWorkspace(container, network=self._settings.network, env=self._settings.env)
-
-    async def _start_ahead(self) -> Container:
-        return await self._start(new_name())
 
     async def _start(self, name: str) -> Container:
         async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
