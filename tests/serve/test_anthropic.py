@@ -180,24 +180,6 @@ def test_a_tool_of_anthropic_may_be_a_wish() -> None:
     assert "web_search_20250305" in incident.detail
 
 
-def test_a_refused_request_is_an_incident_of_the_trajectory() -> None:
-    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
-        endpoint: Any = {
-            "anthropic_base_url": anthropic_base_url,
-            "api_key": api_key,
-            "http_client": http_client,
-        }
-        for _ in range(2):
-            with pytest.raises(anthropic.BadRequestError):
-                await search_and_add(row, **endpoint)
-            await client_of(**endpoint).messages.create(model=MODEL, max_tokens=64, messages=user("?"))
-
-    first, _ = ProgramHarness(in_order(text_reply("x"))).run_virtual(program)
-    [incident] = first.output.incidents  # the first refusal came before the first trajectory
-    assert incident.kind is IncidentKind.FAILED_REQUEST
-    assert "web_search_20250305" in incident.detail
-
-
 def test_edits_of_the_context_are_not_applied_and_are_incidents() -> None:
     async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
         messages = client_of(anthropic_base_url, api_key, http_client).beta.messages
@@ -221,22 +203,6 @@ def test_edits_of_the_context_are_not_applied_and_are_incidents() -> None:
         IncidentKind.DROPPED_PARAMETER,
         "context_management: the edit 'clear_tool_uses_20250919' is not applied",
     )
-
-
-def test_a_prefill_is_continued_and_not_trained_on() -> None:
-    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(anthropic_base_url, api_key, http_client).messages.create
-        begun = [*user("1 + 2?"), {"role": "assistant", "content": "It is"}]
-        reply = await create(model=MODEL, max_tokens=64, messages=begun)
-        assert reply.content[0].text == " 3."
-        whole = [*user("1 + 2?"), {"role": "assistant", "content": "It is 3."}, *user("Sure?")]
-        await create(model=MODEL, max_tokens=64, messages=whole)
-
-    [trajectory] = ProgramHarness(in_order(text_reply(" 3."), text_reply("Yes."))).run_virtual(program)
-    output = trajectory.output
-    assert origins(output) == ["prompt", "prefix", "model", "interaction", "model"]
-    num_sampled = len(encoded(" 3.<|im_end|>")) + len(encoded("Yes.<|im_end|>"))
-    assert int(output.response_mask.sum()) == num_sampled
 
 
 def test_a_failed_call_is_told_to_the_model_and_recognised_when_it_comes_back() -> None:

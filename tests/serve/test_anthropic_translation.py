@@ -69,15 +69,6 @@ def test_cache_control_is_accepted_at_every_place() -> None:
     assert with_cache.tools == without.tools
 
 
-@pytest.mark.parametrize("content", ["no such file", [{"type": "text", "text": "no such file"}]])
-def test_the_model_is_told_that_a_call_failed(content: Any) -> None:
-    block = {"type": "tool_result", "tool_use_id": "c", "content": content}
-    [failed] = conversation({**block, "is_error": True})
-    [worked] = conversation({**block, "is_error": False})
-    assert failed == {"role": "tool", "tool_call_id": "c", "content": "Error: no such file"}
-    assert worked["content"] == "no such file"
-
-
 def test_documents_and_search_results_become_text() -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "body"}
     document = {"type": "document", "source": source, "title": "T", "context": "C"}

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from agent_loop.servers.base import Ability
 from agent_loop.servers.scripted import Script, ScriptedServer
-from tests.helpers import call_text, encoded, text_reply, tool_call_reply, user
+from tests.helpers import text_reply, tool_call_reply, user
 from tests.serve.harness import MODEL, ProgramHarness, in_order, origins
 
 
@@ -26,7 +26,6 @@ class Sum(BaseModel):
 
 SUM = '{"a": 1, "b": 2, "note": "\\u00e9 fox"}'
 EXPECTED = Sum(a=1, b=2, note="\u00e9 fox")
-CALL = call_text("Sum", a=1, b=2, note="\u00e9 fox")
 
 
 def json_server(script: Script) -> ScriptedServer:
@@ -62,23 +61,6 @@ def test_a_chat_completion_is_parsed_as_a_model_and_continued() -> None:
     assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
     schemas = [request.sampling_params.json_schema for request in harness.server.requests]
     assert all('"additionalProperties": false' in schema for schema in schemas)
-
-
-def test_a_streamed_chat_completion_is_parsed_as_a_model() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        completions = openai_client(base_url, api_key, http_client).chat.completions
-        asked: Any = {"model": MODEL, "messages": user("?"), "response_format": Sum, "logprobs": True}
-        async with completions.stream(**asked, stream_options={"include_usage": True}) as stream:
-            events = [event async for event in stream]
-            final = await stream.get_final_completion()
-        assert "".join(event.delta for event in events if event.type == "content.delta") == SUM
-        [done] = [event for event in events if event.type == "content.done"]
-        assert done.parsed == final.choices[0].message.parsed == EXPECTED
-        [logprobs] = [event for event in events if event.type == "logprobs.content.done"]
-        assert len(logprobs.content) == final.usage.completion_tokens == len(encoded(SUM + "<|im_end|>"))
-
-    [trajectory] = ProgramHarness([json_server(in_order(text_reply(SUM)))]).run_virtual(program)
-    assert origins(trajectory.output) == ["prompt", "model"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,7 +9,6 @@ from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from agent_loop.errors import ConfigError, ToolError
-from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.function import FunctionTool, function_tool
 
 
@@ -83,17 +82,6 @@ def test_what_the_function_returns_becomes_text(value: Any, text: str) -> None:
     assert text_of(tool) == text
 
 
-def test_a_tool_response_is_returned_unchanged() -> None:
-    answer = ToolResponse(text="done", ends_episode=True)
-
-    @function_tool
-    def tool() -> ToolResponse:
-        """Do it."""
-        return answer
-
-    assert asyncio.run(tool.execute("one", {}))[0] is answer
-
-
 def test_a_sync_function_runs_in_a_thread_and_an_async_one_on_the_loop() -> None:
     @function_tool
     def in_thread() -> bool:
@@ -124,16 +112,6 @@ def test_arguments_are_converted_to_the_annotated_types() -> None:
 def test_arguments_of_the_wrong_type_are_reported_to_the_model() -> None:
     with pytest.raises(ToolError, match="a: Input should be a valid integer"):
         text_of(multiply, a="x")
-
-
-def test_a_function_that_raises_stop_iteration_fails_instead_of_hanging() -> None:
-    @function_tool
-    def tool() -> int:
-        """Take the first of none."""
-        return next(iter([]))
-
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        text_of(tool)
 
 
 def test_a_function_without_a_docstring_is_refused() -> None:
