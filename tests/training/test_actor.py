@@ -43,7 +43,7 @@ def gradients(actor: Actor, batch: RolloutBatch, advantages_BR: Tensor) -> Tenso
     caught: list[Tensor] = []
     for parameter in actor.model.parameters():
         parameter.grad = None
-    step = actor._optimizer._adamw.register_step_pre_hook(  # pyright: ignore[reportPrivateUsage]
+    step = actor.optimizer._adamw.register_step_pre_hook(  # pyright: ignore[reportPrivateUsage]
         lambda *_: caught.extend(
             p.grad.clone().flatten() for p in actor.model.parameters() if p.grad is not None
         )

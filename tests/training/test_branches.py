@@ -26,7 +26,6 @@ from agent_loop.training.advantages.groups import (
 )
 from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.training.losses.terms import Aggregation
-from agent_loop.training.optimizer import Optimizer
 from agent_loop.training.rollouts import with_variance
 from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import AgentLoopOutput, Failure, Feedback, Segment, Trajectory
@@ -366,8 +365,7 @@ def test_the_loss_of_a_rollout_does_not_depend_on_its_split_into_rows(
 
 def mini_batches(config: ActorConfig, *, rows: Tensor, rollouts_B: Tensor | None) -> list[list[int]]:
     actor = Actor(tiny_policy(), config=config)
-    optimizer: Optimizer = actor._optimizer
-    return [part.tolist() for part in optimizer.mini_batches(rows, rollouts_B=rollouts_B)]
+    return [part.tolist() for part in actor.optimizer.mini_batches(rows, rollouts_B=rollouts_B)]
 
 
 def test_the_branches_of_a_rollout_are_in_one_mini_batch() -> None:

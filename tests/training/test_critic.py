@@ -111,7 +111,7 @@ def test_updates_fit_values_to_returns_and_report_the_explained_variance(policy_
     assert metrics[-1][names.RETURN_MEAN] == pytest.approx(
         float(returns_BR[batch["response_mask"].bool()].mean()), abs=1e-5
     )
-    assert critic.num_updates == 30
+    assert critic.optimizer.num_updates == 30
 
 
 def test_a_critic_resumes_from_its_state_exactly(policy_folder: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_critic_resumes_from_its_state_exactly(policy_folder: Path) -> None:
 
     second = make_critic(policy_folder, ppo_mini_batches=3)
     second.model.load_state_dict(first.model.state_dict())
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
     for critic in (first, second):
         critic.update(batch, returns_BR=returns_BR, old_values_BR=old_BR)
 

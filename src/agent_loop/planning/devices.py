@@ -106,13 +106,8 @@ def assign(config: Config, *, devices: Sequence[str], trains: bool = True) -> As
 
     Servers take the first devices, the trainer those after them, and a separate reference model the next. With
     `placement.colocated`, servers and trainer take the same devices. Without a device, or with `model.device: cpu`,
-    every part is left as it is.
-
-    Args:
-        config: Settings of the run, whose placement does not contradict itself.
-        devices: Devices of the machine. Names such as `1:0` have the node before the colon; a server does not span
-            nodes.
-        trains: Whether the trainer needs devices too. False for rollouts alone.
+    every part is left as it is. Names of devices such as `1:0` have the node before the colon; a server does not span
+    nodes. Rollouts alone (`trains=False`) need no devices for the trainer.
     """
     placement, rollout = config.placement, config.rollout
     if config.model.device == "cpu" or not (placement.is_set or devices):

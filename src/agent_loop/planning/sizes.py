@@ -107,11 +107,7 @@ class ModelShape:
 
 
 def read_shape(path: str | Path) -> ModelShape:
-    """Read the configuration of a model, and count its sizes.
-
-    Args:
-        path: A `config.json`, a folder with one, or the hub name of a model that is in the local cache.
-    """
+    """Count the sizes of a model: a `config.json`, a folder with one, or the hub name of a model in the local cache."""
     file = _find(Path(path))
     if file is None:
         raise ConfigError(

@@ -78,11 +78,7 @@ class CheckReport:
         return "\n  ".join([f"{len(lines)} of {len(self.results)} checks failed", *lines])
 
     def raise_if_failed(self) -> None:
-        """Raise an error that names every failed check with its reason.
-
-        Raises:
-            ContractError: A check failed.
-        """
+        """Raise a ContractError that names every failed check with its reason."""
         if self.failures:
             raise ContractError(f"{self.subject}: {self.summary}")
 
@@ -129,11 +125,7 @@ class CheckSuite(Generic[SubjectT]):
         return [check.name for check in self.checks]
 
     def check(self, name: str) -> Callable[[CheckFunction[SubjectT]], CheckFunction[SubjectT]]:
-        """Return a decorator that adds a function to the suite.
-
-        Args:
-            name: The rule of the contract, as a sentence.
-        """
+        """Return a decorator that adds a function to the suite. `name` is the rule of the contract, as a sentence."""
 
         def add(function: CheckFunction[SubjectT]) -> CheckFunction[SubjectT]:
             self.checks.append(Check(name, function))
@@ -148,13 +140,9 @@ class CheckSuite(Generic[SubjectT]):
     async def run(
         self, subject: SubjectT, *, name: str, timeout_s: float, on_result: OnResult | None = None
     ) -> CheckReport:
-        """Run the checks one after the other.
+        """Run the checks one after the other, each for at most `timeout_s`.
 
-        Args:
-            subject: Object under check, passed to each check.
-            name: What to call the subject in the report, as in `interaction 'gsm8k'`.
-            timeout_s: Time limit of each check.
-            on_result: Called with each result as soon as it is known.
+        `name` is that of the subject in the report, as in `interaction 'gsm8k'`.
         """
         results: list[CheckResult] = []
         for check in self.checks:
@@ -211,11 +199,7 @@ async def _longest_block_s(work: Callable[[], Awaitable[object]]) -> float:
 
 
 def require_forgotten(instance_id: str, owner: object, *, after: str) -> None:
-    """Fail the check if an attribute of `owner` still holds an instance id.
-
-    Args:
-        after: The method that should have removed the id, as in `release`.
-    """
+    """Fail the check if an attribute of `owner` still holds an instance id after a method that should remove it."""
     for name, value in vars(owner).items():
         require(not _holds(value, instance_id, depth=0), f"its id is still in self.{name} after {after}")
 
@@ -230,11 +214,7 @@ def count_resources() -> dict[str, int]:
 
 
 async def find_leak(num: int, *, since: Mapping[str, int]) -> str | None:
-    """Return the kind of resource that grew by at least `num` and stays so for `SETTLE_S`, or None.
-
-    Args:
-        since: Counts from before, as `count_resources` returned them.
-    """
+    """Return the kind of resource that grew by at least `num` since then, and stays so for `SETTLE_S`; or None."""
     clock = asyncio.get_running_loop().time
     give_up = clock() + SETTLE_S
     while True:

@@ -45,18 +45,11 @@ class Actor(TrainedModel):
         seed: int = 0,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Take ownership of a loaded model.
+        """Take ownership of the loaded policy, and of the reference policy of the KL penalty if it has a weight.
 
-        Args:
-            model: The policy; see `TrainedModel`, also for the other arguments.
-            config: Settings of the actor.
-            temperature: Temperature of the rollout, at which log-probs are compared. At 0 (greedy), servers return
-                log-probs at temperature 1, so the actor computes them at 1 too.
-            reference: Reference policy of the KL penalty; needed if `config.kl_loss_coef` is not 0. The policy itself
-                stands for the policy without its adapters.
-            dtype: Dtype that the models compute in.
-            seed: Seed of the shuffle into mini-batches.
-            process_group: Process group over which the models are sharded.
+        Log-probs are compared at the temperature of the rollout. At 0 (greedy), servers return log-probs at temperature
+        1, so the actor computes them at 1 too. The policy as `reference` stands for the policy without its adapters.
+        The other arguments are those of `TrainedModel`.
         """
         if config.kl_loss_coef and reference is None:
             raise ValueError(
@@ -103,16 +96,10 @@ class Actor(TrainedModel):
     ) -> dict[str, float]:
         """Run one PPO update: `ppo_epochs` passes of `ppo_mini_batches` optimiser steps each.
 
-        Args:
-            batch: Batch that `assemble` returned.
-            advantages_BR: Advantage of each token, or a tensor that expands to [B, R].
-            keep_B: True for rows to train on; None is all. Rows without a sampled token are never trained. If no row
-                remains, the weights do not change.
-            past: Result of `past_logprobs` for these rows under the current weights; None computes it.
-            teachers: Scores of teachers, as a term of the loss; None without such a term.
-
-        Returns:
-            Metrics, by the names in `agent_loop.training.metrics`; means over the optimiser steps.
+        Return metrics, which are means over the optimiser steps. The advantages may be a tensor that expands to [B, R].
+        Only rows with a sampled token are trained, of those in `keep_B`. If no row remains, the weights do not change.
+        `past` is the result of `past_logprobs` for these rows under the current weights; None computes it. `teachers`
+        are a term of the loss.
         """
         rows = trainable_rows(batch, keep_B)
         if not len(rows):
@@ -147,14 +134,10 @@ class Actor(TrainedModel):
         }
 
     def supervise(self, batch: RolloutBatch, *, advances_schedule: bool = True) -> dict[str, float]:
-        """Take one optimiser step on the mean cross-entropy of the sampled tokens, at temperature 1.
+        """Take one optimiser step on the mean cross-entropy of the sampled tokens, at temperature 1; return metrics.
 
-        Args:
-            batch: Batch that `assemble` returned. If no row has a sampled token, the weights do not change.
-            advances_schedule: Count the step in the warm-up and the decay of the learning rate.
-
-        Returns:
-            Metrics, by the names in `agent_loop.training.metrics`.
+        If no row has a sampled token, the weights do not change. With `advances_schedule`, the step counts in the
+        warm-up and the decay of the learning rate.
         """
         rows = trainable_rows(batch)
         if not len(rows):
@@ -166,11 +149,11 @@ class Actor(TrainedModel):
             loss = -found.sampled_BR.sum() / num_tokens
             return loss, {names.SFT_LOSS: loss.detach()}
 
-        lr = self._optimizer.start_update()
+        lr = self.optimizer.start_update()
         sums = self.forward_backward(batch, rows, loss_of)
-        grad_norm = self.optim_step(loss=sums[names.SFT_LOSS])
+        grad_norm = self.optimizer.step(loss=sums[names.SFT_LOSS])
         if advances_schedule:
-            self._optimizer.end_update()
+            self.optimizer.end_update()
         return sums | {
             names.SFT_TOKENS: num_tokens,
             names.SFT_GRAD_NORM: grad_norm,

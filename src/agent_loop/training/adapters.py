@@ -114,11 +114,6 @@ def merged_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     return to_file_weights(model, _merged(model))
 
 
-def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of the model's state dict, by the names of its files. They share the model's memory."""
-    return to_file_weights(model, own_buffers(model))
-
-
 def own_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers of the model's state dict, by its own names. They share the model's memory."""
     persistent = model.state_dict().keys()
@@ -169,12 +164,8 @@ class AdaptedModel:
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, process_group: ProcessGroup) -> None:
         """Refer to a model with low-rank adapters, whose other weights do not change.
 
-        Args:
-            model: The model.
-            dtype: Dtype of the weights that servers receive.
-            process_group: Process group over which the model is sharded. With one rank, the base shares the model's
-                memory. It is in CPU memory if there are several ranks, if the model's files have other weights, or if
-                weights of few bits were dequantised.
+        Servers receive weights in `dtype`. The base shares the model's memory. It is in CPU memory if there are several
+        ranks, if the model's files have other weights, or if weights of few bits were dequantised.
         """
         self._model = model
         self._dtype = dtype

@@ -43,14 +43,8 @@ class Critic(TrainedModel):
     ) -> dict[str, float]:
         """Run one update: `ppo_epochs` passes of `ppo_mini_batches` optimiser steps each.
 
-        Args:
-            batch: Batch that `assemble` returned.
-            returns_BR: Returns to predict before each sampled token.
-            old_values_BR: Result of `values` under the current weights.
-            keep_B: True for rows to train on; None is all.
-
-        Returns:
-            Metrics, by the names in `agent_loop.training.metrics`; empty if no row remains.
+        Return metrics; empty if `keep_B` leaves no row to train. `old_values_BR` is the result of `values` under the
+        current weights.
         """
         rows = trainable_rows(batch, keep_B)
         if not len(rows):

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded.vision import auto_model_class
 from agent_loop.training.adapters import is_adapter_folder, merged_adapters
 from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint, named_checkpoint
 from agent_loop.training.policy import compute_dtype, load_base
@@ -65,18 +63,14 @@ def _load_model(checkpoint: Checkpoint, config: ModelConfig) -> PreTrainedModel:
     has_adapters = is_adapter_folder(checkpoint.model_path)
     source = config.path if has_adapters else str(checkpoint.model_path)
     try:
-        loader = auto_model_class(source, trust_remote_code=config.trust_remote_code)
-        if config.base_bits:  # the adapters were trained on the rounded weights
-            model = cast(Any, load_base(config, path=source)).dequantize()
-        else:
-            model = loader.from_pretrained(
-                source, dtype=torch.float32, trust_remote_code=config.trust_remote_code
-            )
-    except (OSError, ValueError, SafetensorError) as error:
+        model = load_base(config, path=source)
+    except ConfigError as error:
         raise ConfigError(
             f"{str(checkpoint.path)!r} is from a training of {source!r}, which cannot be loaded: {error}; run this "
             "where that model can be loaded"
         ) from error
+    if config.base_bits:  # the adapters were trained on the rounded weights
+        model = cast(Any, model).dequantize()
     return merged_adapters(model, folder=checkpoint.model_path) if has_adapters else model
 
 

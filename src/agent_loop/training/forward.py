@@ -77,15 +77,8 @@ def response_logprobs(
     """Return the log-probs of the sampled tokens and of candidates in their places, and the entropy at each place.
 
     They are computed in blocks of the vocabulary, or from all logits if the table of model types does not have the
-    model's head.
-
-    Args:
-        model: The policy or the reference.
-        micro_batch: Rows; the tokens at which `mask_BR` is 1 are computed.
-        temperature: Divisor of the logits.
-        entropy_has_gradient: False computes the entropy for metrics only.
-        candidate_ids_BRK: Token ids whose log-probs are computed before each response token; ids at other tokens are
-            ignored.
+    model's head. Without `entropy_has_gradient`, the entropy is for metrics only. Candidates at tokens that were not
+    sampled are ignored.
     """
     tokens = _sampled_tokens(model, micro_batch)
     options: dict[str, Any] = {

@@ -91,17 +91,9 @@ class Learner:
     ) -> dict[str, float]:
         """Train on the rollout of one step and return metrics.
 
-        Args:
-            batch: Batch that `assemble` returned. The advantages, the trained rows and the trainer's log-probs
-                are added as columns.
-            baseline_rewards: Reward of a greedy rollout by group, for estimators that need it (`remax`). It includes
-                the rewards of turns times `algorithm.turn_reward_weight`. Groups that are missing or NaN are not
-                trained.
-
-        Raises:
-            AlgorithmError: The estimator or the loss raised, or returned values that cannot be trained on.
-            ConfigError: The batch has images, and there are several ranks.
-            DataError: A trajectory has no prompt, or a value that the configuration needs is missing.
+        The advantages, the trained rows and the trainer's log-probs are added to the batch as columns.
+        `baseline_rewards` are the rewards of greedy rollouts by group, for estimators that need them (`remax`). They
+        include the rewards of turns times `algorithm.turn_reward_weight`. Groups without one are not trained.
         """
         if self._process_group.size > 1 and "attachments" in batch:
             raise ConfigError(
@@ -157,9 +149,9 @@ class Learner:
         if _critic_folder(checkpoint) is None:
             state.pop("critic", None)
         load_state(state, checkpoint)
-        self._actor.load_state_dict(state["actor"])
+        self._actor.optimizer.load_state_dict(state["actor"])
         if self._critic is not None and "critic" in state:
-            self._critic.load_state_dict(state["critic"])
+            self._critic.optimizer.load_state_dict(state["critic"])
 
     def run_command(self, command: RankCommand) -> None:
         """Run a command of rank 0 on this rank."""
@@ -200,7 +192,7 @@ class Learner:
 
         # 3. New weights.
         if self._critic is not None and estimate.returns_BR is not None and values_BR is not None:
-            is_head_start = self._critic.num_updates < self._config.critic.head_start
+            is_head_start = self._critic.optimizer.num_updates < self._config.critic.head_start
             metrics |= self._critic.update(
                 batch, returns_BR=estimate.returns_BR, old_values_BR=values_BR, keep_B=of_rewards.keep_B
             )
@@ -243,8 +235,8 @@ class Learner:
         torch.set_num_threads(self._config.trainer.num_threads)
 
     def _state_dict(self) -> dict[str, Any]:
-        state = {"actor": self._actor.state_dict()}
-        return state if self._critic is None else state | {"critic": self._critic.state_dict()}
+        state = {"actor": self._actor.optimizer.state_dict()}
+        return state if self._critic is None else state | {"critic": self._critic.optimizer.state_dict()}
 
     def _named_columns(self, batch: RolloutBatch) -> list[str]:
         """Return the columns that settings of the estimators name, or that the estimator needs."""

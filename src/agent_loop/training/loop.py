@@ -19,7 +19,7 @@ from agent_loop.training.distillation.scoring import open_scoring
 from agent_loop.training.distillation.teachers import Teachers
 from agent_loop.training.evaluation.scores import Evaluation, summarise
 from agent_loop.training.learner import learned_of
-from agent_loop.training.monitor import Monitor, refuse_without_lesson
+from agent_loop.training.monitor import Monitor, why_unlearnable
 from agent_loop.training.rollouts import (
     Rollouts,
     StepRollout,
@@ -118,11 +118,10 @@ class TrainingLoop:
 
         # 2. A run that has nothing to learn from stops at its first step.
         if self._is_first_step and (rollout.lessons is None or rollout.lessons.is_empty):
-            try:
-                refuse_without_lesson(trajectories, step=step)
-            except TrainingError:  # the cause can be found in the trajectories
+            reason = why_unlearnable(trajectories)
+            if reason is not None:  # its cause can be found in the trajectories
                 self.keeper.keep(trajectories, step=step, split="train", weight_version=version)
-                raise
+                raise TrainingError(f"step {step} has nothing to learn from: {reason}")
 
         # 3. Learn: advantages and update. This completes the step; Ctrl-C waits for it.
         metrics = self._rollout_metrics(rollout)

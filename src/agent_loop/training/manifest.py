@@ -5,9 +5,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from agent_loop.recording.values import digest
 from agent_loop.rollout.rows import RowFile
@@ -106,14 +106,9 @@ class DataManifest:
         return cls(tuple(described), digest([each for digests in by_file for each in digests]))
 
     @classmethod
-    def read(cls, form: object) -> DataManifest:
-        """Return the manifest whose `form` returned these values."""
-        values = cast(Mapping[str, Any], form)
+    def read(cls, values: Mapping[str, Any]) -> DataManifest:
+        """Return the manifest that `asdict` turned into these values."""
         return cls(tuple(DataFile(**each) for each in values["files"]), str(values["digest"]))
-
-    def form(self) -> dict[str, Any]:
-        """Return plain values for a JSON file."""
-        return asdict(self)
 
     def changes_since(self, before: DataManifest) -> str | None:
         """Return which files have changed, and how; None if the rows are the same.

@@ -98,13 +98,8 @@ def take_weights(
 ) -> MasterWeights:
     """Make the model compute in `dtype`, keep only this rank's shard of several, and return the weights to train.
 
-    The model must be loaded in float32. Parameters that require no gradient are cast or sharded too.
-
-    Args:
-        model: Model to change.
-        process_group: Process group over which the model is sharded.
-        dtype: Dtype that the model computes in; None is the dtype of its parameters.
-        on_host: Keep the weights, and so their gradients, in CPU memory; the model's parameters are copies.
+    The model must be loaded in float32. Parameters that require no gradient are cast or sharded too. With `on_host`,
+    the weights, and so their gradients, are in CPU memory; the model's parameters are copies.
     """
     if process_group.mesh is not None and on_host:
         raise ConfigError(

@@ -104,13 +104,7 @@ def micro_batches(
     number of tokens to compute. All ranks run the same number of micro-batches: a rank with fewer runs spare ones at
     the end.
 
-    Args:
-        batch: Batch that `assemble` returned. If it has images, its rows are padded instead of computed as a tree.
-        rows: Indices of the rows to include.
-        max_tokens: Maximum number of tokens in a micro-batch.
-        device: Device of the tensors.
-        layout: Compute the rows of a micro-batch as a prefix tree, padded to a common width, or each alone.
-        process_group: Process group that shares the rows.
+    Rows of a batch with images are padded instead of computed as a tree.
     """
     prompt_width = batch["prompts"].shape[1]
     attention_mask = batch["attention_mask"]

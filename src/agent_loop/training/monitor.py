@@ -57,13 +57,6 @@ def refuse_truncated_sampling(config: Config) -> None:
             )
 
 
-def refuse_without_lesson(trajectories: Sequence[Trajectory], *, step: int) -> None:
-    """Raise an error if no trajectory of a step is scored and has a token to train on."""
-    reason = why_unlearnable(trajectories)
-    if reason is not None:
-        raise TrainingError(f"step {step} has nothing to learn from: {reason}")
-
-
 def why_unlearnable(trajectories: Sequence[Trajectory]) -> str | None:
     """Return why no trajectory is both scored and has a token to train on; None if one is."""
     sampled = [t for t in trajectories if t.output.response_mask.any()]

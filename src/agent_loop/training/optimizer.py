@@ -61,9 +61,8 @@ class Optimizer:
     def step(self, *, loss: float) -> float:
         """Take one step with the current gradients, clear them, and return their norm before clipping.
 
-        Args:
-            loss: Loss of the mini-batch on all ranks. If the loss or the norm is not finite, the step is skipped and
-                the returned norm is not finite. The loss is needed because the gradient of a NaN can be 0.
+        If the loss on all ranks or the norm is not finite, the step is skipped, and the returned norm is not finite.
+        The loss is needed because the gradient of a NaN can be 0.
         """
         weights = list(self._weights.tensors.values())
         grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(weights, self._config.grad_clip)))

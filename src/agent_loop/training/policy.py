@@ -28,13 +28,9 @@ ATTENTION_PARTS = ("attention", "flash_attn")
 def load_policy(config: ModelConfig, *, path: str | Path | None = None, seed: int = 0) -> PreTrainedModel:
     """Load the model, move it to its device, and add adapters if `config.lora_rank` is set.
 
-    Weights are float32, but for those in 4 bits if `config.base_bits` is set.
-
-    Args:
-        config: Settings of the model.
-        path: Path to load instead of `config.path`, for example from a checkpoint. With adapters, it holds the
-            adapters, and the model is loaded from `config.path`.
-        seed: Seed of new adapters.
+    Weights are float32, but for those in 4 bits if `config.base_bits` is set. `path` is loaded instead of
+    `config.path`, for example from a checkpoint. With adapters, it holds the adapters, and the model is loaded from
+    `config.path`. `seed` is that of new adapters.
     """
     if path is not None and is_adapter_folder(path) != bool(config.lora_rank):
         what = "no adapters" if config.lora_rank else "adapters"
@@ -156,13 +152,9 @@ def load_reference(
 ) -> PreTrainedModel | None:
     """Load the reference policy of the KL penalties; None if no penalty has a weight.
 
-    `placement` may give it the CPU, or a device of its own: the second that this process sees.
-
-    Args:
-        config: All settings.
-        policy: The policy. If it has adapters and the reference is the policy at the start of the run, the result is
-            this model: without its adapters, it is the reference.
-        device: Device to load it to, instead of `model.device`.
+    `placement` may give it the CPU, or a device of its own: the second that this process sees. `device` stands in for
+    `model.device`. If the policy has adapters and the reference is the policy at the start of the run, the result is
+    the policy: without its adapters, it is the reference.
     """
     if not (config.actor.kl_loss_coef or config.algorithm.kl_reward_coef):
         return None

@@ -90,7 +90,9 @@ class PPOTrainer:
             ProcessGroupError: One of several processes ended.
         """
         config = self._config
-        _check_algorithm(config)
+        refuse_truncated_sampling(config)
+        load_policy_loss(config.actor.policy_loss)
+        check_groups(config)
         selector, val_rows, manifests = _load_data(config, has_manager=self._manager is not None)
         config = with_total_steps(config, num_rows=len(selector.rows))
         supervised = await run_in_thread(_load_supervised, config, self._manager, manifests)
@@ -188,10 +190,3 @@ def _load_supervised(
     return ExampleSampler(
         examples, config=config.sft, seed=config.data.seed, pad_token_id=template.pad_token_id
     )
-
-
-def _check_algorithm(config: Config) -> None:
-    """Raise a ConfigError if the estimator, the loss or the sampling does not fit, or the groups are too small."""
-    refuse_truncated_sampling(config)
-    load_policy_loss(config.actor.policy_loss)
-    check_groups(config)

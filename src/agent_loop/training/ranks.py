@@ -221,10 +221,7 @@ def _create_other_ranks(config: Config, device: torch.device) -> OtherRanks:
 def run_rank(config: Config, *, local_rank: int, **rendezvous: Any) -> None:
     """Run the commands of rank 0 until it stops this rank. Ctrl-C is ignored: rank 0 handles it.
 
-    Args:
-        config: Configuration of rank 0.
-        local_rank: Number of this process's GPU among those that it sees.
-        rendezvous: See `join_process_group`.
+    `local_rank` is the number of this process's GPU among those that it sees.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
@@ -241,15 +238,7 @@ def run_rank(config: Config, *, local_rank: int, **rendezvous: Any) -> None:
 
 
 def connect_and_run_rank(config: Config, *, host: str, port: int, rank: int, local_rank: int) -> None:
-    """Connect to the store of rank 0 and run its commands.
-
-    Args:
-        config: Configuration of rank 0.
-        host: Address of rank 0.
-        port: Port of its store.
-        rank: Number of this process.
-        local_rank: Number of this process's GPU among those that it sees.
-    """
+    """Connect to the store of rank 0 and run its commands; see `run_rank`."""
     size = config.trainer.num_processes
     store = open_store(size, host=host, port=port)
     run_rank(config, local_rank=local_rank, store=store, rank=rank, world_size=size)

@@ -179,11 +179,7 @@ def check_shape(value: Any, shapes: Sequence[list[int]], *, what: str, where: st
 
 
 def call(registered: RegisteredFunction, *args: Any, key: str, **kwargs: Any) -> Any:
-    """Call a registered function.
-
-    Raises:
-        AlgorithmError: The function raised.
-    """
+    """Call a registered function. Raises an AlgorithmError if the function raises."""
     try:
         return registered.function(*args, **kwargs)
     except Exception as error:

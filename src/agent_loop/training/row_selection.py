@@ -42,11 +42,7 @@ class StoredGroup(NamedTuple):
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], *, step: int, row: int) -> StoredGroup:
-        """Store a group.
-
-        Raises:
-            Unstorable: It contains values that cannot be stored.
-        """
+        """Store a group. Raises Unstorable if it contains values that cannot be stored."""
         versions = [
             s.weight_version for t in trajectories for s in t.output.segments if s.weight_version is not None
         ]
@@ -142,13 +138,9 @@ class RowSelector:
         informative: Sequence[Trajectory] = (),
         rows: Sequence[int] = (),
     ) -> None:
-        """Add the results of a step that is complete.
+        """Add the results of a step that is complete, also those of rows that it did not train.
 
-        Args:
-            step: The step.
-            results: Results of all its rows, also of those that it did not train.
-            informative: Trajectories of its groups with a signal, which later steps may replay.
-            rows: Row of each group, by the number of the group.
+        Later steps may replay the `informative` trajectories. `rows` has the row of each group, by its number.
         """
         self._pending[step] = results
         self._selections.pop(step, None)
@@ -168,7 +160,7 @@ class RowSelector:
         """Write the state to the folder of a checkpoint."""
         state = {
             "name": self._sampler.name,
-            "sampler": self._sampler.state_dict(),
+            "sampler": self._sampler.call("state_dict"),
             "history": self.history.state_dict(),
             "pending": list(self._pending.items()),
             "selections": [[step, asdict(selection)] for step, selection in self._selections.items()],
@@ -179,11 +171,7 @@ class RowSelector:
         path.write_bytes(pack(state))
 
     def load(self, folder: Path, *, has_same_rows: bool) -> str | None:
-        """Load the state from the folder of a checkpoint.
-
-        Returns:
-            A note for the user if results are lost that the selection depends on.
-        """
+        """Load the state from the folder of a checkpoint, and return a note if results are lost that it depends on."""
         path = folder / STATE_FILE
         if not path.is_file() or not has_same_rows:
             why = "the rows have changed" if path.is_file() else "the checkpoint holds none"
@@ -200,7 +188,7 @@ class RowSelector:
         }
         self._stored = [StoredGroup(*group) for group in state["stored"]]
         if state["name"] == self._sampler.name:
-            self._sampler.load_state_dict(state["sampler"])
+            self._sampler.call("load_state_dict", state["sampler"])
         return None
 
     def _num_rows(self, num_groups: int) -> int:
@@ -214,7 +202,7 @@ class RowSelector:
         for each in sorted(step for step in self._pending if step <= newest):
             results = self._pending.pop(each)
             self.history.observe(each, results)
-            self._sampler.observe(each, results)
+            self._sampler.call("observe", each, results)
         replayed = self._select_replayed(step, newest=newest)
         num_rows, num_all = self._num_rows(num_groups - len(replayed)), len(self.rows)
         num_spare = self._config.algorithm.max_refills * num_groups
@@ -231,11 +219,18 @@ class RowSelector:
                 f"step {step} needs {num_rows} rows, and {' and '.join(filters)} skip all but {len(kept)}; skipped "
                 "rows fill the step"
             )
+        seen_N = self.history.num_results_N > 0
+        metrics = {
+            names.ROWS_SEEN: float(seen_N.sum()),
+            names.ROWS_SKIPPED_SHARE: float(is_skipped_N.mean()),
+        }
+        if seen_N.any():
+            metrics[names.ROWS_SUCCESS] = float(self.history.success_N[seen_N].mean())
         return Selection(
             [*kept, *skipped][:num_rows],
             spare=kept[num_rows : num_rows + num_spare],
             replayed=replayed,
-            metrics=self._metrics(is_skipped_share=float(is_skipped_N.mean())),
+            metrics=metrics,
             note=note,
         )
 
@@ -247,13 +242,6 @@ class RowSelector:
         selected = [found[index] for index in order]
         self._stored = [group for group in self._stored if group not in selected]
         return selected
-
-    def _metrics(self, *, is_skipped_share: float) -> dict[str, float]:
-        seen_N = self.history.num_results_N > 0
-        metrics = {names.ROWS_SEEN: float(seen_N.sum()), names.ROWS_SKIPPED_SHARE: is_skipped_share}
-        if seen_N.any():
-            metrics[names.ROWS_SUCCESS] = float(self.history.success_N[seen_N].mean())
-        return metrics
 
 
 def _check_replay(config: Config) -> None:

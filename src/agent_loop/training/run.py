@@ -85,14 +85,7 @@ class Start:
 def claimed_folder(
     config: Config, *, resume: bool | str, overwrite: bool, manifests: Mapping[str, DataManifest]
 ) -> Generator[Start]:
-    """Lock the folder of a run during the body, and yield what the run starts from. Nothing else is written yet.
-
-    Args:
-        config: Settings of the run.
-        resume: See `PPOTrainer`.
-        overwrite: See `PPOTrainer`.
-        manifests: Rows of the run by split, which must be those of the checkpoint.
-    """
+    """Lock the folder of a run during the body, and yield what the run starts from. Nothing else is written yet."""
     if resume and overwrite:
         raise ConfigError("resume and overwrite are both set; give one of them")
     run_dir = Path(config.trainer.run_dir)
@@ -133,8 +126,7 @@ def check_rows_unchanged(
 ) -> list[str]:
     """Raise an error if the training rows have changed, because the rows of a step follow from their positions.
 
-    Returns:
-        Notes for the user on rows that have changed.
+    Return notes on other rows that have changed.
     """
     notes: list[str] = []
     for split in sorted(rows.keys() & checkpoint.rows.keys()):

@@ -191,19 +191,8 @@ class LoadedSampler:
             )
         return [int(index) for index in indices[:count]]
 
-    def observe(self, step: int, results: Sequence[RowResult]) -> None:
-        """Pass the results of a step to the sampler, if it has a method `observe`."""
-        self._call("observe", step, results)
-
-    def state_dict(self) -> Any:
-        """Return the state of the sampler; None if it has none."""
-        return self._call("state_dict")
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state that `state_dict` returned."""
-        self._call("load_state_dict", state)
-
-    def _call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
+        """Call `observe`, `state_dict` or `load_state_dict`; None if the sampler does not have that method."""
         function = getattr(self.registered.function, method, None)
         if function is None:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, cast
 
@@ -14,7 +15,8 @@ from transformers import PreTrainedModel
 
 from agent_loop.config import OptimConfig
 from agent_loop.rollout.batch import RolloutBatch
-from agent_loop.training.adapters import AdaptedModel, are_low_rank, merged_parameters, persistent_buffers
+from agent_loop.servers.embedded.weights import to_file_weights
+from agent_loop.training.adapters import AdaptedModel, are_low_rank, merged_parameters, own_buffers
 from agent_loop.training.advantages.groups import rollouts_of_rows
 from agent_loop.training.forward import layout_of, prepare_layout
 from agent_loop.training.losses.terms import Aggregation
@@ -31,8 +33,8 @@ LossFunction: TypeAlias = Callable[[MicroBatch], tuple[Tensor, Mapping[str, Tens
 class TrainedModel:
     """A model that is trained, its master weights and its optimiser. Base of the actor and of the critic.
 
-    `forward_backward` adds the gradients of a loss, and `optim_step` applies them. Call one method at a time, from any
-    thread. In a process group, all ranks make the same calls.
+    `forward_backward` adds the gradients of a loss, and the `optimizer` applies them. Call one method at a time, from
+    any thread. In a process group, all ranks make the same calls.
     """
 
     section: ClassVar[str] = "actor"
@@ -47,14 +49,9 @@ class TrainedModel:
         seed: int = 0,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Take ownership of a loaded model.
+        """Take ownership of a loaded model, which stays on its device.
 
-        Args:
-            model: The model; stays on its device. Parameters that require no gradient are not changed.
-            config: Settings of the optimiser and of the micro-batches.
-            dtype: Dtype that the model computes in; None is the dtype of its parameters.
-            seed: Seed of the shuffle into mini-batches.
-            process_group: Process group over which the model is sharded.
+        It computes in `dtype`; None is the dtype of its parameters. `seed` is that of the shuffle into mini-batches.
         """
         self.model = model
         self.process_group = process_group
@@ -65,16 +62,12 @@ class TrainedModel:
         self._weights = take_weights(
             model, process_group=process_group, dtype=dtype, on_host=config.optimizer_on_host
         )
-        self._optimizer = Optimizer(self._weights, config=config, seed=seed)
+        self.optimizer = Optimizer(self._weights, config=config, seed=seed)
         self._adapted = (
             AdaptedModel(model, dtype=self._dtype, process_group=process_group)
             if are_low_rank(model)
             else None
         )
-
-    @property
-    def num_updates(self) -> int:
-        return self._optimizer.num_updates
 
     def compute(
         self,
@@ -104,15 +97,11 @@ class TrainedModel:
                 sums[name] += float(value)
         return self.process_group.sum_metrics(sums)
 
-    def optim_step(self, *, loss: float) -> float:
-        """Apply the gradients, clear them, and return their norm; see `Optimizer.step`."""
-        return self._optimizer.step(loss=loss)
-
     def mini_batches(self, batch: RolloutBatch, rows: Tensor) -> Iterator[Tensor]:
         """Yield the rows of each optimiser step of one update, `ppo_mini_batches` in each of `ppo_epochs` passes."""
-        self._optimizer.start_update()
-        yield from self._optimizer.mini_batches(rows, rollouts_B=rollouts_of_rows(batch))
-        self._optimizer.end_update()
+        self.optimizer.start_update()
+        yield from self.optimizer.mini_batches(rows, rollouts_B=rollouts_of_rows(batch))
+        self.optimizer.end_update()
 
     def aggregation(self, batch: RolloutBatch, rows: Tensor) -> Aggregation:
         """Return the aggregation of the losses of a mini-batch."""
@@ -127,7 +116,7 @@ class TrainedModel:
     def step(self, batch: RolloutBatch, rows: Tensor, loss_of: LossFunction) -> dict[str, float]:
         """Take one optimiser step, and return the sums of the values of `loss_of`, one of which is the loss."""
         sums = self.forward_backward(batch, rows, loss_of)
-        return sums | {f"{self.section}/grad_norm": self.optim_step(loss=sums[f"{self.section}/loss"])}
+        return sums | {f"{self.section}/grad_norm": self.optimizer.step(loss=sums[f"{self.section}/loss"])}
 
     def mean_metrics(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return the means over the optimiser steps of an update, without values that are not finite."""
@@ -139,7 +128,7 @@ class TrainedModel:
         return {name: sum(finite) / len(finite) for name, finite in values.items() if finite} | {
             f"{self.section}/optimizer_steps": float(num_finite),
             f"{self.section}/nonfinite_updates": float(len(steps) - num_finite),
-            f"{self.section}/lr": self._optimizer.lr,
+            f"{self.section}/lr": self.optimizer.lr,
         }
 
     @property
@@ -154,24 +143,14 @@ class TrainedModel:
         Otherwise, weights without an adapter that are not sharded share the model's memory: read them before the next
         update.
         """
-        return self._merged_weights() if self._adapted is None else self._adapted.weights()
-
-    def _merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in merged_parameters(self.model):
-            yield name, parameter.to(self._dtype)
-        yield from persistent_buffers(self.model)
+        if self._adapted is not None:
+            return self._adapted.weights()
+        parameters = ((name, value.to(self._dtype)) for name, value in merged_parameters(self.model))
+        return chain(parameters, to_file_weights(self.model, own_buffers(self.model)))
 
     def save(self, folder: Path) -> None:
         """Save the model in the format of `transformers`, in full precision."""
         save_model(self.model, folder, weights=self._weights, process_group=self.process_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state besides the model: optimiser, warm-up and random state."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
-        self._optimizer.load_state_dict(state)
 
     def _micro_batches(
         self, batch: RolloutBatch, rows: Tensor, model: PreTrainedModel

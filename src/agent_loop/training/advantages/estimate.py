@@ -102,14 +102,8 @@ def estimate_batch(
 ) -> BatchAdvantages:
     """Return the advantages of a batch. The rows of each source with settings of its own are estimated on their own.
 
-    Args:
-        batch: Batch that `assemble` returned.
-        estimators: Estimators of the run.
-        response_length: Limit in tokens before which `overlong_buffer` lies.
-        kl_BR: Estimate of each token's KL divergence from the reference; None is no penalty.
-        is_allowed_B: Bool: rows that may be trained; None is all. The others still count in their groups.
-        values_BR: Values that the critic predicts before each token.
-        baselines_B: Reward of a greedy rollout of the same prompt, NaN if it was not scored.
+    `kl_BR` estimates each token's KL divergence from the reference. Rows outside of `is_allowed_B` are not trained, and
+    still count in their groups. `baselines_B` are the rewards of greedy rollouts, NaN if they were not scored.
     """
     parts = list(_rows_by_source(batch, estimators).items())
     found: list[BatchAdvantages] = []

@@ -260,8 +260,7 @@ def _values_of_prompts(of_mains_B: Tensor, rewards: Rewards) -> Tensor:
 def _differences(values_BT: Tensor) -> Tensor:
     """Return the next known value after each turn minus the last known value before it, [B, T]; 0 without both.
 
-    Args:
-        values_BT: Value of the state before each turn, and of the end; NaN if it is not known. Shape [B, T + 1].
+    The values, [B, T + 1], are those of the states before each turn and of the end; NaN if they are not known.
     """
     before_BT, after_BT = values_BT.clone(), values_BT.clone()
     for turn in range(1, values_BT.shape[1]):

@@ -186,12 +186,7 @@ def collect_rewards(
 
     The reward of a turn that branches share is a reward of a token in the branch that trains the turn, and counts in
     the total reward of each of these branches. A row whose reward is not finite counts as not scored.
-
-    Args:
-        batch: Batch that `assemble` returned.
-        config: Penalties, the weight of turns, and the names of the parts.
-        response_length: Limit in tokens before which `config.overlong_buffer` lies.
-        kl_BR: Estimate of each token's KL divergence from the reference; None is no penalty.
+    `config.overlong_buffer` lies before `response_length` tokens.
     """
     mask_BR, outcome_B = batch["response_mask"], batch["reward"]
     if config.overlong_buffer is not None:

@@ -47,12 +47,8 @@ def collect_turns(batch: RolloutBatch, *, state_key: str | None = None) -> Turns
     """Return the turns of a batch.
 
     The state of a turn is what the model saw last: the tokens between the turn before and this turn, with the images
-    among them, or for the first turn the prompt. Equal tokens are equal states, whatever came before them.
-
-    Args:
-        batch: Batch that `assemble` returned.
-        state_key: Key of `Feedback.extra`. Where the feedback on a turn has a value under it, this value is the state
-            of the next turn.
+    among them, or for the first turn the prompt. Equal tokens are equal states, whatever came before them. Where the
+    feedback on a turn has a value under `state_key` in its `extra`, this value is the state of the next turn.
     """
     numbers_BR = turn_numbers(batch)
     is_sampled_BR = numbers_BR >= 0

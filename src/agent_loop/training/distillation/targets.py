@@ -34,13 +34,9 @@ def divergence(
     2306.08543). By the log-sum inequality (Cover and Thomas, Elements of Information Theory, theorem 2.7.1), merging
     outcomes never raises a divergence; if the candidates are the whole vocabulary, it is the divergence itself.
 
-    A rest below `SMALLEST_REST` counts as `SMALLEST_REST`, and has no gradient.
-
-    Args:
-        logprobs_BRK: Log-probs of the policy for the candidates, with a gradient.
-        teacher_logprobs_BRK: Log-probs of the teacher; minus infinity for a candidate that does not count.
-        is_taught_BR: Bool: tokens that count. The result and its gradient are 0 elsewhere, whatever the log-probs are.
-        direction: Which of the two divergences.
+    A rest below `SMALLEST_REST` counts as `SMALLEST_REST`, and has no gradient. A candidate whose log-prob of the
+    teacher is minus infinity does not count. At tokens that are not taught, the result and its gradient are 0, whatever
+    the log-probs are.
     """
     is_candidate_BRK = is_taught_BR[..., None] & ~teacher_logprobs_BRK.isneginf()
     policy_BRK = torch.where(is_candidate_BRK, logprobs_BRK, 0.0)

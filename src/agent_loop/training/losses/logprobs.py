@@ -43,13 +43,8 @@ def token_logprobs(
 ) -> TokenLogProbs:
     """Return `log_softmax(logits / temperature)` at the tokens, and the entropy of the distributions.
 
-    Args:
-        logits_NV: Logits of distributions over the vocabulary.
-        token_ids_M: Token ids.
-        place_M: Index of each token's distribution, among the N.
-        temperature: Divisor of the logits.
-        entropy_has_gradient: False computes the entropy for metrics only.
-        candidate_ids_MK: Token ids whose log-probs are returned too, in place of each token.
+    `place_M` is the index of each token's distribution, among the N. Without `entropy_has_gradient`, the entropy is for
+    metrics only.
     """
     precise_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     logprobs_NV = (precise_NV if temperature == 1 else precise_NV / temperature).log_softmax(dim=-1)

@@ -40,12 +40,8 @@ class Aggregation:
         its rows. So a rollout of k equal rows weighs as much as one of one row in `seq-mean-token-mean`, and k times as
         much in the other modes, where a rollout weighs by its tokens.
 
-        Args:
-            mask_BT: 1 for tokens that count, in the whole batch.
-            rows: Indices of the rows of the mini-batch.
-            rollouts_B: Number of the rollout of each row of the whole batch.
-            mode: Mode of the aggregation.
-            length: Divisor of each rollout's sum in `seq-mean-token-sum-norm`; None is the width T.
+        `mask_BT` and `rollouts_B` are those of the whole batch, `rows` the indices of the mini-batch. `length` divides
+        each rollout's sum in `seq-mean-token-sum-norm`; None is the width T.
         """
         lengths_B = torch.zeros(len(mask_BT), dtype=torch.int64)
         lengths_B[rows] = mask_BT[rows].sum(dim=-1)
@@ -133,12 +129,7 @@ def correct(
     kills stability", 2025). At level `sequence` the ratio is the product over the tokens of the rollout, in all its
     rows. At level `geometric` it is their geometric mean, as in GSPO (arXiv 2507.18071).
 
-    Args:
-        logprobs_BT: Log-probs of the trainer, under the weights that sampled.
-        rollout_logprobs_BT: Log-probs of the servers.
-        mask_BT: 1 for tokens to train on.
-        config: Kind, level and bounds.
-        rollouts_B: Number of the rollout of each row; None: each row is a rollout.
+    `logprobs_BT` are those of the trainer, under the weights that sampled. Without `rollouts_B`, each row is a rollout.
     """
     log_ratio_BT = masked_difference(logprobs_BT.detach(), rollout_logprobs_BT, mask_BT=mask_BT)
     if config.level != "token":

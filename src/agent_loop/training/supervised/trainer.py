@@ -29,13 +29,9 @@ from agent_loop.training.supervised.sources import supervised_config
 
 
 class SupervisedTrainer:
-    """Supervised trainer of one run. Single use.
+    """Supervised trainer of one run. Single use. The arguments are those of `PPOTrainer`.
 
-    Args:
-        config: All settings. Those of rollouts, rewards and advantages have no effect.
-        resume: False, True, `auto` or a path, as in `PPOTrainer`.
-        overwrite: Allow a new run to remove the files of an earlier run in `trainer.run_dir`.
-        console: Console that shows the progress; None is standard output.
+    Settings of rollouts, rewards and advantages have no effect.
     """
 
     def __init__(
@@ -54,13 +50,7 @@ class SupervisedTrainer:
     async def fit(self) -> TrainResult:
         """Train until the last step, or until Ctrl-C, which finishes the step and writes a checkpoint.
 
-        Raises:
-            ConfigError: A setting does not fit, or the run folder belongs to another run.
-            ChatTemplateError: The tokenizer has no chat template that can be used.
-            CheckpointError: There is nothing to resume from, it is damaged, or the examples have changed.
-            DataError: A conversation is not valid, or no example is left.
-            OutputError: The run folder cannot be written, or another process trains in it.
-            ProcessGroupError: One of several processes ended.
+        The errors are those of `PPOTrainer.fit`. It raises a DataError if a conversation is not valid.
         """
         config = self._config
         loggers = make_loggers(config)
