@@ -29,7 +29,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from agent_loop.weights import AdaptedWeights, Factors, WeightReceiver, WeightSender
+from agent_loop.weights.adapted import AdaptedWeights, Factors
+from agent_loop.weights.receiver import WeightReceiver
+from agent_loop.weights.sender import WeightSender
 
 MEGABYTE = 1_000_000
 SIZES_MB = (200, 1000)

@@ -111,7 +111,7 @@ async def run_cluster(cluster: SimulatedCluster, plans: Sequence[TrajectoryPlan]
 
     async with AsyncExitStack() as background:
         if cluster.max_concurrent == "auto":
-            await background.enter_async_context(manager.watching())
+            await background.enter_async_context(manager.pool.watching())
         await _worker(manager, cluster).run(
             [_job(p, run) for p in run.plans.values()], on_trajectory=count_failures
         )

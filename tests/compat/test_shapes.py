@@ -215,7 +215,7 @@ def test_a_server_that_defines_only_generate_runs_rollouts() -> None:
             trajectories = await manager.run([row()] * 2)
             with pytest.raises(WeightsError, match="Parrot does not define update_weights"):
                 await manager.update_weights([], weight_version=1)
-            assert [health.is_alive for health in await manager.server_manager.health()] == [True, True]
+            assert [health.is_alive for health in await manager.server_manager.pool.health()] == [True, True]
             return trajectories
 
     servers = [Parrot(), Parrot()]

@@ -109,7 +109,7 @@ class ClusterHarness:
     @property
     def is_whole(self) -> bool:
         manager = self.manager
-        num_servers = len(manager.server_manager.balancer.servers)
+        num_servers = len(manager.server_manager.pool.balancer.servers)
         return num_servers == len(manager.remote_servers) and all(
             worker.is_alive for worker in manager.remote_workers.workers
         )

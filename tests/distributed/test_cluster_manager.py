@@ -117,13 +117,14 @@ def test_a_cancelled_batch_of_a_thousand_rows_is_cleaned_up_and_the_next_batch_w
         async with asyncio.TaskGroup() as group:
             running = group.create_task(harness.manager.run(rows(1000)))
             while (
-                sum([health.num_running for health in await harness.manager.server_manager.health()]) < 1000
+                sum([health.num_running for health in await harness.manager.server_manager.pool.health()])
+                < 1000
             ):
                 pass
             cancelled = clock()
             running.cancel()
             await asyncio.wait({running})
-        while sum([health.num_running for health in await harness.manager.server_manager.health()]):
+        while sum([health.num_running for health in await harness.manager.server_manager.pool.health()]):
             pass
         return clock() - cancelled
 
@@ -265,7 +266,7 @@ def test_a_killed_engine_is_restarted_with_the_weights_of_the_others(
             pid = await manager.remote_servers[0].actor.__ray_call__.remote(lambda _: os.getpid())
             os.kill(pid, 9)
             first = tokens_of(await manager.run(work))
-            while {health.weight_version for health in await manager.server_manager.health()} != {1}:
+            while {health.weight_version for health in await manager.server_manager.pool.health()} != {1}:
                 await manager.run(work[:1])
             assert tokens_of(await manager.run(work)) == first
             return first

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from agent_loop.distributed.weights import PublishedWeights, WeightFetcher, WeightStore
-from agent_loop.weights import AdaptedWeights, SharedWeights
+from agent_loop.weights.adapted import AdaptedWeights
+from agent_loop.weights.shared import SharedWeights
 from tests.distributed.cluster import cluster_of, ray
 from tests.weights.adapting import adapted_of, base_weights
 from tests.weights.receiving import PlainTensor, flat

@@ -26,7 +26,7 @@ from agent_loop.tools.registry import load_tools
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
-from agent_loop.weights import AdaptedWeights, Factors
+from agent_loop.weights.adapted import AdaptedWeights, Factors
 from examples.common.demonstrations import Habit, demonstrations
 from examples.common.warm_start import encode, warm_start
 from examples.two_hop_lookup import task
@@ -352,7 +352,7 @@ class ComparingManager(AgentLoopManager):
         checkpoint.save_pretrained(path)
         await self.wake_up()
         difference = await assert_matches_the_reference(
-            self.server_manager.servers[0], load_reference(path), seed=weight_version
+            self.server_manager.pool.servers[0], load_reference(path), seed=weight_version
         )
         await self.sleep()
         self.published.append(weight_version)

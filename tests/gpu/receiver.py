@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from agent_loop.weights import WeightReceiver
+from agent_loop.weights.receiver import WeightReceiver
 from agent_loop.weights.tensors import checksum
 from tests.gpu.stage_process import ROOT
 

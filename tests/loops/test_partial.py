@@ -115,7 +115,7 @@ def test_a_completion_on_both_sides_of_a_weight_update_is_one_turn_of_two_segmen
     async def scenario() -> tuple[AgentLoopOutput, AgentLoopOutput]:
         runner = PartialRunner(ASKING_TURNS, tools=TOOLS)
         part = await runner.run(cancel_after_s=10.5 * TOKEN_S)
-        await runner.server_manager.update_weights([], weight_version=7)
+        await runner.server_manager.pool.update_weights([], weight_version=7)
         return part, await runner.run(partial_output=part)
 
     part, output = run_virtual(scenario())
@@ -136,7 +136,7 @@ def test_each_token_has_the_weight_version_that_sampled_it() -> None:
         for version in range(1, 4):
             output = await runner.run(cancel_after_s=rng.uniform(1, 6), partial_output=output)
             parts.append(output)
-            await runner.server_manager.update_weights([], weight_version=version)
+            await runner.server_manager.pool.update_weights([], weight_version=version)
         return parts, await runner.run(partial_output=output)
 
     for seed in range(20):

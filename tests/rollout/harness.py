@@ -157,8 +157,8 @@ class WorkerHarness:
         return [Job(row, group, 0, {"temperature": 1.0}) for group, row in enumerate(rows)]
 
     def assert_nothing_is_left(self) -> None:
-        assert self.server_manager.balancer.num_leases == 0
-        assert self.server_manager.balancer.num_sessions == 0
+        assert self.server_manager.pool.balancer.num_leases == 0
+        assert self.server_manager.pool.balancer.num_sessions == 0
         assert self.server.num_running == 0
         assert self.server.num_sessions == 0
         assert self.worker.running == ()

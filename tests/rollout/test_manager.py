@@ -139,8 +139,8 @@ def test_a_cancelled_rollout_leaks_nothing_and_the_next_one_works() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(60):
                 await manager.run(rows(8))
-        assert manager.server_manager.balancer.num_leases == 0
-        assert manager.server_manager.balancer.num_sessions == 0
+        assert manager.server_manager.pool.balancer.num_leases == 0
+        assert manager.server_manager.pool.balancer.num_sessions == 0
         stuck = False
         return await manager.run(rows(8))
 
@@ -175,7 +175,7 @@ def test_leaving_the_stream_cancels_the_trajectories_in_flight() -> None:
         assert [trajectory.group for trajectory in taken] == [0, 1, 2]
         assert clock() - left < 1
         assert (server.num_running, server.num_sessions) == (0, 0)
-        assert manager.server_manager.balancer.num_leases == 0
+        assert manager.server_manager.pool.balancer.num_leases == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(scenario())
@@ -189,7 +189,7 @@ def test_over_sampling_keeps_the_groups_that_end_first() -> None:
     async def scenario() -> list[Trajectory]:
         trajectories = await manager.run(work, n=2, num_groups=3, on_trajectory=told.append)
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert manager.server_manager.balancer.num_leases == 0
+        assert manager.server_manager.pool.balancer.num_leases == 0
         return trajectories
 
     trajectories = run_virtual(scenario())

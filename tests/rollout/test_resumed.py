@@ -83,7 +83,7 @@ def test_finished_trajectories_are_returned_unchanged_and_reported() -> None:
 
     whole, received, again = run_virtual(scenario())
     assert again == whole == received
-    assert sum(len(server.requests) for server in manager.server_manager.servers) == 8  # pyright: ignore
+    assert sum(len(server.requests) for server in manager.server_manager.pool.servers) == 8  # pyright: ignore
 
 
 def test_trajectories_of_a_loop_that_cannot_be_resumed_start_again() -> None:

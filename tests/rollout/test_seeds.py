@@ -168,7 +168,7 @@ def test_a_seed_set_by_the_user_is_used() -> None:
     manager = make_manager(agent="seeds_of_its_own")
     run_virtual(manager.run(ROWS))
     server: Any
-    for server in manager.server_manager.servers:
+    for server in manager.server_manager.pool.servers:
         assert {request.sampling_params.seed for request in server.requests} == {77}
 
 
@@ -176,7 +176,7 @@ def test_a_completion_of_a_dead_server_is_continued_with_the_same_samples() -> N
     async def scenario(*, dies: bool) -> list[Tokens]:
         manager = make_manager(streams=True)
         if dies:
-            victim: Any = manager.server_manager.servers[0]
+            victim: Any = manager.server_manager.pool.servers[0]
             asyncio.get_running_loop().call_later(3.0, victim.die)
         trajectories = await manager.run(ROWS)
         assert manager.server_manager.pool.num_failovers > 0 or not dies

@@ -124,10 +124,10 @@ def serve_app(
         app_server = AppServer(create_app(served))
         with listening_socket("127.0.0.1", 0) as listener:
             url = base_url(listener, host="127.0.0.1")
-            await pool.start()
+            await pool.pool.start()
             started.put((ServedApp(url, pool, asyncio.get_running_loop()), app_server))
             await app_server.serve(sockets=[listener])
-            await pool.close()
+            await pool.pool.close()
 
     def run() -> None:
         try:

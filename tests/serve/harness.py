@@ -86,8 +86,8 @@ class ProgramHarness:
         return run_virtual(self.run(*programs, **columns))
 
     def assert_nothing_is_left(self) -> None:
-        assert self.pool.balancer.num_leases == 0
-        assert self.pool.balancer.num_sessions == 0
+        assert self.pool.pool.balancer.num_leases == 0
+        assert self.pool.pool.balancer.num_sessions == 0
         for server in self.servers:
             if isinstance(server, ScriptedServer):
                 assert server.num_running == 0

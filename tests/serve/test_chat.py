@@ -49,9 +49,9 @@ def test_the_callers_session_stays_open_and_other_sessions_end() -> None:
         pool = AsyncLLMServerManager([server])
         reply = await chat_completion(request(session_id="mine", n=3), template=TEMPLATE, sampler=pool)
         assert [choice["message"]["content"] for choice in reply["choices"]] == ["Yes."] * 3
-        assert (server.num_sessions, pool.balancer.num_sessions) == (1, 1)
+        assert (server.num_sessions, pool.pool.balancer.num_sessions) == (1, 1)
         pool.end_session("mine")
-        assert (server.num_sessions, pool.balancer.num_sessions) == (0, 0)
+        assert (server.num_sessions, pool.pool.balancer.num_sessions) == (0, 0)
 
     run_virtual(scenario())
 
@@ -65,7 +65,11 @@ def test_closing_a_stream_releases_the_lease() -> None:
         async with aclosing(chunks_of(pool, n=4)) as parts:
             await anext(parts)
             assert server.num_running == 3
-        assert (pool.balancer.num_leases, pool.balancer.num_sessions, server.num_running) == (0, 0, 0)
+        assert (pool.pool.balancer.num_leases, pool.pool.balancer.num_sessions, server.num_running) == (
+            0,
+            0,
+            0,
+        )
 
     run_virtual(scenario())
 
@@ -83,7 +87,7 @@ def test_one_of_several_that_fails_fails_the_request_and_frees_the_others() -> N
         pool = AsyncLLMServerManager([server])
         with pytest.raises(ServerError, match="broken"):
             await chat_completion(request(n=3), template=TEMPLATE, sampler=pool)
-        assert (pool.balancer.num_leases, server.num_running) == (0, 0)
+        assert (pool.pool.balancer.num_leases, server.num_running) == (0, 0)
 
     run_virtual(scenario())
 

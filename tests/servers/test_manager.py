@@ -29,7 +29,7 @@ def test_a_hung_completion_fails_at_its_time_limit_and_releases_its_lease() -> N
             ServerTimeout, match=r"server gpu-1 request r1: the completion took longer than 30 s"
         ):
             await manager.generate("r1", prompt_ids=[5], sampling_params={})
-        assert (server.num_running, manager.balancer.num_leases) == (0, 0)
+        assert (server.num_running, manager.pool.balancer.num_leases) == (0, 0)
 
     run_virtual(main())
 
@@ -43,7 +43,7 @@ def test_all_engines_are_closed_if_one_does_not_start() -> None:
 
     async def main() -> None:
         with pytest.raises(ServerDied, match="server gpu-7: no memory"):
-            await AsyncLLMServerManager([good, Broken([], name="gpu-7")]).start()
+            await ServerPool([good, Broken([], name="gpu-7")]).start()
         assert not (await good.health()).is_alive
 
     run_virtual(main())
@@ -87,8 +87,8 @@ def test_another_server_resumes_the_completion_of_a_dead_server(streams: bool) -
         assert clock() == pytest.approx(10.5 if streams else 16.5)
         (other,) = [server for server in servers if server is not home]
         assert other.requests[-1].prompt_ids.tolist() == list(range(100, 107) if streams else [100])
-        assert manager.balancer.servers == (other.name,)
-        assert (manager.balancer.num_leases, other.num_running) == (0, 0)
+        assert manager.pool.balancer.servers == (other.name,)
+        assert (manager.pool.balancer.num_leases, other.num_running) == (0, 0)
 
     run_virtual(main())
 
@@ -122,11 +122,11 @@ def test_sessions_of_other_servers_do_not_move_when_a_server_dies() -> None:
         servers, manager = two_servers(streams=False)
         for number in range(10):
             await complete(manager, f"s{number}", num_tokens=1)
-        homes = {f"s{n}": manager.balancer.server_of(f"s{n}") for n in range(10)}
+        homes = {f"s{n}": manager.pool.balancer.server_of(f"s{n}") for n in range(10)}
         servers[0].die()
         for session in homes:
             await complete(manager, session, num_tokens=1)
-        assert {manager.balancer.server_of(session) for session in homes} == {"b"}
+        assert {manager.pool.balancer.server_of(session) for session in homes} == {"b"}
         assert len([r for r in servers[1].requests if homes[r.request_id] == "b"]) == 2 * 5
 
     run_virtual(main())
@@ -142,7 +142,7 @@ def test_the_error_names_every_dead_server_when_none_is_left() -> None:
         with pytest.raises(ServerDied, match=r"no server is left \(.*a has no memory.*b has no memory"):
             await complete(manager)
         with pytest.raises(ServerDied, match="no server is left"):
-            await manager.update_weights([], weight_version=1)
+            await manager.pool.update_weights([], weight_version=1)
 
     run_virtual(main())
 
@@ -162,7 +162,7 @@ def test_requests_wait_for_a_restart_when_every_server_died(streams: bool) -> No
     async def main() -> None:
         servers, pool = restarting_servers(streams=streams, restart_timeout_s=60)
         manager = AsyncLLMServerManager(pool)
-        async with manager.watching(), asyncio.TaskGroup() as group:
+        async with manager.pool.watching(), asyncio.TaskGroup() as group:
             before = [group.create_task(complete(manager, f"s{n}")) for n in range(4)]
             await asyncio.sleep(0)
             for server in servers:
@@ -172,7 +172,7 @@ def test_requests_wait_for_a_restart_when_every_server_died(streams: bool) -> No
             assert not any(task.done() for task in (*before, later))
             servers[1].revive()
         assert {tuple(task.result().token_ids) for task in (*before, later)} == {tuple(range(101, 111))}
-        assert manager.balancer.num_leases == manager.balancer.num_queued == 0
+        assert manager.pool.balancer.num_leases == manager.pool.balancer.num_queued == 0
 
     run_virtual(main())
 
@@ -183,13 +183,13 @@ def test_requests_fail_when_no_server_restarts_in_time() -> None:
         manager, clock = AsyncLLMServerManager(pool), asyncio.get_running_loop().time
         for server in servers:
             server.die()
-        async with manager.watching():
+        async with manager.pool.watching():
             for _ in range(2):
                 began = clock()
                 with pytest.raises(ServerDied, match="no server is left"):
                     await complete(manager)
                 assert clock() - began == pytest.approx(60)
-        assert manager.balancer.num_queued == 0
+        assert manager.pool.balancer.num_queued == 0
 
     run_virtual(main())
 
@@ -206,7 +206,7 @@ def test_a_request_that_kills_servers_fails_and_takes_no_more_than_two_with_it()
         servers = [DiesOnRequest(count_up, name=name) for name in "abcd"]
         pool = ServerPool(servers)
         manager = AsyncLLMServerManager(pool)
-        async with manager.watching(), asyncio.TaskGroup() as group:
+        async with manager.pool.watching(), asyncio.TaskGroup() as group:
             others = [group.create_task(complete(manager, f"s{n}")) for n in range(8)]
             with pytest.raises(FatalRequest, match="killed by the request") as raised:
                 await manager.generate("fatal", prompt_ids=[66], sampling_params={})
@@ -247,10 +247,10 @@ def test_a_hung_server_is_lost_and_its_requests_resume_on_another_one() -> None:
     async def main() -> None:
         hung = Hangs([ScriptedReply([1], latency_s=math.inf)], name="hung")
         manager = AsyncLLMServerManager([hung, ScriptedServer(count_up, name="good")])
-        async with manager.watching():
+        async with manager.pool.watching():
             outputs = await run_together(complete(manager, f"s{n}") for n in range(4))
         assert {tuple(output.token_ids) for output in outputs} == {tuple(range(101, 111))}
-        assert manager.balancer.servers == ("good",)
+        assert manager.pool.balancer.servers == ("good",)
 
     run_virtual(main())
 
@@ -268,10 +268,10 @@ def test_a_server_forgets_the_sessions_that_ended_or_moved_while_it_was_lost() -
         with manager.scope() as scope:
             for number in range(4):
                 await complete(scope, f"s{number}", num_tokens=1)
-            homes = {f"s{n}": manager.balancer.server_of(f"s{n}") for n in range(4)}
+            homes = {f"s{n}": manager.pool.balancer.server_of(f"s{n}") for n in range(4)}
             manager.pool.mark_lost("a", reason="its health check took too long")
         assert "a" not in {each[0] for each in ended}
-        async with manager.watching():
+        async with manager.pool.watching():
             await asyncio.sleep(1)
         assert {each for each in ended if each[0] == "a"} == {
             f"a {s}" for s, home in homes.items() if home == "a"
@@ -284,12 +284,12 @@ def test_a_lost_server_rejoins_once_its_health_check_passes() -> None:
     async def main() -> None:
         servers, manager = two_servers(streams=False)
         servers[0].die()
-        async with manager.watching():
+        async with manager.pool.watching():
             await asyncio.sleep(20)
-            assert manager.balancer.servers == ("b",)
+            assert manager.pool.balancer.servers == ("b",)
             servers[0].revive()
             await asyncio.sleep(20)
-            assert set(manager.balancer.servers) == {"a", "b"}
+            assert set(manager.pool.balancer.servers) == {"a", "b"}
 
     run_virtual(main())
 
@@ -297,16 +297,16 @@ def test_a_lost_server_rejoins_once_its_health_check_passes() -> None:
 def test_a_restarted_server_with_old_weights_rejoins_at_the_next_update() -> None:
     async def main() -> None:
         servers, manager = two_servers(streams=False)
-        await manager.update_weights([], weight_version=1)
+        await manager.pool.update_weights([], weight_version=1)
         servers[0].die()
-        async with manager.watching():
+        async with manager.pool.watching():
             await asyncio.sleep(20)
             servers[0].revive()
             await asyncio.sleep(20)
-            assert manager.balancer.servers == ("b",)
-            await manager.update_weights([], weight_version=2)
-            assert set(manager.balancer.servers) == {"a", "b"}
-        assert [health.weight_version for health in await manager.health()] == [2, 2]
+            assert manager.pool.balancer.servers == ("b",)
+            await manager.pool.update_weights([], weight_version=2)
+            assert set(manager.pool.balancer.servers) == {"a", "b"}
+        assert [health.weight_version for health in await manager.pool.health()] == [2, 2]
 
     run_virtual(main())
 
@@ -318,8 +318,8 @@ def test_a_server_that_dies_during_a_weight_update_is_lost() -> None:
 
     async def main() -> None:
         manager = AsyncLLMServerManager([DiesOnUpdate([], name="a"), ScriptedServer(count_up, name="b")])
-        await manager.update_weights([], weight_version=1)
-        assert manager.balancer.servers == ("b",)
+        await manager.pool.update_weights([], weight_version=1)
+        assert manager.pool.balancer.servers == ("b",)
 
     run_virtual(main())
 
@@ -336,9 +336,9 @@ def test_requests_beyond_the_slots_of_all_servers_are_queued() -> None:
                 group.create_task(complete(manager, f"s{number}"))
             await asyncio.sleep(1)
             assert [server.num_running for server in servers] == [2, 2]
-            assert manager.balancer.num_queued == 8
+            assert manager.pool.balancer.num_queued == 8
         assert clock() == pytest.approx(30)
-        assert (manager.balancer.num_leases, manager.balancer.num_queued) == (0, 0)
+        assert (manager.pool.balancer.num_leases, manager.pool.balancer.num_queued) == (0, 0)
 
     run_virtual(main())
 
@@ -364,7 +364,11 @@ def test_a_queued_request_can_be_aborted_be_cancelled_or_time_out() -> None:
             late = group.create_task(error_of(complete(manager, "late", num_tokens=2)))
         assert isinstance(late.result(), ServerTimeout)
         assert "longer than 30 s" in str(late.result())
-        assert (manager.balancer.num_leases, manager.balancer.num_queued, server.num_running) == (0, 0, 0)
+        assert (manager.pool.balancer.num_leases, manager.pool.balancer.num_queued, server.num_running) == (
+            0,
+            0,
+            0,
+        )
 
     run_virtual(main())
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from agent_loop.config import ModelConfig, WeightTransfer
 from agent_loop.errors import ConfigError, WeightsError
 from agent_loop.servers.publishing import WeightPublisher
-from agent_loop.weights import AdaptedWeights, Factors, WeightHandle, WeightReceiver
+from agent_loop.weights.adapted import AdaptedWeights, Factors
+from agent_loop.weights.handle import WeightHandle
+from agent_loop.weights.receiver import WeightReceiver
 from tests.training.fakes import tiny_policy
 from tests.weights.receiving import blocks, flat
 

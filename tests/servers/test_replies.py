@@ -73,7 +73,7 @@ def error_of(server: AsyncServerBase) -> str:
     async def main() -> str:
         with pytest.raises(BadServerReply) as caught:
             await ask(manager)
-        assert (manager.balancer.num_leases, manager.balancer.num_queued) == (0, 0)
+        assert (manager.pool.balancer.num_leases, manager.pool.balancer.num_queued) == (0, 0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert str(caught.value).startswith("server gpu-1")
         return str(caught.value)
@@ -247,7 +247,7 @@ def test_invalid_replies_do_not_block_later_requests() -> None:
             server.reply = chunk()
             outputs = await run_together(ask(scope, f"good{n}") for n in range(5))
             assert [output.token_ids for output in outputs] == [[7, 8]] * 5
-        assert (manager.balancer.num_leases, manager.balancer.num_sessions) == (0, 0)
+        assert (manager.pool.balancer.num_leases, manager.pool.balancer.num_sessions) == (0, 0)
 
     run_virtual(main())
 
@@ -272,7 +272,7 @@ def test_the_lease_of_a_server_that_ignores_cancellation_is_released() -> None:
         with pytest.raises(ServerTimeout):
             await ask(manager)
         assert clock() == 10 + ABANDON_GRACE_S
-        assert manager.balancer.num_leases == 0
+        assert manager.pool.balancer.num_leases == 0
         assert num_abandoned() == 1
         may_end.set()
         await asyncio.sleep(1)
@@ -305,7 +305,7 @@ def test_chunks_of_a_lost_server_are_ignored() -> None:
     manager = AsyncLLMServerManager([IgnoresCancellation(None, name="a"), Slow(None, name="b")])
 
     async def main() -> None:
-        async with manager.watching():
+        async with manager.pool.watching():
             output = await ask(manager)
         assert output.token_ids == [1, 7, 8]
 
@@ -325,7 +325,7 @@ def test_the_chunks_of_a_dead_server_are_checked() -> None:
         manager = AsyncLLMServerManager([FixedReplyServer(dies, name="a")], vocab_size=VOCAB_SIZE)
         with pytest.raises(BadServerReply):
             await ask(manager)
-        assert (manager.balancer.num_leases, set(manager.pool.lost)) == (0, {"a"})
+        assert (manager.pool.balancer.num_leases, set(manager.pool.lost)) == (0, {"a"})
 
     for chunks in invalid:
         run_virtual(main(chunks))
@@ -357,7 +357,7 @@ def test_an_error_in_end_session_does_not_affect_other_requests(error: BaseExcep
         with manager.scope() as scope:
             for session in ("a", "b"):
                 await ask(scope, session)
-        assert manager.balancer.num_sessions == 0
+        assert manager.pool.balancer.num_sessions == 0
 
     run_virtual(main())
 
@@ -373,7 +373,7 @@ def test_a_server_with_an_invalid_health_report_is_lost_and_watching_continues(h
     )
 
     async def main() -> None:
-        async with manager.watching():
+        async with manager.pool.watching():
             await asyncio.sleep(12)
             assert set(manager.pool.lost) == {"bad"}
             assert "health returned" in manager.pool.lost["bad"]

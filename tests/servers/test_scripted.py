@@ -79,7 +79,7 @@ def test_a_cancelled_call_releases_its_lease_and_its_session() -> None:
                 with manager.scope() as scoped:
                     await scoped.generate("s", prompt_ids=[0], sampling_params={})
         assert (server.num_running, server.num_sessions) == (0, 0)
-        assert (manager.balancer.num_leases, manager.balancer.num_sessions) == (0, 0)
+        assert (manager.pool.balancer.num_leases, manager.pool.balancer.num_sessions) == (0, 0)
 
     run_virtual(scenario())
 

@@ -37,7 +37,7 @@ from agent_loop.servers.sglang.requests import (
 )
 from agent_loop.servers.weight_versions import stamp
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
-from agent_loop.weights import WeightSender
+from agent_loop.weights.sender import WeightSender
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 

@@ -109,7 +109,7 @@ def test_a_lost_server_its_failovers_and_the_weight_versions_are_reported() -> N
                 await asyncio.sleep(0.01)
             servers[0].die()
             await task
-            await manager.server_manager.health()
+            await manager.server_manager.pool.health()
             samples = await scraped(manager)
         assert samples["agent_loop_server_alive{server=one}"] == 0
         assert samples["agent_loop_server_alive{server=two}"] == 1

@@ -17,7 +17,9 @@ from agent_loop.training.actor import Actor
 from agent_loop.training.adapters import merged_parameters
 from agent_loop.training.advantages.groups import grpo_advantages
 from agent_loop.training.policy import load_policy
-from agent_loop.weights import AdaptedWeights, WeightReceiver, WeightSender
+from agent_loop.weights.adapted import AdaptedWeights
+from agent_loop.weights.receiver import WeightReceiver
+from agent_loop.weights.sender import WeightSender
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 from tests.weights.receiving import flat
 

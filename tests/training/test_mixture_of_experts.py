@@ -15,7 +15,7 @@ from agent_loop.rollout.batch import assemble
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages.groups import grpo_advantages
 from agent_loop.training.policy import load_policy
-from agent_loop.weights import AdaptedWeights
+from agent_loop.weights.adapted import AdaptedWeights
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
 

@@ -25,7 +25,7 @@ from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.ranks import start_process_group
 from agent_loop.trajectory import AgentLoopOutput, Feedback, Trajectory
 from agent_loop.types import Origin
-from agent_loop.weights import AdaptedWeights
+from agent_loop.weights.adapted import AdaptedWeights
 from tests.training.fakes import PAD, FakeRollouts, sample_trajectories, tiny_policy, tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

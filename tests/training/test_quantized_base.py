@@ -19,7 +19,7 @@ from agent_loop.training.advantages.groups import grpo_advantages
 from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint
 from agent_loop.training.export import export_model
 from agent_loop.training.policy import load_policy
-from agent_loop.weights import AdaptedWeights
+from agent_loop.weights.adapted import AdaptedWeights
 from tests.training.fakes import PAD, VOCABULARY, sample_trajectories, tiny_policy, tiny_tokenizer
 
 IDS = torch.randint(3, VOCABULARY, (1, 20), generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agent_loop.weights import AdaptedWeights, Factors
+from agent_loop.weights.adapted import AdaptedWeights, Factors
 
 SIZE = 512
 ADAPTED = ("layers.0.up", "layers.1.up")

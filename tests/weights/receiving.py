@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from agent_loop.errors import WeightsError
-from agent_loop.weights import WeightReceiver
+from agent_loop.weights.receiver import WeightReceiver
 
 ROOT = Path(__file__).parent.parent.parent
 SHARED_MEMORY = Path("/dev/shm")

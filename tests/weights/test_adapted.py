@@ -10,8 +10,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agent_loop.errors import WeightsError
-from agent_loop.weights import AdaptedWeights, Factors, WeightHandle, WeightReceiver, WeightSender, adapted
-from agent_loop.weights.handle import Transport
+from agent_loop.weights import adapted
+from agent_loop.weights.adapted import AdaptedWeights, Factors
+from agent_loop.weights.handle import Transport, WeightHandle
+from agent_loop.weights.receiver import WeightReceiver
+from agent_loop.weights.sender import WeightSender
 from tests.weights.adapting import ADAPTED, adapted_of, base_weights
 from tests.weights.receiving import SHARED_MEMORY, Receiver, blocks, flat
 

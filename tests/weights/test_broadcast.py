@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agent_loop.errors import WeightsError
-from agent_loop.weights import WeightReceiver, WeightSender, broadcast
+from agent_loop.weights import broadcast
 from agent_loop.weights.broadcast import serve_store
+from agent_loop.weights.receiver import WeightReceiver
+from agent_loop.weights.sender import WeightSender
 from tests.listeners import is_loopback, listening_addresses
 
 WEIGHTS = {str(i): torch.full((1000,), float(i)) for i in range(6)}
@@ -103,5 +105,5 @@ def test_a_sender_that_has_ended_raises_an_error_in_the_receiver(in_thread: InTh
         with sender.offer(WEIGHTS.items(), weight_version=0) as handle:
             in_thread(receiver.receive, handle).result(30)
         sender.close()
-        with pytest.raises(WeightsError, match="has ended"):
+        with pytest.raises(WeightsError, match="no sender of weights answers"):
             receiver.receive(handle)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from agent_loop.errors import WeightsError
-from agent_loop.weights import WeightHandle, WeightReceiver, WeightSender
+from agent_loop.weights.handle import WeightHandle
+from agent_loop.weights.receiver import WeightReceiver
+from agent_loop.weights.sender import WeightSender
 from tests.weights.receiving import Receiver, flat
 
 

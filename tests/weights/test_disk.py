@@ -9,7 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from agent_loop.errors import WeightsError
-from agent_loop.weights import WeightReceiver, WeightSender, disk
+from agent_loop.weights import disk
+from agent_loop.weights.receiver import WeightReceiver
+from agent_loop.weights.sender import WeightSender
 
 WEIGHTS = {"a": torch.arange(3000.0), "b": torch.arange(7), "c": torch.ones(40, 40)}
 

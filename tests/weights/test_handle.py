@@ -9,8 +9,7 @@ from hypothesis import given
 from msgspec.structs import replace
 
 from agent_loop.errors import WeightsError
-from agent_loop.weights import TensorSpec, WeightHandle
-from agent_loop.weights.handle import DTYPES
+from agent_loop.weights.handle import DTYPES, TensorSpec, WeightHandle
 
 HANDLE = WeightHandle(
     transport="disk",

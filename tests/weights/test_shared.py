@@ -13,8 +13,10 @@ from torch import Tensor
 from agent_loop.errors import WeightsError
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.weights import SharedWeights, WeightReceiver, WeightSender, offered
 from agent_loop.weights.handle import Transport
+from agent_loop.weights.receiver import WeightReceiver
+from agent_loop.weights.sender import WeightSender
+from agent_loop.weights.shared import SharedWeights, offered
 from tests.weights.adapting import adapted_of, base_weights
 from tests.weights.receiving import blocks, flat
 
@@ -64,12 +66,12 @@ def test_servers_of_a_pool_share_one_copy_and_reuse_it_across_updates() -> None:
         servers = [RemoteEngineServer(f"engine-{i}") for i in range(3)]
         manager = pool(*servers, ScriptedServer([], name="here"))
         for version in (1, 2):
-            await manager.update_weights(iter(WEIGHTS.items()), weight_version=version)
+            await manager.pool.update_weights(iter(WEIGHTS.items()), weight_version=version)
         names = {name for server in servers for name in server.blocks}
         assert len(names) == 1
         assert names <= blocks()
         assert all(torch.equal(server.received["a"], WEIGHTS["a"]) for server in servers)
-        await manager.close()
+        await manager.pool.close()
         assert not names & blocks()
 
     asyncio.run(main())
@@ -84,11 +86,11 @@ def test_servers_of_a_pool_share_one_base_and_a_local_server_gets_merged_weights
         manager, base = pool(*servers, here), base_weights()
         for version in (1, 2):
             weights = adapted_of(base, version=version)
-            await manager.update_weights(weights, weight_version=version)
+            await manager.pool.update_weights(weights, weight_version=version)
             for server in (*servers, here):
                 assert flat(server.received.items()) == flat(weights)
         assert len({name for server in servers for name in server.blocks}) == 2
-        await manager.close()
+        await manager.pool.close()
 
     asyncio.run(main())
 
@@ -98,9 +100,9 @@ def test_a_server_that_rejects_weights_ends_the_offer_for_all() -> None:
         servers = [RemoteEngineServer("good"), RemoteEngineServer("bad", fails=True)]
         manager = pool(*servers)
         with pytest.raises(WeightsError, match="this engine refuses"):
-            await manager.update_weights(WEIGHTS.items(), weight_version=1)
+            await manager.pool.update_weights(WEIGHTS.items(), weight_version=1)
         assert not blocks()
-        await manager.close()
+        await manager.pool.close()
 
     asyncio.run(main())
 

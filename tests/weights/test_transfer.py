@@ -18,8 +18,9 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from agent_loop.errors import WeightsError
-from agent_loop.weights import WeightReceiver, WeightSender
 from agent_loop.weights.handle import DTYPES, Transport
+from agent_loop.weights.receiver import WeightReceiver
+from agent_loop.weights.sender import WeightSender
 from tests.harness import examples
 from tests.weights.receiving import ROOT, Receiver, blocks, flat, start_unrelated
 
@@ -95,7 +96,8 @@ def test_a_receiver_that_dies_affects_neither_the_others_nor_the_next_offer(
 
 SENDING = """
 import sys, torch
-from agent_loop.weights import WeightSender, WeightReceiver
+from agent_loop.weights.receiver import WeightReceiver
+from agent_loop.weights.sender import WeightSender
 weights = {"w": torch.arange(5000)}
 with WeightSender("shared_memory") as sender, WeightReceiver() as receiver:
     for version in range(2):

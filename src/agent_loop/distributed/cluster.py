@@ -6,9 +6,10 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-from agent_loop.config import Config
+from agent_loop.config import Config, RolloutConfig
 from agent_loop.distributed.device_group import (
     create_group,
     gpus_per_server,
@@ -22,7 +23,8 @@ from agent_loop.distributed.server_actor import NUM_CALLS, ServerActor
 from agent_loop.distributed.worker_actor import WorkerActor, WorkerSetup
 from agent_loop.errors import ConfigError
 from agent_loop.runtime.describe import describe_error
-from agent_loop.servers.base import ServerSpec
+from agent_loop.servers.base import AsyncServerBase, ServerSpec
+from agent_loop.servers.factory import create_server, find_server_class
 
 RESTART_OPTIONS: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
 """Ray restarts processes without limit, and repeats no calls."""
@@ -83,7 +85,8 @@ class Cluster:
             scheduling_strategy=strategy_for(self._ray, bundle=index) if is_placed else "SPREAD",
             **RESTART_OPTIONS,
         )(ServerActor)
-        return actor_class.remote(spec, rollout=self._config.rollout, folder=os.getcwd())
+        make = partial(_make_server, self._config.rollout, spec)
+        return actor_class.remote(make, name=spec.name, folder=os.getcwd())
 
     def make_workers(self, servers: Sequence[tuple[Any, ServerInfo]]) -> list[RemoteWorker]:
         """Create the actors of the workers, spread over the nodes."""
@@ -117,3 +120,8 @@ class Cluster:
             + self._config.trainer.num_processes * ray.num_cpus_per_learner
         )
         return max(os.cpu_count() or 1, math.ceil(wanted))
+
+
+def _make_server(rollout: RolloutConfig, spec: ServerSpec) -> AsyncServerBase:
+    """Create a server. Called in the actor's process, in which the class may be a file of the user."""
+    return create_server(find_server_class(rollout), spec)

@@ -100,9 +100,6 @@ class JobBatch:
 
         Args:
             records: Job id and payload. Records of jobs that ended are ignored.
-
-        Raises:
-            JournalError: The journal cannot be written.
         """
         log: RowLog | None = None
         for job_id, payload in records:
@@ -135,10 +132,9 @@ class JobBatch:
         self.changed.set()
 
     async def put_back(self, chunk: JobChunk, *, max_restarts: int, reason: str) -> int:
-        """Put back the unfinished jobs of a worker that died. A job that reached its limit of restarts fails.
+        """Put back the unfinished jobs of a worker that died, and return their number.
 
-        Returns:
-            The number of unfinished jobs.
+        A job that reached its limit of restarts fails.
         """
         left = [
             job for given in chunk.jobs if given.job_id not in self._ended for job in self._resumable(given)

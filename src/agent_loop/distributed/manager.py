@@ -29,12 +29,7 @@ class ClusterManager(AgentLoopManager):
     """An `AgentLoopManager` on a Ray cluster. Processes that die are restarted."""
 
     def __init__(self, config: Config) -> None:
-        """Create a manager. Nothing is started yet.
-
-        Raises:
-            ConfigError: A component that the configuration names does not exist, or does not fit.
-            ChatTemplateError: The model's chat template cannot render the conversations of this run.
-        """
+        """Create a manager. Nothing is started yet."""
         rollout, ray = config.rollout, config.trainer.ray
         template = load_template(config)
         require_template(template, tools=rollout.multi_turn.has_tools)

@@ -53,12 +53,7 @@ def enter_folder(folder: str) -> None:
 
 
 async def await_result(call: Awaitable[Any]) -> Any:
-    """Await a call of an actor and return its result.
-
-    Raises:
-        ActorLost: The actor's process is gone or cannot be reached.
-        Exception: The actor's method raised it.
-    """
+    """Await a call of an actor and return its result."""
     errors: Any = import_module("ray.exceptions")
     try:
         return await call

@@ -32,12 +32,7 @@ class RemoteWorker:
         self._setup = setup
 
     async def start(self) -> None:
-        """Start the worker, also after its process was restarted.
-
-        Raises:
-            ActorLost: The actor is gone, or its process is just being restarted.
-            AgentLoopError: The worker cannot load the components that the configuration names.
-        """
+        """Start the worker, also after its process was restarted."""
         self.client, self.pid = await await_result(self._actor.start.remote(self._setup))
         self.is_alive = True
 
@@ -47,9 +42,6 @@ class RemoteWorker:
         """Run jobs, and yield records of jobs with logs, and trajectories that ended, those of one job together.
 
         Resuming the generator confirms that both are stored. Closing the generator cancels the remaining jobs.
-
-        Raises:
-            ActorLost: The worker died.
         """
         client, run_id = self.client, uuid4().hex
         by_id = {job.job_id: job for job in jobs}

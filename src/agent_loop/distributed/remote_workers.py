@@ -71,11 +71,7 @@ class RemoteWorkers:
         budget: FailureBudget | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
-        """Run jobs. See `Workers.run`.
-
-        Raises:
-            RolloutError: All workers died, and none was restarted in time.
-        """
+        """Run jobs. See `Workers.run`."""
 
         def note(trajectory: Trajectory) -> None:
             if on_trajectory is not None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from agent_loop.distributed.ray_module import load_ray
 from agent_loop.runtime.threads import run_in_thread
-from agent_loop.weights import adapted_weights
 from agent_loop.weights.adapted import AdaptedWeights
+from agent_loop.weights.shared import adapted_weights
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -198,7 +198,7 @@ class WorkerActor:
         self._pool.weight_version = weight_version
         jobs = [_with_log(job, records, run) for job in jobs]
         try:
-            async with self._manager.watching():
+            async with self._manager.pool.watching():
                 running = self._worker.run(jobs, on_trajectory=run.add)
                 await run_while(running, condition=run.is_cancelled.wait())
         finally:

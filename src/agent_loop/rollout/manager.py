@@ -290,11 +290,11 @@ class AgentLoopManager:
 
     async def wake_up(self) -> None:
         """Make the servers ready: weights on the device, KV cache allocated."""
-        await self.server_manager.wake_up()
+        await self.server_manager.pool.wake_up()
 
     async def sleep(self) -> None:
         """Free the servers' KV caches and give their devices to the trainer."""
-        await self.server_manager.sleep()
+        await self.server_manager.pool.sleep()
 
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
@@ -304,7 +304,7 @@ class AgentLoopManager:
         Raises:
             WeightsError: They do not fit the servers' model; nothing was changed.
         """
-        await self.server_manager.update_weights(weights, weight_version=weight_version)
+        await self.server_manager.pool.update_weights(weights, weight_version=weight_version)
         await self._workers.set_weight_version(weight_version)
 
     async def start(self) -> None:
@@ -314,10 +314,10 @@ class AgentLoopManager:
             ServerError: A server did not come up.
             ConfigError: A server does not offer a sampling parameter of the rollout.
         """
-        await self.server_manager.start()
+        await self.server_manager.pool.start()
         try:
             params = SamplingParams.parse(self.config.sampling_params())
-            for server in self.server_manager.servers:
+            for server in self.server_manager.pool.servers:
                 refuse_sampling_params(server, params)
             await self._workers.start()
             if self._is_colocated:
@@ -334,7 +334,7 @@ class AgentLoopManager:
             await self._workers.close()
         finally:
             try:
-                await self.server_manager.close()
+                await self.server_manager.pool.close()
             finally:
                 await run_in_thread(self.tracing.close)
                 if self.metrics is not None:
@@ -411,7 +411,7 @@ class AgentLoopManager:
                 for trajectory in (*finished, *resumed):
                     scoring.add(trajectory)
                 if remaining:
-                    async with self._servers.awake(), self.server_manager.watching():
+                    async with self._servers.awake(), self.server_manager.pool.watching():
                         await self._workers.run(remaining, budget=budget, on_trajectory=scoring.add)
         return sorted(scoring.trajectories, key=lambda t: (t.group, t.rollout, t.branch or 0))
 

@@ -49,9 +49,9 @@ async def replay_trajectory(
     params = {name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k")}
     log = ReplayLog(trajectory.trajectory_id, recorded, continue_live=continue_live)
     job = Job(trajectory.row, trajectory.group, trajectory.rollout, params, log=log)
-    await manager.start()
+    await manager.pool.start()
     try:
-        await manager.wake_up()
+        await manager.pool.wake_up()
         return await worker.run([job])
     finally:
-        await manager.close()
+        await manager.pool.close()

@@ -36,7 +36,7 @@ class SleepingServers:
             return
         async with self._lock:
             if not self._num_users:
-                await self.server_manager.wake_up()
+                await self.server_manager.pool.wake_up()
             self._num_users += 1
         try:
             yield
@@ -47,7 +47,7 @@ class SleepingServers:
         async with self._lock:
             self._num_users -= 1
             if not self._num_users:
-                await self.server_manager.sleep()
+                await self.server_manager.pool.sleep()
 
 
 def split_resumed(jobs: Sequence[Job], earlier: Iterable[Trajectory]) -> tuple[list[Trajectory], list[Job]]:

@@ -136,14 +136,14 @@ class _PoolApp:
 
     async def _health(self, request: Request) -> Response:
         """Report the health and load of each server."""
-        servers = await health_of(self.served.pool)
+        servers = await health_of(self.served.pool.pool)
         is_ok = all(server["is_alive"] for server in servers)
         body = {"status": "ok" if is_ok else "down", "servers": servers}
         return json_response(body, status=200 if is_ok else 503)
 
     async def _metrics_text(self, request: Request) -> Response:
         """Return metrics for Prometheus."""
-        text = self.metrics.render(await health_of(self.served.pool))
+        text = self.metrics.render(await health_of(self.served.pool.pool))
         return Response(text, media_type=CONTENT_TYPE)
 
 

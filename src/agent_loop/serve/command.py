@@ -43,14 +43,14 @@ async def serve(
             placement=config.placement,
             assignment=assign(config, devices=visible_devices(), trains=False),
         )
-        pool = AsyncLLMServerManager(
+        manager = AsyncLLMServerManager(
             servers, request_timeout_s=rollout.request_timeout_s, vocab_size=template.vocab_size
         )
-        await pool.start()
+        await manager.pool.start()
         try:
-            await pool.wake_up()
+            await manager.pool.wake_up()
             served = ServedModel(
-                pool=pool,
+                pool=manager,
                 template=template,
                 model=name,
                 max_model_len=rollout.prompt_length + rollout.response_length,
@@ -62,10 +62,10 @@ async def serve(
             console.print(
                 _greeting(served, url=url, num_servers=len(servers)), highlight=False, soft_wrap=True
             )
-            async with pool.watching():
+            async with manager.pool.watching():
                 stopped_by = await run_app(create_app(served), listener=listener, report=console.print)
         finally:
-            await run_shielded(pool.close, timeout_s=CLOSE_TIMEOUT_S)
+            await run_shielded(manager.pool.close, timeout_s=CLOSE_TIMEOUT_S)
     console.print("stopped")
     return stopped_by
 

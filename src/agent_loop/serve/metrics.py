@@ -10,8 +10,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from agent_loop.serve.chat_replies import ParsedChunk
-from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.metric_names import ALIVE, COMPLETION_TOKENS, PROMPT_TOKENS, RUNNING, WAITING
+from agent_loop.servers.pool import ServerPool
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -75,7 +75,7 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-async def health_of(pool: AsyncLLMServerManager) -> list[dict[str, Any]]:
+async def health_of(pool: ServerPool) -> list[dict[str, Any]]:
     """Return the health and load of all servers of a pool. A server that does not respond is not alive."""
     return [
         {

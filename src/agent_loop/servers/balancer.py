@@ -197,13 +197,12 @@ class LoadBalancer:
         return None
 
     def release(self, request_id: str, *, num_new_tokens: int | None = None) -> list[SlotGrant]:
-        """Free the slot of a request, or remove the request from the queue. Does nothing for an unknown request.
+        """Free the slot of a request, or remove it from the queue. Return the grants of queued requests that got slots.
+
+        Does nothing for an unknown request.
 
         Args:
             num_new_tokens: Number of sampled tokens; None if the request failed.
-
-        Returns:
-            The grants of queued requests that got the free slots.
         """
         lease = self._leases.pop(request_id, None)
         if lease is None:

@@ -28,7 +28,7 @@ from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.scores import TokenScores
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk
-from agent_loop.weights import WeightReceiver
+from agent_loop.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     import torch
@@ -92,11 +92,7 @@ class EmbeddedProcess(AsyncServerBase):
     """
 
     def __init__(self, spec: ServerSpec) -> None:
-        """Validate the options. `start` starts the process.
-
-        Raises:
-            ConfigError: An option is invalid.
-        """
+        """Validate the options. `start` starts the process."""
         self.name = spec.name
         self.abilities = ABILITIES
         self.max_concurrent = embedded_config(spec).max_slots

@@ -78,14 +78,7 @@ class HttpClient:
         request_id: str = "",
         timeout_s: float | None = None,
     ) -> Any:
-        """Post JSON and return the JSON of the response, or None for an empty response.
-
-        Raises:
-            HttpStatusError: The engine returned an error status.
-            ServerDied: The engine cannot be reached, or the connection broke.
-            ServerTimeout: The response took longer than `timeout_s`.
-            BadServerReply: The response is not JSON.
-        """
+        """Post JSON and return the JSON of the response, or None for an empty response."""
         request = self._response("POST", path, body=body or {}, request_id=request_id, timeout_s=timeout_s)
         async with request as response:
             text = await response.text()

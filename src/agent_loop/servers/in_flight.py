@@ -88,10 +88,6 @@ class InFlightRequest:
         """Sample the rest of the completion on a server. Return the tokens that this server sampled.
 
         If a server that streams does not report `prefill_s`, the time to its first token is recorded.
-
-        Raises:
-            BadServerReply: A chunk is not a part of a completion of the prompt, or the stream ended too early.
-            ServerDied: The server ignored its cancellation, and the request was resumed elsewhere.
         """
         self._attempt += 1
         attempt, first, clock = self._attempt, len(self.chunks), asyncio.get_running_loop().time
@@ -216,12 +212,6 @@ class Lease:
         """Sample the rest of the request on the leased server.
 
         The server's code runs in a separate task, so that a server that mishandles its task cannot affect the caller.
-
-        Raises:
-            ServerTimeout: The time limit passed.
-            ServerDied: The server died or was lost.
-            BadServerReply: The reply is not a completion of the prompt, or the server raised something other than
-                `ServerError` or `SamplingParamsError`.
         """
         request, server = self.request, self.server
         assert server is not None, "the pool grants the lease first"

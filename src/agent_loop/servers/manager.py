@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -14,8 +14,7 @@ from agent_loop.chat.detokenizer import StopTextEnd
 from agent_loop.errors import SamplingParamsError, ServerDied, ServerError
 from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.seeds import CompletionSeeds
-from agent_loop.servers.balancer import LoadBalancer
-from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
+from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.completion_memory import CompletionMemory
 from agent_loop.servers.in_flight import InFlightRequest
 from agent_loop.servers.pool import ServerPool
@@ -25,7 +24,7 @@ from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, TokenOutput, as_token_ids
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 class AsyncLLMServerManager:
@@ -53,7 +52,8 @@ class AsyncLLMServerManager:
                 any id.
             decode: Decoder of the tokenizer, which stop texts need.
         """
-        self._pool = servers if isinstance(servers, ServerPool) else ServerPool(servers)
+        self.pool = servers if isinstance(servers, ServerPool) else ServerPool(servers)
+        """The servers. Also starts and closes them, publishes weights, and checks their health."""
         self._vocab_size = vocab_size
         self.decode = decode
         """Decoder of the tokenizer; None if requests cannot have stop texts."""
@@ -65,15 +65,6 @@ class AsyncLLMServerManager:
         self._num_scoring: Counter[str] = Counter()
         """Number of texts that each server scores for this manager."""
         self._seeds: CompletionSeeds | None = None
-
-    @property
-    def balancer(self) -> LoadBalancer:
-        return self._pool.balancer
-
-    @property
-    def pool(self) -> ServerPool:
-        """The servers."""
-        return self._pool
 
     async def generate(
         self,
@@ -144,8 +135,8 @@ class AsyncLLMServerManager:
         )
         left = [
             server
-            for server in self._pool.servers
-            if Ability.SCORE in server.abilities and server.name not in self._pool.lost
+            for server in self.pool.servers
+            if Ability.SCORE in server.abilities and server.name not in self.pool.lost
         ]
         if not left:
             raise ServerError(
@@ -172,32 +163,14 @@ class AsyncLLMServerManager:
                 vocab_size=self._vocab_size,
             )
 
-    @property
-    def servers(self) -> Sequence[AsyncServerBase]:
-        return self._pool.servers
-
-    async def start(self) -> None:
-        """Start all engines.
-
-        Raises:
-            ServerError: An engine did not start. All other engines were closed.
-        """
-        await self._pool.start()
-
-    @asynccontextmanager
-    async def watching(self) -> AsyncGenerator[None]:
-        """Check the servers' health while the body runs. See `ServerPool.watch`."""
-        async with running_in_background(self._pool.watch()):
-            yield
-
     async def abort(self, request_id: str) -> None:
         """Abort the running completion of a session. Its `generate` returns the tokens so far."""
-        await self._pool.abort(request_id)
+        await self.pool.abort(request_id)
 
     def end_session(self, request_id: str) -> None:
         """End a session: no further turn will follow."""
         self._sessions.discard(request_id)
-        self._pool.end_session(request_id)
+        self.pool.end_session(request_id)
 
     @contextmanager
     def scope(
@@ -216,7 +189,7 @@ class AsyncLLMServerManager:
                 weight versions.
         """
         scoped = AsyncLLMServerManager(
-            self._pool,
+            self.pool,
             request_timeout_s=self._request_timeout_s,
             vocab_size=self._vocab_size,
             decode=decode or self.decode,
@@ -228,38 +201,16 @@ class AsyncLLMServerManager:
         finally:
             scoped._is_over = True
             for request_id in scoped._sessions:
-                self._pool.end_session(request_id)
+                self.pool.end_session(request_id)
 
     def next_seed(self, context: IntArray) -> int | None:
         """Return the seed of this scope's next completion of a context.
 
         Returns None if the scope has no seed, or if a server lacks `Ability.FREE_SEEDS`.
         """
-        if self._seeds is None or not self._pool.all_have(Ability.FREE_SEEDS):
+        if self._seeds is None or not self.pool.all_have(Ability.FREE_SEEDS):
             return None
         return self._seeds.next(context)
-
-    async def wake_up(self) -> None:
-        """Make all servers ready to generate."""
-        await self._pool.wake_up()
-
-    async def sleep(self) -> None:
-        """Free the KV caches of all servers and give their devices to the trainer."""
-        await self._pool.sleep()
-
-    async def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
-    ) -> None:
-        """Replace the weights of all servers. See `ServerPool.update_weights`."""
-        await self._pool.update_weights(weights, weight_version=weight_version)
-
-    async def health(self) -> list[ServerHealth]:
-        """Return the health of each server."""
-        return await self._pool.health()
-
-    async def close(self) -> None:
-        """Close all servers."""
-        await self._pool.close()
 
     def _new_request(
         self,
@@ -302,7 +253,7 @@ class AsyncLLMServerManager:
 
     async def _complete(self, request: InFlightRequest) -> TokenOutput:
         try:
-            return await self._pool.complete(request, timeout_s=self._request_timeout_s)
+            return await self.pool.complete(request, timeout_s=self._request_timeout_s)
         finally:
             if self._completions is not None:
                 self._completions.add(request.output, context=request.prompt_ids)

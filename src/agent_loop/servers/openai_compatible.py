@@ -31,7 +31,7 @@ from agent_loop.servers.base import (
 )
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.prompt_logprobs import read_prompt_logprobs
-from agent_loop.servers.scores import TokenScores, checked_scores, checked_text, scores_of_no_token
+from agent_loop.servers.scores import TokenScores, checked_text, scores_of_no_token
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import (
     IntArray,
@@ -116,12 +116,7 @@ class OpenAIServer(AsyncServerBase):
         return cls(spec.url, name=spec.name, options=options)
 
     async def start(self) -> None:
-        """Find the model, and check that the server returns token ids.
-
-        Raises:
-            ConfigError: The server does not serve the model, or does not return token ids.
-            ServerError: The server cannot be reached.
-        """
+        """Find the model, and check that the server returns token ids."""
         served = await self._client.get_json("/v1/models")
         with self._client.validating("/v1/models"):
             names = [str(model["id"]) for model in served.get("data", [])]
@@ -206,9 +201,7 @@ class OpenAIServer(AsyncServerBase):
             raise
         with self._client.validating(COMPLETIONS):
             entries = reply["choices"][0]["prompt_logprobs"]
-            scores = read_prompt_logprobs(entries, token_ids=text, start=start, top_logprobs=top_logprobs)
-        num_top = 0 if scores.top_ids is None else scores.top_ids.shape[1]
-        return checked_scores(scores, num_scores=len(text) - start, top_logprobs=num_top, server=self.name)
+            return read_prompt_logprobs(entries, token_ids=text, start=start, top_logprobs=top_logprobs)
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._running:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -276,11 +277,7 @@ class ServerPool:
             del self._queued[wanted.id]
 
     async def _wait_for_server(self, session: str = "", *, ends_at: float | None = None) -> None:
-        """Wait until a lost server rejoins.
-
-        Raises:
-            ServerDied: None of the servers restarts, or none rejoined in time.
-        """
+        """Wait until a lost server rejoins."""
         if not self.expects_restarts:
             raise self._no_server_left(session)
         restart_ends_at = asyncio.get_running_loop().time() + self._restart_timeout_s
@@ -339,12 +336,18 @@ class ServerPool:
             if not future.done():
                 future.set_exception(ServerDied(reason, server=name))
 
-    async def watch(self) -> None:
-        """Check the health of every server periodically, without end. Lost servers are checked first."""
-        await run_together(self._check_server(self._servers[name]) for name in list(self._lost))
-        while True:
-            await asyncio.sleep(HEALTH_EVERY_S)
-            await run_together(self._check_server(server) for server in self.servers)
+    @asynccontextmanager
+    async def watching(self) -> AsyncGenerator[None]:
+        """Check the health of every server periodically while the body runs. Lost servers are checked first."""
+
+        async def watch() -> None:
+            await run_together(self._check_server(self._servers[name]) for name in list(self._lost))
+            while True:
+                await asyncio.sleep(HEALTH_EVERY_S)
+                await run_together(self._check_server(server) for server in self.servers)
+
+        async with running_in_background(watch()):
+            yield
 
     async def health(self) -> list[ServerHealth]:
         """Return the health of each server. A server that does not reply counts as not alive."""
@@ -353,11 +356,7 @@ class ServerPool:
     # -- all servers at once ---------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all engines.
-
-        Raises:
-            ServerError: An engine did not start. All other engines were closed.
-        """
+        """Start all engines."""
         try:
             await run_together(server.start() for server in self.servers)
         except BaseException:
@@ -381,10 +380,6 @@ class ServerPool:
         """Replace the weights of all servers. Servers whose engine runs in another process share one copy.
 
         Lost servers that are alive again rejoin first.
-
-        Raises:
-            WeightsError: The weights do not fit the model.
-            ServerDied: No server is left.
         """
         for name in list(self._lost):
             if (await self._health_of(self._servers[name])).is_alive:

@@ -23,9 +23,6 @@ class PromptLimits:
 
         Args:
             attachments: Attachments of a request to a server that accepts text only.
-
-        Raises:
-            BadPrompt: The prompt is empty or too long, has a token id outside the vocabulary, or has attachments.
         """
         problem = ""
         if attachments:

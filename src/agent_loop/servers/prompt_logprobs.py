@@ -26,9 +26,6 @@ def read_prompt_logprobs(entries: Any, *, token_ids: IntArray, start: int, top_l
         token_ids: The whole prompt, shape [num_tokens].
         start: Index of the first token to read.
         top_logprobs: Number of likeliest tokens to read.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: The JSON has another form, or lacks a token.
     """
     if len(entries) != len(token_ids):
         raise ValueError(f"{len(entries)} entries for {len(token_ids)} tokens")

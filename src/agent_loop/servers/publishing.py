@@ -12,17 +12,11 @@ from torch import Tensor
 
 from agent_loop.config import ModelConfig, WeightTransfer
 from agent_loop.errors import WeightsError
-from agent_loop.weights import (
-    AdaptedWeights,
-    WeightHandle,
-    WeightSender,
-    adapted_weights,
-    check_weights,
-    choose_transport,
-    expected_weights,
-    offered,
-    tied_weights,
-)
+from agent_loop.weights.adapted import AdaptedWeights
+from agent_loop.weights.expected import check_weights, expected_weights, tied_weights
+from agent_loop.weights.handle import WeightHandle
+from agent_loop.weights.sender import WeightSender, choose_transport
+from agent_loop.weights.shared import adapted_weights, offered
 
 
 class WeightPublisher:

@@ -46,9 +46,6 @@ class ReplyCheck:
 
         Args:
             max_tokens: Number of tokens that the request has left.
-
-        Raises:
-            BadServerReply: The reply is not a chunk of a completion of the request.
         """
         try:
             if not isinstance(reply, TokenChunk):

@@ -63,3 +63,12 @@ def stamp(chunk: TokenChunk, *, first: int, weight_versions: Sequence[int]) -> l
 def as_version(label: Any) -> int:
     """Return an engine's label of a weight version as a number: 0 for the name that an engine starts with."""
     return int(label) if str(label).isdecimal() else 0
+
+
+def token_versions(spans: Any) -> list[int]:
+    """Return the version of each token, from spans of tokens as vLLM and SGLang report them."""
+    return [
+        as_version(span["version"])
+        for span in spans or ()
+        for _ in range(int(span["end"]) - int(span["start"]))
+    ]

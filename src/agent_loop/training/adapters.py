@@ -19,7 +19,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.weights import has_own_names, to_file_weights
 from agent_loop.training.master_weights import dequantized, is_quantized, shape_of, whole
 from agent_loop.training.process_group import ProcessGroup
-from agent_loop.weights import AdaptedWeights, Factors
+from agent_loop.weights.adapted import AdaptedWeights, Factors
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = ".lora_"

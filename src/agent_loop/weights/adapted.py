@@ -38,9 +38,6 @@ class AdaptedWeights(Iterable[tuple[str, "Tensor"]], Sized):
             base: Weights in the dtype of the servers. They must not change afterwards.
             base_id: Identifies the base: equal for equal tensors, different for different ones.
             factors: Factors of the weights that have an adapter.
-
-        Raises:
-            WeightsError: The factors do not fit their weight.
         """
         for name, (left_OR, right_RI) in factors.items():
             found = None if name not in base else tuple(base[name].shape)
@@ -80,11 +77,7 @@ class AdaptedWeights(Iterable[tuple[str, "Tensor"]], Sized):
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], *, base: Mapping[str, Tensor], base_id: str
     ) -> AdaptedWeights:
-        """Create adapted weights from the tensors of `to_tensors`.
-
-        Raises:
-            WeightsError: The tensors are not pairs of factors, or do not fit the base.
-        """
+        """Create adapted weights from the tensors of `to_tensors`."""
         names = [key.removeprefix(LEFT) for key in tensors if key.startswith(LEFT)]
         if set(tensors) != {side + name for name in names for side in (LEFT, RIGHT)}:
             raise WeightsError("the tensors are not pairs of adapter factors; publish again")

@@ -5,7 +5,6 @@ They are needed for engines that fuse weights, because the engine's tensors cann
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, cast
 
 from safetensors import SafetensorError, safe_open
 
-from agent_loop.errors import WeightsError
+from agent_loop.errors import WeightsError, did_you_mean
 
 INDEX_FILE = "model.safetensors.index.json"
 HEADS = ("lm_head.weight",)
@@ -23,11 +22,7 @@ Shape = tuple[int, ...]
 
 
 def expected_weights(model_path: str | Path) -> dict[str, Shape]:
-    """Return names and shapes of the weights in a model's folder, from the headers of its safetensors files.
-
-    Raises:
-        WeightsError: The folder has no safetensors files, or they cannot be read.
-    """
+    """Return names and shapes of the weights in a model's folder, from the headers of its safetensors files."""
     folder = Path(model_path)
     found: dict[str, Shape] = {}
     for file in _weight_files(folder):
@@ -64,9 +59,6 @@ def check_weights(
         expected: Result of `expected_weights`.
         given: Published names and shapes, as in `WeightHandle.shapes`.
         tied: Result of `tied_weights`. One name of each group is enough.
-
-    Raises:
-        WeightsError: A name is unknown, missing or given twice, or a shape differs.
     """
     shapes = dict(expected)
     groups = [tuple(group) for group in tied]
@@ -77,7 +69,7 @@ def check_weights(
     for name, sizes in given:
         shape = tuple(sizes)
         if name not in shapes:
-            raise WeightsError(f"the model has no weight {name!r}{_nearest(name, shapes)}")
+            raise WeightsError(f"the model has no weight {name!r}{did_you_mean(name, shapes)}")
         if name in seen:
             raise WeightsError(f"weight {name!r} was published twice; publish each weight once")
         if shape != shapes[name]:
@@ -124,10 +116,3 @@ def _is_configured_tied(folder: Path) -> bool:
         return False
     text: dict[str, Any] = config.get("text_config") or {}
     return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-
-
-def _nearest(name: str, options: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
-    return (
-        f"; did you mean {near[0]!r}?" if near else "; publish the weights of the model that the server runs"
-    )

@@ -75,11 +75,7 @@ class WeightHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Identifies the base. A receiver that has this base does not read it again."""
 
     def field(self, key: str, kind: type[FieldT]) -> FieldT:
-        """Return an entry of `source`.
-
-        Raises:
-            WeightsError: The entry is missing or has another type.
-        """
+        """Return an entry of `source`."""
         value = self.source.get(key)
         if not isinstance(value, kind):
             raise _invalid_handle(f"{key} of its source is {value!r}")
@@ -90,11 +86,7 @@ class WeightHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WeightHandle:
-        """Parse a handle that `to_json` wrote.
-
-        Raises:
-            WeightsError: The text is not a handle, or was written by another version of this package.
-        """
+        """Parse a handle that `to_json` wrote."""
         try:
             handle = msgspec.json.decode(text, type=WeightHandle)
         except msgspec.DecodeError as error:

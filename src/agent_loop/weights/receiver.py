@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agent_loop.weights.adapted import AdaptedWeights
-from agent_loop.weights.broadcast import BroadcastReceiver
+from agent_loop.weights.broadcast import receive_broadcast
 from agent_loop.weights.cuda_ipc import receive_cuda_ipc
 from agent_loop.weights.disk import receive_disk
 from agent_loop.weights.handle import TensorSpec, WeightHandle
@@ -18,10 +18,10 @@ from agent_loop.weights.tensors import verify
 
 
 class WeightReceiver:
-    """Receives offers in an engine's process. It keeps connections and the base weights of adapters between offers."""
+    """Receives offers in an engine's process. It keeps the base weights of adapters between offers."""
 
     def __init__(self, rank: int = 0, *, merges_on: torch.device | str = "cpu") -> None:
-        """Create a receiver without connections.
+        """Create a receiver.
 
         Args:
             rank: Rank of this receiver among the sender's receivers.
@@ -30,7 +30,6 @@ class WeightReceiver:
         """
         self._rank = rank
         self._merges_on = torch.device(merges_on)
-        self._broadcast = BroadcastReceiver(rank)
         self._base: dict[str, Tensor] = {}
         self._base_id = ""
 
@@ -41,9 +40,6 @@ class WeightReceiver:
         they can still be read, but may contain the weights of a later offer. Do not write to them: those of `cuda_ipc`
         are the sender's memory, and those of a base are needed again. Weights with adapters are merged when they are
         iterated over, so that the process need not hold all merged weights at once.
-
-        Raises:
-            WeightsError: The handle is invalid, the offer cannot be reached, or a tensor is damaged.
         """
         if not isinstance(handle, WeightHandle):
             handle = WeightHandle.from_json(handle)
@@ -56,8 +52,7 @@ class WeightReceiver:
         return AdaptedWeights.from_tensors(factors, base=self._base, base_id=self._base_id)
 
     def close(self) -> None:
-        """Close the connections and drop the base weights. Can be called again."""
-        self._broadcast.close()
+        """Drop the base weights. Can be called again."""
         self._base, self._base_id = {}, ""
 
     def __enter__(self) -> Self:
@@ -80,6 +75,6 @@ class WeightReceiver:
             case "cuda_ipc":
                 return receive_cuda_ipc(handle, rank=self._rank)
             case "broadcast":
-                return self._broadcast.receive(handle)
+                return receive_broadcast(handle, rank=self._rank)
             case "disk":
                 return receive_disk(handle)

@@ -30,9 +30,6 @@ def choose_transport(configured: WeightTransfer, *, weights_on_gpu: bool, same_h
         weights_on_gpu: Whether the trainer's weights are on a GPU.
         same_host: Whether this run started the engine on this machine, so that it shares memory and devices with the
             trainer. False for a server that was already running.
-
-    Raises:
-        ConfigError: The configured transport cannot work here.
     """
     if configured == "auto":
         if not same_host:
@@ -113,10 +110,6 @@ class WeightSender:
             weights: Names and plain dense tensors, on one device. They are copied when the context is entered and may
                 change afterwards. `broadcast` reads them while the context is open.
             weight_version: Version that the handle states.
-
-        Raises:
-            WeightsError: A tensor cannot be sent, or there is no memory or disk space for it. On exit: a receiver of a
-                broadcast did not receive the weights in time.
         """
         if self.is_closed:
             raise WeightsError("this sender is closed; create a new one")

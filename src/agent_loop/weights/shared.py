@@ -58,11 +58,7 @@ class SharedWeights(Iterable[tuple[str, "Tensor"]], Sized):
         return len(self._weights)
 
     async def offer_once(self, sender: WeightSender, *, weight_version: int) -> WeightHandle:
-        """Return the handle of the offer that all senders with the same `sharing_key` share. The first call opens it.
-
-        Raises:
-            WeightsError: See `WeightSender.offer`.
-        """
+        """Return the offer that all senders with the same `sharing_key` share. The first call opens it."""
         key = sender.sharing_key
         async with self._locks.setdefault(key, asyncio.Lock()):
             if key not in self._handles:
@@ -100,9 +96,6 @@ async def offered(
         weights: Argument of `AsyncServerBase.update_weights`.
         sender: Sender of the caller. If the weights are shared, the sender of another server may be used instead.
         weight_version: Version that the handle states.
-
-    Raises:
-        WeightsError: See `WeightSender.offer`.
     """
     if isinstance(weights, SharedWeights) and sender.sharing_key is not None:
         yield await weights.offer_once(sender, weight_version=weight_version)

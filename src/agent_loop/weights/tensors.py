@@ -51,11 +51,7 @@ def checksum(data_N: Tensor) -> int:
 
 
 def verify(spec: TensorSpec, tensor: Tensor) -> None:
-    """Compare a received tensor with its checksum.
-
-    Raises:
-        WeightsError: The tensor is not what was sent.
-    """
+    """Compare a received tensor with its checksum."""
     found = checksum(to_bytes(tensor))
     if found != spec.checksum:
         raise WeightsError(

@@ -17,9 +17,9 @@ from agent_loop.config import ModelConfig
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.embedded_process import EmbeddedProcess
 from agent_loop.types import SamplingParams
-from agent_loop.weights import WeightSender
 from agent_loop.weights.cuda_ipc import BUCKET_BYTES
 from agent_loop.weights.handle import Transport
+from agent_loop.weights.sender import WeightSender
 from tests.gpu.completions import complete, random_prompts
 from tests.gpu.devices import GB, allocated_bytes, elapsed_s
 from tests.gpu.models import copy_of, random_model, small_config

@@ -19,7 +19,7 @@ from agent_loop.training.process_group import (
     leave_process_group,
     open_store,
 )
-from agent_loop.weights import WeightSender
+from agent_loop.weights.sender import WeightSender
 from tests.gpu.devices import GB, elapsed_s
 from tests.gpu.models import copy_of, random_model, small_config
 from tests.gpu.receiver import checksums, receiving

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from agent_loop.errors import ServerError
 from agent_loop.seeds import derived_seed
-from agent_loop.servers.embedded.backend import ComputationBackend
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.grammar import without_forbidden
+from agent_loop.servers.embedded.per_request_backend import PerRequestBackend
 from agent_loop.servers.embedded.request import EngineRequest, ScoreRequest
 from agent_loop.servers.embedded.runner import ModelRunner
 from agent_loop.servers.embedded.sampling import SampledRow, sample_rows, with_penalties
 from agent_loop.servers.embedded.scoring import ScoreQueue
+from agent_loop.servers.embedded.shared_cache_backend import SharedCacheBackend
 from agent_loop.servers.embedded.vision import FeaturesError
 from agent_loop.servers.embedded.weights import load_weights
 from agent_loop.servers.scores import TokenScores
@@ -51,7 +52,12 @@ class EmbeddedEngine:
     """Continuous batching of requests on a backend. Requests are queued while the backend has no free slot."""
 
     def __init__(
-        self, runner: ModelRunner, backend: ComputationBackend, *, config: EmbeddedConfig, server: str
+        self,
+        runner: ModelRunner,
+        backend: SharedCacheBackend | PerRequestBackend,
+        *,
+        config: EmbeddedConfig,
+        server: str,
     ) -> None:
         self.weight_version = 0
         self.stats = EngineStats()
@@ -150,11 +156,7 @@ class EmbeddedEngine:
         return finished
 
     def update_weights(self, weights: Mapping[str, Tensor], *, weight_version: int) -> None:
-        """Load new weights. In-flight requests continue with their cache.
-
-        Raises:
-            WeightsError: The weights do not fit the model. Nothing was changed.
-        """
+        """Load new weights. In-flight requests continue with their cache."""
         load_weights(self._runner.model, weights)
         self.weight_version = weight_version
         self.backend.drop_idle()
@@ -163,11 +165,7 @@ class EmbeddedEngine:
             self.backend.mark_stale(request)
 
     def sleep(self) -> None:
-        """Free the caches and offload the weights.
-
-        Raises:
-            ServerError: Requests are running or queued.
-        """
+        """Free the caches and offload the weights."""
         if self.has_work:
             raise ServerError(
                 f"{self.num_running} requests are running and {self.num_waiting} are queued; wait for them or abort "

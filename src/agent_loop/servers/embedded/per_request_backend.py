@@ -1,4 +1,5 @@
-"""Backend that computes one request per forward, with the model's own attention and cache.
+"""Backend that computes one request per forward, with the model's own attention and cache. Its methods are those of
+`SharedCacheBackend`.
 
 This is the slower backend, for models that attention over slots does not support: recurrent layers, attention sinks,
 soft caps, and attention in windows or chunks.
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent_loop.servers.embedded.backend import CacheKind, ComputationBackend, StepOutput
+from agent_loop.servers.embedded.backend import CacheKind, StepOutput
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.request import EngineRequest, ScoreRequest
 from agent_loop.servers.embedded.runner import ModelRunner
@@ -43,7 +44,7 @@ class _Sequence:
         return count < len(prompt_ids) and np.array_equal(self.tokens[:count], prompt_ids[:count])
 
 
-class PerRequestBackend(ComputationBackend):
+class PerRequestBackend:
     """Computes each request in separate forwards: first the whole prompt, then token by token.
 
     The logits of a request depend only on its own tokens and the weights, never on other requests. With

@@ -23,12 +23,7 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 
 
 class ModelRunner:
-    """Model of one embedded server, which owns it until `restore_attention`.
-
-    Raises:
-        ConfigError: The model belongs to another server with a shared cache, is an encoder-decoder, or supports fewer
-            positions than the context.
-    """
+    """Model of one embedded server, which owns it until `restore_attention`."""
 
     def __init__(self, model: Any, *, config: EmbeddedConfig) -> None:
         _check_model(model, config=config)

@@ -7,8 +7,9 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from agent_loop.servers.embedded.backend import ComputationBackend
+from agent_loop.servers.embedded.per_request_backend import PerRequestBackend
 from agent_loop.servers.embedded.request import ScoredRows, ScoreRequest
+from agent_loop.servers.embedded.shared_cache_backend import SharedCacheBackend
 from agent_loop.types import IntArray
 
 ROWS_AT_ONCE = 64
@@ -22,7 +23,7 @@ class ScoreQueue:
     and no tensor of [num_tokens, vocab] exists for a longer text.
     """
 
-    def __init__(self, backend: ComputationBackend, *, chunk_tokens: int) -> None:
+    def __init__(self, backend: SharedCacheBackend | PerRequestBackend, *, chunk_tokens: int) -> None:
         self._backend = backend
         self._chunk_tokens = chunk_tokens
         self._queued: deque[ScoreRequest] = deque()
@@ -82,13 +83,7 @@ class ScoreQueue:
 
 @torch.inference_mode()
 def _score_rows(logits: Tensor, *, targets: IntArray, num_top: int) -> ScoredRows:
-    """Return the log-probs of the targets and of the likeliest tokens.
-
-    Args:
-        logits: Shape [rows, vocab].
-        targets: Token of each row, shape [rows].
-        num_top: Number of likeliest tokens.
-    """
+    """Return the log-probs of the targets and of the likeliest tokens."""
     if logits.is_cuda and torch.are_deterministic_algorithms_enabled():
         logits = logits.cpu()  # sums along a row have no deterministic kernel on a GPU
     all_logprobs = logits.float().log_softmax(dim=-1)

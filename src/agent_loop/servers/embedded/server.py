@@ -23,7 +23,7 @@ from agent_loop.servers.base import (
     refuse_params_of_request,
     refuse_unknown_options,
 )
-from agent_loop.servers.embedded.backend import CacheKind, ComputationBackend
+from agent_loop.servers.embedded.backend import CacheKind
 from agent_loop.servers.embedded.config import CONTEXT, EmbeddedConfig
 from agent_loop.servers.embedded.engine import EmbeddedEngine, EngineStats
 from agent_loop.servers.embedded.grammar import GrammarCompiler
@@ -86,9 +86,6 @@ class EmbeddedServer(AsyncServerBase):
             eos_token_ids: Tokens that end a completion; by default those of the model's generation config.
             tokenizer_path: Folder or hub name of the tokenizer, for `json_schema`; None does not offer `json_schema`.
             trust_remote_code: Whether the tokenizer may run its own code.
-
-        Raises:
-            ConfigError: The engine does not support the model, or the model does not fit the config.
         """
         self.name = name
         self.abilities = ABILITIES
@@ -283,7 +280,9 @@ def embedded_config(spec: ServerSpec) -> EmbeddedConfig:
     return parse_options(EmbeddedConfig, options, where="rollout.engine_kwargs")
 
 
-def _choose_backend(runner: ModelRunner, *, config: EmbeddedConfig, server: str) -> ComputationBackend:
+def _choose_backend(
+    runner: ModelRunner, *, config: EmbeddedConfig, server: str
+) -> SharedCacheBackend | PerRequestBackend:
     """Return the fastest backend that the table of model types has for a model, or the one of `config.cache`."""
     model, kind = runner.model, config.cache
     proved = proved_cache(model)

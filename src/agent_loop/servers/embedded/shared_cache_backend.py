@@ -17,7 +17,7 @@ from agent_loop.servers.embedded.attention import (
     LayerShape,
     ShapeProbe,
 )
-from agent_loop.servers.embedded.backend import CacheKind, ComputationBackend, StepOutput
+from agent_loop.servers.embedded.backend import CacheKind, StepOutput
 from agent_loop.servers.embedded.batch import StepBatch, pack_step
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.request import EngineRequest, ScoreRequest
@@ -29,19 +29,16 @@ PLAIN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention
 """Types of layers that store keys and values. The forward rejects a sliding window shorter than the context."""
 
 
-class SharedCacheBackend(ComputationBackend):
+class SharedCacheBackend:
     """Continuous batching over a fixed number of slots.
 
     A request keeps its slot until it ends, and a slot has room for the longest allowed sequence. So no request is ever
     preempted for lack of memory. A prefix that is in another slot is copied.
-
-    Raises:
-        ConfigError: Attention over slots does not support the model.
-        Exception: The model's own code raised it.
     """
 
     kind: CacheKind = "shared"
     resumes_turns = True
+    """Whether the next turn of a session computes only the tokens that it adds."""
 
     def __init__(self, runner: ModelRunner, *, config: EmbeddedConfig) -> None:
         others = set(getattr(runner.text_config, "layer_types", None) or ()) - PLAIN_LAYER_TYPES
@@ -73,17 +70,25 @@ class SharedCacheBackend(ComputationBackend):
         return self._slots.has_idle
 
     def allocate(self) -> None:
+        """Allocate the cache if it is freed."""
         if self._cache is None:
             self._cache = KVCache(
                 self._layers, num_slots=self._config.max_slots, max_model_len=self._config.max_model_len
             )
 
     def free(self) -> None:
+        """Free the cache. All requests must have been released before."""
         self._cache = None
         self._awaited.clear()
         self._slots.drop_idle()
 
     def admit(self, request: EngineRequest) -> bool:
+        """Start a request and set its `num_cached_tokens`. Return False if it has to wait for another request.
+
+        Raises:
+            FeaturesError: An image of the request does not fit the model. The request is admitted nevertheless and has
+                to be released.
+        """
         awaited = self._awaited.get(request)
         if awaited is not None and awaited.is_pending:
             return False
@@ -106,6 +111,7 @@ class SharedCacheBackend(ComputationBackend):
         return True
 
     def step(self) -> StepOutput:
+        """Compute the next tokens of the admitted requests. At least one request must be admitted."""
         assert self._cache is not None
         batch = pack_step(
             list(self._slot_of.values()),
@@ -127,6 +133,11 @@ class SharedCacheBackend(ComputationBackend):
         )
 
     def prefill(self, texts: Sequence[ScoreRequest], *, chunk_tokens: int) -> list[Tensor]:
+        """Compute the next `chunk_tokens` tokens of one text, or several texts that have no more tokens together.
+
+        Returns:
+            Logits of each text after its new tokens from `ScoreRequest.first` on, [rows, vocab].
+        """
         # The texts have a cache of their own, so that they evict no session from the slots.
         cache = texts[0].cache
         if cache is None:
@@ -154,9 +165,11 @@ class SharedCacheBackend(ComputationBackend):
         return [logits[parts[number]] for number in range(len(texts))]
 
     def append(self, request: EngineRequest, token_id: int) -> None:
+        """Append a sampled token, which the next step computes."""
         self._slot_of[request].append(token_id)
 
     def release(self, request: EngineRequest, *, discard: bool = False) -> None:
+        """Release an admitted request. Its cache is kept for the session's next turn, unless `discard` is set."""
         self._awaited.pop(request, None)
         slot = self._slot_of.pop(request, None)
         if slot is None:
@@ -170,6 +183,7 @@ class SharedCacheBackend(ComputationBackend):
         self._slots.release(slot)
 
     def mark_stale(self, request: EngineRequest) -> None:
+        """Keep the cache of an admitted request, but do not reuse it for other requests: older weights computed it."""
         self._slot_of[request].is_stale = True
 
     def end_session(self, session: str) -> None:

@@ -81,11 +81,7 @@ class PromptImages:
 def build_prompt_images(
     prompt_ids: IntArray, attachments: Sequence[Attachment], *, image_token_id: int, counts_in_3d: bool
 ) -> PromptImages:
-    """Find the placeholders of each image and video in a prompt.
-
-    Raises:
-        FeaturesError: The tokens of an attachment are not at its position in the prompt, or are those of another model.
-    """
+    """Find the placeholders of each image and video in a prompt."""
     cache_keys = prompt_ids.copy()
     all_indices: list[NDArray[np.int64]] = []
     end = 0
@@ -116,11 +112,7 @@ def build_prompt_images(
 
 
 def media_features(model: Any, attachment: Attachment, *, num_placeholders: int) -> Tensor:
-    """Compute the features for the placeholders of an image or video, [num_placeholders, hidden].
-
-    Raises:
-        FeaturesError: The model cannot process it, or the number of features differs from `num_placeholders`.
-    """
+    """Compute the features for the placeholders of an image or video, [num_placeholders, hidden]."""
     kind, config = attachment.kind, model.config
     if kind == "video":
         where = f"a video of {attachment.num_tokens} tokens"
@@ -150,11 +142,7 @@ def media_features(model: Any, attachment: Attachment, *, num_placeholders: int)
 
 
 def auto_model_class(path: Any, *, trust_remote_code: bool) -> Any:
-    """Return the auto class of `transformers` that loads a model, including its vision tower if it has one.
-
-    Raises:
-        OSError: There is no model at `path`.
-    """
+    """Return the auto class of `transformers` that loads a model, including its vision tower if it has one."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = cast(Any, AutoConfig).from_pretrained(path, trust_remote_code=trust_remote_code)

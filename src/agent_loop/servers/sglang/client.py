@@ -20,7 +20,7 @@ from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, Serv
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher, local_folder
-from agent_loop.servers.scores import TokenScores, checked_scores, checked_text, scores_of_no_token
+from agent_loop.servers.scores import TokenScores, checked_text, scores_of_no_token
 from agent_loop.servers.sglang.in_flight import SGLangRequest, SGLangRequests
 from agent_loop.servers.sglang.options import CONTEXT_MARGIN, SUPPORTED
 from agent_loop.servers.sglang.requests import (
@@ -41,7 +41,7 @@ from agent_loop.types import IntArray, SamplingParams, TokenChunk
 if TYPE_CHECKING:
     import torch
 
-    from agent_loop.weights import WeightHandle
+    from agent_loop.weights.handle import WeightHandle
 
 OPTIONS = ("api_key", "weights_folder")
 """Keys of `engine_kwargs`: the server's API key, and a folder for new weights that both processes can access."""
@@ -73,11 +73,7 @@ class SGLangClient(AsyncServerBase):
     """
 
     def __init__(self, spec: ServerSpec) -> None:
-        """Create a client that is not connected.
-
-        Raises:
-            ConfigError: There is no URL, or an option is unknown.
-        """
+        """Create a client that is not connected."""
         if spec.url is None:
             raise ConfigError("a SGLang client needs the URL of its server; set rollout.server_urls")
         refuse_unknown_options(spec.engine_kwargs, known=OPTIONS)
@@ -195,14 +191,7 @@ class SGLangClient(AsyncServerBase):
             body = score_body(text, start=start, num_top=num_top, rid=running.rid)
             async with self._typed_errors(""), self._aborting_if_cancelled(running):
                 reply = await self._http.post_json("/generate", body)
-        scores = read_scores(reply, token_ids=text, start=start, num_top=num_top, server=self.name)
-        return checked_scores(
-            scores,
-            num_scores=len(text) - start,
-            top_logprobs=num_top,
-            server=self.name,
-            vocab_size=limits.vocab_size,
-        )
+        return read_scores(reply, token_ids=text, start=start, num_top=num_top, server=self.name)
 
     async def abort(self, request_id: str) -> None:
         running = self._running.get(request_id)
@@ -285,11 +274,7 @@ class SGLangClient(AsyncServerBase):
         await self._http.close()
 
     async def _inspect(self, *, has_scaled_logprobs: bool | None = None) -> None:
-        """Find out what the server offers.
-
-        Args:
-            has_scaled_logprobs: Whether log-probs are of the scaled logits; None finds it out.
-        """
+        """Find out what the server offers."""
         timeout_s, url = self._spec.start_timeout_s, self._http.url
         info = cast(Mapping[str, Any], await self._http.get_json("/server_info", timeout_s=timeout_s))
         model = cast(Mapping[str, Any], await self._http.get_json("/model_info", timeout_s=timeout_s))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent_loop.weights import WeightReceiver
+from agent_loop.weights.receiver import WeightReceiver
 
 NAME = "agent_loop.servers.sglang.loader.load"
 """Import path of the loader, which is also its `load_format`."""

@@ -12,7 +12,7 @@ from agent_loop.errors import BadServerReply, SamplingParamsError, ServerError
 from agent_loop.runtime.describe import one_line
 from agent_loop.servers.base import Ability, refuse_params_of_request
 from agent_loop.servers.scores import TokenScores
-from agent_loop.servers.weight_versions import as_version
+from agent_loop.servers.weight_versions import as_version, token_versions
 from agent_loop.types import (
     IntArray,
     SamplingParams,
@@ -148,7 +148,7 @@ def read_reply(
         output_ids = [int(token) for token in fields["output_ids"]]
         scored = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]
         extras = _top_logprobs(meta.get("output_top_logprobs"), num_new=num_new)
-        versions = _versions(meta.get("weight_versions")) or [as_version(meta.get("weight_version"))]
+        versions = token_versions(meta.get("weight_versions")) or [as_version(meta.get("weight_version"))]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise bad(f"{type(error).__name__} {error}") from error
     if not 0 <= num_new <= min(len(output_ids), len(scored)):
@@ -191,14 +191,6 @@ def _top_logprobs(entries: Any, *, num_new: int) -> TokenArrays:
         [[float(each[0]) for each in entry] for entry in new],
         num_top=len(new[0]),
     )
-
-
-def _versions(spans: Any) -> list[int]:
-    return [
-        as_version(span["version"])
-        for span in spans or ()
-        for _ in range(int(span["end"]) - int(span["start"]))
-    ]
 
 
 def score_body(token_ids: IntArray, *, start: int, num_top: int, rid: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from agent_loop.servers.sglang.client import CONTROL_TIMEOUT_S, SGLangClient
 from agent_loop.servers.sglang.options import engine_environment, engine_options
 
 if TYPE_CHECKING:
-    from agent_loop.weights import WeightHandle
+    from agent_loop.weights.handle import WeightHandle
 
 POLL_S = 0.1
 
@@ -43,11 +43,7 @@ class SGLangServer(SGLangClient):
     """
 
     def __init__(self, spec: ServerSpec) -> None:
-        """Create a server. The engine is started by `start`.
-
-        Raises:
-            ConfigError: SGLang is missing or has an unsupported version, or an option does not fit.
-        """
+        """Create a server. The engine is started by `start`."""
         options = engine_options(spec)
         self._num_ranks = int(options.get("tp_size") or 1) * int(options.get("pp_size") or 1)
         with socket.socket() as free:

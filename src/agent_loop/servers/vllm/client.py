@@ -28,7 +28,7 @@ from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, Serv
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.prompt_logprobs import read_prompt_logprobs
 from agent_loop.servers.publishing import WeightPublisher
-from agent_loop.servers.scores import TokenScores, checked_scores, checked_text, scores_of_no_token
+from agent_loop.servers.scores import TokenScores, checked_text, scores_of_no_token
 from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequestLimits
 from agent_loop.servers.vllm.logprobs import CONSTRAINT_ABILITIES, SAMPLING_ABILITIES, LogProbs
 from agent_loop.servers.vllm.remote import (
@@ -99,11 +99,7 @@ class VLLMClient(AsyncServerBase):
     """
 
     def __init__(self, spec: ServerSpec) -> None:
-        """Create a client that is not connected.
-
-        Raises:
-            ConfigError: There is no URL, or an option is unknown.
-        """
+        """Create a client that is not connected."""
         refuse_unknown_options(spec.engine_kwargs, known=KNOWN_OPTIONS)
         if spec.url is None:
             raise ConfigError("rollout.server_urls is empty; give the URL of a vLLM server")
@@ -133,12 +129,7 @@ class VLLMClient(AsyncServerBase):
         return cls(spec)
 
     async def start(self) -> None:
-        """Connect, and check that the server fits the configuration.
-
-        Raises:
-            ConfigError: The server does not fit.
-            ServerError: The server cannot be reached.
-        """
+        """Connect, and check that the server fits the configuration."""
         spec = self._spec
         try:
             model = await run_in_thread(ModelInfo.read, spec.model)
@@ -251,16 +242,9 @@ class VLLMClient(AsyncServerBase):
                     ) from error
                 raise
         with reading(reply, server=self.name):
-            scores = read_prompt_logprobs(
+            return read_prompt_logprobs(
                 reply["prompt_logprobs"], token_ids=text, start=start, top_logprobs=num_top
             )
-        return checked_scores(
-            scores,
-            num_scores=len(text) - start,
-            top_logprobs=num_top,
-            server=self.name,
-            vocab_size=vocab_size,
-        )
 
     async def abort(self, request_id: str) -> None:
         engine_id = self._engine_ids.get(request_id)
@@ -392,9 +376,6 @@ def mixed_weights(results: Sequence[Mapping[str, Any]]) -> str:
 
     Args:
         results: Results of `WeightWorker.agent_loop_load_weights`, one per worker.
-
-    Raises:
-        WeightsError: The weights were refused, and every worker has the old weights.
     """
     errors = [result for result in results if "error" in result]
     if not errors:

@@ -34,11 +34,7 @@ class ModelInfo:
 
     @classmethod
     def read(cls, model: ModelConfig) -> ModelInfo:
-        """Read the model's configuration files.
-
-        Raises:
-            ConfigError: There are none, or they cannot be read.
-        """
+        """Read the model's configuration files."""
         loader: Any = AutoConfig
         try:
             config = loader.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -94,10 +90,6 @@ class VLLMRequestLimits:
 
         End tokens are passed as stop tokens. vLLM would also stop at the end tokens of its tokenizer, which other
         servers do not know.
-
-        Raises:
-            BadPrompt: See `PromptLimits`.
-            SamplingParamsError: This server does not offer a parameter.
         """
         limits = PromptLimits(self.server, self.max_model_len, self.model.vocab_size)
         room = limits.check(request_id, prompt_ids=prompt_ids, attachments=attachments)

@@ -29,11 +29,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def engine_options(spec: ServerSpec) -> dict[str, Any]:
-    """Return the options of `vllm serve`: the user's options and the required ones.
-
-    Raises:
-        ConfigError: An option contradicts the rest of the configuration, or is not supported.
-    """
+    """Return the options of `vllm serve`: the user's options and the required ones."""
     ours: dict[str, Any] = {
         "model": spec.model.path,
         "trust_remote_code": spec.model.trust_remote_code,

@@ -42,13 +42,7 @@ class RemoteServerInfo:
 
 
 async def inspect_server(http: HttpClient, *, spec: ServerSpec) -> RemoteServerInfo:
-    """Find out what a server offers. If the server has our worker extension, switch it to exact log-probs.
-
-    Raises:
-        ConfigError: The server is not a vLLM of a supported version, serves another model or a shorter context, or has
-            no endpoint for token ids.
-        ServerError: The server cannot be reached.
-    """
+    """Find out what a server offers. If the server has our worker extension, switch it to exact log-probs."""
     await _check_version(http, url=http.url)
     model, max_model_len = await _find_model(http, spec=spec)
     workers: list[dict[str, Any]] = []
@@ -77,11 +71,7 @@ async def inspect_server(http: HttpClient, *, spec: ServerSpec) -> RemoteServerI
 
 
 async def prepare_workers(http: HttpClient) -> list[dict[str, Any]]:
-    """Switch workers with our extension to exact log-probs, and return their descriptions.
-
-    Raises:
-        ConfigError: A worker's sampler is not supported.
-    """
+    """Switch workers with our extension to exact log-probs, and return their descriptions."""
     for result in await _call_workers(http, "agent_loop_scale_logprobs"):
         if "error" in result:
             raise ConfigError(f"vLLM cannot return exact log-probs: {result['error']}")

@@ -11,7 +11,7 @@ from typing import Any
 from agent_loop.errors import BadServerReply
 from agent_loop.runtime.describe import one_line
 from agent_loop.servers.http import HttpStatusError
-from agent_loop.servers.weight_versions import as_version
+from agent_loop.servers.weight_versions import token_versions
 from agent_loop.types import SamplingParams, ServerStopReason, TokenChunk, top_logprob_arrays
 
 STOP_REASONS: Mapping[str, ServerStopReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
@@ -41,10 +41,6 @@ async def read_stream(
     Args:
         params: Sampling parameters of the request.
         has_logprobs: Whether the log-probs equal `TokenOutput.log_probs` as defined.
-
-    Raises:
-        BadServerReply: An event is not a part of a completion.
-        HttpStatusError: vLLM failed the request.
     """
     last: tuple[TokenChunk, Sequence[int]] | None = None
     async with aclosing(events):
@@ -58,7 +54,8 @@ async def read_stream(
                         request_id=request_id,
                     )
                 chunk = read_chunk(event, params=params, has_logprobs=has_logprobs)
-                versions = _versions(event)
+                spans: Any = event["choices"][0].get("weight_versions") if event["choices"] else ()
+                versions = token_versions(spans)
             if chunk is None:
                 if last is not None:
                     last = replace(last[0], num_cached_tokens=cached_tokens(event)), last[1]
@@ -113,12 +110,3 @@ def cached_tokens(reply: Mapping[str, Any]) -> int | None:
     usage: Any = reply.get("usage") or {}
     details: Any = usage.get("prompt_tokens_details") or {}
     return details.get("cached_tokens")
-
-
-def _versions(event: Any) -> list[int]:
-    spans: Any = event["choices"][0].get("weight_versions") if event["choices"] else ()
-    return [
-        as_version(span["version"])
-        for span in spans or ()
-        for _ in range(int(span["end"]) - int(span["start"]))
-    ]

@@ -42,11 +42,7 @@ class VLLMServer(VLLMClient):
     """
 
     def __init__(self, spec: ServerSpec) -> None:
-        """Create a server. The engine is started by `start`.
-
-        Raises:
-            ConfigError: vLLM is missing or has an unsupported version, or an option does not fit.
-        """
+        """Create a server. The engine is started by `start`."""
         require_version(PACKAGE, supported=SUPPORTED)
         self._options = engine_options(spec)
         self._folder = Path(tempfile.mkdtemp(prefix="agent-loop-vllm-"))

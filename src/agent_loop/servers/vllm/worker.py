@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from agent_loop.errors import WeightsError
 from agent_loop.runtime.describe import describe_error
-from agent_loop.weights import WeightReceiver
+from agent_loop.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from agent_loop.distributed.messages import PackedCompletion, PackedError
-from agent_loop.distributed.server_frontend import ServerFrontend
+from agent_loop.distributed.server_actor import ServerActor
 from agent_loop.errors import BadServerReply, ServerDied, ServerError
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
@@ -22,31 +22,32 @@ PARAMS = SamplingParams(temperature=0.5, max_tokens=7)
 class Client:
     """Client of a server."""
 
-    def __init__(self, frontend: ServerFrontend, name: str = "me") -> None:
+    def __init__(self, actor: ServerActor, name: str = "me") -> None:
         self.name = name
-        self._frontend = frontend
+        self._actor = actor
         self._numbers = count()
 
     async def send(self, session: str) -> TokenOutput | Exception:
         """Send a request, and return its completion or its error. The call id of the first request is `NAME/0`."""
-        response, _ = await self._frontend.generate(
+        response, _ = await self._actor.generate(
             self.name,
             f"{self.name}/{next(self._numbers)}",
-            session=session,
-            prompt_ids=as_token_ids([1, 2, 3]),
-            sampling_params=PARAMS,
+            session,
+            as_token_ids([1, 2, 3]),
+            PARAMS,
         )
         return response.error if isinstance(response, PackedError) else response.unpack()
 
 
-def serve(server: Any, scenario: Callable[[ServerFrontend], Coroutine[Any, Any, None]]) -> None:
-    """Run a scenario. Check that no task is left, and that the frontend holds nothing."""
+def serve(server: Any, scenario: Callable[[ServerActor], Coroutine[Any, Any, None]]) -> None:
+    """Run a scenario. Check that no task is left, and that the actor holds nothing."""
 
     async def main() -> None:
-        frontend = ServerFrontend(server)
-        await scenario(frontend)
+        actor = ServerActor(lambda: server, name="scripted-0", folder=".")
+        await actor.ensure_started(None)
+        await scenario(actor)
         await asyncio.sleep(1)
-        assert not any(frontend.inspect().values())
+        assert not any((await actor.inspect()).values())
         assert len(asyncio.all_tasks()) == 1
 
     run_virtual(main())
@@ -55,11 +56,11 @@ def serve(server: Any, scenario: Callable[[ServerFrontend], Coroutine[Any, Any, 
 def test_an_engine_gets_the_context_and_the_sampling_parameters_of_the_request() -> None:
     server = ScriptedServer([ScriptedReply([4, 5])])
 
-    async def scenario(frontend: ServerFrontend) -> None:
-        output = await Client(frontend).send("s")
+    async def scenario(actor: ServerActor) -> None:
+        output = await Client(actor).send("s")
         assert isinstance(output, TokenOutput)
         assert output.token_ids == [4, 5]
-        frontend.end_session("me", "s")
+        await actor.end_session("me", "s")
 
     serve(server, scenario)
     assert [request.prompt_ids.tolist() for request in server.requests] == [[1, 2, 3]]
@@ -70,14 +71,14 @@ def test_an_engine_gets_the_context_and_the_sampling_parameters_of_the_request()
 def test_an_end_that_arrives_after_the_session_has_begun_again_is_ignored() -> None:
     server = ScriptedServer(lambda _: ScriptedReply([4], latency_s=1.0))
 
-    async def scenario(frontend: ServerFrontend) -> None:
-        client = Client(frontend)
+    async def scenario(actor: ServerActor) -> None:
+        client = Client(actor)
         running = asyncio.ensure_future(client.send("s"))
         await asyncio.sleep(0.5)
-        frontend.end_session("me", "s")
+        await actor.end_session("me", "s")
         await running
         assert server.num_sessions == 1
-        frontend.end_session("me", "s")
+        await actor.end_session("me", "s")
         assert server.num_sessions == 0
 
     serve(server, scenario)
@@ -89,19 +90,19 @@ def test_a_cancelled_completion_ends_in_the_engine_and_the_others_continue() -> 
 
     server = ScriptedServer(script)
 
-    async def scenario(frontend: ServerFrontend) -> None:
-        client = Client(frontend)
+    async def scenario(actor: ServerActor) -> None:
+        client = Client(actor)
         hanging, other = (asyncio.ensure_future(client.send(name)) for name in ("hangs", "other"))
         await asyncio.sleep(1)
         assert server.num_running == 2
-        await frontend.cancel("me/0")
+        await actor.cancel("me/0")
         assert server.num_running == 1
         assert isinstance(await hanging, ServerError)
         output = await other
         assert isinstance(output, TokenOutput)
         assert output.token_ids == [4]
         for name in ("hangs", "other"):
-            frontend.end_session("me", name)
+            await actor.end_session("me", name)
 
     serve(server, scenario)
 
@@ -109,9 +110,9 @@ def test_a_cancelled_completion_ends_in_the_engine_and_the_others_continue() -> 
 def test_a_request_whose_cancellation_arrived_first_is_not_run() -> None:
     server = ScriptedServer([])
 
-    async def scenario(frontend: ServerFrontend) -> None:
-        await frontend.cancel("me/0")
-        assert "was cancelled" in str(await Client(frontend).send("s"))
+    async def scenario(actor: ServerActor) -> None:
+        await actor.cancel("me/0")
+        assert "was cancelled" in str(await Client(actor).send("s"))
 
     serve(server, scenario)
     assert server.requests == []
@@ -120,19 +121,19 @@ def test_a_request_whose_cancellation_arrived_first_is_not_run() -> None:
 def test_dropping_a_dead_client_ends_its_sessions_and_requests_only() -> None:
     server = ScriptedServer(lambda _: HANGS)
 
-    async def scenario(frontend: ServerFrontend) -> None:
-        dead, alive = Client(frontend, "dead"), Client(frontend, "alive")
+    async def scenario(actor: ServerActor) -> None:
+        dead, alive = Client(actor, "dead"), Client(actor, "alive")
         asked = [asyncio.ensure_future(dead.send(f"d{n}")) for n in range(10)]
         living = asyncio.ensure_future(alive.send("a"))
         await asyncio.sleep(1)
-        assert (frontend.num_others("dead"), frontend.num_others("alive")) == (1, 10)
-        await frontend.drop_client("dead")
+        assert [(await actor.health(name))[1] for name in ("dead", "alive")] == [1, 10]
+        await actor.drop_client("dead")
         assert (server.num_running, server.num_sessions) == (1, 1)
         assert all(isinstance(error, ServerError) for error in await run_together(_wait(t) for t in asked))
         assert "reported dead" in str(await dead.send("again"))
-        await frontend.cancel("alive/0")
+        await actor.cancel("alive/0")
         await living
-        frontend.end_session("alive", "a")
+        await actor.end_session("alive", "a")
 
     serve(server, scenario)
 
@@ -144,10 +145,10 @@ async def _wait(task: asyncio.Future[Any]) -> Any:
 def test_closing_ends_all_requests_and_waits_for_them() -> None:
     server = ScriptedServer(lambda _: HANGS)
 
-    async def scenario(frontend: ServerFrontend) -> None:
-        hanging = asyncio.ensure_future(Client(frontend).send("s"))
+    async def scenario(actor: ServerActor) -> None:
+        hanging = asyncio.ensure_future(Client(actor).send("s"))
         await asyncio.sleep(1)
-        await frontend.close()
+        await actor.close()
         assert (server.num_running, server.num_sessions) == (0, 0)
         assert isinstance(await hanging, ServerError)
 
@@ -186,13 +187,13 @@ def test_an_error_of_an_engine_is_raised_by_its_request_only() -> None:
         "has a bug": (BadServerReply, "ValueError: a bug"),
     }
 
-    async def scenario(frontend: ServerFrontend) -> None:
-        errors = await run_together(map(Client(frontend).send, expected))
+    async def scenario(actor: ServerActor) -> None:
+        errors = await run_together(map(Client(actor).send, expected))
         for error, (kind, part) in zip(errors, expected.values(), strict=True):
             assert type(error) is kind
             assert part in str(error)
         for name in expected:
-            frontend.end_session("me", name)
+            await actor.end_session("me", name)
 
     serve(Breaks([]), scenario)
 
@@ -200,14 +201,14 @@ def test_an_error_of_an_engine_is_raised_by_its_request_only() -> None:
 def test_partial_completions_are_the_chunks_that_the_client_does_not_know() -> None:
     server = ScriptedServer([ScriptedReply([4, 5, 6, 7], latency_s=4.0)], streams=True)
 
-    async def scenario(frontend: ServerFrontend) -> None:
-        running = asyncio.ensure_future(Client(frontend).send("s"))
+    async def scenario(actor: ServerActor) -> None:
+        running = asyncio.ensure_future(Client(actor).send("s"))
         await asyncio.sleep(2.5)
-        num_chunks, packed = frontend.partial_completions({"me/0": 1})["me/0"]
+        num_chunks, packed = (await actor.partial_completions({"me/0": 1}))["me/0"]
         assert isinstance(packed, PackedCompletion)
         assert (num_chunks, packed.unpack().token_ids) == (2, [5])
-        assert frontend.partial_completions({"me/0": 2, "gone": 0}) == {}
+        assert await actor.partial_completions({"me/0": 2, "gone": 0}) == {}
         await running
-        frontend.end_session("me", "s")
+        await actor.end_session("me", "s")
 
     serve(server, scenario)
