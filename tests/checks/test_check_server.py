@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from msgspec import structs
 
@@ -114,12 +113,6 @@ class IgnoresAbort(Embedded):
         pass
 
 
-class ReportsLengthForAborted(Embedded):
-    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        output = await super().generate(*args, **kwargs)
-        return replace(output, stop_reason="length") if output.stop_reason == "aborted" else output
-
-
 class IgnoresCancellation(Embedded):
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         return await asyncio.shield(asyncio.ensure_future(super().generate(*args, **kwargs)))
@@ -191,12 +184,6 @@ class ScoresFromTheFirstToken(Embedded):
         return TokenScores(scores.logprobs[: len(token_ids) - start], scores.top_ids, scores.top_logprobs)
 
 
-class ScoresAtAnotherTemperature(Embedded):
-    async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
-        scores = await super().score(token_ids, start=start, top_logprobs=top_logprobs)
-        return replace(scores, logprobs=scores.logprobs * np.float32(0.9))
-
-
 class NeverWakesUp(Embedded):
     async def wake_up(self) -> None:
         pass
@@ -206,7 +193,6 @@ FAULTS: Sequence[tuple[type[Embedded], str]] = [
     (LosesStopTokens, "a stop token ends the completion and is returned"),
     (ReturnsRawLogProbs, "log-probs match the reference model"),
     (IgnoresAbort, "an aborted request returns the tokens sampled so far"),
-    (ReportsLengthForAborted, "an aborted request returns the tokens sampled so far"),
     (IgnoresCancellation, "cancelling a request frees its slot"),
     (LosesUpdates, "completions after a weight update come from the new weights"),
     (StampsOldVersions, "completions after a weight update come from the new weights"),
@@ -217,7 +203,6 @@ FAULTS: Sequence[tuple[type[Embedded], str]] = [
     (RestartsTheSeed, "a resumed completion with a seed samples the same tokens"),
     (RaisesOtherErrors, "invalid requests are refused, and the server keeps running"),
     (ScoresFromTheFirstToken, "scores begin at start, and do not depend on it or on other requests"),
-    (ScoresAtAnotherTemperature, "scores of a completion are its log-probs"),
     (NeverWakesUp, "a sleeping server refuses requests, and wakes up unchanged"),
 ]
 

@@ -158,35 +158,6 @@ def test_replay_prints_where_another_template_first_differs() -> None:
     assert "'\\n3\\n</tool_response>" in text
 
 
-def test_replay_reports_a_loop_that_ends_earlier() -> None:
-    text = run("replay", "run", ROW, "rollout.multi_turn.max_assistant_turns=1", exit_code=1).output
-    assert "now:      []" in text
-    assert "ended with answered, and now ends with max_assistant_turns" in text
-
-
-def test_replay_reports_a_loop_that_needs_more_completions(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Path("script.py").read_text(encoding="utf-8")
-    loop = """
-from agent_loop import AgentLoopBase, register
-
-@register("asks_twice")
-class AsksTwice(AgentLoopBase):
-    async def run(self, sampling_params, **row):
-        async with self.episode(row["raw_prompt"], tools=self.context.tools) as episode:
-            await episode.generate(sampling_params)
-            await episode.observe([{"role": "user", "content": "again"}])
-            await episode.generate(sampling_params)
-            await episode.observe([{"role": "user", "content": "again"}])
-            await episode.generate(sampling_params)
-            await episode.finish()
-            return episode.output()
-"""
-    Path("loops.py").write_text(script.split("tokenizer =")[0] + loop, encoding="utf-8")
-    overrides = ["rollout.agent.loop_files=[loops.py]", "rollout.agent.default_agent_loop=asks_twice"]
-    text = run("replay", "run", ROW, *overrides, exit_code=1).output
-    assert "the loop requests another completion, but only 2 were recorded" in text
-
-
 def test_replay_from_a_turn_continues_with_the_real_model_and_real_tools() -> None:
     Path("other").touch()
     try:
@@ -219,12 +190,6 @@ def test_replay_needs_the_settings_of_the_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give them with --config"):
         run("replay", str(copy), ROW)
     assert "is identical" in run("replay", str(copy), ROW, "--config", "config.yaml").output
-
-
-def test_eval_also_writes_parquet() -> None:
-    run("eval", "config.yaml", "--out", "evaluated", "-n", "2")
-    assert StoredRun("evaluated").scalars()["split"].to_pylist() == ["eval"] * 8
-    assert "8 trajectories, mean reward 0.250" in run("show", "evaluated").output
 
 
 def test_a_damaged_page_is_named(tmp_path: Path) -> None:

@@ -98,12 +98,6 @@ def test_the_first_form_of_a_single_turn_loop_runs_and_can_be_rewarded(config: C
     assert output.metrics.model_dump()["generate_sequences"] > 0
 
 
-def test_a_truncated_response_keeps_the_logprobs_of_its_tokens(config: Config) -> None:
-    [trajectory] = run(config, [row(agent_name="one_question")], [text_reply("seven " * 400)])
-    assert len(trajectory.output.response_ids) == config.rollout.response_length
-    assert trajectory.output.response_logprobs is not None
-
-
 def test_a_custom_tool_loop_under_the_shipped_name_replaces_the_shipped_one(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,11 +108,6 @@ def test_a_custom_tool_loop_under_the_shipped_name_replaces_the_shipped_one(
         register("tool_agent")(OneQuestion)
     [trajectory] = run(config, [row(agent_name="tool_agent")], [text_reply("It is 42.")])
     assert trajectory.output.num_turns == 2
-
-
-def test_the_tool_loop_can_be_named_by_its_module(config: Config) -> None:
-    [trajectory] = run(config, [row(agent_name="tool_agent_loop")], [text_reply("It is 42.")])
-    assert trajectory.output.stop_reason is StopReason.ANSWERED
 
 
 @register("frugal")
@@ -300,14 +289,3 @@ def test_a_starlette_chat_request_returns_json_or_an_event_stream() -> None:
     assert streamed.headers["content-type"].startswith("text/event-stream")
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert "42" in streamed.text
-
-
-def test_the_error_for_a_missing_template_states_how_to_set_it() -> None:
-    with pytest.raises(ConfigError, match="needs the model's chat template"):
-        asyncio.run(Parrot().chat_completion(Request({"type": "http"})))
-
-
-def test_the_manager_sets_the_template_of_its_servers() -> None:
-    server = ScriptedServer([text_reply("hi")])
-    AgentLoopManager(RolloutConfig(), servers=[server], template=hermes_template())
-    assert server.template is hermes_template()

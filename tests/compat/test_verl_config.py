@@ -138,13 +138,6 @@ def test_a_loop_reads_every_key_that_verl_documents(config: Config) -> None:
     assert {key: OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for key, v in read.items()} == READ
 
 
-def test_a_loop_reads_that_rewards_are_computed_in_batches(config: Config) -> None:
-    reward = config.reward.model_copy(update={"batch": True})
-    run(config.model_copy(update={"reward": reward}), "config_reader")
-    read = seen[0].config
-    assert (read.reward_model.reward_manager, read.reward.reward_manager.name) == ("batch", "batch")
-
-
 def test_a_configuration_is_a_mapping_with_attributes(config: Config) -> None:
     run(config, "config_reader")
     rollout = seen[0].rollout_config
@@ -160,12 +153,6 @@ def test_constructors_of_later_versions_receive_further_arguments(config: Config
     assert seen[0].processor is None
     assert set(seen[0].later) == {"dataset_cls", "data_config"}
     assert seen[0].later["data_config"].config is seen[0].config.data
-
-
-def test_all_loops_of_a_run_share_one_configuration(config: Config) -> None:
-    run(config, "config_reader", num_rows=2)
-    first, second = seen
-    assert first.config is second.config
 
 
 def test_the_model_path_defaults_to_the_tokenizers_path() -> None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,16 +16,16 @@ from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.tracing import background_writer as writer_module
 from agent_loop.tracing import tracer as tracer_module
-from agent_loop.tracing.background_writer import BackgroundWriter, OneAtATimeWriter
-from agent_loop.tracing.documents import trace_document
+from agent_loop.tracing.background_writer import BackgroundWriter
 from agent_loop.tracing.trace_files import read_traces
-from agent_loop.types import StopReason
 from tests.helpers import hermes_template, text_reply, user
 from tests.tracing.harness import run, settings
 
 
 class Notebook:
     """Writer that stores its items and calls a function before each."""
+
+    max_batch = 1
 
     def __init__(self, at_write: Callable[[int], None] = lambda number: None) -> None:
         self.items: list[object] = []
@@ -38,10 +37,10 @@ class Notebook:
     def open(self) -> None:
         self.num_opened += 1
 
-    def write(self, item: object, /) -> None:
+    def write(self, items: Iterable[object], /) -> None:
         self._num_writes += 1
         self._at_write(self._num_writes)
-        self.items.append(item)
+        self.items += items
 
     def close(self) -> None:
         self.is_closed = True
@@ -53,18 +52,12 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_all_items_are_written_in_order_and_the_writer_is_closed() -> None:
     notebook = Notebook()
-    background_writer = BackgroundWriter[int](OneAtATimeWriter(notebook), name="notes", max_queued=100)
+    background_writer = BackgroundWriter[int](notebook, name="notes", max_queued=100)
     for number in range(50):
         background_writer.put(number)
     background_writer.close(timeout_s=10)
     assert notebook.items == list(range(50))
     assert (notebook.num_opened, notebook.is_closed, background_writer.num_dropped) == (1, True, 0)
-
-
-def test_a_writer_without_items_is_never_opened() -> None:
-    notebook = Notebook()
-    BackgroundWriter[int](OneAtATimeWriter(notebook), name="notes", max_queued=1).close(timeout_s=10)
-    assert (notebook.num_opened, notebook.is_closed) == (0, False)
 
 
 def test_items_that_a_writer_fails_on_are_dropped_and_logged_once_per_error_type(
@@ -75,7 +68,7 @@ def test_items_that_a_writer_fails_on_are_dropped_and_logged_once_per_error_type
             raise OSError(28, "No space left on device") if number < 7 else ValueError("what?")
 
     notebook = Notebook(fails)
-    background_writer = BackgroundWriter[int](OneAtATimeWriter(notebook), name="notes", max_queued=100)
+    background_writer = BackgroundWriter[int](notebook, name="notes", max_queued=100)
     for number in range(10):
         background_writer.put(number)
     background_writer.close(timeout_s=10)
@@ -96,7 +89,7 @@ def test_opening_a_writer_is_retried_with_the_next_item() -> None:
                 raise ConnectionError("not yet")
 
     late = Late()
-    background_writer = BackgroundWriter[int](OneAtATimeWriter(late), name="notes", max_queued=100)
+    background_writer = BackgroundWriter[int](late, name="notes", max_queued=100)
     for number in range(5):
         background_writer.put(number)
     background_writer.close(timeout_s=10)
@@ -109,7 +102,7 @@ def test_a_hung_writer_drops_items_beyond_the_queue_and_delays_the_end_for_a_bou
 ) -> None:
     release = threading.Event()
     background_writer = BackgroundWriter[int](
-        OneAtATimeWriter(Notebook(lambda number: assert_waits(release))), name="notes", max_queued=3
+        Notebook(lambda number: assert_waits(release)), name="notes", max_queued=3
     )
     started = time.monotonic()
     for number in range(10):
@@ -130,18 +123,9 @@ def writer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Notebook], None]:
     """Return a function that replaces the backend's writer by a notebook."""
 
     def put(notebook: Notebook) -> None:
-        monkeypatch.setattr(tracer_module, "make_writer", lambda backend, config: OneAtATimeWriter(notebook))
+        monkeypatch.setattr(tracer_module, "make_writer", lambda backend, config: notebook)
 
     return put
-
-
-def test_a_writer_that_raises_does_not_affect_the_rollout(writer: Callable[[Notebook], None]) -> None:
-    def raises(number: int) -> None:
-        raise RuntimeError("the tracing server is gone")
-
-    writer(Notebook(raises))
-    trajectories = run(TraceConfig(backend="file"), runs=[{"n": 8}])
-    assert [t.output.stop_reason for t in trajectories] == [StopReason.ANSWERED] * 8
 
 
 def test_a_hung_writer_does_not_affect_the_rollout(writer: Callable[[Notebook], None]) -> None:
@@ -197,23 +181,6 @@ def test_a_missing_package_is_reported_before_anything_runs(monkeypatch: pytest.
         run(TraceConfig(backend="weave"))
 
 
-def test_finished_trajectories_are_converted_only_in_the_writers_thread(
-    writer: Callable[[Notebook], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[str] = []
-
-    def convert(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        threads.append(threading.current_thread().name)
-        return trace_document(*args, **kwargs)
-
-    monkeypatch.setattr(tracer_module, "trace_document", convert)
-    notebook = Notebook()
-    writer(notebook)
-    run(TraceConfig(backend="file"))
-    assert len(notebook.items) == 1
-    assert threads == ["agent-loop-traces to file-writer"]
-
-
 class Album:
     """Writer that stores its batches."""
 
@@ -243,42 +210,6 @@ def test_items_that_arrive_while_a_writer_is_busy_are_written_in_bounded_batches
     release.set()
     background_writer.close(timeout_s=10)
     assert album.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-def test_every_item_of_a_failed_batch_is_counted() -> None:
-    def fails() -> None:
-        raise OSError(28, "No space left on device")
-
-    background_writer = BackgroundWriter[int](Album(fails), name="notes", max_queued=100)
-    for number in range(6):
-        background_writer.put(number)
-    background_writer.close(timeout_s=10)
-    assert background_writer.num_dropped == 6
-
-
-def test_closing_counts_the_items_of_a_hung_batch() -> None:
-    release, begun = threading.Event(), threading.Event()
-
-    def hangs() -> None:
-        begun.set()
-        assert_waits(release)
-
-    background_writer = BackgroundWriter[int](Album(hangs), name="notes", max_queued=100)
-    for number in range(6):
-        background_writer.put(number)
-    assert begun.wait(timeout=60)
-    background_writer.close(timeout_s=0.1)
-    assert background_writer.num_dropped == 6
-    release.set()
-
-
-def test_a_single_item_is_written_without_further_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "BATCH_WINDOW_S", 0.001)
-    written = threading.Event()
-    background_writer = BackgroundWriter[int](Album(written.set), name="notes", max_queued=100)
-    background_writer.put(1)
-    assert written.wait(timeout=60)
-    background_writer.close(timeout_s=10)
 
 
 def test_a_short_queue_is_written_as_soon_as_it_is_full(

@@ -15,7 +15,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.tracing.trace_files import event_lines, read_traces
 from agent_loop.trajectory import AgentLoopOutput
 from tests.helpers import encoded, text_reply, tool_call_reply, user
-from tests.tracing.harness import ADDS, events_in, run
+from tests.tracing.harness import events_in, run
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:
@@ -186,10 +186,3 @@ def test_events_grow_linearly_with_the_tokens(tmp_path: Path, token2text: bool) 
     stored, rendered = zip(bytes_per_token(10), bytes_per_token(200), strict=True)
     assert stored[1] < 2 * stored[0]
     assert rendered[1] < 2 * rendered[0]
-
-
-def test_two_writers_receive_the_same_events(path: Path) -> None:
-    run(TraceConfig(backend=["file", "file"], path=str(path)), script=ADDS)
-    events = events_in(path)
-    half = len(events) // 2
-    assert events[:half] == events[half:]

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent_loop.config import TraceConfig
-from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
-from tests.helpers import encoded, hermes_template, user
-from tests.tracing.harness import ADDS, run, settings
+from agent_loop.servers.scripted import ScriptedReply
+from tests.helpers import encoded
+from tests.tracing.harness import run
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 mlflow = pytest.importorskip("mlflow")
@@ -108,60 +100,3 @@ def test_a_failure_is_an_error_of_the_trace(uri: str) -> None:
     [trace] = traces_in(uri)
     assert trace.info.state == "ERROR"
     assert "on fire" in trace.data.spans[0].status.description
-
-
-@pytest.fixture
-def server(uri: str) -> Generator[tuple[str, subprocess.Popen[bytes]]]:
-    """Start an MLflow server in its own processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        ends_at = time.monotonic() + 240
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert process.poll() is None
-            assert time.monotonic() < ends_at
-            time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_server_killed_during_the_run_loses_only_traces(
-    uri: str, server: tuple[str, subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture
-) -> None:
-    url, process = server
-
-    async def main() -> tuple[int, float, int]:
-        config = settings(trace_to(url, flush_timeout_s=1.0, max_queued=5))
-        async with AgentLoopManager(
-            config, servers=[ScriptedServer(ADDS)], template=hermes_template()
-        ) as manager:
-            rows = [{"raw_prompt": user("What is 1 + 2?")}]
-            before = await manager.run(rows, n=3, label="step=1")
-            while len(traces_in(uri)) < 3:  # noqa: ASYNC110  (the store of another process)
-                await asyncio.sleep(0.1)
-            os.killpg(process.pid, signal.SIGKILL)
-            began = time.monotonic()
-            after = await manager.run(rows, n=20, label="step=2")
-            seconds = time.monotonic() - began
-        return len(before) + len(after), seconds, manager.tracing.num_dropped()["mlflow"]
-
-    count, seconds, num_dropped = asyncio.run(main())
-    assert count == 23
-    assert seconds < 10
-    assert len(traces_in(uri)) == 3
-    assert num_dropped in (20, 21)  # the last one before may have been half written
-    assert f"{num_dropped} in total were not written" in caplog.text

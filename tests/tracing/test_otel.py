@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from agent_loop.cli import app
 from agent_loop.config import TraceConfig
-from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
-from tests.helpers import encoded, text_reply, tool_call_reply
+from agent_loop.servers.scripted import ScriptedReply
+from tests.helpers import encoded
 from tests.tracing.harness import run
 
 NAMES = ["invoke_agent tool_agent", "chat", "execute_tool add", "Adder.sum_of", "chat"]
@@ -161,19 +161,3 @@ def test_a_trace_file_can_be_sent_later(collector: Collector, tmp_path: Path) ->
     assert collector.resource()["service.name"] == "tea"
     assert sum(span.name == NAMES[0] for span in collector.spans) == 3
     assert "What is 1 + 2?" in attributes_of(collector.spans[0])["gen_ai.input.messages"]
-
-
-def test_sent_spans_grow_linearly_with_the_tokens(collector: Collector) -> None:
-    def bytes_per_token(num_turns: int) -> float:
-        def script(request: ScriptedRequest) -> ScriptedReply:
-            return (
-                text_reply("done")
-                if request.turn == num_turns - 1
-                else tool_call_reply("add", a=request.turn, b=2)
-            )
-
-        [trajectory] = run(traces_to(collector, token2text=True), script=script)
-        num_tokens = len(trajectory.output.prompt_ids) + len(trajectory.output.response_ids)
-        return collector.requests[-1].ByteSize() / num_tokens
-
-    assert bytes_per_token(200) < 2 * bytes_per_token(10)

@@ -90,11 +90,6 @@ def test_an_invalid_line_is_rejected_with_its_number(path: Path, line: str, mess
         list(read_traces(path))
 
 
-def test_the_error_for_a_missing_file_names_it(path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
-        list(read_traces(path))
-
-
 def test_values_that_json_cannot_represent_are_described(path: Path) -> None:
     [trajectory] = run(TraceConfig())
     strange = {"half": "a \ud83d b", "large": 2**70, "infinite": float("inf"), "object": object(), 3: (1, 2)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from agent_loop.config import Config, RolloutConfig, TraceConfig, TrainerConfig
 from agent_loop.errors import ConfigError
-from agent_loop.tracing.background_writer import BackgroundWriter, OneAtATimeWriter
+from agent_loop.tracing.background_writer import BackgroundWriter
 from agent_loop.training.loggers import Scalars, make_loggers
 from agent_loop.training.metrics import MetricsWriter, read_metrics
 
@@ -76,14 +77,16 @@ def test_a_failing_logger_does_not_affect_other_loggers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
+        max_batch = 1
+
         def open(self) -> None:
             raise ConnectionError("nobody is there")
 
-        def write(self, item: Scalars, /) -> None: ...
+        def write(self, items: Iterable[Scalars], /) -> None: ...
 
         def close(self) -> None: ...
 
-    logger = BackgroundWriter[Scalars](OneAtATimeWriter(Broken()), name="metrics to broken", max_queued=10)
+    logger = BackgroundWriter[Scalars](Broken(), name="metrics to broken", max_queued=10)
     with (
         caplog.at_level(logging.WARNING),
         MetricsWriter(tmp_path / "metrics.jsonl", loggers=[logger]) as writer,

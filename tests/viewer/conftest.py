@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.viewer.browser import Viewer, viewing
-from tests.viewer.large import write_long, write_many
+from tests.viewer.large import write_long
 from tests.viewer.synthetic import write_run
 
 ROOT = Path(__file__).parents[2]
@@ -31,11 +31,6 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "examples.run", "two_hop_lookup", "--out", str(folder), "--steps", "8"]
     subprocess.run([*command, "--skip-report"], cwd=ROOT, check=False, timeout=900)
     return next(path.parent for path in folder.rglob("trajectories"))
-
-
-@pytest.fixture(scope="session")
-def many_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_many(tmp_path_factory.mktemp("many"), count=100_000)
 
 
 @pytest.fixture(scope="session")

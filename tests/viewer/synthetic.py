@@ -163,7 +163,10 @@ class _Row:
 
     def _call(self, message: dict[str, Any], *, place: int) -> None:
         part = int(self._random.integers(100))
-        function = {"name": "part_of_order", "arguments": json.dumps({"order": part, "note": "näher\n<b>"})}
+        function = {
+            "name": "part_of_order",
+            "arguments": json.dumps({"order": part, "note": "näher\n<b>"}, ensure_ascii=False),
+        }
         message["tool_calls"] = [{"type": "function", "id": f"call_{place}", "function": function}]
         fails = part % 5 == 0
         reply = f"Error: there is no order {part}" if fails else f"part {part}"
@@ -222,7 +225,7 @@ class _Row:
             "advantages": (mask * 0.5).tolist() if more["advantage"] is not None else None,
             "train_logprobs": trained,
             "segments": self._segments,
-            "messages": json.dumps(self._messages),
+            "messages": json.dumps(self._messages, ensure_ascii=False),
             "tool_schemas": "[]",
             "answer": "It is on shelf 41.",
             "feedback": json.dumps(self._feedback),

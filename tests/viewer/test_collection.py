@@ -17,7 +17,7 @@ from agent_loop.training.evaluation.summary import read_summary
 from agent_loop.viewer.app import create_collection_app
 from agent_loop.viewer.collection import RunCollection, changed_settings, differing_settings, seed_groups
 from agent_loop.viewer.evaluations import Evaluations
-from agent_loop.viewer.run_record import TAIL_BYTES, RunRecord
+from agent_loop.viewer.run_record import RunRecord
 from tests.viewer.collections import NUM_ROWS, RATES, prompt_of, write_collection, write_training
 from tests.viewer.test_app import HOSTILE
 
@@ -75,17 +75,6 @@ def test_runs_that_differ_in_seed_and_folder_alone_are_one_group() -> None:
         "trainer.seed": {"a": "0", "b": "1", "c": "1"},
     }
     assert changed_settings(differing) == {"c": {"lr": "2"}}
-
-
-def test_the_last_value_of_a_rare_metric_is_found_far_from_the_end(tmp_path: Path) -> None:
-    lines = [json.dumps({"step": 1, "val/reward/mean": 0.25, "reward/mean": 0.1})]
-    filler = {f"metric/{number}": 0.5 for number in range(200)}
-    lines += [json.dumps({"step": step, "reward/mean": 0.5, **filler}) for step in range(2, 400)]
-    text = "\n".join(lines)
-    assert len(text) > 2 * TAIL_BYTES
-    (tmp_path / "metrics.jsonl").write_text(f'{text}\n{{"step": 400, "rew', encoding="utf-8")
-    latest = RunRecord(tmp_path).latest()
-    assert (latest["step"], latest["val/reward/mean"]) == (399, 0.25)
 
 
 def test_curves_grow_with_the_file_and_restart_with_a_new_one(tmp_path: Path) -> None:

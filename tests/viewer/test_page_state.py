@@ -119,20 +119,6 @@ def test_a_legend_says_the_step_of_an_old_value_and_shows_no_value_as_0(page: An
         reasons.locator(".readout", has_text=re.compile("failed \\W")).wait_for()
 
 
-def test_a_share_that_is_always_0_has_an_axis_above_0(page: Any, tmp_path: Path) -> None:
-    lines = [json.dumps({"step": step, "rollout/unscored_share": 0.0}) for step in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    with viewing(tmp_path) as viewer:
-        page.goto(viewer.url)
-        chart = page.locator(".chart", has_text="Not scored")
-        chart.locator(".tick").first.wait_for()
-        assert [text for text in chart.locator(".tick").all_text_contents() if "%" in text] == [
-            "0 %",
-            "2 %",
-            "4 %",
-        ]
-
-
 def test_table_curves_and_groups_of_a_running_run_grow(page: Any, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=2)
     group = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
 
 from agent_loop.runtime.describe import describe_error
 
@@ -40,43 +40,27 @@ class BatchWriter(Protocol[ItemT_contra]):
         ...
 
 
-class ItemWriter(Protocol[ItemT_contra]):
-    """Writer of one item at a time; otherwise like `BatchWriter`."""
-
-    def open(self) -> None: ...
-
-    def write(self, item: ItemT_contra, /) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class OneAtATimeWriter(Generic[ItemT]):
-    """Adapter that makes a `BatchWriter` of an `ItemWriter`."""
-
-    max_batch = 1
-
-    def __init__(self, writer: ItemWriter[ItemT]) -> None:
-        self.open = writer.open
-        self.close = writer.close
-        self._write = writer.write
-
-    def write(self, items: Iterable[ItemT], /) -> None:
-        for item in items:
-            self._write(item)
-
-
 class BackgroundWriter(Generic[ItemT]):
     """Bounded queue and thread in front of a `BatchWriter`.
 
     Items are dropped if the queue is full or the writer fails. Dropped items are counted. A warning is logged once per
-    reason, and the total when the writer is closed.
+    reason, and the total when the writer is closed. `convert` returns what is written of an item. It is called in the
+    thread, for one item at a time, so that few objects are alive at once.
     """
 
-    def __init__(self, writer: BatchWriter[ItemT], *, name: str, max_queued: int) -> None:
+    def __init__(
+        self,
+        writer: BatchWriter[Any],
+        *,
+        name: str,
+        max_queued: int,
+        convert: Callable[[ItemT], Any] | None = None,
+    ) -> None:
         self.name = name
         """Name of the writer in logs and metrics."""
         self.num_dropped = 0
         self._writer = writer
+        self._convert = convert
         self._max_queued = max_queued
         self._full_batch = min(writer.max_batch, max_queued)
         """Number of queued items that is written without waiting for more."""
@@ -128,7 +112,7 @@ class BackgroundWriter(Generic[ItemT]):
                 if not is_open:
                     self._writer.open()
                     is_open = True
-                self._writer.write(batch)
+                self._writer.write(batch if self._convert is None else map(self._convert, batch))
             except Exception as error:  # noqa: BLE001  (a writer's error must not reach the rollout)
                 self._drop(type(error).__name__, describe_error(error), count=len(batch))
         if is_open:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from itertools import islice
@@ -51,9 +51,10 @@ class Tracer:
         decode = make_token_decoder(template) if trace.token2text and trace.backends else None
         self.background_writers: Sequence[BackgroundWriter[FinishedTrajectory]] = [
             BackgroundWriter(
-                _DocumentWriter(make_writer(backend, trace), decode=decode),
+                make_writer(backend, trace),
                 name=f"traces to {backend}",
                 max_queued=trace.max_queued,
+                convert=lambda item: trace_document(*item, decode=decode),
             )
             for backend in trace.backends
         ]
@@ -124,27 +125,6 @@ class Tracer:
             return None
         random = np.random.default_rng([self._seed, step or 0])
         return frozenset(random.permutation(num_rows)[: per_worker * self._num_workers].tolist())
-
-
-class _DocumentWriter:
-    """Adapter that converts trajectories to documents in the writer's thread.
-
-    Documents are built one at a time, so that few objects are alive at once and Python's gc rarely runs.
-    """
-
-    def __init__(self, writer: BatchWriter[Json], *, decode: TokenDecoder | None) -> None:
-        self.open = writer.open
-        self.close = writer.close
-        self.max_batch = writer.max_batch
-        self._write = writer.write
-        self._decode = decode
-
-    def write(self, items: Iterable[FinishedTrajectory], /) -> None:
-        self._write(self._documents(items))
-
-    def _documents(self, items: Iterable[FinishedTrajectory]) -> Iterator[Json]:
-        for trajectory, attributes in items:
-            yield trace_document(trajectory, attributes, decode=self._decode)
 
 
 def make_writer(backend: str, config: TraceConfig) -> BatchWriter[Json]:

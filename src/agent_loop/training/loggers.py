@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from agent_loop.config import Config
 from agent_loop.loading import import_extra
-from agent_loop.tracing.background_writer import BackgroundWriter, OneAtATimeWriter
+from agent_loop.tracing.background_writer import BackgroundWriter
 from agent_loop.tracing.mlflow import experiment_id
 
 LOGGER_TIMEOUT_S = 30.0
@@ -45,9 +45,7 @@ def make_loggers(config: Config) -> list[BackgroundWriter[Scalars]]:
     for name in names:
         import_extra(name, extra=name, by=f"trainer.logger=[{name}]")
     return [
-        BackgroundWriter(
-            OneAtATimeWriter(_LOGGERS[name](config)), name=f"metrics to {name}", max_queued=MAX_QUEUED
-        )
+        BackgroundWriter(_LOGGERS[name](config), name=f"metrics to {name}", max_queued=MAX_QUEUED)
         for name in names
     ]
 
@@ -63,6 +61,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 class MlflowLogger:
     """Logger to a run of the experiment with the project's name. The settings are the run's parameters."""
+
+    max_batch = 1
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -80,7 +80,8 @@ class MlflowLogger:
         client.log_batch(run_id, params=parameters)
         self._client, self._run_id = client, run_id
 
-    def write(self, item: Scalars, /) -> None:
+    def write(self, items: Iterable[Scalars], /) -> None:
+        (item,) = items
         metric: Any = import_module("mlflow.entities").Metric
         now_ms = int(time.time() * 1000)
         metrics = [
@@ -96,6 +97,8 @@ class MlflowLogger:
 class TensorboardLogger:
     """Logger to a subfolder of the run's folder."""
 
+    max_batch = 1
+
     def __init__(self, config: Config) -> None:
         self._folder = Path(config.trainer.run_dir) / TENSORBOARD_FOLDER
         self._writer: Any = None
@@ -103,7 +106,8 @@ class TensorboardLogger:
     def open(self) -> None:
         self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(self._folder))
 
-    def write(self, item: Scalars, /) -> None:
+    def write(self, items: Iterable[Scalars], /) -> None:
+        (item,) = items
         for name, value in item.values.items():
             self._writer.add_scalar(name, value, item.step)
         self._writer.flush()
@@ -114,6 +118,8 @@ class TensorboardLogger:
 
 class WandbLogger:
     """Logger to a run of the project. A resumed training creates another run in the same group."""
+
+    max_batch = 1
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -132,7 +138,8 @@ class WandbLogger:
         )
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, item: Scalars, /) -> None:
+    def write(self, items: Iterable[Scalars], /) -> None:
+        (item,) = items
         self._run.log({"step": item.step, **item.values})
 
     def close(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +11,7 @@ import yaml
 
 from agent_loop.errors import DataError
 from agent_loop.runtime.numeric import as_finite_number
-from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE, metrics_of
+from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE
 from agent_loop.training.evaluation.runs import TrainingRun
 from agent_loop.training.evaluation.summary import SUMMARY_FILE, EvaluationSummary, read_summary
 from agent_loop.training.loggers import flat
@@ -22,11 +20,8 @@ from agent_loop.viewer.run_files import read_new_lines, stamp_of
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 JOURNAL_FILE = "rollout.journal"
-TAIL_BYTES = 1 << 18
-"""Bytes at the end of a metrics file that are read first, and four times as many until the wanted metrics are found."""
-MAX_TAIL_BYTES = 1 << 24
 HELD_OUT = f"{VALIDATION}{REWARD_MEAN}"
-LISTED = frozenset({STEP, REWARD_MEAN, HELD_OUT})
+LISTED = (REWARD_MEAN, HELD_OUT)
 """Metrics that the list of runs shows."""
 
 
@@ -37,7 +32,6 @@ class RunRecord:
         self.folder = folder
         self._lock = threading.Lock()
         self._settings: tuple[Any, dict[str, Any]] = (None, {})
-        self._latest: tuple[Any, dict[str, float]] = (None, {})
         self._summary: tuple[Any, EvaluationSummary | None] = (None, None)
         self._curves: dict[str, dict[int, float]] = {}
         self._cursor = ""
@@ -50,11 +44,11 @@ class RunRecord:
         return self._settings[1]
 
     def latest(self) -> dict[str, float]:
-        """Return the last values of the metrics of `LISTED`. A value that is far from the file's end may be missing."""
-        stamp = stamp_of(self.folder / METRICS_FILE)
-        if stamp != self._latest[0]:
-            self._latest = stamp, _read_latest(self.folder / METRICS_FILE)
-        return self._latest[1]
+        """Return the last step, and the last values of the metrics that the list of runs shows."""
+        curves = self.curves()
+        found = {name: curve[max(curve)] for name in LISTED if (curve := curves.get(name))}
+        steps = [step for curve in curves.values() for step in curve]
+        return {STEP: max(steps), **found} if steps else {}
 
     def summary(self) -> EvaluationSummary | None:
         """Return the summary of an evaluation; None if there is none, or it cannot be read."""
@@ -109,47 +103,6 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return flat(cast(dict[str, Any], loaded)) if isinstance(loaded, dict) else {}
 
 
-def _read_latest(path: Path) -> dict[str, float]:
-    num_bytes = TAIL_BYTES
-    while True:
-        try:
-            latest, is_whole = _latest_in_tail(path, num_bytes)
-        except OSError:
-            return {}
-        if is_whole or num_bytes >= MAX_TAIL_BYTES or latest.keys() == LISTED:
-            return latest
-        num_bytes *= 4
-
-
-def _latest_in_tail(path: Path, num_bytes: int) -> tuple[dict[str, float], bool]:
-    """Return the last values in the last bytes of a file, and whether these are the whole file."""
-    with path.open("rb") as file:
-        start = max(0, path.stat().st_size - num_bytes)
-        file.seek(start)
-        data = file.read()
-    lines = data[: data.rfind(b"\n") + 1].splitlines()
-    latest: dict[str, float] = {}
-    for line in reversed(lines[1:] if start else lines):
-        try:
-            values: Any = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict):
-            metrics = metrics_of(cast(dict[str, Any], values))
-            missing = LISTED & metrics.keys() - latest.keys()
-            latest |= _numbers({name: metrics[name] for name in missing})
-        if latest.keys() == LISTED:
-            break
-    return latest, start == 0
-
-
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    numbers: dict[str, float] = {}
-    for name, value in line.items():
-        # Almost all values are floats, for which the general check is slow.
-        if isinstance(value, float):
-            if math.isfinite(value):
-                numbers[name] = value
-        elif (number := as_finite_number(value)) is not None:
-            numbers[name] = number
-    return numbers
+    numbers = ((name, as_finite_number(value)) for name, value in line.items())
+    return {name: number for name, number in numbers if number is not None}

@@ -18,7 +18,7 @@ from agent_loop.storage.run import FOLDER
 from agent_loop.storage.schema import VOCABULARY_FILE, pa
 from agent_loop.storage.vocabulary import Piece
 from agent_loop.viewer.packets import packet
-from agent_loop.viewer.run_files import RunFiles, TextSearch, read_new_lines
+from agent_loop.viewer.run_files import TEXT_COLUMNS, RunFiles, read_new_lines, rows_with
 from agent_loop.viewer.trajectory import timeline, trajectory_packet
 
 CONFIG_FILE = "config.yaml"
@@ -40,7 +40,6 @@ class RunSource:
             )
         self.path = path
         self.files = RunFiles(path)
-        self._texts = TextSearch(self.files)
         folder = path if path.is_dir() else path.parent
         self.folder = folder.parent if folder.name == FOLDER else folder
         """Folder of the settings, the metrics and the vocabulary."""
@@ -114,7 +113,7 @@ class RunSource:
         """Return the rows of these files that contain a text, by the number of the file."""
         wanted = set(numbers)
         files = [file for file in self.files.refresh() if file.number in wanted]
-        return {file.number: self._texts.rows_with(text, file=file) for file in files}
+        return {file.number: rows_with(text, self.files.columns(file, TEXT_COLUMNS)) for file in files}
 
     def pieces(self) -> Sequence[Piece]:
         """Return the vocabulary, reloaded when its file changes; empty until the file exists."""
