@@ -25,6 +25,7 @@ from agent_loop.config.validation import all_keys, parse_options, parse_section
 from agent_loop.config.values import (
     MAX_SAMPLES,
     AggregationMode,
+    ChatEndpoint,
     Divergence,
     KLEstimator,
     Level,
@@ -47,6 +48,7 @@ __all__ = [
     "AgentConfig",
     "AggregationMode",
     "AlgorithmConfig",
+    "ChatEndpoint",
     "Config",
     "CorrectionConfig",
     "CriticConfig",

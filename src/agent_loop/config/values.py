@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -100,3 +100,44 @@ def read_api_key(variable: str | None) -> str:
     if not key:
         raise ConfigError(f"api_key_env is {variable!r}, but that environment variable is not set; set it")
     return key
+
+
+class ChatEndpoint(Section):
+    """A model at an endpoint with OpenAI's chat completions, such as `agent-loop serve`."""
+
+    model: str
+    """Name of the model at the endpoint."""
+    base_url: str | None = None
+    """URL such as `http://host:8000/v1`. None uses the environment variable OPENAI_BASE_URL, or OpenAI's API."""
+    api_key_env: str | None = None
+    """Environment variable that holds the API key. None if the endpoint needs no key."""
+    temperature: Temperature | None = None
+    """Sampling temperature. None uses the endpoint's default."""
+    max_tokens: Tokens | None = 512
+    """Maximum number of tokens in one reply. None uses the endpoint's default."""
+    timeout_s: PositiveSeconds = 60.0
+    """Time limit for one attempt."""
+    max_retries: NotNegative = 3
+    """Number of retries after a connection error, a timeout, or a status such as 429 or 500. The delay between attempts
+    grows."""
+    extra_body: dict[str, Any] = Field(default={})
+    """Additional fields of each request."""
+
+    def client_options(self) -> dict[str, Any]:
+        """Return the arguments of `openai.AsyncOpenAI`."""
+        return {
+            "api_key": read_api_key(self.api_key_env),
+            "base_url": self.base_url,
+            "timeout": self.timeout_s,
+            "max_retries": self.max_retries,
+        }
+
+    def request_options(self) -> dict[str, Any]:
+        """Return the arguments of `chat.completions.create` that are set, without the messages."""
+        options = {
+            "model": self.model,
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            "extra_body": self.extra_body or None,
+        }
+        return {name: value for name, value in options.items() if value is not None}

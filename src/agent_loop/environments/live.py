@@ -165,6 +165,11 @@ def _are_messages(value: Any) -> bool:
     )
 
 
+def _are_moves(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(cast(Any, value)) > 0
+    return is_list and all(isinstance(move, str) for move in cast(Sequence[Any], value))
+
+
 class LiveGame:
     """Game of one rollout.
 
@@ -187,25 +192,26 @@ class LiveGame:
                 f"{self.where} is not a game; set agent_name to environment_agent, or name a game"
             )
         self._game = game
-        num_seats = await self._call("reset", row)
-        if type(num_seats) is not int or num_seats < 1:
-            raise self._wrong("reset", num_seats, "the number of seats")
-        self._num_seats = num_seats
-        return num_seats
+        self._num_seats = await self._call(
+            "reset",
+            row,
+            returns="the number of seats",
+            is_right=lambda value: type(value) is int and value > 0,
+        )
+        return self._num_seats
 
     async def turn(self) -> int | None:
         """Return the seat whose turn it is, or None if the game is over."""
-        seat = await self._call("turn")
-        if seat is not None and (type(seat) is not int or not 0 <= seat < self._num_seats):
-            raise self._wrong("turn", seat, f"a seat from 0 to {self._num_seats - 1}, or None")
-        return seat
+        seats = range(self._num_seats)
+        return await self._call(
+            "turn",
+            returns=f"a seat from 0 to {len(seats) - 1}, or None",
+            is_right=lambda seat: seat is None or (type(seat) is int and seat in seats),
+        )
 
     async def observe(self, seat: int) -> str:
         """Return what happened for a seat."""
-        text = await self._call("observe", seat)
-        if not isinstance(text, str):
-            raise self._wrong("observe", text, "a str")
-        return text
+        return await self._call("observe", seat, returns="a str", is_right=lambda text: isinstance(text, str))
 
     async def act(self, seat: int, text: str) -> None:
         """Play the text of a seat."""
@@ -217,11 +223,9 @@ class LiveGame:
 
     async def legal_moves(self, seat: int) -> Sequence[str]:
         """Return the legal moves of a seat, at least one."""
-        moves: Any = await self._call("legal_moves", seat)
-        is_sequence = isinstance(moves, Sequence) and not isinstance(moves, str)
-        if not is_sequence or not moves or not all(isinstance(move, str) for move in cast(list[Any], moves)):
-            raise self._wrong("legal_moves", moves, "a list of str that is not empty")
-        return cast(Sequence[str], moves)
+        return await self._call(
+            "legal_moves", seat, returns="a list of str that is not empty", is_right=_are_moves
+        )
 
     async def rewards(self) -> dict[int, float]:
         """Return the reward of each seat."""
@@ -243,10 +247,16 @@ class LiveGame:
         finally:
             self._thread.shutdown()
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(
+        self, method: str, *args: Any, returns: str = "", is_right: Callable[[Any], bool] = lambda _: True
+    ) -> Any:
+        """Call a method and return its result, which has to be `returns`, as `is_right` tells."""
         what = f"{method} of {self.where}"
         call = partial(self._thread.call, getattr(self._game, method), *args)
-        return await run_method(call, what=what, timeout_s=self._timeout_s, key="interaction_timeout_s")
+        value = await run_method(call, what=what, timeout_s=self._timeout_s, key="interaction_timeout_s")
+        if not is_right(value):
+            raise self._wrong(method, value, returns)
+        return value
 
     def _wrong(self, method: str, value: Any, expected: str) -> EnvironmentBug:
         return EnvironmentBug(f"{method} of {self.where} returned {describe_value(value)}; return {expected}")

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from agent_loop.config import NotNegative, PositiveSeconds, Section, Temperature, Tokens
-from agent_loop.config.values import read_api_key
+from agent_loop.config import ChatEndpoint
 from agent_loop.errors import ConfigError, DataError, EnvironmentBug, EnvironmentUnavailable, did_you_mean
 from agent_loop.loading import import_extra, load_object
 from agent_loop.runtime.describe import describe_error, describe_value
@@ -43,24 +42,10 @@ class Player(Protocol):
         ...
 
 
-class OpponentSettings(Section):
-    """Settings of an opponent: a model at an endpoint with OpenAI's chat completions."""
+class OpponentSettings(ChatEndpoint):
+    """Settings of an opponent: a model on another server."""
 
-    model: str
-    """Name of the model at the endpoint."""
-    base_url: str | None = None
-    """URL such as `http://host:8000/v1`. None uses the environment variable OPENAI_BASE_URL, or OpenAI's API."""
-    api_key_env: str | None = None
-    """Environment variable that holds the API key. None if the endpoint needs no key."""
     system_prompt: str | None = None
-    temperature: Temperature | None = None
-    """Sampling temperature. None uses the endpoint's default."""
-    max_tokens: Tokens = 512
-    """Maximum number of tokens in one move."""
-    timeout_s: PositiveSeconds = 60.0
-    """Time limit for one attempt."""
-    max_retries: NotNegative = 3
-    """Number of retries after a connection error, a timeout, or a status such as 429 or 500."""
 
 
 class BuiltInPlayer:
@@ -116,22 +101,16 @@ class ModelPlayer:
         self._name = name
         self._settings = settings
         self._openai = import_extra("openai", extra="simulated-user", by=f"the opponent {name!r}")
-        self._client: Any = self._openai.AsyncOpenAI(
-            api_key=read_api_key(settings.api_key_env),
-            base_url=settings.base_url,
-            timeout=settings.timeout_s,
-            max_retries=settings.max_retries,
-        )
+        self._client: Any = self._openai.AsyncOpenAI(**settings.client_options())
         prompt = settings.system_prompt
         self._messages: list[Message] = [] if prompt is None else [{"role": "system", "content": prompt}]
 
     async def move(self, observation: str) -> str:
         settings = self._settings
-        sampling = {} if settings.temperature is None else {"temperature": settings.temperature}
         messages = [*self._messages, {"role": "user", "content": observation}]
         try:
             completion = await self._client.chat.completions.create(
-                model=settings.model, messages=messages, max_tokens=settings.max_tokens, **sampling
+                messages=messages, **settings.request_options()
             )
             text: Any = completion.choices[0].message.content
         except (self._openai.APIError, ValueError, AttributeError, IndexError, TypeError) as error:

@@ -65,10 +65,6 @@ class TokenLedger:
 
     def append(self, token_ids: TokenIds, *, origin: Origin, attachments: Sequence[Attachment] = ()) -> None:
         """Append tokens that the model did not sample as one segment."""
-        if origin is Origin.MODEL:
-            raise EpisodeError("tokens of the model come from a server's TokenOutput; use append_completion")
-        if origin is Origin.PROMPT and self.num_response_tokens:
-            raise EpisodeError("the prompt comes first; give later tokens the origin tool or interaction")
         segment = Segment(_read_only_copy(token_ids), origin, attachments=tuple(attachments))
         if attachments:
             self.attachments += tuple(attachment.moved(self._num_tokens) for attachment in attachments)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
 
-from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section, Temperature, Tokens
-from agent_loop.config.values import read_api_key
+from agent_loop.config import ChatEndpoint, Positive
 from agent_loop.errors import DataError, InteractionUnavailable
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.registry import read_settings
@@ -66,19 +65,12 @@ def text_of(message: Message) -> str:
     return str(content or "").strip()
 
 
-class SimulatedUserSettings(Section):
-    """Settings under `config` of the interaction."""
+class SimulatedUserSettings(ChatEndpoint):
+    """Settings under `config` of the interaction, in addition to those of the endpoint."""
 
-    model: str
-    """Name of the model at the endpoint."""
     persona: str
     """System prompt of the user: who they are, what they want, and when they are done. `{field}` inserts a field of the
     row's `interaction_kwargs`; write `{{` and `}}` for literal braces."""
-    base_url: str | None = None
-    """URL of an endpoint with OpenAI's chat completions, such as `agent-loop serve`: `http://host:8000/v1`. None uses
-    the environment variable OPENAI_BASE_URL, or OpenAI's API if it is not set."""
-    api_key_env: str | None = None
-    """Environment variable that holds the API key. None if the endpoint needs no key."""
     opens: bool = False
     """Whether the user sends the first message, which is added to the prompt."""
     greeting: str = "Hello! How can I help you?"
@@ -87,17 +79,6 @@ class SimulatedUserSettings(Section):
     """Phrases of the user that end the trajectory. The text before the phrase is recorded."""
     max_turns: Positive | None = None
     """Maximum number of user replies. With None, only the limits of the rollout apply."""
-    temperature: Temperature | None = None
-    """Sampling temperature. None uses the endpoint's default."""
-    max_tokens: Tokens = 512
-    """Maximum number of tokens in one reply."""
-    timeout_s: PositiveSeconds = 60.0
-    """Time limit for one attempt at a reply."""
-    max_retries: NotNegative = 3
-    """Number of retries after a connection error, a timeout, or a status such as 429 or 500. The delay between attempts
-    grows."""
-    extra_body: dict[str, Any] = Field(default={})
-    """Additional fields of each request."""
 
 
 class SimulatedUser(BaseInteraction):
@@ -115,7 +96,7 @@ class SimulatedUser(BaseInteraction):
         self._settings = read_settings(SimulatedUserSettings, self.config)
         self.opens_conversation = self._settings.opens
         self._openai = import_extra("openai", extra="simulated-user", by=__name__)
-        self._key = read_api_key(self._settings.api_key_env)
+        self._client_options = self._settings.client_options()
         self._personas: dict[str, str] = {}
         self._client: AsyncOpenAI | None = None
         """Client shared by all open trajectories. None if no trajectory is open."""
@@ -170,18 +151,9 @@ class SimulatedUser(BaseInteraction):
 
     async def _complete(self, messages: list[Any]) -> ChatCompletion:
         settings = self._settings
-        sampling: dict[str, Any] = (
-            {} if settings.temperature is None else {"temperature": settings.temperature}
-        )
         create: Any = self._open_client().chat.completions.create
         try:
-            return await create(
-                model=settings.model,
-                messages=messages,
-                max_tokens=settings.max_tokens,
-                extra_body=settings.extra_body or None,
-                **sampling,
-            )
+            return await create(messages=messages, **settings.request_options())
         except (self._openai.APIError, ValueError) as error:  # (ValueError: the response is not valid JSON)
             retries = f"after {settings.max_retries} retries" if settings.max_retries else "without retries"
             raise InteractionUnavailable(
@@ -191,12 +163,7 @@ class SimulatedUser(BaseInteraction):
 
     def _open_client(self) -> AsyncOpenAI:
         if self._client is None:
-            self._client = self._openai.AsyncOpenAI(
-                api_key=self._key,
-                base_url=self._settings.base_url,
-                timeout=self._settings.timeout_s,
-                max_retries=self._settings.max_retries,
-            )
+            self._client = self._openai.AsyncOpenAI(**self._client_options)
         return cast("AsyncOpenAI", self._client)
 
     @property

@@ -20,8 +20,7 @@ from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section, Temperature, Tokens
-from agent_loop.config.values import read_api_key
+from agent_loop.config import ChatEndpoint, Positive
 from agent_loop.errors import ConfigError, RewardUnavailable
 from agent_loop.files.plain_values import without_halves
 from agent_loop.loading import import_extra
@@ -245,30 +244,13 @@ IN_CACHE_KEY = {"model", "base_url", "temperature", "max_tokens", "json_schema",
 """Settings that can change a reply."""
 
 
-class JudgeSettings(Section):
-    """Settings of a judge: a model at an endpoint with OpenAI's chat completions, such as `agent-loop serve`."""
+class JudgeSettings(ChatEndpoint):
+    """Settings of a judge, in addition to those of the endpoint."""
 
-    model: str
-    """Name of the model at the endpoint."""
-    base_url: str | None = None
-    """URL such as `http://host:8000/v1`. None uses the environment variable OPENAI_BASE_URL, or OpenAI's API."""
-    api_key_env: str | None = None
-    """Environment variable that holds the API key. None if the endpoint needs no key."""
-    temperature: Temperature | None = None
-    """Sampling temperature. None uses the endpoint's default."""
-    max_tokens: Tokens | None = 512
-    """Maximum number of tokens in one reply. None uses the endpoint's default."""
     json_schema: bool = True
     """Send the form of the reply as `response_format`. Set to false if the endpoint refuses it."""
     max_concurrent: Positive = 16
     """Maximum number of concurrent requests to this judge from one process."""
-    timeout_s: PositiveSeconds = 60.0
-    """Time limit for one attempt."""
-    max_retries: NotNegative = 3
-    """Number of retries after a connection error, a timeout, or a status such as 429 or 500. The delay between attempts
-    grows."""
-    extra_body: dict[str, Any] = Field(default={})
-    """Additional fields of each request."""
 
 
 class Judge:
@@ -282,7 +264,7 @@ class Judge:
         self._settings = settings
         self._cache = cache
         self._openai = import_extra("openai", extra="simulated-user", by="a judge")
-        self._key = read_api_key(settings.api_key_env)
+        self._client_options = settings.client_options()
         self._certificates = ssl.create_default_context()  # takes 50 ms, which no later client repeats
         self._num_calls = 0
         self._client: Any = None
@@ -339,21 +321,12 @@ class Judge:
             *before, last = messages
             messages = [*before, {**last, "content": f"{last['content']}\n\n{complaint}"}]
         schema = {"name": "verdict", "schema": question.schema, "strict": True}
-        optional = {
-            "temperature": settings.temperature,
-            "max_tokens": settings.max_tokens,
-            "response_format": {"type": "json_schema", "json_schema": schema}
-            if settings.json_schema
-            else None,
-            "extra_body": settings.extra_body or None,
-        }
-        given = {name: value for name, value in optional.items() if value is not None}
+        form = {"response_format": {"type": "json_schema", "json_schema": schema}}
+        given = settings.request_options() | (form if settings.json_schema else {})
         limit_s = (settings.max_retries + 1) * (settings.timeout_s + MAX_RETRY_DELAY_S)
         try:
             async with asyncio.timeout(limit_s):  # the client's own limit does not end a reply that trickles
-                completion: Any = await self._client.chat.completions.create(
-                    model=settings.model, messages=messages, **given
-                )
+                completion: Any = await self._client.chat.completions.create(messages=messages, **given)
             text: Any = completion.choices[0].message.content
         except (self._openai.APIError, TimeoutError, *MALFORMED) as error:
             remedy = "check that the endpoint serves this model"
@@ -371,10 +344,7 @@ class Judge:
             settings = self._settings
             self._slots = asyncio.Semaphore(settings.max_concurrent)
             self._client = self._openai.AsyncOpenAI(
-                api_key=self._key,
-                base_url=settings.base_url,
-                timeout=settings.timeout_s,
-                max_retries=settings.max_retries,
+                **self._client_options,
                 http_client=self._openai.DefaultAsyncHttpxClient(verify=self._certificates),
             )
         self._num_calls += 1

@@ -54,10 +54,6 @@ class Segment(Struct, frozen=True, eq=False):
                 f"{self.origin} segment with weight version {self.weight_version}: "
                 "model segments, and only those, carry one"
             )
-        if self.extras:
-            _check_extras(self)
-        if self.attachments:
-            _check_attachments(self)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -186,36 +182,3 @@ def _checked_ids(token_ids: TokenIds, *, name: str) -> IntArray:
             f"{name} holds {int(ids.min())} to {int(ids.max())}; token ids are 0 to {MAX_TOKEN_ID}"
         )
     return as_token_ids(ids)
-
-
-def _check_extras(segment: Segment) -> None:
-    """Check the shapes of the extras."""
-    if segment.origin is not Origin.MODEL:
-        raise EpisodeError(f"{segment.origin} segment with extras; only model segments have values per token")
-    for name, array in segment.extras.items():
-        if array.shape[:1] != segment.token_ids.shape:
-            raise EpisodeError(
-                f"{len(segment)} token ids but an array {name!r} of shape {list(array.shape)}; give one entry per token"
-            )
-
-
-def _check_attachments(segment: Segment) -> None:
-    """Check the positions of attachments."""
-    end = 0
-    for attachment in segment.attachments:
-        kind, run = attachment.kind, segment.token_ids[attachment.start : attachment.end]
-        if segment.origin is Origin.MODEL:
-            raise EpisodeError(
-                f"a model segment with an {kind}: models write tokens; attach it to a prompt or a reply"
-            )
-        if attachment.start < end or attachment.end > len(segment):
-            raise EpisodeError(
-                f"an {kind} at tokens {attachment.start} to {attachment.end} of a segment with {len(segment)} tokens, "
-                f"of which {end} are taken; give attachments in order, each with a run of its own"
-            )
-        if attachment.placeholder_id not in run:
-            raise EpisodeError(
-                f"an {kind} at tokens {attachment.start} to {attachment.end} that hold no placeholder "
-                f"{attachment.placeholder_id}; let the chat template write both"
-            )
-        end = attachment.end
