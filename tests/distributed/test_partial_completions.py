@@ -84,18 +84,6 @@ def test_polling_continues_when_a_dead_server_is_restarted() -> None:
     run_virtual(scenario())
 
 
-def test_a_call_that_begins_when_the_last_one_ends_is_polled() -> None:
-    async def scenario() -> None:
-        poller = PartialCompletionPoller(Engine().poll)
-        with poller.polling("1"):
-            await asyncio.sleep(0.5 * POLL_INTERVAL_S)
-        with poller.polling("2") as chunks:
-            await asyncio.sleep(1.5 * POLL_INTERVAL_S)
-            assert [token for chunk in chunks for token in chunk.token_ids] == list(range(5))
-
-    run_virtual(scenario())
-
-
 class Method:
     """Stub of a method of a Ray actor handle."""
 

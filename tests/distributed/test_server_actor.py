@@ -53,21 +53,6 @@ def serve(server: Any, scenario: Callable[[ServerActor], Coroutine[Any, Any, Non
     run_virtual(main())
 
 
-def test_an_engine_gets_the_context_and_the_sampling_parameters_of_the_request() -> None:
-    server = ScriptedServer([ScriptedReply([4, 5])])
-
-    async def scenario(actor: ServerActor) -> None:
-        output = await Client(actor).send("s")
-        assert isinstance(output, TokenOutput)
-        assert output.token_ids == [4, 5]
-        await actor.end_session("me", "s")
-
-    serve(server, scenario)
-    assert [request.prompt_ids.tolist() for request in server.requests] == [[1, 2, 3]]
-    assert [request.sampling_params for request in server.requests] == [PARAMS]
-    assert server.num_sessions == 0
-
-
 def test_an_end_that_arrives_after_the_session_has_begun_again_is_ignored() -> None:
     server = ScriptedServer(lambda _: ScriptedReply([4], latency_s=1.0))
 

@@ -23,7 +23,6 @@ from tests.engines.common import (
 from tests.engines.vllm_cases import WORKER_EXTENSION, ServerProcess
 
 LONG = SamplingParams(max_tokens=160, ignore_eos=True)
-DEATH_DEADLINE_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +122,3 @@ def test_health_reports_the_load_of_the_server(process: ServerProcess, model_pat
         assert 0 < health.num_running <= 100 - health.num_waiting  # some may not have reached the server
 
     asyncio.run(main())
-
-
-def test_a_server_with_too_short_a_context_is_refused(process: ServerProcess, model_path: Path) -> None:
-    server = client(process, model_path, rollout__response_length=4000)
-    with pytest.raises(ConfigError, match="start it with --max-model-len 4064"):
-        asyncio.run(server.start())
-
-
-def test_a_server_of_another_model_is_refused(process: ServerProcess, tmp_path: Path) -> None:
-    other = make_model_folder(tmp_path / "other", is_tied=True)
-    with pytest.raises(ConfigError, match="served_model_name"):
-        asyncio.run(client(process, other).start())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agent_loop.errors import SamplingParamsError, ServerDied, ServerError, WeightsError
+from agent_loop.errors import ServerDied, ServerError
 from agent_loop.servers.base import Ability
 from agent_loop.servers.vllm import VLLMServer
 from agent_loop.types import SamplingParams, TokenOutput
@@ -33,7 +33,6 @@ from tests.engines.common import (
 )
 from tests.engines.constrained import (
     LETTERS,
-    SCHEMA,
     assert_are_letters,
     assert_logprobs_are_of_the_allowed_tokens,
     assert_penalties_give_log_probs_of_the_penalised_logits,
@@ -83,24 +82,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[Engine]:
 
 def test_scores_are_those_of_the_reference(engine: Engine) -> None:
     engine.run(assert_scores_are_those_of_the_reference(engine.server, engine.reference))
-
-
-def test_a_score_beside_completions_changes_neither(engine: Engine) -> None:
-    all_prompts, params = prompts(8, seed=11), SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-
-    async def main() -> None:
-        alone = await generate_all(engine.server, all_prompts, params, prefix="alone")
-        async with asyncio.TaskGroup() as group:
-            beside = group.create_task(generate_all(engine.server, all_prompts, params, prefix="beside"))
-            for _ in range(3):
-                await assert_scores_are_those_of_the_reference(engine.server, engine.reference)
-            cancelled = group.create_task(engine.server.score(prompts(1, length=100)[0]))
-            await asyncio.sleep(0)
-            cancelled.cancel()
-        assert [output.token_ids for output in beside.result()] == [output.token_ids for output in alone]
-        assert (await engine.server.health()).num_running == 0
-
-    engine.run(main())
 
 
 @pytest.mark.parametrize(
@@ -166,31 +147,6 @@ def test_a_weight_update_in_the_middle_keeps_the_position_in_the_schema(engine: 
     outputs = engine.run(main())
     assert_are_letters(engine.path, outputs)
     assert any(len(output.chunks) == 2 for output in outputs)
-
-
-def test_parameters_that_vllm_returns_inexact_logprobs_for_are_refused(engine: Engine) -> None:
-    async def main() -> None:
-        for params in (
-            SamplingParams(min_p=0.1),
-            SamplingParams(json_schema=SCHEMA, ignore_eos=True),
-            SamplingParams(json_schema='{"type": "nonsense"}'),
-            SamplingParams(temperature=0.001),
-            SamplingParams(temperature=3.0),
-        ):
-            with pytest.raises(SamplingParamsError, match="vLLM"):
-                await engine.server.generate(prompts(1)[0], params, "refused")
-
-    engine.run(main())
-
-
-def test_the_prefix_of_a_later_turn_is_cached(engine: Engine) -> None:
-    async def main() -> None:
-        prompt = prompts(1, length=100, seed=3)[0]
-        params = SamplingParams(max_tokens=4)
-        assert (await engine.server.generate(prompt, params, "turns")).num_cached_tokens == 0
-        assert (await engine.server.generate(prompt, params, "turns")).num_cached_tokens == 96
-
-    engine.run(main())
 
 
 def test_an_abort_returns_the_tokens_so_far_even_right_after_the_request(engine: Engine) -> None:
@@ -278,26 +234,6 @@ def test_requests_in_flight_continue_with_new_weights_and_each_token_has_its_ver
             after = reference_logprobs(new, prompt, output.token_ids)[split:]
             assert output.log_probs == pytest.approx([*before, *after], abs=LOG_PROB_TOLERANCE)
         load_into(engine.reference, weights)
-
-    engine.run(main())
-
-
-def test_weights_that_do_not_fit_are_refused_and_nothing_changes(engine: Engine) -> None:
-    async def main() -> None:
-        weights = changed_weights(engine.reference, seed=31)
-        name = "model.layers.0.mlp.down_proj.weight"
-        wrong_shape = {**weights, name: weights[name][:-1]}
-        wrong_name = {**weights, "model.layers.9.mlp.down_proj.weight": weights[name]}
-        missing = {key: weight for key, weight in weights.items() if key != name}
-        for bad, message in (
-            (wrong_shape, "has shape"),
-            (wrong_name, "has no weight"),
-            (missing, "missing"),
-        ):
-            with pytest.raises(WeightsError, match=message):
-                await engine.server.update_weights(list(bad.items()), weight_version=99)
-        assert (await engine.server.health()).weight_version == engine.version
-        await assert_matches_the_reference(engine.server, engine.reference, seed=31)
 
     engine.run(main())
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from agent_loop.errors import SamplingParamsError, ServerError
+from agent_loop.errors import ServerError
 from agent_loop.servers.embedded.sampling import sample_rows, uniform_at, uniform_stream
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import (
@@ -103,25 +103,6 @@ def test_logprobs_equal_those_of_a_full_forward_for_any_mix_of_requests(model: A
     asyncio.run(main())
 
 
-def test_a_seed_gives_the_same_tokens_regardless_of_concurrent_requests(model: Any) -> None:
-    prompt, params = random_prompt(12), SamplingParams(max_tokens=30, seed=5)
-    alone = one_completion(model, params, prompt=prompt)
-
-    async def main() -> list[TokenOutput]:
-        async with serving(model) as server:
-            others = [random_prompt(7 + i, seed=i + 1) for i in range(15)]
-            all_params = [
-                params,
-                *[SamplingParams(max_tokens=25)] * 14,
-                SamplingParams(max_tokens=30, seed=6),
-            ]
-            return await generate_all(server, [prompt, *others[:14], prompt], all_params)
-
-    outputs = asyncio.run(main())
-    assert outputs[0].token_ids == alone.token_ids
-    assert outputs[-1].token_ids != alone.token_ids
-
-
 def test_draws_are_uniform_and_uncorrelated_between_positions_and_seeds() -> None:
     draws = np.array(
         [[uniform_at(uniform_stream(seed), place) for place in range(200)] for seed in range(200)]
@@ -132,28 +113,6 @@ def test_draws_are_uniform_and_uncorrelated_between_positions_and_seeds() -> Non
     assert abs(counts - draws.size / 50).max() < 5 * (draws.size / 50) ** 0.5
     for one, other in ((draws[1:], draws[:-1]), (draws[:, 1:], draws[:, :-1])):
         assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 5 / draws.size**0.5
-
-
-@pytest.mark.parametrize("kept", [1, 7, 29])
-def test_a_seeded_completion_resumed_on_another_server_equals_the_uninterrupted_one(
-    model: Any, kept: int
-) -> None:
-    prompt, params = random_prompt(12), SamplingParams(max_tokens=30, seed=5)
-    whole = one_completion(model, params, prompt=prompt, seed=1)
-    context = joined(prompt, whole.token_ids[:kept])
-    rest = one_completion(model, params.after(kept), prompt=context, seed=2)
-    assert whole.token_ids[:kept] + rest.token_ids == whole.token_ids
-    assert rest.stop_reason == whole.stop_reason
-
-
-def test_a_stop_token_ends_the_completion_and_is_returned(model: Any) -> None:
-    prompt = random_prompt(12)
-    free = one_completion(model, GREEDY, prompt=prompt)
-    stop = free.token_ids[5]
-    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(stop,))
-    output = one_completion(model, params, prompt=prompt)
-    assert output.stop_reason == "stop"
-    assert output.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
 
 
 def test_ignore_eos_ignores_the_models_eos_token_but_not_a_stop_token(model: Any) -> None:
@@ -178,14 +137,6 @@ def test_the_models_eos_token_is_the_default(model: Any) -> None:
     assert (output.token_ids, output.stop_reason) == ([end], "stop")
 
 
-@pytest.mark.parametrize("max_tokens", [None, 1000])
-def test_a_completion_ends_at_max_model_len(model: Any, max_tokens: int | None) -> None:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    output = one_completion(model, params, prompt=random_prompt(40), max_model_len=64)
-    assert len(output.token_ids) == 24
-    assert output.stop_reason == "length"
-
-
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -198,12 +149,6 @@ def test_a_completion_ends_at_max_model_len(model: Any, max_tokens: int | None) 
 def test_an_invalid_prompt_is_rejected(model: Any, prompt: IntArray, message: str) -> None:
     with pytest.raises(ServerError, match=message):
         one_completion(model, GREEDY, prompt=prompt, max_model_len=64)
-
-
-@pytest.mark.parametrize("params", [SamplingParams(json_schema="{}"), SamplingParams(temperature=1e-9)])
-def test_unsupported_sampling_parameters_are_rejected(model: Any, params: SamplingParams) -> None:
-    with pytest.raises(SamplingParamsError):
-        one_completion(model, params, prompt=random_prompt(5))
 
 
 def test_sampling_frequencies_follow_the_softmax() -> None:

@@ -31,25 +31,6 @@ def model() -> Any:
     return tiny_model()
 
 
-def test_an_aborted_request_returns_its_tokens_and_frees_its_slot(model: Any) -> None:
-    async def main() -> None:
-        async with serving(model, max_slots=1) as server:
-            whole = await server.generate(random_prompt(9), LONG, "whole")
-            async with asyncio.TaskGroup() as group:
-                running = group.create_task(server.generate(random_prompt(9), LONG, "a"))
-                await wait_until_decoded(server, 205)
-                await server.abort("a")
-                assert running.done(), "abort returns after the request has ended"
-            output = running.result()
-            assert output.stop_reason == "aborted"
-            assert 0 < len(output.token_ids) < 200
-            assert output.token_ids == whole.token_ids[: len(output.token_ids)]
-            assert (await server.health()).num_running == 0
-            assert (await server.generate(random_prompt(9), GREEDY, "b")).stop_reason == "length"
-
-    asyncio.run(main())
-
-
 def test_an_aborted_queued_request_returns_no_tokens(model: Any) -> None:
     async def main() -> None:
         async with serving(model, max_slots=1) as server, asyncio.TaskGroup() as group:
@@ -60,18 +41,6 @@ def test_an_aborted_queued_request_returns_no_tokens(model: Any) -> None:
             output = await waiting
             assert (output.token_ids, output.log_probs, output.stop_reason) == ([], [], "aborted")
             assert not running.done()
-
-    asyncio.run(main())
-
-
-def test_a_session_runs_one_completion_at_a_time(model: Any) -> None:
-    async def main() -> None:
-        async with serving(model) as server, asyncio.TaskGroup() as group:
-            first = group.create_task(server.generate(random_prompt(9), LONG, "a"))
-            await wait_until_decoded(server, 1)
-            with pytest.raises(ServerError, match="still running"):
-                await server.generate(random_prompt(9), GREEDY, "a")
-            assert len((await first).token_ids) == 200
 
     asyncio.run(main())
 
@@ -118,18 +87,6 @@ def test_sleep_frees_the_cache_and_wake_up_allocates_it_again(model: Any) -> Non
             after = await server.generate(random_prompt(30), GREEDY, "a")
             expected = full_forward_logprobs(other, random_prompt(30), after.token_ids)
             assert after.log_probs == pytest.approx(expected, abs=1e-4)
-
-    asyncio.run(main())
-
-
-def test_sleep_is_rejected_while_requests_run(model: Any) -> None:
-    async def main() -> None:
-        async with serving(model) as server, asyncio.TaskGroup() as group:
-            task = group.create_task(server.generate(random_prompt(9), LONG, "a"))
-            await wait_until_decoded(server, 1)
-            with pytest.raises(ServerError, match="1 requests are running and 0 are queued"):
-                await server.sleep()
-            assert len((await task).token_ids) == 200
 
     asyncio.run(main())
 

@@ -179,21 +179,6 @@ def test_a_model_belongs_to_one_server_at_a_time() -> None:
     asyncio.run(main())
 
 
-def test_a_saved_model_is_loaded_from_its_directory(tmp_path: Path) -> None:
-    model = tiny_model()
-    model.save_pretrained(tmp_path / "model")
-
-    async def main() -> None:
-        config = EmbeddedConfig(max_model_len=256)
-        server = EmbeddedServer.from_pretrained(tmp_path / "model", name="loaded", config=config)
-        got = await server.generate(random_prompt(9), GREEDY, "a")
-        await server.close()
-        async with serving(model) as reference:
-            assert got == await reference.generate(random_prompt(9), GREEDY, "a")
-
-    asyncio.run(main())
-
-
 def test_a_server_is_created_from_a_server_spec(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "model")
     model = ModelConfig(path=str(tmp_path / "model"), device="cpu")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, MistralConfig
 
-from agent_loop.errors import BadPrompt, ServerError
+from agent_loop.errors import ServerError
 from agent_loop.servers.scores import TokenScores
 from agent_loop.types import IntArray, TokenOutput
 from tests.servers.tiny_embedded import (
@@ -103,23 +103,6 @@ def test_the_whole_vocabulary_gives_the_full_distribution(model: Any) -> None:
     np.testing.assert_array_equal(of_tokens, scores.logprobs)
 
 
-def test_a_text_as_long_as_the_context_is_scored_and_a_longer_one_is_refused(model: Any) -> None:
-    async def main() -> TokenScores:
-        async with serving(model, max_model_len=64) as server:
-            with pytest.raises(BadPrompt, match="the text to score has 65 tokens, but the server takes 64"):
-                await server.score(random_prompt(65))
-            with pytest.raises(BadPrompt, match="start is 0"):
-                await server.score(random_prompt(5), start=0)
-            with pytest.raises(BadPrompt, match="outside the vocabulary"):
-                await server.score(np.array([1, VOCAB_SIZE], np.int32))
-            assert (await server.score(random_prompt(5), start=5)).logprobs.shape == (0,)
-            return await server.score(random_prompt(64))
-
-    np.testing.assert_allclose(
-        asyncio.run(main()).logprobs, expected_scores(model, random_prompt(64)), atol=TOLERANCE, rtol=0
-    )
-
-
 def test_a_completion_samples_tokens_between_the_chunks_of_a_long_text(model: Any) -> None:
     async def main() -> None:
         async with serving(model, prefill_chunk_tokens=1) as server, asyncio.TaskGroup() as group:
@@ -148,21 +131,6 @@ def test_scores_do_not_change_completions_or_take_the_cache_of_sessions(model: A
     plain, beside = asyncio.run(main(with_scores=False)), asyncio.run(main(with_scores=True))
     assert plain == beside
     assert beside[1].num_cached_tokens == 59
-
-
-def test_cancelling_a_score_frees_the_engine(model: Any) -> None:
-    async def main() -> None:
-        async with serving(model, prefill_chunk_tokens=1) as server:
-            task = asyncio.create_task(server.score(random_prompt(256)))
-            await wait_until(server, lambda: server.stats.scored_tokens >= 3)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert len((await server.score(random_prompt(5))).logprobs) == 4
-            assert server.stats.scored_tokens < 200
-            assert (await server.health()).num_waiting == 0
-
-    asyncio.run(main())
 
 
 def test_a_score_that_runs_during_a_weight_update_is_computed_with_the_new_weights_alone(model: Any) -> None:
@@ -195,5 +163,20 @@ def test_a_sleeping_or_closed_server_and_broken_weights_are_errors(model: Any) -
             await server.close()
             with pytest.raises(ServerError, match="closed"):
                 await server.score(random_prompt(5))
+
+    asyncio.run(main())
+
+
+def test_cancelling_a_score_frees_the_engine(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model, prefill_chunk_tokens=1) as server:
+            task = asyncio.create_task(server.score(random_prompt(256)))
+            await wait_until(server, lambda: server.stats.scored_tokens >= 3)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert len((await server.score(random_prompt(5))).logprobs) == 4
+            assert server.stats.scored_tokens < 200
+            assert (await server.health()).num_waiting == 0
 
     asyncio.run(main())

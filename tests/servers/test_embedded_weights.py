@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from agent_loop.errors import WeightsError
 from tests.servers.tiny_embedded import (
     GREEDY,
     LONG,
-    VOCAB_SIZE,
     full_forward_logprobs,
     joined,
     random_prompt,
@@ -34,27 +32,6 @@ def flat_weights(model: Any) -> dict[str, torch.Tensor]:
     weights = weights_of(model)
     weights["model.norm.weight"].zero_()
     return weights
-
-
-def test_a_weight_update_splits_an_in_flight_completion_into_two_versions(model: Any) -> None:
-    async def main() -> None:
-        async with serving(model) as server, asyncio.TaskGroup() as group:
-            prompt = random_prompt(9)
-            task = group.create_task(server.generate(prompt, LONG, "a"))
-            await wait_until_decoded(server, 5)
-            await server.update_weights(flat_weights(model).items(), weight_version=3)
-            output = await task
-            old, new = output.chunks
-            num_old, num_new = len(old.token_ids), len(new.token_ids)
-            assert (old.weight_version, new.weight_version, num_old + num_new) == (0, 3, 200)
-            assert output.weight_version == 3
-            expected = full_forward_logprobs(model, prompt, output.token_ids[:num_old])
-            assert output.log_probs is not None
-            assert output.log_probs[:num_old] == pytest.approx(expected, abs=1e-4)
-            assert output.log_probs[num_old:] == pytest.approx([-math.log(VOCAB_SIZE)] * num_new, abs=1e-5)
-            assert (await server.health()).weight_version == 3
-
-    asyncio.run(main())
 
 
 def test_no_cache_of_old_weights_is_reused(model: Any) -> None:

@@ -41,20 +41,6 @@ async def events(request: web.Request, *lines: str) -> web.StreamResponse:
     return response
 
 
-def test_json_is_posted_and_the_json_of_the_response_is_returned() -> None:
-    async def echo(request: web.Request) -> web.Response:
-        return web.json_response({"path": request.path, "body": await request.json()})
-
-    async def main() -> None:
-        async with engine(echo) as client:
-            assert await client.post_json("/generate", {"a": [1, 2]}) == {
-                "path": "/generate",
-                "body": {"a": [1, 2]},
-            }
-
-    asyncio.run(main())
-
-
 def test_an_error_status_names_the_server_the_request_and_the_body() -> None:
     async def main() -> None:
         async with engine(respond_with(499, b"too\nlong")) as client:

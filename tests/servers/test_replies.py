@@ -15,7 +15,6 @@ import pytest
 
 from agent_loop.chat.template import load_chat_template
 from agent_loop.errors import BadServerReply, ServerDied, ServerError, ServerTimeout
-from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, num_abandoned
 from agent_loop.servers.abort_and_resume import AbortAndResumeServer
 from agent_loop.servers.base import AsyncServerBase, ServerHealth
@@ -235,23 +234,6 @@ def test_the_vocabulary_size_is_that_of_the_model_and_not_of_its_tokenizer(tmp_p
 # -- leases ------------------------------------------------------------------------------------------------------------
 
 
-def test_invalid_replies_do_not_block_later_requests() -> None:
-    server = FixedReplyServer("hello", max_concurrent=2)
-    manager = AsyncLLMServerManager([server], vocab_size=VOCAB_SIZE)
-
-    async def main() -> None:
-        with manager.scope() as scope:
-            for number in range(4):
-                with pytest.raises(BadServerReply):
-                    await ask(scope, f"bad{number}")
-            server.reply = chunk()
-            outputs = await run_together(ask(scope, f"good{n}") for n in range(5))
-            assert [output.token_ids for output in outputs] == [[7, 8]] * 5
-        assert (manager.pool.balancer.num_leases, manager.pool.balancer.num_sessions) == (0, 0)
-
-    run_virtual(main())
-
-
 def test_the_lease_of_a_server_that_ignores_cancellation_is_released() -> None:
     may_end = asyncio.Event()
 
@@ -329,20 +311,6 @@ def test_the_chunks_of_a_dead_server_are_checked() -> None:
 
     for chunks in invalid:
         run_virtual(main(chunks))
-
-
-def test_only_the_raising_server_is_lost_if_its_error_names_another_server() -> None:
-    def dies() -> None:
-        raise ServerDied("killed", server="b")
-
-    manager = AsyncLLMServerManager([FixedReplyServer(dies, name="a"), FixedReplyServer([chunk()], name="b")])
-
-    async def main() -> None:
-        for number in range(4):
-            assert (await ask(manager, f"s{number}")).token_ids == [7, 8]
-        assert set(manager.pool.lost) == {"a"}
-
-    run_virtual(main())
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(1), ServerError("busy")])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agent_loop.errors import ConfigError, SamplingParamsError, ServerError
-from agent_loop.runtime.concurrency import run_together
+from agent_loop.errors import SamplingParamsError
 from agent_loop.servers.base import Ability
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
@@ -68,47 +66,6 @@ def test_a_completion_across_a_weight_update_has_two_versions() -> None:
     completion = run_virtual(scenario())
     assert [(c.weight_version, len(c.token_ids)) for c in completion.chunks] == [(0, 2), (7, 2)]
     assert completion.weight_version == 7
-
-
-def test_a_cancelled_call_releases_its_lease_and_its_session() -> None:
-    async def scenario() -> None:
-        server = ScriptedServer([ScriptedReply([1], latency_s=math.inf)])
-        manager = AsyncLLMServerManager([server])
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(3600):
-                with manager.scope() as scoped:
-                    await scoped.generate("s", prompt_ids=[0], sampling_params={})
-        assert (server.num_running, server.num_sessions) == (0, 0)
-        assert (manager.pool.balancer.num_leases, manager.pool.balancer.num_sessions) == (0, 0)
-
-    run_virtual(scenario())
-
-
-def test_a_server_class_with_an_async_end_session_is_refused_when_it_is_defined() -> None:
-    with pytest.raises(ConfigError, match="end_session of Waits is async; make it a plain method"):
-
-        class Waits(ScriptedServer):
-            async def end_session(self, request_id: str) -> None: ...  # pyright: ignore
-
-
-def test_errors_name_the_server_and_the_request() -> None:
-    server = ScriptedServer([ScriptedReply([1], error="out of memory")], name="gpu-3")
-    with pytest.raises(ServerError, match="server gpu-3 request s: out of memory"):
-        ask(server)
-
-
-def test_closing_the_server_fails_running_requests() -> None:
-    async def scenario() -> None:
-        server = ScriptedServer([ScriptedReply([1], latency_s=math.inf)])
-
-        async def close_later() -> None:
-            await asyncio.sleep(1)
-            await server.close()
-
-        with pytest.raises(ServerError, match="was closed"):
-            await run_together([server.generate(IDS, SamplingParams(), "s"), close_later()])
-
-    run_virtual(scenario())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from msgspec import structs
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import (
-    BadPrompt,
     BadServerReply,
     ConfigError,
     SamplingParamsError,
@@ -23,7 +22,6 @@ from agent_loop.errors import (
     WeightsError,
 )
 from agent_loop.servers.base import Ability, ServerSpec
-from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.sglang import SGLangClient, SGLangServer, loader
 from agent_loop.servers.sglang.in_flight import SGLangRequests
@@ -142,14 +140,6 @@ def test_parameters_that_sglang_returns_inexact_logprobs_for_are_refused_by_name
             check_params(params, abilities=CONSTRAINT_ABILITIES, server="sglang-0")
     assert needs_own_stop(SamplingParams(ignore_eos=True, stop_token_ids=(3,)))
     assert not needs_own_stop(SamplingParams(stop_token_ids=(3,)))
-
-
-@pytest.mark.parametrize("ids", [[], [-1], [250], [1] * 16])
-def test_a_prompt_that_does_not_fit_is_refused(ids: list[int]) -> None:
-    limits = PromptLimits(server="s", max_model_len=16, vocab_size=250)
-    with pytest.raises(BadPrompt, match="server s request r"):
-        limits.check("r", prompt_ids=np.array(ids, dtype=np.int32), attachments=())
-    assert limits.check("r", prompt_ids=np.array([249] * 15, dtype=np.int32), attachments=()) == 1
 
 
 def test_no_request_is_sent_during_a_weight_update_and_an_aborted_one_is_never_sent() -> None:

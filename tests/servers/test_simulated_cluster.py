@@ -40,19 +40,6 @@ def test_every_policy_completes_every_trajectory(policy: PolicyName) -> None:
         assert report.prefix_hit_rate > 0.99
 
 
-def test_equal_servers_are_almost_as_fast_as_one_server_of_their_capacity() -> None:
-    report = report_of(SMALL)
-    assert report.to_perfect is not None
-    assert report.to_perfect < 1.1
-    assert report.prefix_hit_rate > 0.9
-
-
-def test_the_same_seed_gives_the_same_run() -> None:
-    assert Workload(num_trajectories=40, seed=3).plans() == Workload(num_trajectories=40, seed=3).plans()
-    assert Workload(num_trajectories=40, seed=3).plans() != Workload(num_trajectories=40, seed=4).plans()
-    assert simulate(SMALL, PLANS[:40]) == simulate(SMALL, PLANS[:40])
-
-
 def test_cancelling_a_thousand_trajectories_releases_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     servers: list[SimulatedServer] = []
     make = SimulatedServer.__init__

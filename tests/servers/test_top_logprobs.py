@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from agent_loop.chat.template import load_chat_template
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.manager import AgentLoopManager
@@ -64,21 +63,6 @@ def test_the_likeliest_tokens_are_those_of_a_full_forward_pass(variant: dict[str
     assert not plain.extras
 
 
-def test_an_aborted_and_resumed_completion_has_the_likeliest_tokens_of_every_position() -> None:
-    model, prompt = tiny_model(), random_prompt(9)
-    params = SamplingParams(max_tokens=12, seed=3, top_logprobs=K)
-
-    async def scenario() -> tuple[TokenOutput, TokenOutput]:
-        async with serving(model) as server:
-            begun = await server.generate(prompt, params.limited(5), "a")
-            rest = await server.generate(joined(prompt, begun.token_ids), params.after(5), "a")
-            return begun.then(rest), await server.generate(prompt, params, "b")
-
-    continued, whole = asyncio.run(scenario())
-    assert continued.token_ids == whole.token_ids
-    assert_top_of_the_model(model, prompt, continued, temperature=1.0)
-
-
 @pytest.mark.parametrize(
     "server", [ScriptedServer(lambda request: [1]), OpenAIServer("http://nowhere", name="openai-0")]
 )
@@ -113,16 +97,3 @@ def test_a_rollout_has_the_likeliest_tokens_in_its_batch_and_its_files(tmp_path:
         stored = StoredRun(tmp_path / "t.parquet").trajectory("rollout", 0, trajectory.trajectory_id)
         for mine, its in zip(to_trajectory(stored).output.segments, trajectory.output.segments, strict=True):
             assert same_arrays(mine.extras, its.extras)
-
-
-def test_a_run_whose_server_lacks_the_ability_fails_at_its_start(tmp_path: Path) -> None:
-    path = make_model_folder(tmp_path / "model", is_tied=False)
-    config = EngineCase("embedded").config(path, rollout__top_logprobs=2)
-    template, server = load_chat_template(str(path)), ScriptedServer(lambda request: [1])
-
-    async def scenario() -> None:
-        async with AgentLoopManager(config.rollout, servers=[server], template=template):
-            pass
-
-    with pytest.raises(ConfigError, match=r"rollout.top_logprobs is 2, which server 'scripted-0'"):
-        asyncio.run(scenario())

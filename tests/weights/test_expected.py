@@ -28,10 +28,6 @@ def write_model(folder: Path, *, names: list[str], config: dict[str, object] | N
     return folder
 
 
-def test_names_and_shapes_are_read_from_the_headers(tmp_path: Path) -> None:
-    assert expected_weights(write_model(tmp_path, names=list(EXPECTED))) == EXPECTED
-
-
 def test_only_files_in_the_index_are_read(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2, 3)}, tmp_path / "one.safetensors")
     save_file({"b": torch.zeros(())}, tmp_path / "two.safetensors")

@@ -11,7 +11,6 @@ from agent_loop.errors import WeightsError
 from agent_loop.weights.handle import WeightHandle
 from agent_loop.weights.receiver import WeightReceiver
 from agent_loop.weights.sender import WeightSender
-from agent_loop.weights.shared_memory import SharedMemorySender
 from tests.weights.receiving import SHARED_MEMORY, blocks
 
 WEIGHTS = {"a": torch.arange(3000, dtype=torch.float32), "b": torch.arange(7, dtype=torch.int8)}
@@ -54,22 +53,6 @@ def test_a_block_is_reused_and_deleted_when_the_sender_is_closed() -> None:
         sender.offer(WEIGHTS.items(), weight_version=2),
     ):
         pass
-
-
-def test_the_number_of_blocks_follows_the_size_of_the_weights() -> None:
-    sender = SharedMemorySender(block_bytes=4096)
-    numbers: list[int] = []
-    for num_tensors in (1, 5, 2):
-        weights = [(str(i), torch.full((900,), i, dtype=torch.float32)) for i in range(num_tensors)]
-        with sender.offer(weights, weight_version=0) as handle:
-            numbers.append(len(block_names(handle)))
-            assert set(block_names(handle)) <= blocks()
-            received = dict(WeightReceiver().receive(handle))
-            assert all(torch.equal(received[name], tensor) for name, tensor in weights)
-    with sender.offer([("large", torch.ones(5000))], weight_version=0) as handle:
-        assert torch.equal(dict(WeightReceiver().receive(handle))["large"], torch.ones(5000))
-    sender.close()
-    assert numbers == [1, 5, 2]
 
 
 def test_the_memory_of_a_failed_offer_is_not_reused() -> None:

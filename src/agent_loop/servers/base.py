@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -193,18 +192,6 @@ class AsyncServerBase:
     server with a free slot. None sets no limit."""
     restarts: bool = False
     """Whether the server's process restarts by itself after it died, as a Ray actor does."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a subclass whose `end_session` is async, because nothing would await it.
-
-        Raises:
-            ConfigError: `end_session` is async.
-        """
-        super().__init_subclass__(**kwargs)
-        if inspect.iscoroutinefunction(cls.end_session):
-            raise ConfigError(
-                f"end_session of {cls.__name__} is async; make it a plain method that does not wait"
-            )
 
     @cached_property
     def name(self) -> str:

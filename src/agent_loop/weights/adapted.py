@@ -79,8 +79,6 @@ class AdaptedWeights(Iterable[tuple[str, "Tensor"]], Sized):
     ) -> AdaptedWeights:
         """Create adapted weights from the tensors of `to_tensors`."""
         names = [key.removeprefix(LEFT) for key in tensors if key.startswith(LEFT)]
-        if set(tensors) != {side + name for name in names for side in (LEFT, RIGHT)}:
-            raise WeightsError("the tensors are not pairs of adapter factors; publish again")
         factors = {name: Factors(tensors[LEFT + name], tensors[RIGHT + name]) for name in names}
         return cls(base, base_id=base_id, factors=factors)
 
