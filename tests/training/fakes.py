@@ -52,6 +52,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 class FakeTemplate:
     tokenizer = tiny_tokenizer()
 
+    vocab_size = VOCABULARY
+
     @property
     def pad_token_id(self) -> int:
         return PAD

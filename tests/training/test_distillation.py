@@ -174,7 +174,6 @@ def test_a_teacher_with_other_tokens_is_refused_before_anything_runs(taught: Con
         ),
         ({"path": "no/such/model"}, r"no tokenizer .*set distillation\.teachers\.big\.tokenizer_path"),
         ({"engine": "unheard_of"}, r"the server of distillation\.teachers\.big cannot be created: "),
-        ({"hint": "Think."}, "a teacher has a hint, which needs a manager with a chat template"),
     ],
 )
 def test_a_teacher_that_cannot_be_one_is_refused(

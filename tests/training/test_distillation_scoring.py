@@ -52,7 +52,6 @@ class Bench:
                     template=TEMPLATE,
                     context_length=settings.context_length or 1000,
                     num_candidates=0,
-                    vocab_size=TEMPLATE.vocab_size,
                 )
             },
         )

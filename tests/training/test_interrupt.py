@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from agent_loop.training.interrupt import Interrupt
+from agent_loop.training.run import Interrupt
 
 
 def test_the_first_sigint_cancels_the_call_and_the_second_raises_at_once() -> None:

@@ -50,17 +50,12 @@ def test_values_that_are_null_or_not_finite_are_left_out() -> None:
         ("evaluation", "'evaluation' is the folder of an evaluation"),
         ("empty", "'empty' is a folder of another kind; give the folder of a training run"),
         ("unfinished", "'unfinished' has no metrics.jsonl, so no step of it ended"),
-        ("damaged", "line 1 has no whole number 'step'"),
-        ("unreadable", "'unreadable/config.yaml' is not YAML"),
     ],
 )
 def test_what_is_no_run_is_refused_by_name(source: str, message: str) -> None:
     for name in ("evaluation", "empty", "unfinished/checkpoints"):
         Path(name).mkdir(parents=True)
     Path("evaluation/summary.json").write_text("{}", encoding="utf-8")
-    write_run(Path("damaged"), seed=0, lines=[{"step": 1.5, "reward/mean": 1.0}])
-    write_rewards(Path("unreadable"), seed=0, rewards=[1.0])
-    Path("unreadable/config.yaml").write_text("trainer: {seed: 1", encoding="utf-8")
     with pytest.raises(DataError, match=message):
         read_groups([source])
 

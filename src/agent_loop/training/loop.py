@@ -11,6 +11,7 @@ from msgspec import structs
 from agent_loop.config import Config
 from agent_loop.errors import CheckpointError, RolloutError, TrainingError
 from agent_loop.rollout.batch import assemble, timing_metrics
+from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.columns import Learned
 from agent_loop.storage.writer import TrajectoryKeeper
@@ -21,7 +22,6 @@ from agent_loop.training.evaluation.scores import Evaluation, summarise
 from agent_loop.training.learner import learned_of
 from agent_loop.training.monitor import Monitor, why_unlearnable
 from agent_loop.training.rollouts import (
-    Rollouts,
     StepRollout,
     StepRollouts,
     TakeRollout,
@@ -49,7 +49,7 @@ class TrainingLoop:
     """
 
     run: Run
-    manager: Rollouts
+    manager: AgentLoopManager
     selector: RowSelector
     val_rows: Sequence[Row]
     keeper: TrajectoryKeeper

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config
 from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.components import load_template
+from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_row_files
 from agent_loop.runtime.garbage_collection import frozen_objects, infrequent_collections
 from agent_loop.runtime.threads import run_in_thread
@@ -25,7 +25,6 @@ from agent_loop.training.manifest import DataManifest
 from agent_loop.training.monitor import refuse_truncated_sampling, refuse_without_reward
 from agent_loop.training.progress import without_progress_of_transformers
 from agent_loop.training.ranks import seeing_own_devices
-from agent_loop.training.rollouts import Rollouts
 from agent_loop.training.row_selection import RowSelector
 from agent_loop.training.run import SFT_SPLIT, TrainResult, claimed_folder, open_run
 from agent_loop.training.supervised.examples import ExampleSampler, load_examples
@@ -60,7 +59,7 @@ class PPOTrainer:
         self,
         config: Config,
         *,
-        manager: Rollouts | None = None,
+        manager: AgentLoopManager | None = None,
         resume: bool | str = False,
         overwrite: bool = False,
         console: Console | None = None,
@@ -175,7 +174,7 @@ def _load_data(
 
 
 def _load_supervised(
-    config: Config, manager: Rollouts | None, manifests: dict[str, DataManifest]
+    config: Config, manager: AgentLoopManager | None, manifests: dict[str, DataManifest]
 ) -> ExampleSampler | None:
     """Return the sampler of the supervised steps, and add a manifest of their files; None without such steps."""
     if config.sft.every is None:
@@ -183,8 +182,6 @@ def _load_supervised(
     if not config.sft.files:
         raise ConfigError("sft.every is set but sft.files is empty; give conversations, or unset sft.every")
     template = load_template(config) if manager is None else manager.template
-    if not isinstance(template, ChatTemplate):
-        raise ConfigError("sft.every is set, which needs a manager with a chat template; unset sft.every")
     examples = load_examples(config.sft.files, config=config.sft, template=template)
     manifests[SFT_SPLIT] = examples.manifest
     return ExampleSampler(

@@ -11,23 +11,22 @@ from collections.abc import (
     Callable,
     Coroutine,
     Hashable,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec import structs
-from torch import Tensor
 
 from agent_loop.config import AlgorithmConfig
 from agent_loop.config.algorithm import OUTCOME
 from agent_loop.rollout.forks import Fork, as_branches, find_forks, own_segments
 from agent_loop.rollout.journal import StepJournal, StepKey, open_journal, training_settings
+from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.numeric import as_reward
 from agent_loop.training import metrics as names
@@ -41,54 +40,6 @@ from agent_loop.trajectory.branches import seat_of
 from agent_loop.types import Row
 
 OnTrajectory: TypeAlias = Callable[[Trajectory], None]
-
-
-class Rollouts(Protocol):
-    """The part of `AgentLoopManager` that the trainer uses. The methods are documented there."""
-
-    @property
-    def template(self) -> RolloutTemplate: ...
-
-    def check_rows(self, rows: Iterable[Row]) -> None: ...
-
-    def check_forks(self) -> None: ...
-
-    async def run(
-        self,
-        rows: Sequence[Row],
-        *,
-        n: int | None = None,
-        validate: bool = False,
-        num_groups: int | None = None,
-        on_trajectory: OnTrajectory | None = None,
-        journal: StepJournal | None = None,
-        label: str = "",
-        greedy: bool = False,
-    ) -> list[Trajectory]: ...
-
-    async def run_forks(
-        self,
-        forks: Sequence[Fork],
-        *,
-        n: int,
-        on_trajectory: OnTrajectory | None = None,
-        journal: StepJournal | None = None,
-        label: str = "",
-    ) -> list[Trajectory]: ...
-
-    def awake(self) -> AbstractAsyncContextManager[None]: ...
-
-    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> None: ...
-
-
-class RolloutTemplate(Protocol):
-    """The part of a chat template that the trainer uses."""
-
-    @property
-    def pad_token_id(self) -> int: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +168,7 @@ def _compared(
 class StepRollouts:
     """Runs the rollouts of steps. Rollouts of several steps may run at once."""
 
-    def __init__(self, run: Run, manager: Rollouts, selector: RowSelector) -> None:
+    def __init__(self, run: Run, manager: AgentLoopManager, selector: RowSelector) -> None:
         self._config = run.config
         self._manager = manager
         self._selector = selector

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+import signal
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from rich.console import Console
@@ -15,6 +18,7 @@ from rich.console import Console
 from agent_loop.config import Config
 from agent_loop.errors import CheckpointError, ConfigError
 from agent_loop.rollout.journal import JournalFolder
+from agent_loop.runtime.concurrency import run_while
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE, written_parts
@@ -30,7 +34,6 @@ from agent_loop.training.checkpoint import (
     step_of,
 )
 from agent_loop.training.evaluation.scores import Evaluation
-from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.learner import Learner, load_learner
 from agent_loop.training.loggers import Scalars, flat
 from agent_loop.training.manifest import DataManifest
@@ -39,6 +42,8 @@ from agent_loop.training.progress import Progress
 from agent_loop.training.ranks import start_process_group
 from agent_loop.training.row_selection import RowSelector
 from agent_loop.training.timing import StepClock
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,45 @@ class TrainResult:
     """Metrics of the last step of this run."""
     evaluation: Evaluation | None
     """Last evaluation of this run."""
+
+
+class Interrupt:
+    """Request of the first SIGINT to stop after the current step. The second raises KeyboardInterrupt at once."""
+
+    def __init__(self) -> None:
+        self._requested = asyncio.Event()
+
+    @property
+    def is_requested(self) -> bool:
+        return self._requested.is_set()
+
+    @contextmanager
+    def listening(self) -> Generator[None]:
+        """Handle SIGINT while the body runs. Do nothing outside the main thread, because only that gets signals."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        previous = signal.getsignal(signal.SIGINT)
+
+        def on_sigint() -> None:
+            loop.remove_signal_handler(signal.SIGINT)  # the second one gets Python's own handler
+            self._requested.set()
+
+        loop.add_signal_handler(signal.SIGINT, on_sigint)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, previous)
+
+    async def unless_requested(self, call: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+        """Await a call. When a stop is requested, cancel the call and return None."""
+
+        async def requested() -> None:
+            await self._requested.wait()
+
+        return await run_while(call, condition=requested())
 
 
 SFT_SPLIT, SFT_VAL_SPLIT = "sft", "sft_val"

@@ -93,7 +93,7 @@ class Evaluations:
             try:
                 ref = self._ref(key)
                 summary = _summary(ref)
-                evaluation = summary.evaluation if summary else self._stored(ref, False).evaluation
+                evaluation = summary.evaluation if summary else self._stored(ref).evaluation
                 found[key] = scores_values(evaluation.scores) | {"model": summary.model if summary else None}
             except DataError as error:
                 found[key] = {"error": str(error)}
@@ -194,7 +194,7 @@ class Evaluations:
     def _read(self, ref: StoredEvaluationRef) -> tuple[Evaluation, Sequence[Row], EvaluationSummary | None]:
         """Return an evaluation, the rows of its data set as far as they are stored, and its summary if it has one."""
         summary = _summary(ref)
-        stored = self._stored(ref, True) if ref.files else None
+        stored = self._stored(ref) if ref.files else None
         if summary is None and stored is None:
             raise DataError(f"{str(ref.path)!r} holds no trajectories and no {SUMMARY_FILE}")
         rows = stored.rows if stored else ()
@@ -203,10 +203,10 @@ class Evaluations:
         assert stored is not None
         return stored.evaluation, rows, None
 
-    def _stored(self, ref: StoredEvaluationRef, with_prompts: bool) -> StoredEvaluation:
-        stamp = (*((path, stamp_of(path)) for path in ref.files), with_prompts)
+    def _stored(self, ref: StoredEvaluationRef) -> StoredEvaluation:
+        stamp = tuple((path, stamp_of(path)) for path in ref.files)
         with self._lock:
-            found = self._kept.pop(stamp, None) or evaluate_stored(ref.files, with_prompts=with_prompts)
+            found = self._kept.pop(stamp, None) or evaluate_stored(ref.files)
             self._kept[stamp] = found
             while len(self._kept) > MAX_KEPT:
                 self._kept.pop(next(iter(self._kept)))

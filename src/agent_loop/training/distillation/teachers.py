@@ -49,12 +49,10 @@ class Teacher:
     name: str
     config: TeacherConfig
     server: AsyncServerBase
-    template: Any
+    template: ChatTemplate
     """Chat template of the policy, which writes prompts with a hint."""
     context_length: int
     num_candidates: int
-    vocab_size: int
-    """Number of token ids of the policy."""
     _slots: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +86,8 @@ class Teacher:
 
     async def score(self, token_ids: IntArray, *, start: int) -> TokenScores:
         """Return the scores of the tokens of a text from `start` on, at most `timeout_s` after a slot is free."""
-        num_candidates = min(self.num_candidates, self.vocab_size)
+        vocab_size = self.template.vocab_size
+        num_candidates = min(self.num_candidates, vocab_size)
         async with self._slots, asyncio.timeout(self.config.timeout_s):
             scores = await self.server.score(token_ids, start=start, top_logprobs=num_candidates)
         scores = checked_scores(
@@ -97,7 +96,7 @@ class Teacher:
             top_logprobs=num_candidates,
             server=self.server.name,
         )
-        return _without_other_ids(scores, vocab_size=self.vocab_size)
+        return _without_other_ids(scores, vocab_size=vocab_size)
 
 
 def _hinted(messages: Sequence[Message], hint: str) -> list[Message]:
@@ -132,7 +131,7 @@ class Teachers:
 
 
 @asynccontextmanager
-async def open_teachers(config: Config, *, template: Any) -> AsyncGenerator[Teachers | None]:
+async def open_teachers(config: Config, *, template: ChatTemplate) -> AsyncGenerator[Teachers | None]:
     """Start the servers of all teachers, and close them at the end. None without teachers."""
     settings = config.distillation
     if not settings.teachers:
@@ -142,10 +141,6 @@ async def open_teachers(config: Config, *, template: Any) -> AsyncGenerator[Teac
         teachers: dict[str, Teacher] = {}
         for name, each in settings.teachers.items():
             has_hint = each.hint is not None or each.hint_key is not None
-            if has_hint and not isinstance(template, ChatTemplate):
-                raise ConfigError(
-                    "a teacher has a hint, which needs a manager with a chat template; unset the hint"
-                )
             length = each.context_length or (
                 config.rollout.prompt_length + config.rollout.response_length + has_hint * HINT_TOKENS
             )
@@ -165,7 +160,6 @@ async def open_teachers(config: Config, *, template: Any) -> AsyncGenerator[Teac
                 template=template,
                 context_length=length,
                 num_candidates=settings.num_candidates,
-                vocab_size=_vocab_size(template),
             )
         yield Teachers(settings, teachers)
 
@@ -210,11 +204,6 @@ def _without_other_ids(scores: TokenScores, *, vocab_size: int) -> TokenScores:
         np.where(is_known, scores.top_ids, 0),
         np.where(is_known, scores.top_logprobs, -np.inf),
     )
-
-
-def _vocab_size(template: Any) -> int:
-    """Return the number of token ids of the policy."""
-    return template.vocab_size if isinstance(template, ChatTemplate) else len(template.tokenizer)
 
 
 def refuse_other_teachers(config: Config, *, tokenizer: Any = None) -> None:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
-import yaml
 
 from agent_loop.errors import DataError, did_you_mean
 from agent_loop.files.file_kinds import RUN, explain, kind_of, only_run
+from agent_loop.files.plain_values import read_yaml
 from agent_loop.runtime.numeric import as_finite_number
 from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE, read_metrics
 from agent_loop.training.evaluation.estimates import MeanEstimate, estimate_mean, estimate_welch
@@ -131,15 +130,11 @@ def read_run(path: Path) -> TrainingRun:
             f"{str(path)!r} has no {METRICS_FILE}, so no step of it ended; leave it out, or resume the run"
         )
     curves: dict[str, dict[int, float]] = {}
-    for number, line in enumerate(read_metrics(file), start=1):
-        step: Any = line.get(STEP) if isinstance(cast(Any, line), dict) else None
-        if not isinstance(step, int):
-            raise DataError(
-                f"{file} line {number} has no whole number {STEP!r}; correct that line, or copy the file again"
-            )
+    for line in read_metrics(file):
+        step = int(line.pop(STEP))
         for name, value in line.items():
             finite = as_finite_number(value)
-            if name != STEP and finite is not None:
+            if finite is not None:
                 curves.setdefault(name, {})[step] = finite
     ordered = {name: dict(sorted(curve.items())) for name, curve in curves.items()}
     return TrainingRun(str(path), _seed_of(path / CONFIG_FILE), ordered)
@@ -247,13 +242,8 @@ def _seed_of(file: Path) -> int | None:
     """Return `trainer.seed` of a configuration; None if the file does not exist or does not set it."""
     if not file.is_file():
         return None
-    try:
-        config: Any = yaml.safe_load(file.read_bytes())
-    except yaml.YAMLError as error:
-        raise DataError(f"{str(file)!r} is not YAML ({error}); copy the file again") from error
-    trainer: Any = cast(dict[str, Any], config).get("trainer") if isinstance(config, dict) else None
-    seed: Any = cast(dict[str, Any], trainer).get("seed") if isinstance(trainer, dict) else None
-    return seed if isinstance(seed, int) else None
+    config: Any = read_yaml(file, what="settings")
+    return config.get("trainer", {}).get("seed")
 
 
 def _estimate(groups: Sequence[RunGroup], values: Sequence[Sequence[float]]) -> SeedEstimates:

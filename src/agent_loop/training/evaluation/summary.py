@@ -27,8 +27,8 @@ from agent_loop.trajectory import FailureKind
 from agent_loop.types import Row
 
 SUMMARY_FILE = "summary.json"
-SCORE_COLUMNS = ("group", "rollout", "reward", "stop_reason", "failure", "failure_kind")
-"""Columns from which the scores are computed without the prompts."""
+COLUMNS = ("group", "rollout", "reward", "stop_reason", "failure", "failure_kind", "incidents", "row")
+"""Columns from which the scores are computed."""
 
 
 class Comparison(BaseModel):
@@ -152,18 +152,13 @@ class StoredEvaluation:
     """By index; empty where no trajectory of a row is stored."""
 
 
-def evaluate_stored(paths: Sequence[Path], *, with_prompts: bool = True) -> StoredEvaluation:
-    """Evaluate the trajectories of Parquet files, as `summarise` evaluates trajectories.
-
-    Without prompts, the rows of the data set are not read, and the results have no prompts and no digests.
-    """
+def evaluate_stored(paths: Sequence[Path]) -> StoredEvaluation:
+    """Evaluate the trajectories of Parquet files, as `summarise` evaluates trajectories."""
     samples: list[Sample] = []
     rows: dict[int, Row] = {}
     threshold = 1.0
     for path in paths:
-        stored_rows, threshold = _read(
-            path, (*SCORE_COLUMNS, *(("incidents", "row") if with_prompts else ()))
-        )
+        stored_rows, threshold = _read(path)
         for stored in stored_rows:
             group, is_failed = stored["group"], stored.get("failure") is not None
             if group not in rows and stored.get("row"):
@@ -186,11 +181,11 @@ def evaluate_stored(paths: Sequence[Path], *, with_prompts: bool = True) -> Stor
     )
 
 
-def _read(path: Path, names: Sequence[str]) -> tuple[list[Mapping[str, Any]], float]:
-    """Return the rows of a file with the named columns, and the least reward that counts as a success."""
+def _read(path: Path) -> tuple[list[Mapping[str, Any]], float]:
+    """Return the rows of a file with the `COLUMNS` that it has, and the least reward that counts as a success."""
     try:
         with parquet.ParquetFile(path) as stored:
-            table = stored.read([name for name in names if name in stored.schema_arrow.names])
+            table = stored.read([name for name in COLUMNS if name in stored.schema_arrow.names])
             metadata: Mapping[bytes, bytes] = stored.metadata.metadata or {}
     except (OSError, pa.ArrowException) as error:
         raise DataError(

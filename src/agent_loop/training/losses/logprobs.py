@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import torch
@@ -125,24 +124,13 @@ def blockwise_logprobs(
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    tokens: slice
-    """Tokens of the vocabulary."""
-    pairs: slice
-    """Pairs with these tokens, among the sorted pairs."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Blocks of the vocabulary, and the pairs sorted by their tokens."""
+    """Blocks of the vocabulary, and pairs of a position and a token."""
 
-    blocks: tuple[_Block, ...]
-    order_P: Tensor
-    """Index of each sorted pair."""
+    size: int
+    """Tokens of a block; the last one may have fewer."""
     ids_P: Tensor
-    """Sorted tokens of the pairs."""
     place_P: Tensor
-    """Position of each sorted pair."""
     transform: LogitTransform
     temperature: float
     dtype: torch.dtype
@@ -150,39 +138,30 @@ class _Blocks:
 
     @classmethod
     def of(cls, head: LinearHead, *, ids_P: Tensor, place_P: Tensor, temperature: float) -> _Blocks:
-        num_positions, vocabulary = len(head.inputs[0]), len(head.weights[0])
         num_elements = BLOCK_ELEMENTS.get(ids_P.device.type, OTHER_BLOCK_ELEMENTS)
-        size = max(MIN_BLOCK, num_elements // max(1, num_positions))
-        edges = [*range(0, vocabulary, size), vocabulary]
-        sorted_P, order_P = ids_P.sort(stable=True)
-        ends: list[int] = cast(
-            Any, torch.searchsorted(sorted_P, torch.tensor(edges, device=ids_P.device))
-        ).tolist()
-        blocks = tuple(
-            _Block(slice(*tokens), slice(*pairs))
-            for tokens, pairs in zip(pairwise(edges), pairwise(ends), strict=True)
-        )
+        size = max(MIN_BLOCK, num_elements // max(1, len(head.inputs[0])))
         dtype = torch.promote_types(head.inputs[0].dtype, torch.float32)
-        return cls(blocks, order_P, sorted_P, place_P[order_P], head.transform, temperature, dtype)
+        return cls(size, ids_P, place_P, head.transform, temperature, dtype)
 
     def logits(
         self,
         bias_V: Tensor | None,
         inputs: tuple[Tensor, ...],
         weights: tuple[Tensor, ...],
-    ) -> Iterator[tuple[_Block, Tensor, tuple[Tensor, Tensor]]]:
-        """Yield each block, its logits [N, C] in a new tensor, and the row and column of its pairs."""
-        for block in self.blocks:
+    ) -> Iterator[tuple[slice, Tensor, Tensor, tuple[Tensor, Tensor]]]:
+        """Yield the tokens of each block, its logits [N, C] in a new tensor, its pairs, and their rows and columns."""
+        for start in range(0, len(weights[0]), self.size):
+            tokens = slice(start, min(start + self.size, len(weights[0])))
             outputs_NC = functional.linear(
-                inputs[0], weights[0][block.tokens], None if bias_V is None else bias_V[block.tokens]
+                inputs[0], weights[0][tokens], None if bias_V is None else bias_V[tokens]
             )
             for inputs_NI, weight_VI in zip(inputs[1:], weights[1:], strict=True):
-                outputs_NC += inputs_NI @ weight_VI[block.tokens].T
+                outputs_NC += inputs_NI @ weight_VI[tokens].T
             logits_NC = self.transform(outputs_NC.to(self.dtype))
             if self.temperature != 1:
                 logits_NC = logits_NC / self.temperature
-            places = self.place_P[block.pairs], self.ids_P[block.pairs] - block.tokens.start
-            yield block, logits_NC, places
+            pairs = ((self.ids_P >= tokens.start) & (self.ids_P < tokens.stop)).nonzero().flatten()
+            yield tokens, logits_NC, pairs, (self.place_P[pairs], self.ids_P[pairs] - start)
 
     def slope(self, logits_NC: Tensor) -> Tensor | float:
         """Return the derivative of these logits by the outputs of the head."""
@@ -204,9 +183,9 @@ class _BlockwiseLogProbs(torch.autograd.Function):
         lowest = torch.finfo(blocks.dtype).min  # finite, so that a probability of 0 adds 0 and not NaN
         top_N = inputs[0].new_full(inputs[0].shape[:1], lowest, dtype=blocks.dtype)
         sum_N, weighted_N = torch.zeros_like(top_N), torch.zeros_like(top_N)
-        sorted_P = top_N.new_empty(blocks.ids_P.shape)
-        for block, logits_NC, places in blocks.logits(bias_V, inputs, weights):
-            sorted_P[block.pairs] = logits_NC[places]
+        logits_P = top_N.new_empty(blocks.ids_P.shape)
+        for _, logits_NC, pairs, places in blocks.logits(bias_V, inputs, weights):
+            logits_P[pairs] = logits_NC[places]
             last_top_N, top_N = top_N, torch.maximum(top_N, logits_NC.amax(dim=-1))
             fall_N = (last_top_N - top_N).clamp_(min=lowest)
             shifted_NC = logits_NC.sub_(top_N[:, None]).clamp_(min=lowest)
@@ -216,8 +195,7 @@ class _BlockwiseLogProbs(torch.autograd.Function):
             weighted_N += exp_NC.mul_(shifted_NC).sum(dim=-1)
         log_sum_N = sum_N.log()
         normalizer_N, entropy_N = top_N + log_sum_N, log_sum_N - weighted_N / sum_N
-        logprobs_P = torch.empty_like(sorted_P)
-        logprobs_P[blocks.order_P] = sorted_P - normalizer_N[blocks.place_P]
+        logprobs_P = logits_P - normalizer_N[blocks.place_P]
         ctx.blocks = blocks
         ctx.set_materialize_grads(False)
         if not entropy_has_gradient:
@@ -245,9 +223,10 @@ class _BlockwiseLogProbs(torch.autograd.Function):
             _zeros(each, each.dtype) if is_needed else None
             for each, is_needed in zip(weights, needs_weight, strict=True)
         ]
-        sorted_P = normalizer_N.new_zeros(blocks.ids_P.shape) if grad_P is None else grad_P[blocks.order_P]
-        total_N = torch.zeros_like(normalizer_N).index_add_(0, blocks.place_P, sorted_P)
-        for block, logits_NC, places in blocks.logits(bias_V, inputs, weights):
+        if grad_P is None:
+            grad_P = normalizer_N.new_zeros(blocks.ids_P.shape)
+        total_N = torch.zeros_like(normalizer_N).index_add_(0, blocks.place_P, grad_P)
+        for tokens, logits_NC, pairs, places in blocks.logits(bias_V, inputs, weights):
             slope = blocks.slope(logits_NC)
             logprobs_NC = logits_NC.sub_(normalizer_N[:, None])
             grad_NC = logprobs_NC.exp()
@@ -256,15 +235,15 @@ class _BlockwiseLogProbs(torch.autograd.Function):
             else:
                 logprobs_NC.clamp_(min=torch.finfo(blocks.dtype).min).add_(entropy_N[:, None])
                 grad_NC.mul_(logprobs_NC.mul_(-grad_entropy_N[:, None]).sub_(total_N[:, None]))
-            grad_NC.index_put_(places, sorted_P[block.pairs], accumulate=True)
+            grad_NC.index_put_(places, grad_P[pairs], accumulate=True)
             grad_NC = grad_NC.mul_(slope).to(inputs[0].dtype)
             if grad_bias_V is not None:
-                grad_bias_V[block.tokens] = grad_NC.sum(dim=0)
+                grad_bias_V[tokens] = grad_NC.sum(dim=0)
             for number, (grad_NI, grad_VI) in enumerate(zip(grad_inputs, grad_weights, strict=True)):
                 if grad_NI is not None:
-                    grad_NI += grad_NC @ weights[number][block.tokens]
+                    grad_NI += grad_NC @ weights[number][tokens]
                 if grad_VI is not None:
-                    torch.mm(grad_NC.T, inputs[number], out=grad_VI[block.tokens])
+                    torch.mm(grad_NC.T, inputs[number], out=grad_VI[tokens])
         return (None, None, grad_bias_V, *grad_inputs, *grad_weights)
 
 
