@@ -46,7 +46,7 @@ def test_show_prints_the_mean_reward_of_rollouts(stored: Path) -> None:
 
 
 def test_rescore_compares_means_of_rollouts(stored: Path) -> None:
-    lines = run("rescore", "run", "--reward", "task.py:reward", "--threshold", "1").output.splitlines()
+    lines = run("rescore", "run", "--reward", "task.py:reward").output.splitlines()
     cells = {line.split("  ")[0].strip(): line.split()[-2:] for line in lines if line.strip()}
     assert cells["mean reward"] == ["0.5000", "0.5000"]
     assert cells["success"] == ["50.0%", "50.0%"]

@@ -39,7 +39,6 @@ KINDS = {
     "rows.jsonl.gz": ROWS,
     "rows.csv": ROWS,
     "rows.csv.gz": ROWS,
-    "torn.jsonl.gz": None,
     "saved": SAVED_DATASET,
     "splits": SAVED_DATASET,
     "config.yaml": SETTINGS,
@@ -75,7 +74,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "torn.jsonl").write_bytes((folder / "traces.jsonl").read_bytes()[:200])
     (folder / "rows.json").write_text('[\n{"prompt": "x"}]')
     (folder / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}'))
-    (folder / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}')[:-12])
     (folder / "rows.csv").write_text("\ufeffprompt,answer\nx,1\n", encoding="utf-8")
     (folder / "rows.csv.gz").write_bytes(gzip.compress(b"prompt,answer\nx,1\n"))
     for name, files in {

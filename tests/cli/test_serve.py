@@ -69,7 +69,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_is_served_until_ctrl_c_even_in_the_middle_of_a_stream(project: Path) -> None:
-    options = ["--num-servers", "2", "--max-model-len", "4096", "rollout.engine_kwargs.max_slots=4"]
+    options = ["rollout.num_servers=2", "--max-model-len", "4096", "rollout.engine_kwargs.max_slots=4"]
     with running(project, "model", *options) as served:
         assert "model on 2 servers, contexts of 4096 tokens" in served.output
         with openai.OpenAI(base_url=served.url, api_key="-", max_retries=0) as client:
@@ -105,8 +105,8 @@ def test_an_occupied_port_is_reported_before_the_model_loads(shell: Command) -> 
     ("arguments", "words"),
     [
         (["./nowhere"], "no tokenizer can be loaded from './nowhere': the folder does not exist; give"),
-        (["model", "--engine", "vlm"], "rollout.engine is 'vlm'"),
-        (["model", "--tool-format", "hermis"], "did you mean 'hermes'?"),
+        (["model", "rollout.engine=vlm"], "rollout.engine is 'vlm'"),
+        (["model", "rollout.multi_turn.format=hermis"], "did you mean 'hermes'?"),
         (["model", "--host", "999.0.0.1"], "--host is '999.0.0.1'"),
         (["model", "--config", "missing.yaml"], "missing.yaml"),
     ],

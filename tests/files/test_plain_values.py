@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import (
-    MAX_DATA_DEPTH,
-    depth_fault,
     parse_json,
     parse_override,
     read_yaml,
@@ -99,17 +96,6 @@ def test_an_invalid_override_raises_an_error_of_one_line(override: str) -> None:
 def test_invalid_json_raises_an_error_that_names_the_fault(text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         parse_json(text)
-
-
-def test_values_that_contain_themselves_are_too_deep() -> None:
-    cycle: list[Any] = []
-    cycle.append({"again": cycle})
-    assert depth_fault({"extra": cycle}) is not None
-    flat: list[Any] = []
-    for _ in range(MAX_DATA_DEPTH - 1):
-        flat = [flat]
-    assert depth_fault(flat) is None
-    assert depth_fault([flat, [flat]]) is not None
 
 
 def test_a_value_with_a_failing_repr_can_be_described() -> None:

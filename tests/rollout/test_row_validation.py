@@ -45,19 +45,12 @@ def test_a_column_of_the_wrong_form_is_refused_with_its_location(
     assert str(path) in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("value", "complaint"),
-    [("9" * 5000, "an integer of thousands of digits"), ("[" * 300 + "]" * 300, "nested more than 200 deep")],
-    ids=["digits", "deep"],
-)
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_json_that_is_nested_too_deeply_is_refused_with_its_location(
-    tmp_path: Path, name: str, value: str, complaint: str
-) -> None:
-    row = f'{{"prompt": "x", "extra": {value}}}'
+def test_json_that_cannot_be_read_is_refused_with_its_location(tmp_path: Path, name: str) -> None:
+    row = f'{{"prompt": "x", "extra": {"9" * 5000}}}'
     path = tmp_path / name
     path.write_text(f"[{row}]" if name.endswith(".json") else row, encoding="utf-8")
-    with pytest.raises(DataError, match=complaint) as refused:
+    with pytest.raises(DataError, match="an integer of thousands of digits") as refused:
         load_rows([str(path)], prompt_key="prompt")
     assert str(path) in str(refused.value)
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from agent_loop.cli import app
 from agent_loop.errors import DataError
 from agent_loop.storage import StoredRun, write_trajectories
-from agent_loop.storage.query import Condition, PreferencePair, preference_pairs
+from agent_loop.storage.query import Condition, preference_pairs
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import Message
 from tests.storage.samples import failed, solved
@@ -34,8 +34,8 @@ def stored(folder: Path, *trajectories: Trajectory, step: int = 1) -> StoredRun:
     return StoredRun(folder)
 
 
-def texts(pairs: list[PreferencePair]) -> list[tuple[str, str]]:
-    return [(pair.chosen[-1]["content"], pair.rejected[-1]["content"]) for pair in pairs]
+def texts(pairs: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(pair["chosen"][-1]["content"], pair["rejected"][-1]["content"]) for pair in pairs]
 
 
 def test_the_best_and_the_worst_of_each_group_are_a_pair(tmp_path: Path) -> None:
@@ -51,9 +51,9 @@ def test_the_best_and_the_worst_of_each_group_are_a_pair(tmp_path: Path) -> None
     pairs = list(preference_pairs(run))
 
     assert texts(pairs) == [("best", "bad"), ("one", "two")]
-    assert pairs[0].prompt == PROMPT
-    assert (pairs[0].chosen_reward, pairs[0].rejected_reward) == (1.0, 0.0)
-    assert pairs[0].tools == [{"type": "function", "function": {"name": "add"}}]
+    assert pairs[0]["prompt"] == PROMPT
+    assert (pairs[0]["chosen_reward"], pairs[0]["rejected_reward"]) == (1.0, 0.0)
+    assert pairs[0]["tools"] == [{"type": "function", "function": {"name": "add"}}]
 
 
 def test_groups_without_a_preference_have_no_pair(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def _export_pairs(source: Path, out: Path, *, where: list[str] | None) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(out) as temporary, temporary.open("w", encoding="utf-8") as file:
         for pair in preference_pairs(StoredRun(find_run(source)), where=conditions):
-            file.write(to_json(pair.record()) + "\n")
+            file.write(to_json(pair) + "\n")
             count += 1
     typer.echo(f"{count} preference pairs are in {out}")
     print_hint(Console(), f'load them with: datasets.load_dataset("json", data_files="{out}")')

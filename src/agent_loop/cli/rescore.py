@@ -49,14 +49,6 @@ def rescore_command(
     out: Annotated[
         Path | None, typer.Option("--out", help="Parquet file for the trajectories with their new rewards.")
     ] = None,
-    threshold: Annotated[
-        float | None,
-        typer.Option(
-            "--threshold",
-            callback=finite,
-            help="Least reward that counts as a success; by default that of the run.",
-        ),
-    ] = None,
     batch: Annotated[
         bool,
         typer.Option(
@@ -96,7 +88,7 @@ def rescore_command(
     rows = list(stored.rows(split=split, step=step))
     if not rows:
         raise nothing_stored(stored, step=step, split=split)
-    least = stored.files()[0].success_threshold if threshold is None else threshold
+    least = stored.files()[0].success_threshold
     with nullcontext() if out is None else exclusive_file(out, name="--out"):
         results = run_to_end(_score_all(rows, function))
         console.print(_comparison(rows, results, threshold=least))

@@ -31,12 +31,6 @@ def serve_command(
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 is any free port.")
     ] = 8000,
-    engine: Annotated[
-        str | None, typer.Option("--engine", help="`rollout.engine`.", show_default="embedded")
-    ] = None,
-    num_servers: Annotated[
-        int | None, typer.Option("--num-servers", min=1, help="`rollout.num_servers`.", show_default="1")
-    ] = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -45,14 +39,6 @@ def serve_command(
             max=2**24,
             help="Maximum tokens of prompt and completion together.",
             show_default=f"limits of the config, or the model's limit, at most {DEFAULT_MAX_MODEL_LEN}",
-        ),
-    ] = None,
-    tool_format: Annotated[
-        str | None,
-        typer.Option(
-            "--tool-format",
-            help="`rollout.multi_turn.format`: format of the model's tool calls.",
-            show_default="auto",
         ),
     ] = None,
     api_key: Annotated[
@@ -88,21 +74,15 @@ def serve_command(
 
         agent-loop serve Qwen/Qwen3-0.6B
 
-        agent-loop serve runs/train/checkpoints/step-000080/model --port 8001 --num-servers 2
+        agent-loop serve runs/train/checkpoints/step-000080/model --port 8001 rollout.num_servers=2
 
-        agent-loop serve Qwen/Qwen3-4B --engine vllm --max-model-len 16384 --api-key secret
+        agent-loop serve Qwen/Qwen3-4B rollout.engine=vllm --max-model-len 16384 --api-key secret
 
         agent-loop serve my-model --config config.yaml rollout.engine_kwargs.max_slots=16
     """
     if any(find_spec(package) is None for package in NEEDS):
         raise ConfigError('agent-loop serve needs: pip install "agent-loop[serve]"')
-    given = {
-        "model.path": model,
-        "rollout.engine": engine,
-        "rollout.num_servers": num_servers,
-        "rollout.multi_turn.format": tool_format,
-    }
-    settings = _settings(config, overrides or (), given=given, max_model_len=max_model_len)
+    settings = _settings(config, overrides or (), model=model, max_model_len=max_model_len)
 
     from agent_loop.serve.command import serve  # late: the extra is optional, and `--help` stays quick
 
@@ -125,12 +105,12 @@ def _settings(
     path: Path | None,
     overrides: Sequence[str],
     *,
-    given: Mapping[str, object],
+    model: str,
     max_model_len: int | None,
 ) -> Config:
-    options = [f"{key}={value}" for key, value in given.items() if value is not None]
-    refuse_no_model(str(given["model.path"]))
-    longest = _context_length(Path(str(given["model.path"])))
+    options = [f"model.path={model}"]
+    refuse_no_model(model)
+    longest = _context_length(Path(model))
     if max_model_len is not None and longest is not None and max_model_len > longest:
         raise ConfigError(
             f"--max-model-len is {max_model_len}, but the model has {longest} positions; give at most {longest}"

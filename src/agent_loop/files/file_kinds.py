@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,7 +15,6 @@ MAX_LINE = 1 << 24
 """Number of bytes that are read of a first line. Lines of long trajectories have megabytes."""
 PARQUET_MAGIC = b"PAR1"
 ARROW_MAGIC = b"ARROW1"
-GZIP_MAGIC = b"\x1f\x8b"
 JOURNAL_MAGIC = b"agent-loop journal"
 TRACE_START = b'{"version":'
 STORED = b"agent_loop.schema_version"
@@ -185,7 +181,10 @@ def _kind_of_folder(path: Path) -> FileKind | None:
 
 
 def _kind_of_file(path: Path) -> FileKind | None:
-    first_line = _first_line(path)
+    if path.suffix in (".csv", ".gz"):
+        return ROWS
+    with path.open("rb") as file:
+        first_line = file.readline(MAX_LINE)
     if first_line.startswith(PARQUET_MAGIC) or path.suffix == ".parquet":
         return _kind_of_parquet(path)
     if first_line.startswith(JOURNAL_MAGIC):
@@ -194,28 +193,13 @@ def _kind_of_file(path: Path) -> FileKind | None:
         return SETTINGS
     if first_line.startswith(TRACE_START):
         return TRACES  # the line may be incomplete
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if suffix == ".csv":
-        return _kind_of_record({*next(csv.reader([first_line.decode("utf-8-sig", "replace")]))})
     try:
         value: Any = parse_json(first_line)
     except ValueError:
-        return ROWS if suffix == ".json" and first_line.lstrip().startswith(b"[") else None
-    if isinstance(value, list):
-        return ROWS if suffix == ".json" else None
+        return ROWS if path.suffix == ".json" else None
+    if isinstance(value, list) and path.suffix == ".json":
+        return ROWS
     return _kind_of_record({*cast(dict[str, Any], value)}) if isinstance(value, dict) else None
-
-
-def _first_line(path: Path) -> bytes:
-    with path.open("rb") as file:
-        first_line = file.readline(MAX_LINE)
-    if path.suffix != ".gz" or not first_line.startswith(GZIP_MAGIC):
-        return first_line
-    try:
-        with gzip.open(path) as file:
-            return file.readline(MAX_LINE)
-    except (EOFError, zlib.error) as error:
-        raise OSError(str(error)) from error
 
 
 def _kind_of_record(names: set[str]) -> FileKind | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial, reduce
 from itertools import count
 from pathlib import Path
@@ -18,8 +18,6 @@ from agent_loop.errors import ConfigError, did_you_mean
 
 MAX_VALUES = 100_000
 """Number of parts of a JSON schema whose references are resolved."""
-MAX_DATA_DEPTH = 200
-"""Depth of nested lists and mappings in rows of data."""
 HALVES = re.compile("[\ud800-\udfff]")
 """Halves of surrogate pairs, which JSON can represent and UTF-8 cannot encode."""
 MAX_SHOWN = 200
@@ -206,23 +204,6 @@ def _definition(root: Mapping[str, Any], reference: str) -> Mapping[str, Any] | 
         name = part.replace("~1", "/").replace("~0", "~")
         found = cast(Mapping[str, Any], found).get(name) if isinstance(found, Mapping) else None
     return cast(Mapping[str, Any], found) if isinstance(found, Mapping) else None
-
-
-def depth_fault(value: Any, *, max_depth: int = MAX_DATA_DEPTH) -> str | None:
-    """Return a description of the problem if a value is nested more deeply than `max_depth`; otherwise None."""
-    open_values: list[Iterator[Any]] = [iter([value])]
-    while open_values:
-        for inner in open_values[-1]:
-            if isinstance(inner, (Mapping, list, tuple)):
-                if len(open_values) > max_depth:
-                    return f"it is nested more than {max_depth} deep"
-                mapping = isinstance(inner, Mapping)
-                parts = cast(Mapping[Any, Any], inner).values() if mapping else cast(Iterable[Any], inner)
-                open_values.append(iter(parts))
-                break
-        else:
-            open_values.pop()
-    return None
 
 
 def shown(value: Any) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from agent_loop.chat.messages import normalise_messages, without_added_nulls
 from agent_loop.environments.tasks import environment_rows
 from agent_loop.errors import ConfigError, DataError
-from agent_loop.files.plain_values import depth_fault, merge_mappings
+from agent_loop.files.plain_values import merge_mappings
 from agent_loop.loading import load_object
 from agent_loop.rollout.row_files import find_shards, number_rows
 from agent_loop.runtime.describe import describe_error, describe_value
@@ -214,8 +214,6 @@ def _with_prompt(row: Any, *, where: str, prompt_key: str) -> dict[str, Any]:
     refuse_bad_columns(prepared, where=where)
     for name in RESERVED_COLUMNS & prepared.keys():
         raise DataError(f"{where} has a column {name!r}, which is an argument of every agent loop; rename it")
-    if fault := depth_fault(prepared):
-        raise DataError(f"{where}: {fault}; flatten it, or store it as text")
     return prepared
 
 

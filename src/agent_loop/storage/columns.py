@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from agent_loop.chat.sources import describe_source, without_pixels
 from agent_loop.errors import DataError
 from agent_loop.files.plain_values import without_halves
-from agent_loop.runtime.user_values import plain_value
+from agent_loop.runtime.user_values import finite, plain_value
 from agent_loop.storage.times import times_of
 from agent_loop.trajectory import (
     AgentLoopOutput,
@@ -41,7 +40,8 @@ def to_json(value: Any) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
     except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are foreign code)
-        text = json.dumps(_plain(plain_value(value)), ensure_ascii=False, separators=(",", ":"))
+        plain = finite(plain_value(value))
+        text = json.dumps(plain, ensure_ascii=False, default=_plain, separators=(",", ":"))
     return without_halves(text)
 
 
@@ -66,18 +66,12 @@ def _described_message(message: Message) -> Message:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in cast(Sequence[Any], value)]
-    if isinstance(value, np.ndarray) and cast(Any, value).size <= MAX_ARRAY:
-        return _plain(cast(Any, value).tolist())
+    if isinstance(value, (Mapping, set, frozenset)):
+        return plain_value(value)
     if isinstance(value, np.generic):
-        return _plain(cast(Any, value).item())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
+        return cast(Any, value).item()
+    if isinstance(value, np.ndarray) and cast(Any, value).size <= MAX_ARRAY:
+        return finite(cast(Any, value).tolist())
     if isinstance(value, (np.ndarray, bytes)) or hasattr(value, "size"):
         return describe_source(value)
     return str(value)[:MAX_TEXT]

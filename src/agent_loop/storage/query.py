@@ -12,7 +12,6 @@ from typing import Any
 from agent_loop.errors import DataError, did_you_mean
 from agent_loop.storage.run import KEY, Key, StoredRun
 from agent_loop.storage.schema import SCALARS, SCHEMA, compute, pa
-from agent_loop.types import Message
 
 SEARCHED = ("messages", "answer", "failure", "feedback", "incidents")
 """Columns of text in which a query searches."""
@@ -143,32 +142,10 @@ def _contains(table: Any, text: str) -> Any:
     return mask
 
 
-@dataclass(frozen=True, slots=True)
-class PreferencePair:
-    """Two conversations that answer the same prompt, of which one has a higher reward."""
-
-    prompt: Sequence[Message]
-    chosen: Sequence[Message]
-    """Messages after the prompt in the trajectory with the higher reward."""
-    rejected: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]]
-    chosen_reward: float
-    rejected_reward: float
-
-    def record(self) -> dict[str, Any]:
-        """Return the pair as a row of a preference data set, in the conversational form of TRL."""
-        return {
-            "prompt": list(self.prompt),
-            "chosen": list(self.chosen),
-            "rejected": list(self.rejected),
-            "tools": list(self.tools),
-            "chosen_reward": self.chosen_reward,
-            "rejected_reward": self.rejected_reward,
-        }
-
-
-def preference_pairs(run: StoredRun, *, where: Sequence[Condition] = ()) -> Iterator[PreferencePair]:
+def preference_pairs(run: StoredRun, *, where: Sequence[Condition] = ()) -> Iterator[dict[str, Any]]:
     """Yield the best and the worst trajectory of each group of a step whose rewards differ.
+
+    A pair is a row of a preference data set, in the conversational form of TRL.
 
     Trajectories without a reward, and those whose conversation does not begin with the prompt of the other, are left
     out. Of equal rewards, the first trajectory counts.
@@ -183,39 +160,24 @@ def preference_pairs(run: StoredRun, *, where: Sequence[Condition] = ()) -> Iter
         groups[row["split"], row["step"], row["group"]].append(row)
     extremes = [(max(rows, key=_reward), min(rows, key=_reward)) for rows in groups.values()]
     keys = [(_key(best), _key(worst)) for best, worst in extremes if _reward(best) > _reward(worst)]
-    stored = {_key(row): _Answer.of(row) for row in run.rows_of(key for pair in keys for key in pair)}
+    stored = {
+        _key(row): (json.loads(row["messages"]), json.loads(row["tool_schemas"]), row["reward"])
+        for row in run.rows_of(key for pair in keys for key in pair)
+    }
     for best, worst in keys:
-        pair = _pair(stored[best], stored[worst])
-        if pair is not None:
-            yield pair
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The part of a stored trajectory that a pair needs."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]]
-    reward: float
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> _Answer:
-        return cls(json.loads(row["messages"]), json.loads(row["tool_schemas"]), row["reward"])
-
-
-def _pair(best: _Answer, worst: _Answer) -> PreferencePair | None:
-    chosen, rejected = best.messages, worst.messages
-    num_prompt = next((n for n, message in enumerate(chosen) if message["role"] == "assistant"), None)
-    if num_prompt is None or chosen[:num_prompt] != rejected[:num_prompt] or len(rejected) == num_prompt:
-        return None
-    return PreferencePair(
-        prompt=chosen[:num_prompt],
-        chosen=chosen[num_prompt:],
-        rejected=rejected[num_prompt:],
-        tools=best.tools,
-        chosen_reward=best.reward,
-        rejected_reward=worst.reward,
-    )
+        chosen, tools, chosen_reward = stored[best]
+        rejected, _, rejected_reward = stored[worst]
+        num_prompt = next((n for n, message in enumerate(chosen) if message["role"] == "assistant"), None)
+        if num_prompt is None or chosen[:num_prompt] != rejected[:num_prompt] or len(rejected) == num_prompt:
+            continue
+        yield {
+            "prompt": chosen[:num_prompt],
+            "chosen": chosen[num_prompt:],
+            "rejected": rejected[num_prompt:],
+            "tools": tools,
+            "chosen_reward": chosen_reward,
+            "rejected_reward": rejected_reward,
+        }
 
 
 def _key(row: Mapping[str, Any]) -> Key:

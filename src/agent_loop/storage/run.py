@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,19 +186,21 @@ class StoredRun:
     ) -> Iterator[dict[str, Any]]:
         """Yield trajectories with all columns, as `trajectory` returns them."""
         for file in self._files_of(split=split, step=step):
-            with _opened(file.path) as stored:
-                for group in range(stored.num_row_groups):
-                    yield from _rows_of(stored, group, split=split, step=step, trajectory_id=trajectory_id)
+            yield from _rows_where(
+                file, lambda keys: mask_of_rows(keys, split=split, step=step, trajectory_id=trajectory_id)
+            )
 
     def rows_of(self, keys: Iterable[Key]) -> Iterator[dict[str, Any]]:
         """Yield the trajectories with these keys, in the order of the files. Each file is read at most once."""
         wanted = set(keys)
         places = {(split, step) for split, step, _ in wanted}
+
+        def is_wanted(keys: Any) -> Any:
+            return pa.array([tuple(row[name] for name in KEY) in wanted for row in keys.to_pylist()])
+
         for file in self.files():
             if any(file.split in (None, split) and file.step in (None, step) for split, step in places):
-                with _opened(file.path) as stored:
-                    for group in range(stored.num_row_groups):
-                        yield from _rows_with_keys(stored, group, wanted)
+                yield from _rows_where(file, is_wanted)
 
     def vocabulary(self) -> list[Piece] | None:
         """Return the text of each token by its id, as bytes if these are not valid text; None if it was not stored."""
@@ -264,27 +266,16 @@ def _text(metadata: Mapping[bytes, bytes]) -> dict[str, str]:
     }
 
 
-def _rows_of(
-    stored: Any, group: int, *, split: str | None, step: int | None, trajectory_id: str | None
-) -> Iterator[dict[str, Any]]:
-    """Yield the matching rows of one row group. Large columns are read only if a row matches."""
-    names = stored.read_row_group(group, columns=[*KEY])
-    mask = mask_of_rows(names, split=split, step=step, trajectory_id=trajectory_id)
-    wanted: list[int] = compute.indices_nonzero(mask).to_pylist()
-    if wanted:
-        table = stored.read_row_group(group)
-        for row in wanted:
-            yield {name: _value(table[name][row]) for name in table.column_names}
-
-
-def _rows_with_keys(stored: Any, group: int, wanted: Set[Key]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one row group that have one of the keys. Large columns are read only if a row has one."""
-    names = stored.read_row_group(group, columns=[*KEY]).to_pylist()
-    found = [number for number, row in enumerate(names) if tuple(row[name] for name in KEY) in wanted]
-    if found:
-        table = stored.read_row_group(group)
-        for row in found:
-            yield {name: _value(table[name][row]) for name in table.column_names}
+def _rows_where(file: StoredFile, mask_of: Callable[[Any], Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file that a mask of the columns `KEY` selects. Others are read only if a row matches."""
+    with _opened(file.path) as stored:
+        for group in range(stored.num_row_groups):
+            mask = mask_of(stored.read_row_group(group, columns=[*KEY]))
+            wanted: list[int] = compute.indices_nonzero(mask).to_pylist()
+            if wanted:
+                table = stored.read_row_group(group)
+                for row in wanted:
+                    yield {name: _value(table[name][row]) for name in table.column_names}
 
 
 def _value(scalar: Any) -> Any:

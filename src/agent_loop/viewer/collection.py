@@ -10,12 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from agent_loop.errors import DataError
 from agent_loop.files.file_kinds import find_runs
-from agent_loop.storage.run import parquet_files
-from agent_loop.storage.schema import compute, pa, parquet
+from agent_loop.storage.run import StoredRun, parquet_files
 from agent_loop.training.evaluation.runs import RunGroup, TrainingRun, compare_metric
 from agent_loop.training.evaluation.scores import prompt_digest, prompt_text
 from agent_loop.training.metrics import REWARD_MEAN, STEP
@@ -249,24 +248,8 @@ def _band(name: str, group: RunGroup) -> dict[str, Any] | None:
 COLUMNS = ("split", "step", "trajectory_id", "reward", "is_success", "stop_reason", "row")
 MAX_PROMPTS = 200
 """Most prompts in a list."""
-
-
-class PromptSample(NamedTuple):
-    """A trajectory of a prompt."""
-
-    split: str
-    step: int
-    trajectory_id: str
-    reward: float | None
-    is_success: bool | None
-    stop_reason: str | None
-
-
-class FilePrompts(NamedTuple):
-    """Prompts of one file by their digest."""
-
-    texts: Mapping[str, str]
-    samples: Mapping[str, Sequence[PromptSample]]
+FilePrompts: TypeAlias = dict[str, tuple[str, list[dict[str, Any]]]]
+"""Text and trajectories of each prompt of a file, by the digest of the prompt."""
 
 
 class PromptIndex:
@@ -281,7 +264,7 @@ class PromptIndex:
         """Read the files of a run that are new, and return how many prompts it has."""
         with self._lock:
             self._runs[key] = [self._read(file) for file in parquet_files(path)]
-            return len({digest for file in self._runs[key] for digest in file.texts})
+            return len({digest for file in self._runs[key] for digest in file})
 
     def listed(self, text: str) -> dict[str, Any]:
         """Return the prompts that contain a text, those of the most runs and trajectories first."""
@@ -289,10 +272,10 @@ class PromptIndex:
         wanted = text.casefold()
         for key, files in self._runs.items():
             for file in files:
-                for digest, prompt in file.texts.items():
+                for digest, (prompt, samples) in file.items():
                     if wanted in prompt.casefold():
                         entry = found.setdefault(digest, {"digest": digest, "prompt": prompt, "runs": {}})
-                        entry["runs"][key] = entry["runs"].get(key, 0) + len(file.samples[digest])
+                        entry["runs"][key] = entry["runs"].get(key, 0) + len(samples)
         ordered = sorted(
             found.values(), key=lambda entry: (-len(entry["runs"]), -sum(entry["runs"].values()))
         )
@@ -300,13 +283,9 @@ class PromptIndex:
 
     def prompt(self, digest: str) -> dict[str, Any]:
         """Return the trajectories of a prompt in each run, in the order of the steps."""
-        texts = [
-            file.texts[digest] for files in self._runs.values() for file in files if digest in file.texts
-        ]
-        runs = {
-            key: [sample._asdict() for file in files for sample in file.samples.get(digest, ())]
-            for key, files in self._runs.items()
-        }
+        files = {key: [file[digest] for file in files if digest in file] for key, files in self._runs.items()}
+        texts = [text for found in files.values() for text, _ in found]
+        runs = {key: [sample for _, samples in found for sample in samples] for key, found in files.items()}
         return {
             "prompt": texts[0] if texts else None,
             "runs": {key: samples for key, samples in runs.items() if samples},
@@ -323,25 +302,16 @@ class PromptIndex:
 def _read_file(path: Path) -> FilePrompts:
     """Return the prompts of a file; none if it cannot be read."""
     try:
-        with parquet.ParquetFile(path) as stored:
-            if not {*COLUMNS} <= {*stored.schema_arrow.names}:
-                return FilePrompts({}, {})
-            table = stored.read([*COLUMNS])
-    except (OSError, pa.ArrowException):
-        return FilePrompts({}, {})
-    # The trajectories of a group have equal rows, so each is parsed once.
-    encoded = compute.dictionary_encode(table["row"].combine_chunks())
-    encoded = encoded if isinstance(encoded, pa.DictionaryArray) else encoded.combine_chunks()
-    digests: list[str] = []
-    texts: dict[str, str] = {}
-    for document in encoded.dictionary.to_pylist():
-        row = json.loads(document)
-        digests.append(prompt_digest(row))
-        texts.setdefault(digests[-1], prompt_text(row))
-    samples: dict[str, list[PromptSample]] = {}
-    codes: list[int | None] = encoded.indices.to_pylist()
-    values = zip(*(table[name].to_pylist() for name in COLUMNS[:-1]), strict=True)
-    for code, found in zip(codes, values, strict=True):
-        if code is not None:
-            samples.setdefault(digests[code], []).append(PromptSample(*found))
-    return FilePrompts({digest: texts[digest] for digest in samples}, samples)
+        table = StoredRun(path).scalars(columns=COLUMNS)
+    except DataError:
+        return {}
+    prompts: FilePrompts = {}
+    known: dict[str, tuple[str, str]] = {}  # the trajectories of a group have equal rows
+    for sample in table.to_pylist():
+        document = sample.pop("row")
+        if document not in known:
+            row = json.loads(document)
+            known[document] = prompt_digest(row), prompt_text(row)
+        digest, text = known[document]
+        prompts.setdefault(digest, (text, []))[1].append(sample)
+    return prompts

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agent_loop.runtime.user_values import finite
 from agent_loop.storage.schema import compute, pa
 
 ALIGNMENT = 8
@@ -37,8 +37,7 @@ def packet(meta: Mapping[str, Any], columns: Mapping[str, Any]) -> bytes:
         heads.append(head if dictionary is None else head | {"dictionary": dictionary})
         parts.append(data)
         offset += len(data)
-    text = json.dumps({"meta": meta, "columns": heads}, allow_nan=False, separators=(",", ":"))
-    head_bytes = text.encode("ascii")
+    head_bytes = encode_json({"meta": dict(meta), "columns": heads})
     head_bytes += b" " * (-(4 + len(head_bytes)) % ALIGNMENT)
     return b"".join([struct.pack("<I", len(head_bytes)), head_bytes, *parts])
 
@@ -92,17 +91,7 @@ def decode_json(text: Any) -> Any:
         return text
 
 
-def finite(value: Any) -> Any:
-    """Return the value with None in place of NaN and infinities."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(part) for key, part in cast(Mapping[Any, Any], value).items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in cast(Iterable[Any], value)]
-    return value if value is None or isinstance(value, str | int) else str(value)
-
-
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON in ASCII."""
-    return json.dumps(finite(value), allow_nan=False, separators=(",", ":")).encode("ascii")
+    """Return a value as JSON in ASCII. Numbers that are not finite become null."""
+    text = json.dumps(finite(value), allow_nan=False, default=str, separators=(",", ":"))
+    return text.encode("ascii")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from agent_loop.storage.schema import JSON_COLUMNS
 from agent_loop.storage.vocabulary import Piece
-from agent_loop.viewer.packets import decode_json, finite, packet
+from agent_loop.viewer.packets import decode_json, packet
 from agent_loop.viewer.run_files import RunFiles
 
 TOKEN_COLUMNS = {
@@ -49,7 +49,7 @@ def trajectory_packet(row: Mapping[str, Any], pieces: Sequence[Piece]) -> bytes:
     used: list[Piece | None] = [
         pieces[token] if 0 <= token < len(pieces) else None for token in map(int, used_ids)
     ]
-    return packet(finite(meta) | {"pieces": used}, columns)
+    return packet(meta | {"pieces": used}, columns)
 
 
 def _ids(row: Mapping[str, Any], name: str) -> NDArray[np.int32]:
