@@ -71,13 +71,6 @@ def test_a_long_task_is_one_trajectory_and_its_sub_agent_another() -> None:
     assert {t.reward for t in trajectories} == {1.0}
     harness.assert_every_sampled_token_is_trained_on_once(trajectories)
     main, sub_agent = (t.output for t in trajectories)
-    print(
-        [(m["role"], str(m.get("content"))[:300]) for m in main.messages[-5:]],
-        origins(main),
-        main.incidents,
-        origins(sub_agent),
-        [(m["role"], str(m.get("content"))[:300]) for m in sub_agent.messages[-5:]],
-    )
     num_steps = len(steps_in("-"))
     expected = ["prompt", *["model", "tool"] * (num_steps - 1), "model"]
     assert origins(main)[: len(expected)] == expected

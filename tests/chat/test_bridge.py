@@ -104,13 +104,6 @@ def test_names_and_ids_of_calls_cannot_forge_control_tokens(template_text: str) 
     assert controls[0] == controls[1]
 
 
-def test_a_reply_that_quotes_the_placeholder_is_not_replaced() -> None:
-    template = family(ARGUMENTS_ARE_TEXT)
-    quoted = template.renderer.text(user("x"), after=template.bridges.user.placeholder.messages([]))  # type: ignore[union-attr]
-    expected = template.decode(template.bridge(user("x"))).replace("x", quoted)
-    assert template.decode(template.bridge(user(quoted))) == expected
-
-
 def test_messages_that_a_template_refuses_are_errors_when_they_are_rendered() -> None:
     template = family(
         "{{ raise_exception('no tools, please') if messages[-1].role == 'tool' }}" + ARGUMENTS_ARE_TEXT

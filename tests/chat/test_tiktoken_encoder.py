@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from agent_loop.chat.byte_level import MAX_CHARACTERS, OtherTokenizer, TiktokenEncoder, read_byte_level
+from agent_loop.chat.byte_level import MAX_CHARACTERS, OtherTokenizer, TiktokenEncoder
 from agent_loop.chat.encoding import ControlledEncoder
 from agent_loop.errors import ConfigError
 from tests.chat.byte_level import (
@@ -205,5 +205,4 @@ def test_tokens_that_merges_cannot_reach_are_never_encoded() -> None:
     vocab = described["model"]["vocab"]
     vocab["qz"] = max(vocab.values(), default=0) + 100
     tokenizer = Tokenizer.from_str(json.dumps(described))
-    assert b"qz" not in read_byte_level(tokenizer).ranks
     assert TiktokenEncoder(tokenizer).encode("qz aqz") == ids_of(tokenizer, "qz aqz")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import openai
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.episode.limits import EpisodeLimits
@@ -108,8 +110,29 @@ class ProgramHarness:
                 before += segment.token_ids.tolist()
 
 
+def client_of(base_url: str, api_key: str, http_client: Any, **options: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=base_url, api_key=api_key, http_client=http_client, **{"max_retries": 0, **options}
+    )
+
+
+def program_of(function: Any) -> Any:
+    """Return the program of a function that takes only a method of the client: `create` or `respond`."""
+    names = [*inspect.signature(function).parameters] if callable(function) else []
+    if names not in (["create"], ["respond"]):
+        return function
+
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> Any:
+        client = client_of(base_url, api_key, http_client)
+        return await function(
+            client.chat.completions.create if names == ["create"] else client.responses.create
+        )
+
+    return program
+
+
 def job(program: Any, *, group: int = 0, **columns: Any) -> Job:
-    row = {"raw_prompt": user("-"), "program": program, **columns}
+    row = {"raw_prompt": user("-"), "program": program_of(program), **columns}
     return Job(row, group, 0, {"temperature": TEMPERATURE})
 
 

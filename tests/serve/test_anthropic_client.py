@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import anthropic
-import pydantic
 import pytest
 
 from tests.helpers import text_reply, user
@@ -40,10 +39,3 @@ def test_an_unknown_model_and_an_unknown_field_are_refused_by_name() -> None:
             client.messages.create(model=MODEL, max_tokens=8, messages=user("?"), extra_body={"colour": 1})
         with pytest.raises(anthropic.BadRequestError, match="did you mean 'thinking'"):
             client.messages.create(model=MODEL, max_tokens=8, messages=user("?"), extra_body={"thinkin": 1})
-
-
-class Answer(pydantic.BaseModel):
-    """Answer in a fixed form."""
-
-    kind: Literal["number", "word"]
-    is_sure: bool

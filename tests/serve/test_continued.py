@@ -23,8 +23,7 @@ from tests.harness import examples
 from tests.helpers import call_text, encoded, hermes_template, text_reply, user
 from tests.rollout.harness import WorkerHarness
 from tests.rollout.journaled import RandomScript, facts, run_journaled
-from tests.serve.harness import ADD, MODEL, ProgramHarness, in_order, origins, tokens
-from tests.serve.test_conversations import client_of
+from tests.serve.harness import ADD, MODEL, ProgramHarness, client_of, in_order, origins, tokens
 
 REST = {"continue_final_message": True, "return_token_ids": True}
 
@@ -34,8 +33,7 @@ def assistant(text: str) -> dict[str, Any]:
 
 
 def test_a_cut_turn_is_continued_from_its_own_tokens_and_later_requests_continue_it() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         first = await create(model=MODEL, messages=user("count"))
         assert first.choices[0].finish_reason == "length"
         text = first.choices[0].message.content
@@ -62,8 +60,7 @@ def test_a_cut_turn_is_continued_from_its_own_tokens_and_later_requests_continue
 def test_a_text_of_the_client_begins_the_turn_without_being_trained_on() -> None:
     begun = "It is <|im_end|>"
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         reply = await create(model=MODEL, messages=[*user("1 + 2?"), assistant(begun)], extra_body=REST)
         assert reply.choices[0].message.content == " 3."
         history = [*user("1 + 2?"), assistant(f"{begun} 3."), *user("sure?")]
@@ -87,8 +84,7 @@ def test_the_response_holds_only_the_continuation(is_streamed: bool) -> None:
     call = call_text("add", a=1, b=2)
     begun, rest = f"Sum: {call[:20]}", call[20:]
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         asked = {"model": MODEL, "tools": [ADD], "extra_body": REST}
         messages = [*user("1 + 2?"), assistant(begun)]
         if is_streamed:
@@ -114,8 +110,7 @@ def test_the_response_holds_only_the_continuation(is_streamed: bool) -> None:
 
 
 def test_a_continuation_of_an_earlier_turn_is_a_branch() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         await create(model=MODEL, messages=user("?"))
         begun = [*user("?"), assistant("a")]
         await create(model=MODEL, messages=begun, extra_body=REST)
@@ -142,8 +137,7 @@ def test_a_continuation_of_an_earlier_turn_is_a_branch() -> None:
     ],
 )
 def test_a_message_that_cannot_be_continued_exactly_is_refused(last: Any, fields: Any, what: str) -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         messages = [*user("?"), {"role": "assistant", **last}]
         with pytest.raises(openai.BadRequestError, match=what):
             await create(model=MODEL, messages=messages, extra_body=REST, **fields)
@@ -154,8 +148,7 @@ def test_a_message_that_cannot_be_continued_exactly_is_refused(last: Any, fields
 
 
 def test_a_text_cannot_begin_a_turn_that_the_template_opens_with_reasoning() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         with pytest.raises(openai.BadRequestError, match="begins each turn of the assistant with reasoning"):
             await create(model=MODEL, messages=[*user("?"), assistant("x")], extra_body=REST)
 

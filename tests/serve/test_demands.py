@@ -17,8 +17,7 @@ from agent_loop.servers.base import Ability
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.trajectory import IncidentKind
 from tests.helpers import HERMES_TEMPLATE, call_text, encoded, hermes_template, text_reply, user
-from tests.serve.harness import ADD, MODEL, ProgramHarness, in_order, origins, prompts
-from tests.serve.test_conversations import client_of
+from tests.serve.harness import ADD, MODEL, ProgramHarness, client_of, in_order, origins, prompts
 
 SUB = {"type": "function", "function": {"name": "sub"}}
 NAMED = {"type": "function", "function": {"name": "add"}}
@@ -56,8 +55,7 @@ def run(
 def test_a_forced_call_begins_with_its_opening_and_looks_like_any_call(
     choice: Any, tools: Any, opened: str, is_streamed: bool
 ) -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         asked = {"model": MODEL, "messages": user("1 + 2?"), "tools": tools, "tool_choice": choice}
         if is_streamed:
             chunks = [chunk.choices[0] async for chunk in await create(**asked, stream=True)]
@@ -86,8 +84,7 @@ def test_a_forced_call_begins_with_its_opening_and_looks_like_any_call(
 def test_a_name_of_a_tool_cannot_forge_control_tokens() -> None:
     tool = {"type": "function", "function": {"name": "x<|im_end|>"}}
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         await create(model=MODEL, messages=user("?"), tools=[tool], tool_choice="required")
 
     _, [trajectory] = run(program, text_reply(" {}}\n</tool_call>"))
@@ -103,8 +100,7 @@ def test_reasoning_that_the_prompt_opens_is_closed_before_a_forced_call() -> Non
     )
     template = ChatTemplate(tokenizer)
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         reply = await create(model=MODEL, messages=user("?"), tools=[ADD], tool_choice="required")
         message = reply.choices[0].message
         assert [call.function.name for call in message.tool_calls] == ["add"]
@@ -117,8 +113,7 @@ def test_reasoning_that_the_prompt_opens_is_closed_before_a_forced_call() -> Non
 
 
 def test_a_forced_call_that_does_not_come_is_text_and_an_incident() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         reply = await create(model=MODEL, messages=user("?"), tools=[ADD], tool_choice="required")
         choice = reply.choices[0]
         assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
@@ -139,8 +134,7 @@ def test_a_forced_call_that_does_not_come_is_text_and_an_incident() -> None:
 def test_without_parallel_calls_sampling_ends_after_the_first_call(is_streamed: bool) -> None:
     first, second = call_text("add", a=1, note="</tool_call>"), call_text("add", a=2)
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         asked = {"model": MODEL, "messages": user("?"), "tools": [ADD], "parallel_tool_calls": False}
         if is_streamed:
             chunks = [chunk.choices[0] async for chunk in await create(**asked, stream=True)]
@@ -202,8 +196,7 @@ def test_what_cannot_be_honoured_is_refused_with_the_hint_or_dropped_as_a_wish(
 ) -> None:
     is_wish = False
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         if is_wish:
             assert (await create(model=MODEL, messages=user("?"), **fields)).choices[0].message.content == "x"
             await create(model=MODEL, messages=user("?"), **fields)
@@ -251,8 +244,7 @@ def test_variables_of_the_template_hold_for_each_turn_and_separate_conversations
     tokenizer = placeholder_tokenizer(SWITCHED)
     template = ChatTemplate(tokenizer)
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         off = {"chat_template_kwargs": {"enable_thinking": False}}
         first = await create(model=MODEL, messages=user("?"), extra_body=off)
         history = [*user("?"), first.choices[0].message, *user("!")]
@@ -281,8 +273,7 @@ def tokens_of(trajectory: Any) -> list[int]:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_several_choices_are_branches_of_one_prompt_and_a_retry_gets_the_same(is_streamed: bool) -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         first = (await create(model=MODEL, messages=user("?"))).choices[0].message
         history = [*user("?"), first, *user("again")]
 
@@ -323,8 +314,7 @@ def test_candidates_and_penalties_are_passed_to_servers_that_have_them() -> None
         "top_logprobs": np.array([[-0.5, -2.0] for _ in ids], np.float32),
     }
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         reply = await create(
             model=MODEL,
             messages=user("?"),

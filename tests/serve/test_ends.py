@@ -14,13 +14,11 @@ from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason
 from tests.helpers import encoded, text_reply, tool_call_reply, user
-from tests.serve.harness import ADD, MODEL, ProgramHarness, echo, in_order, job, origins
-from tests.serve.test_conversations import client_of
+from tests.serve.harness import ADD, MODEL, ProgramHarness, client_of, echo, in_order, job, origins
 
 
-async def never_ends(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+async def never_ends(create: Any) -> None:
     """Send requests until one is refused."""
-    create = client_of(base_url, api_key, http_client).chat.completions.create
     messages: list[Any] = user("1 + 2?")
     while True:
         reply = (await create(model=MODEL, messages=messages, tools=[ADD])).choices[0].message
@@ -45,8 +43,7 @@ def test_a_turn_limit_ends_the_program_without_a_failure() -> None:
 def test_the_length_limit_cuts_the_completion_and_refuses_the_next_request() -> None:
     seen: list[Any] = []
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         reply = await create(model=MODEL, messages=user("?"))
         seen.append(reply.choices[0].finish_reason)
         with pytest.raises(openai.BadRequestError) as caught:
@@ -62,10 +59,8 @@ def test_the_length_limit_cuts_the_completion_and_refuses_the_next_request() -> 
 
 
 def test_a_prompt_that_is_too_long_is_refused_and_recorded() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        await client_of(base_url, api_key, http_client).chat.completions.create(
-            model=MODEL, messages=user("?" * 99)
-        )
+    async def program(create: Any) -> None:
+        await create(model=MODEL, messages=user("?" * 99))
 
     [trajectory] = ProgramHarness(in_order(text_reply("x")), prompt_length=20).run_virtual(program)
     assert trajectory.output.stop_reason is StopReason.PROMPT_LENGTH
@@ -82,16 +77,12 @@ def test_the_deadline_cancels_program_and_completion_and_keeps_the_tokens() -> N
 
 
 def test_a_program_that_raises_fails_alone_with_its_traceback_and_its_tokens() -> None:
-    async def broken(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        await client_of(base_url, api_key, http_client).chat.completions.create(
-            model=MODEL, messages=user("?")
-        )
+    async def broken(create: Any) -> None:
+        await create(model=MODEL, messages=user("?"))
         raise KeyError("nowhere")
 
-    async def sound(row: Any, *, base_url: str, api_key: str, http_client: Any) -> dict[str, Any]:
-        await client_of(base_url, api_key, http_client).chat.completions.create(
-            model=MODEL, messages=user("?")
-        )
+    async def sound(create: Any) -> dict[str, Any]:
+        await create(model=MODEL, messages=user("?"))
         return {"reward": 1, "steps": 3}
 
     failed, good = ProgramHarness(in_order(text_reply("x"))).run_virtual(broken, sound)
@@ -111,10 +102,8 @@ def test_a_program_that_sends_no_request_fails_with_the_reason() -> None:
 
 
 def test_a_return_value_that_is_not_a_reward_is_a_failure() -> None:
-    async def odd(row: Any, *, base_url: str, api_key: str, http_client: Any) -> str:
-        await client_of(base_url, api_key, http_client).chat.completions.create(
-            model=MODEL, messages=user("?")
-        )
+    async def odd(create: Any) -> str:
+        await create(model=MODEL, messages=user("?"))
         return "good"
 
     [trajectory] = ProgramHarness(in_order(text_reply("x"))).run_virtual(odd)
@@ -124,8 +113,7 @@ def test_a_return_value_that_is_not_a_reward_is_a_failure() -> None:
 def test_a_cancelled_trajectory_keeps_all_its_conversations() -> None:
     harness = ProgramHarness(in_order(text_reply("a"), text_reply("one two three four five", latency_s=100)))
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         await create(model=MODEL, messages=user("first"))
         await create(model=MODEL, messages=user("second"))
 
@@ -142,8 +130,7 @@ def test_a_cancelled_trajectory_keeps_all_its_conversations() -> None:
 def test_requests_in_flight_when_the_program_ends_are_aborted() -> None:
     kept: list[asyncio.Future[Any]] = []
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> float:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> float:
         kept.append(asyncio.ensure_future(create(model=MODEL, messages=user("?"))))
         await asyncio.sleep(1)
         return 1.0
@@ -163,11 +150,9 @@ def test_a_program_whose_only_server_dies_fails_with_its_reason() -> None:
     server = ScriptedServer(in_order(text_reply("one two three", latency_s=10)), streams=True)
     harness = ProgramHarness([server])
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+    async def program(create: Any) -> None:
         asyncio.get_running_loop().call_later(5, server.die)
-        await client_of(base_url, api_key, http_client).chat.completions.create(
-            model=MODEL, messages=user("?")
-        )
+        await create(model=MODEL, messages=user("?"))
 
     async def scenario() -> None:
         [trajectory] = await harness.worker.run([job(program)])
@@ -179,8 +164,7 @@ def test_a_program_whose_only_server_dies_fails_with_its_reason() -> None:
 
 
 def test_the_number_of_conversations_is_limited() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         for number in range(100):
             await create(model=MODEL, messages=user(str(number)))
 

@@ -43,17 +43,6 @@ def get(served: ServedApp, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def post(served: ServedApp, path: str, body: bytes) -> tuple[int, dict]:
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(served.url + path, data=body, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
-
-
 def client_of(served: ServedApp) -> openai.OpenAI:
     return openai.OpenAI(base_url=served.url, api_key="-", max_retries=0)
 
@@ -165,12 +154,6 @@ def test_metrics_count_requests_and_tokens() -> None:
         'agent_loop_waiting{server="scripted-0"} 0.0',
     ):
         assert line in lines
-
-
-@pytest.fixture(scope="module")
-def shared():
-    with serve_app([SpellingServer(text_reply("Yes."))]) as served:
-        yield served
 
 
 def test_a_named_session_stays_on_its_server_and_others_end_with_their_request() -> None:

@@ -16,8 +16,6 @@ from tests.helpers import encoded, text_reply, user
 from tests.serve.applications import MODEL, serve_app
 from tests.serve.test_openai_client import client_of
 
-NAMED = {"type": "function", "function": {"name": "add"}}
-
 
 class Sum(BaseModel):
     total: int

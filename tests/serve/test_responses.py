@@ -13,7 +13,7 @@ from agent_loop.servers.base import Ability
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.types import StopReason
 from tests.helpers import call_text, encoded, text_reply, user
-from tests.serve.harness import MODEL, ProgramHarness, in_order, origins
+from tests.serve.harness import MODEL, ProgramHarness, client_of, in_order, origins
 
 ADD = {
     "type": "function",
@@ -39,10 +39,6 @@ AGENTS = {
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 
 
-def client_of(base_url: str, api_key: str, http_client: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
-
-
 def output_of(call: Any, output: Any = "3", *, kind: str = "function_call_output") -> dict[str, Any]:
     return {"type": kind, "call_id": call.call_id, "output": output}
 
@@ -59,11 +55,10 @@ def run_one(program: Any, *texts: str, **limits: Any) -> Any:
 
 
 def test_a_conversation_with_parallel_tools_is_one_trajectory() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> float:
-        create = client_of(base_url, api_key, http_client).responses.create
+    async def program(respond: Any) -> float:
         asked: dict[str, Any] = {"model": MODEL, "instructions": "Be brief.", "tools": [ADD]}
         items: list[Any] = [{"role": "user", "content": "1 + 2?"}]
-        first = await create(input=items, **asked)
+        first = await respond(input=items, **asked)
         assert (first.status, kinds(first)) == (
             "completed",
             ["reasoning", "message", "function_call", "function_call"],
@@ -73,7 +68,7 @@ def test_a_conversation_with_parallel_tools_is_one_trajectory() -> None:
         assert (one.name, one.arguments, two.arguments) == ("add", '{"a": 1}', '{"a": 2}')
         listed = [{"type": "input_text", "text": "4"}]
         items += [*first.output, output_of(one), output_of(two, listed)]
-        second = await create(input=items, **asked)
+        second = await respond(input=items, **asked)
         assert second.output_text == "Done."
         assert second.usage.output_tokens == len(encoded("Done.<|im_end|>"))
         return 1.0
@@ -136,16 +131,15 @@ def without_ids(response: Any) -> Any:
 
 
 def test_custom_and_grouped_tools_come_back_as_the_client_declared_them() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).responses.create
+    async def program(respond: Any) -> None:
         asked: dict[str, Any] = {"model": MODEL, "tools": [PATCH, AGENTS]}
         items: list[Any] = [{"role": "user", "content": "?"}]
-        first = await create(input=items, **asked)
+        first = await respond(input=items, **asked)
         patch, spawn = first.output
         assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", '*** a\n"b"')
         assert (spawn.type, spawn.name, spawn.namespace) == ("function_call", "spawn", "agents")
         items += [patch, spawn, output_of(patch, kind="custom_tool_call_output"), output_of(spawn)]
-        assert (await create(input=items, **asked)).output_text == "Done."
+        assert (await respond(input=items, **asked)).output_text == "Done."
 
     calls = call_text("apply_patch", input='*** a\n"b"') + call_text("agents__spawn")
     output = run_one(program, calls, "Done.")
@@ -155,14 +149,13 @@ def test_custom_and_grouped_tools_come_back_as_the_client_declared_them() -> Non
 
 
 def test_a_custom_call_with_other_arguments_than_a_text_is_still_the_same_turn() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).responses.create
+    async def program(respond: Any) -> None:
         items: list[Any] = [{"role": "user", "content": "?"}]
-        first = await create(model=MODEL, input=items, tools=[PATCH])
+        first = await respond(model=MODEL, input=items, tools=[PATCH])
         [call] = first.output
         assert call.input == '{"patch": "*** a"}'
         items += [call, output_of(call, "no input", kind="custom_tool_call_output")]
-        await create(model=MODEL, input=items, tools=[PATCH])
+        await respond(model=MODEL, input=items, tools=[PATCH])
 
     output = run_one(program, call_text("apply_patch", patch="*** a"), "Done.")
     assert origins(output) == ["prompt", "model", "tool", "model"]
@@ -189,13 +182,12 @@ def test_parse_with_a_text_format_returns_a_model() -> None:
 
 
 def test_encrypted_reasoning_comes_back_without_a_store() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).responses.create
+    async def program(respond: Any) -> None:
         asked: dict[str, Any] = {"model": MODEL, "store": False, "include": ["reasoning.encrypted_content"]}
-        first = await create(input="?", **asked)
+        first = await respond(input="?", **asked)
         reasoning, message = first.output
         hidden = {"type": "reasoning", "summary": [], "encrypted_content": reasoning.encrypted_content}
-        await create(input=[*user("?"), hidden, message, *user("more")], **asked)
+        await respond(input=[*user("?"), hidden, message, *user("more")], **asked)
 
     output = run_one(program, f"{THOUGHT}First.", "Second.")
     assert origins(output) == ["prompt", "model", "interaction", "model"]
@@ -217,11 +209,10 @@ def test_a_completion_that_is_cut_is_incomplete() -> None:
 
 
 def test_log_probs_are_returned_with_the_text() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).responses.create
+    async def program(respond: Any) -> None:
         asked: dict[str, Any] = {"model": MODEL, "input": "?", "include": ["message.output_text.logprobs"]}
-        whole = await create(**asked)
-        events = [event async for event in await create(**asked, stream=True)]
+        whole = await respond(**asked)
+        events = [event async for event in await respond(**asked, stream=True)]
         listed = whole.output[0].content[0].logprobs
         assert len(listed) == len(encoded("Hello there.<|im_end|>"))
         assert "".join(each.token for each in listed).startswith("Hello there.")
@@ -232,8 +223,7 @@ def test_log_probs_are_returned_with_the_text() -> None:
 
 
 def test_limits_and_errors_reach_the_client_by_name() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).responses.create
+    async def program(respond: Any) -> None:
         refused: list[tuple[dict[str, Any], str]] = [
             ({"tools": [{"type": "web_search"}]}, "tools[0]"),
             ({"truncation": "auto"}, "truncation"),
@@ -259,11 +249,11 @@ def test_limits_and_errors_reach_the_client_by_name() -> None:
         ]
         for fields, param in refused:
             with pytest.raises(openai.BadRequestError) as caught:
-                await create(**{"model": MODEL, "input": "?", **fields})
+                await respond(**{"model": MODEL, "input": "?", **fields})
             assert caught.value.param == param
         items: list[Any] = user("?")
         while True:
-            reply = await create(model=MODEL, input=items)
+            reply = await respond(model=MODEL, input=items)
             items = [*items, *reply.output, *user("more")]
 
     [trajectory] = ProgramHarness(in_order(text_reply("x")), max_assistant_turns=3).run_virtual(program)
@@ -285,12 +275,11 @@ def test_a_stream_that_fails_ends_with_a_failed_response() -> None:
 
 
 def test_a_hosted_tool_that_is_a_wish_is_dropped_and_named() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).responses.create
+    async def program(respond: Any) -> None:
         tools: list[Any] = [ADD, {"type": "web_search", "external_web_access": True}]
         asked: dict[str, Any] = {"model": MODEL, "tools": tools, "text": {"verbosity": "low"}}
-        first = await create(input="?", truncation="auto", **asked)
-        await create(input=[*user("?"), *first.output, *user("more")], **asked)
+        first = await respond(input="?", truncation="auto", **asked)
+        await respond(input=[*user("?"), *first.output, *user("more")], **asked)
 
     harness = ProgramHarness(
         in_order(text_reply("x"), text_reply("y")),
@@ -304,16 +293,15 @@ def test_a_hosted_tool_that_is_a_wish_is_dropped_and_named() -> None:
 
 
 def test_tools_in_the_input_are_declared_with_the_others_and_stay_declared() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).responses.create
+    async def program(respond: Any) -> None:
         functions = {"type": "namespace", "name": "functions", "description": "", "tools": [PATCH]}
         more = {"type": "additional_tools", "role": "developer", "tools": [functions]}
         asked: dict[str, Any] = {"model": MODEL, "tools": [ADD]}
-        first = await create(input=[more, *user("?")], **asked)
+        first = await respond(input=[more, *user("?")], **asked)
         [call] = first.output
         assert (call.type, call.namespace, call.input) == ("custom_tool_call", "functions", "*** a")
         result = output_of(call, kind="custom_tool_call_output")
-        await create(input=[more, *user("?"), call, result], **asked)
+        await respond(input=[more, *user("?"), call, result], **asked)
 
     output = run_one(program, call_text("functions__apply_patch", input="*** a"), "Done.")
     assert origins(output) == ["prompt", "model", "tool", "model"]
@@ -323,17 +311,16 @@ def test_tools_in_the_input_are_declared_with_the_others_and_stay_declared() -> 
 def test_a_forced_custom_tool_and_single_calls_are_honoured(is_streamed: bool) -> None:
     opened = '<tool_call>\n{"name": "apply_patch", "arguments":'
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).responses.create
+    async def program(respond: Any) -> None:
         asked: dict[str, Any] = {"model": MODEL, "tools": [ADD, PATCH]}
         choice: Any = {"type": "custom", "name": "apply_patch"}
-        first = await create(input="?", tool_choice=choice, stream=is_streamed, **asked)
+        first = await respond(input="?", tool_choice=choice, stream=is_streamed, **asked)
         if is_streamed:
             first = [event async for event in first][-1].response
         [call] = first.output
         assert (call.type, call.input) == ("custom_tool_call", "*** a")
         items = [*user("?"), call, output_of(call, kind="custom_tool_call_output")]
-        second = await create(input=items, parallel_tool_calls=False, **asked)
+        second = await respond(input=items, parallel_tool_calls=False, **asked)
         assert kinds(second) == ["function_call"]
 
     forced = call_text("apply_patch", input="*** a").removeprefix(opened)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.harness import examples
 from tests.helpers import call_text, text_reply
 from tests.serve.harness import MODEL, ProgramHarness, in_order, origins
-from tests.serve.test_responses import ADD, AGENTS, PATCH, client_of
+from tests.serve.test_responses import ADD, AGENTS, PATCH
 
 TOOLS = [ADD, PATCH, AGENTS]
 
@@ -93,18 +93,17 @@ SHAPES = st.builds(Shape, *[st.booleans()] * 7)
 @examples(40, derandomize=True, database=None)
 @given(st.lists(st.tuples(TURNS, SHAPES), min_size=1, max_size=4))
 def test_a_turn_in_any_equivalent_shape_is_the_same_turn(script: list[tuple[Turn, Shape]]) -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).responses.create
+    async def program(respond: Any) -> None:
         history: list[Any] = [{"role": "user", "content": "Begin."}]
         for number, (_, shape) in enumerate(script):
-            response = await create(
+            response = await respond(
                 model=MODEL, tools=TOOLS, instructions="Help.", stream=shape.is_streamed, input=history
             )
             if shape.is_streamed:
                 response = [event async for event in response][-1].response
             output = [item.to_dict() for item in response.output]
             history = [*history, *shape.items(output, number)]
-        await create(model=MODEL, tools=TOOLS, instructions="Help.", input=history)
+        await respond(model=MODEL, tools=TOOLS, instructions="Help.", input=history)
 
     replies = [text_reply(turn.completion) for turn, _ in script]
     harness = ProgramHarness(in_order(*replies, text_reply("End.")), prompt_length=9999, response_length=9999)

@@ -37,23 +37,6 @@ def thought(text: str) -> dict[str, Any]:
     return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
 
-def called(call_id: str) -> dict[str, Any]:
-    return {"type": "function", "id": call_id, "function": {"name": "f", "arguments": {"a": 1}}}
-
-
-def test_the_items_of_a_turn_are_one_message() -> None:
-    assert messages({"role": "user", "content": "?"}, thought("Hm."), said("Now:"), CALL, OUTPUT) == [
-        {"role": "user", "content": "?"},
-        {
-            "role": "assistant",
-            "content": "Now:",
-            "reasoning_content": "Hm.",
-            "tool_calls": [called("c1")],
-        },
-        {"role": "tool", "tool_call_id": "c1", "content": "3"},
-    ]
-
-
 @pytest.mark.parametrize(
     ("items", "turns"),
     [

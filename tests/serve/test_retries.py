@@ -20,16 +20,14 @@ from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason
 from tests.helpers import hermes_template, text_reply, tool_call_reply, user
-from tests.serve.harness import ADD, MODEL, ProgramHarness, in_order, origins
-from tests.serve.test_conversations import client_of
+from tests.serve.harness import ADD, MODEL, ProgramHarness, client_of, in_order, origins
 
 FIRST_TRY = {"x-stainless-retry-count": "0"}
 RETRY = {"x-stainless-retry-count": "1"}
 
 
 def test_a_retry_of_a_completed_request_gets_the_same_completion() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         first = await create(model=MODEL, messages=user("?"), tools=[ADD], extra_headers=FIRST_TRY)
         again = await create(model=MODEL, messages=user("?"), tools=[ADD], extra_headers=RETRY)
         assert again == first
@@ -45,8 +43,7 @@ def test_a_retry_of_a_completed_request_gets_the_same_completion() -> None:
 
 
 def test_a_retry_joins_the_completion_in_flight() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         first = asyncio.ensure_future(create(model=MODEL, messages=user("?")))
         await asyncio.sleep(1)
         retry = asyncio.ensure_future(create(model=MODEL, messages=user("?"), extra_headers=RETRY))
@@ -80,8 +77,7 @@ def test_a_retry_of_one_of_several_samples_gets_its_own_sample() -> None:
 
 
 def test_a_client_that_disconnects_aborts_the_completion_and_may_retry() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(5):
                 await create(model=MODEL, messages=user("?"))
@@ -96,8 +92,7 @@ def test_a_client_that_disconnects_aborts_the_completion_and_may_retry() -> None
 
 
 def test_a_server_failure_is_a_typed_error_and_the_retry_continues_the_conversation() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         first = (await create(model=MODEL, messages=user("?"))).choices[0].message
         history = [*user("?"), first, *user("more")]
         with pytest.raises(openai.InternalServerError) as caught:

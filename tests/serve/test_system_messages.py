@@ -13,12 +13,10 @@ from tests.chat.families import family
 from tests.chat.test_system_messages import IN_PLACE
 from tests.helpers import hermes_template, user
 from tests.serve.harness import MODEL, ProgramHarness, in_order, origins
-from tests.serve.test_conversations import client_of
 
 
-async def converse(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+async def converse(create: Any) -> None:
     """Send a conversation with system messages at several places, in two requests."""
-    create = client_of(base_url, api_key, http_client).chat.completions.create
     first: list[Any] = [
         {"role": "system", "content": "Be brief."},
         *user("1 + 2?"),

@@ -12,15 +12,13 @@ from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason
 from tests.helpers import text_reply, user
 from tests.serve.harness import MODEL, ProgramHarness, in_order, origins
-from tests.serve.test_conversations import client_of
 
 
 @pytest.mark.parametrize("quick_turns", [0, 1])
 def test_a_completion_that_takes_too_long_ends_its_conversation_and_keeps_the_tokens(
     quick_turns: int,
 ) -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> None:
         messages: list[Any] = user("?")
         for _ in range(quick_turns):
             messages = [
@@ -47,8 +45,7 @@ def test_a_completion_that_takes_too_long_ends_its_conversation_and_keeps_the_to
 def test_a_program_that_ignores_its_cancellation_gets_no_further_turn() -> None:
     refusals: list[str | None] = []
 
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> float:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
+    async def program(create: Any) -> float:
         while len(refusals) < 3:
             try:
                 await create(model=MODEL, messages=user("?"))

@@ -12,7 +12,6 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
@@ -57,16 +56,28 @@ class TiktokenEncoder:
     """Encodes and decodes like a tokenizer of `tokenizers`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        parts = read_byte_level(tokenizer)
-        self._control_ids = parts.control_ids
-        self.token_bytes = parts.token_bytes
+        model_type: str = tokenizer.model.__class__.__name__
+        _require(model_type == "BPE", f"its model is {model_type}, not BPE")
+        _require(isinstance(tokenizer.decoder, decoders.ByteLevel), "its decoder is not byte-level")
+        described = cast(dict[str, Any], json.loads(tokenizer.to_str()))  # seconds for a large vocabulary
+        is_composed = _is_composed(described["normalizer"] or {"type": "Sequence", "normalizers": []})
+        self._normalizer: Any = tokenizer.normalizer if is_composed else None
+        self._control_ids = _control_ids(tokenizer.get_added_tokens_decoder(), is_composed=is_composed)
+        model = cast(dict[str, Any], described["model"])
+        for field in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+            _require(not model.get(field), f"its model has a {field}")
+        vocab = cast(dict[str, int], model["vocab"])
+        _require(CHARS.issubset(vocab), "its vocabulary lacks some of the 256 bytes")
+        self.token_bytes = token_bytes = _token_bytes({**vocab, **self._control_ids})
         """Bytes of the tokens by id; empty for ids without a token."""
-        self._normalizer: Any = tokenizer.normalizer if parts.is_composed else None
-        longest_first = sorted(map(re.escape, parts.control_ids), key=len, reverse=True)
+        longest_first = sorted(map(re.escape, self._control_ids), key=len, reverse=True)
         self._controls = re.compile(f"({'|'.join(longest_first)})")
-        self._first_characters = {text[0] for text in parts.control_ids}
+        self._first_characters = {text[0] for text in self._control_ids}
         self._encoding = tiktoken.Encoding(
-            "byte-level", pat_str=parts.pattern, mergeable_ranks=dict(parts.ranks), special_tokens={}
+            "byte-level",
+            pat_str=_pattern(described["pre_tokenizer"] or {}),
+            mergeable_ranks={token_bytes[i]: i for i in _made_ids(model, set(self._control_ids.values()))},
+            special_tokens={},
         )
 
     def encode(self, text: str, *, read: Callable[[str], str] = str) -> list[int] | None:
@@ -106,45 +117,6 @@ class TiktokenEncoder:
         return b"".join([known[token_id] for token_id in token_ids if token_id < len(known)]).decode(
             "utf-8", "replace"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ByteLevelBpe:
-    """Parts of a byte-level BPE tokenizer."""
-
-    ranks: Mapping[bytes, int]
-    """Ids of the texts that merges can make. Lower ids are merged first."""
-    pattern: str
-    """Pattern that splits a text into pieces, which are encoded separately."""
-    is_composed: bool
-    """Whether texts are normalised to Unicode's composed form (NFC) first."""
-    control_ids: Mapping[str, int]
-    """Ids of the added tokens."""
-    token_bytes: Sequence[bytes]
-    """Bytes of the tokens by id; empty for ids without a token."""
-
-
-def read_byte_level(tokenizer: Tokenizer) -> ByteLevelBpe:
-    """Return the parts of a tokenizer."""
-    model_type: str = tokenizer.model.__class__.__name__
-    _require(model_type == "BPE", f"its model is {model_type}, not BPE")
-    _require(isinstance(tokenizer.decoder, decoders.ByteLevel), "its decoder is not byte-level")
-    described = cast(dict[str, Any], json.loads(tokenizer.to_str()))  # seconds for a large vocabulary
-    is_composed = _is_composed(described["normalizer"] or {"type": "Sequence", "normalizers": []})
-    control_ids = _control_ids(tokenizer.get_added_tokens_decoder(), is_composed=is_composed)
-    model = cast(dict[str, Any], described["model"])
-    for field in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        _require(not model.get(field), f"its model has a {field}")
-    vocab = cast(dict[str, int], model["vocab"])
-    _require(CHARS.issubset(vocab), "its vocabulary lacks some of the 256 bytes")
-    token_bytes = _token_bytes({**vocab, **control_ids})
-    return ByteLevelBpe(
-        ranks={token_bytes[token_id]: token_id for token_id in _made_ids(model, set(control_ids.values()))},
-        pattern=_pattern(described["pre_tokenizer"] or {}),
-        is_composed=is_composed,
-        control_ids=control_ids,
-        token_bytes=token_bytes,
-    )
 
 
 def is_control(token: AddedToken) -> bool:

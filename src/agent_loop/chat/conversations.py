@@ -50,7 +50,12 @@ def encode_conversation(
         if number:
             before = turns[number - 1]
             replies, calls = messages[before + 1 : turn], _calls(messages[before])
-            runs.append(_bridge(template, runs[-1], replies, calls=calls))
+            if not replies:
+                raise ChatTemplateError(
+                    f"messages {before} and {turn} are both of the assistant; join them, or add one between them"
+                )
+            ids = template.bridge(replies, last_token_id=int(runs[-1].token_ids[-1]), calls=calls)
+            runs.append(TokenRun(ids, Origin.TOOL if replies[0]["role"] == "tool" else Origin.INTERACTION))
             history += bridges.filled(replies, calls=calls)
         message = bridges.adapted(messages[turn])
         rendered = _rendered_turn(template, [*history, message], tools=tools)
@@ -66,18 +71,6 @@ def _next_id(template: ChatTemplate, turn: Sequence[Message]) -> int:
     has_calls = bool(turn[0].get("tool_calls"))
     reply = turn[1] if len(turn) > 1 else {"role": "tool" if has_calls else "user", "content": "-"}
     return int(template.bridge([reply], calls=_calls(turn[0])[:1])[0])
-
-
-def _bridge(
-    template: ChatTemplate, turn: TokenRun, replies: Sequence[Message], *, calls: Sequence[ToolCall]
-) -> TokenRun:
-    if not replies:
-        raise ChatTemplateError(
-            f"messages {turn.message} and {(turn.message or 0) + 1} are both of the assistant; join them, or add the "
-            "message between them"
-        )
-    ids = template.bridge(replies, last_token_id=int(turn.token_ids[-1]), calls=calls)
-    return TokenRun(ids, Origin.TOOL if replies[0]["role"] == "tool" else Origin.INTERACTION)
 
 
 def _rendered_turn(

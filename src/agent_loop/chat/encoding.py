@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Literal, TypeAlias, cast
 from uuid import uuid4
 
@@ -51,7 +52,7 @@ class ControlledEncoder:
         """Ids of all added tokens, special or not, except words and runs of spaces."""
         words = {*self._controls.values(), *reserved, MASK_OPEN}
         self._word_start = _starts_of(words)
-        self._word_starts = {first: _starts_of(group) for first, group in _by_first_character(words).items()}
+        self._first_characters = {word[0] for word in words}
         # The tokenizer looks for such tokens in the normalised text: `<TOOL>` may be found as `<tool>`.
         self._finds_normalised = any(token.normalized for token in added.values())
 
@@ -122,15 +123,13 @@ class ControlledEncoder:
         text = text if text.isascii() else _encodable(text)
         normalise = self._normalise
         if normalise is not None and self._word_start.search(normalise(text)):
-            starts = self._word_starts
+            starts = self._first_characters
             return "".join(
                 mask_of(char) if char in starts or normalise(char) != char else char for char in text
             )
-        if not any(map(text.__contains__, self._word_starts)):  # the usual case
+        if not any(map(text.__contains__, self._first_characters)):  # the usual case
             return text
-        # One pattern for each first character is searched many times faster than one for all.
-        has_words = any(starts.search(text) for starts in self._word_starts.values())
-        return self._word_start.sub(lambda found: mask_of(found[0]), text) if has_words else text
+        return self._word_start.sub(lambda found: mask_of(found[0]), text)
 
     def _with_masks_as_text(self, rendered: str, encoding: Encoding) -> list[int]:
         """Return the ids with the tokens of each stretch that contains masks replaced."""
@@ -224,18 +223,9 @@ def _encodable(text: str) -> str:
 
 def _starts_of(words: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern for the first character of each word, grouped by the character, which `re` searches fastest."""
-    rests = {
-        first: "|".join(re.escape(word[1:]) for word in group)
-        for first, group in _by_first_character(words).items()
-    }
+    groups = groupby(sorted(words), key=lambda word: word[0])
+    rests = {first: "|".join(re.escape(word[1:]) for word in group) for first, group in groups}
     return re.compile("|".join(f"{re.escape(first)}(?={rest})" for first, rest in rests.items()))
-
-
-def _by_first_character(words: Iterable[str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for word in words:
-        groups.setdefault(word[0], []).append(word)
-    return groups
 
 
 def _without_added_tokens(tokenizer: Tokenizer, model: Any) -> Tokenizer:

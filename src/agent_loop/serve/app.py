@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -170,33 +170,24 @@ class _PoolCompleter:
     def note(self, incident: Incident) -> None:
         pass
 
-    async def sample(self, chat: ChatCompletionRequest) -> AsyncGenerator[ParsedChunk]:
+    def sample(self, chat: ChatCompletionRequest) -> AsyncGenerator[ParsedChunk]:
         served = self.app.served
         if chat.tools_in_use and served.why_no_tools:
             raise RequestError(f"tools: {served.why_no_tools}", param="tools")
         served.check_name(chat.model)
-        with self._in_session(chat) as own:
-            chunks = sample_chat(
-                own,
-                template=served.template,
-                sampler=served.pool,
-                check_prompt=served.check_prompt,
-            )
-            async with aclosing(self.app.metrics.counted(chunks, is_streamed=own.stream)) as counted:
-                async for chunk in counted:
-                    yield chunk
+        sample = partial(
+            sample_chat, template=served.template, sampler=served.pool, check_prompt=served.check_prompt
+        )
+        return self._in_session(chat, sample)
 
-    async def sample_text(
+    def sample_text(
         self, body: CompletionRequest, prompts: Sequence[IntArray]
     ) -> AsyncGenerator[ParsedChunk]:
         served = self.app.served
         for prompt in prompts:
             served.check_prompt(prompt)
-        with self._in_session(body) as own:
-            chunks = sample_text(own, prompts, template=served.template, sampler=served.pool)
-            async with aclosing(self.app.metrics.counted(chunks, is_streamed=own.stream)) as counted:
-                async for chunk in counted:
-                    yield chunk
+        sample = partial(sample_text, prompts=prompts, template=served.template, sampler=served.pool)
+        return self._in_session(body, sample)
 
     async def count_tokens(self, chat: ChatCompletionRequest) -> int:
         self.app.served.check_name(chat.model)
@@ -214,11 +205,15 @@ class _PoolCompleter:
             **without_none({"max_model_len": served.max_model_len}),
         }
 
-    @contextmanager
-    def _in_session(self, body: SamplingRequestT) -> Generator[SamplingRequestT]:
-        """Yield a request in the session that its client names."""
+    async def _in_session(
+        self, body: SamplingRequestT, sample: Callable[[SamplingRequestT], AsyncGenerator[ParsedChunk]]
+    ) -> AsyncGenerator[ParsedChunk]:
+        """Sample in the session that the client names."""
         with self.app.sessions.use(self.session or body.session_id) as session:
-            yield body.model_copy(update={"session_id": session})
+            chunks = sample(body.model_copy(update={"session_id": session}))
+            async with aclosing(self.app.metrics.counted(chunks, is_streamed=body.stream)) as counted:
+                async for chunk in counted:
+                    yield chunk
 
 
 class _SessionTable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -257,48 +257,45 @@ class Session:
     def _new_turn(self, plan: TurnPlan) -> TurnNode:
         position, parent, cut = plan.position, plan.position.parent, plan.continued
         if cut is not None and cut.after is not None:
-            if not cut.branch.is_free_at(cut.after):
-                return TurnNode(self._fork(cut.branch, at=cut.after), position, before=cut.after)
-            cut.branch.is_busy = True
-            return TurnNode(cut.branch, position, before=cut.after)
+            return TurnNode(self._branch_at(cut.branch, cut.after), position, before=cut.after)
         if parent is not None and parent.branch.is_free_at(parent.after):
             parent.branch.is_busy = True
             return TurnNode(parent.branch, position)
         for turn in self._tree.turns_at(position):
             if turn.before is not None:
-                return TurnNode(self._fork(turn.branch, at=turn.before), position, before=turn.before)
+                return TurnNode(self._branch_at(turn.branch, turn.before), position, before=turn.before)
         if parent is not None and parent.after is not None:
-            return TurnNode(self._fork(parent.branch, at=parent.after), position)
+            return TurnNode(self._branch_at(parent.branch, parent.after), position)
         return TurnNode(self._start_branch(plan), position)
 
     def _start_branch(self, plan: TurnPlan) -> Branch:
         """Return a new branch that starts with the messages of a plan."""
         context = self._context
-        self._refuse_if_full()
-        episode = Episode(
-            plan.messages,
-            template=plan.template,
-            server_manager=context.server_manager,
-            limits=replace(context.limits, deadline_s=None, turn_timeout_s=None, generate_timeout_s=None),
-            tool_schemas=plan.request.tools_in_use,
-            log=context.new_log(),
+        return self._added(
+            lambda: Episode(
+                plan.messages,
+                template=plan.template,
+                server_manager=context.server_manager,
+                limits=replace(context.limits, deadline_s=None, turn_timeout_s=None, generate_timeout_s=None),
+                tool_schemas=plan.request.tools_in_use,
+                log=context.new_log(),
+            )
         )
-        return self._added(episode)
 
-    def _fork(self, branch: Branch, *, at: EpisodeMark) -> Branch:
-        """Return a new branch that continues an existing branch from a mark."""
-        self._refuse_if_full()
-        return self._added(branch.episode.branch(at=at))
+    def _branch_at(self, branch: Branch, mark: EpisodeMark) -> Branch:
+        """Return a branch that continues from a mark: the branch of the mark if it is free there, else a new one."""
+        if branch.is_free_at(mark):
+            branch.is_busy = True
+            return branch
+        return self._added(lambda: branch.episode.branch(at=mark))
 
-    def _refuse_if_full(self) -> None:
+    def _added(self, new_episode: Callable[[], Episode]) -> Branch:
         if len(self._branches) >= self._max_branches:
             raise LimitReached(
                 f"this program has {self._max_branches} conversations already; raise max_branches if it needs more",
                 code="too_many_branches",
             )
-
-    def _added(self, episode: Episode) -> Branch:
-        branch = Branch(episode, number=self._num_started)
+        branch = Branch(new_episode(), number=self._num_started)
         self._num_started += 1
         self._branches.append(branch)
         return branch
