@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 
 from agent_loop.config import Config
-from agent_loop.distributed.messages import PackedCompletion, pack_trajectories, unpack_trajectories
+from agent_loop.distributed.messages import pack_trajectories, unpack_trajectories
 from agent_loop.episode.ledger import TokenLedger
 from agent_loop.errors import ServerDied
 from agent_loop.recording.values import pack, unpack
@@ -127,7 +127,7 @@ def test_the_journal_processes_and_files_keep_the_marks(tmp_path: Path) -> None:
     output = ask(scripted())
     for read in (
         decode_completion(unpack(pack(encode_completion(output)))),
-        PackedCompletion.pack(output).unpack(),
+        decode_completion(encode_completion(output)),
     ):
         assert read == output
     sent = of(output, 1)

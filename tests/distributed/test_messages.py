@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from agent_loop.distributed.messages import PackedCompletion, pack_trajectories, unpack_trajectories
+from agent_loop.distributed.messages import pack_trajectories, unpack_trajectories
 from agent_loop.rollout.jobs import Job
 from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind, Segment, Trajectory
+from agent_loop.trajectory.codec import decode_completion, encode_completion
 from agent_loop.types import Origin, StopReason, TokenChunk, TokenOutput
 
 ROW = {"raw_prompt": [], "huge": "x" * 10_000}
@@ -78,6 +78,6 @@ def test_a_completion_arrives_bit_for_bit_in_few_bytes() -> None:
     top = np.arange(2000, dtype=np.float32).reshape(1000, 2)
     chunk = TokenChunk(list(range(1000)), logprobs, 5, "length", 1, 3, extras={"top": top})
     output = TokenOutput.from_chunks([replace(chunk.part(0, 400), weight_version=4), chunk.part(400, 1000)])
-    packed = pickle.dumps(PackedCompletion.pack(output), protocol=5)
+    packed = encode_completion(output)
     assert len(packed) < 1000 * 20 + 1000
-    assert pickle.loads(packed).unpack() == output
+    assert decode_completion(packed) == output

@@ -15,15 +15,19 @@ from agent_loop.distributed.partial_completions import (
     POLL_INTERVAL_S,
     PartialCompletionPoller,
     PartialCompletions,
-    pack_partial,
 )
 from agent_loop.errors import ServerDied
 from agent_loop.servers.base import Ability
 from agent_loop.testing import run_virtual
-from agent_loop.types import SamplingParams, TokenChunk
+from agent_loop.trajectory.codec import encode_completion
+from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
 from tests.distributed.project import OTHER_PROJECTS
 
 CHUNKS = [TokenChunk([n], [-0.5 * n], weight_version=n // 4) for n in range(10)]
+
+
+def packed(chunks: list[TokenChunk]) -> bytes:
+    return encode_completion(TokenOutput.from_chunks(chunks))
 
 
 class Engine:
@@ -39,9 +43,7 @@ class Engine:
             raise ServerDied("killed")
         count = min(int(asyncio.get_running_loop().time() / 0.3), len(CHUNKS))
         return {
-            call: (count, pack_partial(CHUNKS[known:count]))
-            for call, known in num_known.items()
-            if known < count
+            call: (count, packed(CHUNKS[known:count])) for call, known in num_known.items() if known < count
         }
 
 
@@ -103,7 +105,7 @@ class RestartedActor:
         raise ServerDied("it has not started yet")
 
     async def _partial_completions(self, num_known: Mapping[str, int]) -> PartialCompletions:
-        return {call: (3, pack_partial(CHUNKS[num:3])) for call, num in num_known.items() if num < 3}
+        return {call: (3, packed(CHUNKS[num:3])) for call, num in num_known.items() if num < 3}
 
 
 @pytest.mark.ray

@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from itertools import count
 from typing import Any
 
-from agent_loop.distributed.messages import PackedCompletion, PackedError
+from agent_loop.distributed.messages import PackedError
 from agent_loop.distributed.server_actor import ServerActor
 from agent_loop.errors import BadServerReply, ServerDied, ServerError
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
+from agent_loop.trajectory.codec import decode_completion
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
 HANGS = ScriptedReply([1], latency_s=float("inf"))
@@ -36,7 +37,7 @@ class Client:
             as_token_ids([1, 2, 3]),
             PARAMS,
         )
-        return response.error if isinstance(response, PackedError) else response.unpack()
+        return response.error if isinstance(response, PackedError) else decode_completion(response)
 
 
 def serve(server: Any, scenario: Callable[[ServerActor], Coroutine[Any, Any, None]]) -> None:
@@ -190,8 +191,7 @@ def test_partial_completions_are_the_chunks_that_the_client_does_not_know() -> N
         running = asyncio.ensure_future(Client(actor).send("s"))
         await asyncio.sleep(2.5)
         num_chunks, packed = (await actor.partial_completions({"me/0": 1}))["me/0"]
-        assert isinstance(packed, PackedCompletion)
-        assert (num_chunks, packed.unpack().token_ids) == (2, [5])
+        assert (num_chunks, decode_completion(packed).token_ids) == (2, [5])
         assert await actor.partial_completions({"me/0": 2, "gone": 0}) == {}
         await running
         await actor.end_session("me", "s")

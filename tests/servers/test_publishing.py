@@ -127,7 +127,7 @@ def test_only_engines_that_load_files_themselves_get_complete_checkpoints(
         publisher = publisher_of(folder, transfer="disk", as_checkpoints=as_checkpoints)
         async with publisher.offer(adapted_of(base), weight_version=1) as handle:
             assert (handle.base is None) is as_checkpoints
-            assert ("config.json" in os.listdir(handle.field("folder", str))) is as_checkpoints
+            assert ("config.json" in os.listdir(handle.source["folder"])) is as_checkpoints
             assert flat(WeightReceiver().receive(handle)) == flat(adapted_of(base))
         publisher.close()
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent_loop.distributed.messages import PackedCompletion
 from agent_loop.runtime.activity import ActivityMonitor, WaitKind
 from agent_loop.servers.base import Ability
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
+from agent_loop.trajectory.codec import decode_completion, encode_completion
 from agent_loop.types import TokenChunk, TokenOutput
 
 PROMPT = np.arange(100, dtype=np.int32)
@@ -56,6 +56,6 @@ def test_the_first_chunk_is_timed_if_the_server_reports_no_prefill_time() -> Non
 
 def test_the_prefill_time_is_serialized_and_ignored_by_equality() -> None:
     output = TokenOutput([1, 2], [-0.1, -0.2], "stop", prefill_s=0.25)
-    assert PackedCompletion.pack(output).unpack().prefill_s == 0.25
+    assert decode_completion(encode_completion(output)).prefill_s == 0.25
     assert TokenOutput.from_chunks(output.chunks).prefill_s == 0.25
     assert output == TokenOutput([1, 2], [-0.1, -0.2], "stop", prefill_s=9.0)

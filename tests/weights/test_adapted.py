@@ -22,7 +22,7 @@ SHARED_OFFERS: tuple[Transport, ...] = ("shared_memory", "disk")
 
 
 def block_names(handle: WeightHandle) -> set[str]:
-    return {name for name, _ in handle.field("blocks", list)}
+    return {name for name, _ in handle.source["blocks"]}
 
 
 def num_bytes(handle: WeightHandle) -> int:

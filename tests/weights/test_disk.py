@@ -35,7 +35,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_folder_exists_while_the_offer_is_open(tmp_path: Path) -> None:
     with WeightSender("disk", folder=tmp_path) as sender:
         with sender.offer(WEIGHTS.items(), weight_version=5) as handle:
-            folder = Path(handle.field("folder", str))
+            folder = Path(handle.source["folder"])
             assert folder.parent == tmp_path
             assert [path.name for path in tmp_path.iterdir()] == [folder.name]
             assert load_file(folder / "model.safetensors")["b"].tolist() == list(range(7))
@@ -68,7 +68,7 @@ def test_an_offer_can_be_a_checkpoint_that_loads_as_the_model(
         WeightSender("disk", like=model_folder) as sender,
         sender.offer(weights.items(), weight_version=0) as handle,
     ):
-        folder = Path(handle.field("folder", str))
+        folder = Path(handle.source["folder"])
         names = {path.name for path in folder.iterdir()}
         assert len([name for name in names if name.endswith(".safetensors")]) == num_files
         assert {"config.json", "tokenizer.json"} <= names

@@ -43,7 +43,7 @@ class RemoteEngineServer(ScriptedServer):
             self.received = {name: tensor.clone() for name, tensor in tensors}
             for part in (handle, handle.base):
                 if part is not None and part.transport == "shared_memory":
-                    self.blocks += [name for name, _ in part.field("blocks", list)]
+                    self.blocks += [name for name, _ in part.source["blocks"]]
 
     async def close(self) -> None:
         self.sender.close()

@@ -14,8 +14,7 @@ from agent_loop.rollout.jobs import Job
 from agent_loop.runtime.describe import describe_error
 from agent_loop.servers.base import Ability
 from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
-from agent_loop.trajectory.codec import decode_completion, encode_completion
-from agent_loop.types import StopReason, TokenOutput
+from agent_loop.types import StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +24,6 @@ class ServerInfo:
     name: str
     abilities: frozenset[Ability]
     max_concurrent: int | None
-
-
-class PackedCompletion(NamedTuple):
-    """A completion, or a part of a completion."""
-
-    data: bytes
-
-    @classmethod
-    def pack(cls, output: TokenOutput) -> PackedCompletion:
-        return cls(encode_completion(output))
-
-    def unpack(self) -> TokenOutput:
-        return decode_completion(self.data)
 
 
 class PackedError(NamedTuple):

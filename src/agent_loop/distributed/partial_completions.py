@@ -7,15 +7,15 @@ from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from agent_loop.distributed.messages import PackedCompletion
 from agent_loop.errors import ServerError
 from agent_loop.runtime.concurrency import BackgroundTasks
-from agent_loop.types import TokenChunk, TokenOutput
+from agent_loop.trajectory.codec import decode_completion
+from agent_loop.types import TokenChunk
 
 POLL_INTERVAL_S = 1.0
 
-PartialCompletions = Mapping[str, tuple[int, PackedCompletion]]
-"""By call id: the number of chunks that the server has so far, and the tokens of the new chunks."""
+PartialCompletions = Mapping[str, tuple[int, bytes]]
+"""By call id: the number of chunks that the server has so far, and the encoded tokens of the new chunks."""
 
 
 @dataclass(slots=True)
@@ -70,14 +70,5 @@ class PartialCompletionPoller:
                 known = self._known.get(call_id)
                 if known is not None:
                     known.num_chunks = num_chunks
-                    known.chunks += unpack_partial(new_chunks)
-
-
-def pack_partial(chunks: list[TokenChunk]) -> PackedCompletion:
-    """Pack the chunks of an in-flight completion."""
-    return PackedCompletion.pack(TokenOutput.from_chunks(chunks))
-
-
-def unpack_partial(packed: PackedCompletion) -> list[TokenChunk]:
-    """Return the chunks that `pack_partial` packed, joined by weight version."""
-    return [replace(chunk, stop_reason=None) for chunk in packed.unpack().chunks]
+                    chunks = decode_completion(new_chunks).chunks
+                    known.chunks += [replace(chunk, stop_reason=None) for chunk in chunks]

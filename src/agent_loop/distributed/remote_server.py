@@ -19,6 +19,7 @@ from agent_loop.runtime.concurrency import BackgroundTasks, run_shielded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.scores import TokenScores
 from agent_loop.trajectory.attachments import Attachment
+from agent_loop.trajectory.codec import decode_completion
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class RemoteServer(AsyncServerBase):
         self._report_others(num_others)
         if isinstance(response, PackedError):
             raise response.error
-        return response.unpack()
+        return decode_completion(response)
 
     async def _end_session(self, session: str, cancelling: asyncio.Task[None] | None) -> None:
         if cancelling is not None:

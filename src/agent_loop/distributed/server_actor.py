@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from agent_loop.distributed.messages import PackedCompletion, PackedError, ServerInfo
-from agent_loop.distributed.partial_completions import PartialCompletions, pack_partial
+from agent_loop.distributed.messages import PackedError, ServerInfo
+from agent_loop.distributed.partial_completions import PartialCompletions
 from agent_loop.distributed.ray_module import enter_folder
 from agent_loop.distributed.weights import PublishedWeights, WeightFetcher
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError
@@ -21,7 +21,8 @@ from agent_loop.servers.in_flight import InFlightRequest
 from agent_loop.servers.reply_check import bad_reply
 from agent_loop.servers.scores import TokenScores
 from agent_loop.trajectory.attachments import Attachment
-from agent_loop.types import IntArray, SamplingParams, TokenChunk
+from agent_loop.trajectory.codec import encode_completion
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 NOT_STARTED = "it has not started yet"
 NUM_CALLS = 100_000
@@ -32,7 +33,7 @@ NUM_CALLS = 100_000
 class _InFlightCompletion:
     client: str
     session: str
-    task: asyncio.Task[PackedCompletion | PackedError]
+    task: asyncio.Task[bytes | PackedError]
     chunks: list[TokenChunk]
     """Chunks so far, if the server streams."""
 
@@ -88,7 +89,7 @@ class ServerActor:
         prompt_ids: IntArray,
         sampling_params: SamplingParams,
         attachments: Sequence[Attachment] = (),
-    ) -> tuple[PackedCompletion | PackedError, int]:
+    ) -> tuple[bytes | PackedError, int]:
         """Run a request on the server. Return its completion or its error, and the number of others' requests."""
         server = self._started
         if client in self._dropped:
@@ -130,11 +131,12 @@ class ServerActor:
         Args:
             num_known: Number of chunks that the client knows, by call id.
         """
-        partials: dict[str, tuple[int, PackedCompletion]] = {}
+        partials: dict[str, tuple[int, bytes]] = {}
         for call_id, num_chunks in num_known.items():
             completion = self._in_flight.get(call_id)
             if completion is not None and len(completion.chunks) > num_chunks:
-                partials[call_id] = len(completion.chunks), pack_partial(completion.chunks[num_chunks:])
+                new = TokenOutput.from_chunks(completion.chunks[num_chunks:])
+                partials[call_id] = len(completion.chunks), encode_completion(new)
         return partials
 
     async def abort(self, session: str) -> None:
@@ -200,7 +202,7 @@ class ServerActor:
                 self._started.end_session(session)
 
 
-async def _complete(request: InFlightRequest, server: AsyncServerBase) -> PackedCompletion | PackedError:
+async def _complete(request: InFlightRequest, server: AsyncServerBase) -> bytes | PackedError:
     try:
         output = await run_bounded(
             partial(request.sample_on, server), timeout_s=None, name=f"server {server.name!r}"
@@ -212,7 +214,7 @@ async def _complete(request: InFlightRequest, server: AsyncServerBase) -> Packed
     except Exception as error:  # noqa: BLE001  (a bug of an engine fails this request at its client)
         why = f"it raised {describe_error(error)}"
         return PackedError.pack(bad_reply(why, server=server.name, request_id=request.session))
-    return PackedCompletion.pack(output)
+    return encode_completion(output)
 
 
 async def _cancel(completions: Iterable[_InFlightCompletion]) -> None:

@@ -26,8 +26,7 @@ from agent_loop.serve.fields import without_none
 from agent_loop.serve.sampling import ChunkDecoder, DecodedChunk, Sampler, completion_session, token_chunks
 from agent_loop.serve.stream_parser import ParsedDelta
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.servers.prompt_logprobs import MINUS_INFINITY
-from agent_loop.servers.scores import TokenScores, checked_text
+from agent_loop.servers.scores import MINUS_INFINITY, TokenScores, checked_text
 from agent_loop.types import IntArray, as_token_ids
 
 DEFAULT_MAX_TOKENS = 16

@@ -30,8 +30,7 @@ from agent_loop.servers.base import (
     refuse_params_of_request,
 )
 from agent_loop.servers.http import HttpClient, HttpStatusError
-from agent_loop.servers.prompt_logprobs import read_prompt_logprobs
-from agent_loop.servers.scores import TokenScores, checked_text, scores_of_no_token
+from agent_loop.servers.scores import TokenScores, checked_text, read_prompt_logprobs, scores_of_no_token
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import (
     IntArray,

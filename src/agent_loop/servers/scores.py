@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ from agent_loop.types import FloatArray, IntArray, TokenIds, as_token_ids
 
 ROUNDING = 1e-3
 """Log-probs may exceed 0 by this much from rounding; they are set to 0."""
+MINUS_INFINITY = -9999.0
+"""Stands for minus infinity, which JSON does not have. Lower log-probs are minus infinity too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +139,37 @@ def checked_scores(
     if top_ids.size and not 0 <= int(top_ids.min()) <= int(top_ids.max()) < past_end:
         raise bad(f"top_ids has ids from {top_ids.min()} to {top_ids.max()}, outside 0..{past_end - 1}")
     return TokenScores(of_tokens, top_ids.astype(np.int32), logprobs("top_logprobs", shape))
+
+
+def read_prompt_logprobs(entries: Any, *, token_ids: IntArray, start: int, top_logprobs: int) -> TokenScores:
+    """Read the log-probs of a prompt from JSON.
+
+    Each place has an object from token ids to log-probs: the likeliest tokens, and the prompt's own token.
+
+    Args:
+        entries: One object per token, null for the first.
+        token_ids: The whole prompt, shape [num_tokens].
+        start: Index of the first token to read.
+        top_logprobs: Number of likeliest tokens to read.
+    """
+    if len(entries) != len(token_ids):
+        raise ValueError(f"{len(entries)} entries for {len(token_ids)} tokens")
+    logprobs: list[float] = []
+    top: list[Sequence[tuple[int, float]]] = []
+    for token_id, entry in zip(token_ids[start:].tolist(), entries[start:], strict=True):
+        found = _entry_logprobs(entry)
+        logprobs.append(found[token_id])
+        top.append(sorted(found.items(), key=itemgetter(1), reverse=True)[:top_logprobs])
+    scores = np.array(logprobs, np.float32)
+    if not top_logprobs:
+        return TokenScores(scores)
+    return TokenScores(
+        scores,
+        np.array([[token for token, _ in place] for place in top], np.int32).reshape(len(top), -1),
+        np.array([[logprob for _, logprob in place] for place in top], np.float32).reshape(len(top), -1),
+    )
+
+
+def _entry_logprobs(entry: Mapping[str, Mapping[str, Any]]) -> dict[int, float]:
+    logprobs = {int(token): float(fields["logprob"]) for token, fields in entry.items()}
+    return {token: value if value > MINUS_INFINITY else -math.inf for token, value in logprobs.items()}

@@ -76,12 +76,12 @@ class CudaIpcSender:
 def receive_cuda_ipc(handle: WeightHandle, *, rank: int) -> Iterator[tuple[TensorSpec, Tensor]]:
     """Yield views into the sender's buckets. Unlike tensors of other transports, they must not be written to or
     kept."""
-    exports = cast(list[Any], handle.field("exports", list))
+    exports = handle.source["exports"]
     if rank >= len(exports):
         raise WeightsError(
             f"the offer is for {len(exports)} receivers, but this one has rank {rank}; set num_receivers"
         )
-    device = _device_of(handle.field("gpu", str)) if handle.tensors else None
+    device = _device_of(handle.source["gpu"]) if handle.tensors else None
     buckets = [_import(row, device=device) for row in exports[rank]]
     for spec in handle.tensors:
         yield spec, from_bytes(buckets[spec.bucket][spec.offset : spec.offset + spec.num_bytes], spec)

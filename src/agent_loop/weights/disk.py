@@ -87,9 +87,8 @@ class DiskSender:
 
 def receive_disk(handle: WeightHandle) -> Iterator[tuple[TensorSpec, Tensor]]:
     """Yield tensors that are copies of the files' contents and stay valid."""
-    folder = Path(handle.field("folder", str))
-    files = cast(list[str], handle.field("files", list))
-    aliases = cast(dict[str, str], handle.field("aliases", dict))
+    folder = Path(handle.source["folder"])
+    files, aliases = handle.source["files"], handle.source["aliases"]
     path = folder
     try:
         for index, members in groupby(handle.tensors, key=lambda spec: spec.bucket):

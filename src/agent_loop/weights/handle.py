@@ -5,45 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from agent_loop.errors import WeightsError
 
 Transport = Literal["shared_memory", "cuda_ipc", "broadcast", "disk"]
-Dtype = Literal[
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint64",
-    "uint32",
-    "uint16",
-    "uint8",
-    "bool",
-]
-"""Torch's names of the dtypes that can be sent."""
-DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 Count = Annotated[int, msgspec.Meta(ge=0)]
-FieldT = TypeVar("FieldT")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of an offer."""
 
     name: str
-    dtype: Dtype
+    dtype: str
+    """Torch's name of the dtype."""
     shape: tuple[Count, ...]
     item_bytes: Count
     """Bytes of one element."""
@@ -74,13 +51,6 @@ class WeightHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base_id: str = ""
     """Identifies the base. A receiver that has this base does not read it again."""
 
-    def field(self, key: str, kind: type[FieldT]) -> FieldT:
-        """Return an entry of `source`."""
-        value = self.source.get(key)
-        if not isinstance(value, kind):
-            raise _invalid_handle(f"{key} of its source is {value!r}")
-        return value
-
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
 
@@ -88,11 +58,12 @@ class WeightHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def from_json(cls, text: str | bytes) -> WeightHandle:
         """Parse a handle that `to_json` wrote."""
         try:
-            handle = msgspec.json.decode(text, type=WeightHandle)
+            return msgspec.json.decode(text, type=WeightHandle)
         except msgspec.DecodeError as error:
-            raise _invalid_handle(str(error)) from None
-        refuse_duplicates(handle.tensors)
-        return handle
+            raise WeightsError(
+                f"this is not a weight handle: {error}; pass on the result of WeightHandle.to_json() unchanged, and "
+                "use the same version of agent-loop on both sides"
+            ) from None
 
 
 def refuse_duplicates(tensors: Iterable[TensorSpec]) -> None:
@@ -101,10 +72,3 @@ def refuse_duplicates(tensors: Iterable[TensorSpec]) -> None:
     name = max(times, key=times.__getitem__, default="")
     if name and times[name] > 1:
         raise WeightsError(f"weight {name!r} was published {times[name]} times; publish each weight once")
-
-
-def _invalid_handle(why: str) -> WeightsError:
-    return WeightsError(
-        f"this is not a weight handle: {why}; pass on the result of WeightHandle.to_json() unchanged, and use the same "
-        "version of agent-loop on both sides"
-    )

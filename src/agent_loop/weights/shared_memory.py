@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
-from typing import Any, cast
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -98,13 +98,7 @@ class SharedMemorySender:
 
 def receive_shared_memory(handle: WeightHandle) -> Iterator[tuple[TensorSpec, Tensor]]:
     """Yield views into private mappings. A receiver may write to them without changing the shared memory."""
-    blocks: list[Tensor] = []
-    for row in cast(list[Any], handle.field("blocks", list)):
-        match row:
-            case [str(name), int(size)] if name.startswith(NAME_PREFIX) and "/" not in name:
-                blocks.append(_attach(name, size=size))
-            case _:
-                raise WeightsError(f"{row!r} is not a block of weights; pass on the handle unchanged")
+    blocks = [_attach(name, size=size) for name, size in handle.source["blocks"]]
     for spec in handle.tensors:
         yield spec, from_bytes(blocks[spec.bucket][spec.offset : spec.offset + spec.num_bytes], spec)
 

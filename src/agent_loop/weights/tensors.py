@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agent_loop.errors import WeightsError
-from agent_loop.weights.handle import DTYPES, TensorSpec
+from agent_loop.weights.handle import TensorSpec
 
 ALIGNMENT = 64
 """Alignment of tensors in bytes. It suits vector units and the weight loaders of engines."""
@@ -67,24 +67,18 @@ def pack(named: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[
     """
     bucket = offset = 0
     for name, tensor in named:
-        dtype = _sendable_dtype(name, tensor)
+        if tensor.is_meta:
+            raise WeightsError(
+                f"weight {name!r} is on the meta device and holds no data; materialize it first"
+            )
+        if type(tensor.detach()) is not Tensor or tensor.layout != torch.strided:
+            raise WeightsError(
+                f"weight {name!r} is a {type(tensor).__name__} of layout {tensor.layout}; publish plain dense tensors "
+                "(full_tensor() of a sharded one)"
+            )
+        dtype = str(tensor.dtype).removeprefix("torch.")
         data_N = to_bytes(tensor)
         if offset and offset + len(data_N) > bucket_bytes:
             bucket, offset = bucket + 1, 0
         yield TensorSpec(name, dtype, tuple(tensor.shape), tensor.element_size(), bucket, offset, 0), data_N
         offset = -(-(offset + len(data_N)) // ALIGNMENT) * ALIGNMENT
-
-
-def _sendable_dtype(name: str, tensor: Tensor) -> Any:
-    """Return the name of the tensor's dtype."""
-    if tensor.is_meta:
-        raise WeightsError(f"weight {name!r} is on the meta device and holds no data; materialize it first")
-    if type(tensor.detach()) is not Tensor or tensor.layout != torch.strided:
-        raise WeightsError(
-            f"weight {name!r} is a {type(tensor).__name__} of layout {tensor.layout}; publish plain dense tensors "
-            "(full_tensor() of a sharded one)"
-        )
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise WeightsError(f"weight {name!r} is of {tensor.dtype}; publish one of {', '.join(DTYPES)}")
-    return dtype

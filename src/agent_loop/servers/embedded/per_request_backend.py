@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent_loop.servers.embedded.backend import CacheKind, StepOutput
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.request import EngineRequest, ScoreRequest
 from agent_loop.servers.embedded.runner import ModelRunner
+from agent_loop.servers.embedded.shared_cache_backend import CacheKind, StepOutput
 from agent_loop.types import IntArray
 
 

@@ -23,7 +23,6 @@ from agent_loop.servers.base import (
     refuse_params_of_request,
     refuse_unknown_options,
 )
-from agent_loop.servers.embedded.backend import CacheKind
 from agent_loop.servers.embedded.config import CONTEXT, EmbeddedConfig
 from agent_loop.servers.embedded.engine import EmbeddedEngine, EngineStats
 from agent_loop.servers.embedded.grammar import GrammarCompiler
@@ -32,7 +31,7 @@ from agent_loop.servers.embedded.per_request_backend import PerRequestBackend
 from agent_loop.servers.embedded.request import EngineLimits, ScoreRequest, build_request
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.servers.embedded.sampling import SAMPLING_ABILITIES
-from agent_loop.servers.embedded.shared_cache_backend import SharedCacheBackend
+from agent_loop.servers.embedded.shared_cache_backend import CacheKind, SharedCacheBackend
 from agent_loop.servers.embedded.thread import EngineThread
 from agent_loop.servers.embedded.vision import auto_model_class
 from agent_loop.servers.prompt_limits import PromptLimits

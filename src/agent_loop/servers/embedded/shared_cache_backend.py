@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from agent_loop.servers.embedded.attention import (
     LayerShape,
     ShapeProbe,
 )
-from agent_loop.servers.embedded.backend import CacheKind, StepOutput
 from agent_loop.servers.embedded.batch import StepBatch, pack_step
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.request import EngineRequest, ScoreRequest
@@ -27,6 +26,22 @@ from agent_loop.servers.embedded.vision import media_features
 
 PLAIN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 """Types of layers that store keys and values. The forward rejects a sliding window shorter than the context."""
+
+CacheKind: TypeAlias = Literal["shared", "per_request", "none"]
+"""`shared`: one KV cache, all requests in one forward. `per_request`: the model's own cache and attention, one request
+per forward. `none`: no cache; the whole sequence is computed again for each token."""
+
+
+class StepOutput(NamedTuple):
+    """Result of one step."""
+
+    requests: tuple[EngineRequest, ...]
+    """Requests whose next token can be sampled. The other requests are still in prefill."""
+    logits: Tensor
+    """One row for each of `requests`, [rows, vocab]."""
+    num_forwards: int
+    num_prompt_tokens: int
+    """Number of prompt tokens that the step computed."""
 
 
 class SharedCacheBackend:

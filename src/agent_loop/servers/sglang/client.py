@@ -10,7 +10,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from packaging.specifiers import SpecifierSet
 
@@ -127,7 +127,7 @@ class SGLangClient(AsyncServerBase):
         self._limits: PromptLimits | None = None
 
     @classmethod
-    def create(cls, spec: ServerSpec) -> SGLangClient:
+    def create(cls, spec: ServerSpec) -> Self:
         """Create a client for `rollout.engine: sglang` with `rollout.server_urls`."""
         return cls(spec)
 
@@ -209,9 +209,6 @@ class SGLangClient(AsyncServerBase):
             with suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_INTERVAL_S):
                     await running.is_over.wait()
-
-    def end_session(self, request_id: str) -> None:
-        """Do nothing. SGLang evicts the oldest prefixes when it needs their memory."""
 
     async def wake_up(self) -> None:
         async with self._updating:

@@ -1,8 +1,10 @@
-"""Options and environment variables that an engine is started with."""
+"""Options and environment variables that an engine is started with, and its process."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from agent_loop.errors import ConfigError
 from agent_loop.servers.base import ServerSpec, refuse_unknown_options
 from agent_loop.servers.packages import import_engine, require_version
+from agent_loop.servers.process import end_with_children, refuse_option
 from agent_loop.servers.sglang import loader
 
 SUPPORTED = ">=0.5.23,<0.5.24"
@@ -87,3 +90,16 @@ def _sleep_options(spec: ServerSpec) -> dict[str, Any]:
     if spec.model.device == "cpu" or not torch.cuda.is_available():
         return {}
     return {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+
+
+def main(options_file: str) -> None:
+    """Run SGLang's HTTP server until the process is terminated. Called in the process of `SGLangServer`."""
+    options = json.loads(Path(options_file).read_text(encoding="utf-8"))
+    launch = import_engine("sglang.launch_server", package="sglang", supported=SUPPORTED)
+    arguments = import_engine("sglang.srt.server_args", package="sglang", supported=SUPPORTED)
+    try:
+        server_args = arguments.ServerArgs(**options)
+    except (TypeError, ValueError, AssertionError) as error:
+        refuse_option(error)
+    end_with_children()
+    launch.run_server(server_args)

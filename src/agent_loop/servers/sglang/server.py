@@ -66,16 +66,11 @@ class SGLangServer(SGLangClient):
         self._process = EngineProcess(spec.name)
         self._folder = Path(tempfile.mkdtemp(prefix="agent-loop-sglang-"))
 
-    @classmethod
-    def create(cls, spec: ServerSpec) -> SGLangServer:
-        """Create a server for `rollout.engine: sglang`."""
-        return cls(spec)
-
     async def start(self) -> None:
         options_file = self._folder / "options.json"
         options_file.write_text(json.dumps(self._options), encoding="utf-8")
         self._process.start(
-            "agent_loop.servers.sglang.serve",
+            "agent_loop.servers.sglang.options",
             str(options_file),
             devices=self._spec.devices,
             environment=engine_environment(self._spec),

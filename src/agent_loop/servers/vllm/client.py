@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from agent_loop.errors import (
@@ -26,9 +26,8 @@ from agent_loop.runtime.threads import run_in_thread
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.servers.http import HttpClient, HttpStatusError
-from agent_loop.servers.prompt_logprobs import read_prompt_logprobs
 from agent_loop.servers.publishing import WeightPublisher
-from agent_loop.servers.scores import TokenScores, checked_text, scores_of_no_token
+from agent_loop.servers.scores import TokenScores, checked_text, read_prompt_logprobs, scores_of_no_token
 from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequestLimits
 from agent_loop.servers.vllm.logprobs import CONSTRAINT_ABILITIES, SAMPLING_ABILITIES, LogProbs
 from agent_loop.servers.vllm.remote import (
@@ -124,7 +123,7 @@ class VLLMClient(AsyncServerBase):
         self._publisher: WeightPublisher | None = None
 
     @classmethod
-    def create(cls, spec: ServerSpec) -> VLLMClient:
+    def create(cls, spec: ServerSpec) -> Self:
         """Create a client for `rollout.engine: vllm` with `rollout.server_urls`."""
         return cls(spec)
 
@@ -254,9 +253,6 @@ class VLLMClient(AsyncServerBase):
             if is_known:
                 return
             await asyncio.sleep(ABORT_INTERVAL_S)
-
-    def end_session(self, request_id: str) -> None:
-        """Do nothing. vLLM evicts the oldest prefixes when it needs their memory."""
 
     async def wake_up(self) -> None:
         self._is_asleep = False

@@ -1,12 +1,18 @@
-"""Options of vLLM: `rollout.engine_kwargs`, and the options that this project sets."""
+"""Options of vLLM: `rollout.engine_kwargs`, and those that this project sets; and the process that runs with them."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from agent_loop.errors import ConfigError
-from agent_loop.servers.base import ServerSpec
+from agent_loop.servers.base import ServerSpec, refuse_unknown_options
+from agent_loop.servers.packages import import_engine
+from agent_loop.servers.process import end_with_children, refuse_option
 from agent_loop.servers.vllm.logprobs import num_logprobs
 
 PACKAGE = "vllm"
@@ -77,3 +83,30 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
     if spec.shares_devices:
         defaults["enable_sleep_mode"] = True
     return {**defaults, **ours, **spec.engine_kwargs}
+
+
+def main(options_file: str) -> None:
+    """Run vLLM's HTTP server until the process is terminated. Called in the process of `VLLMServer`."""
+    options: dict[str, Any] = json.loads(Path(options_file).read_text(encoding="utf-8"))
+    parsing, entry, cli_args = (
+        import_engine(name, package=PACKAGE, supported=SUPPORTED)
+        for name in (
+            "vllm.utils.argparse_utils",
+            "vllm.entrypoints.launchers.api_server.entry",
+            "vllm.entrypoints.launchers.cli_args",
+        )
+    )
+    try:
+        parser: Any = cli_args.make_arg_parser(parsing.FlexibleArgumentParser())
+        defaults: Namespace = parser.parse_args([])
+        refuse_unknown_options(options, known=vars(defaults))
+        nested = [key for key, value in options.items() if isinstance(value, dict)]
+        # Parsed, so that they become vLLM's own types.
+        texts = [f"--{key.replace('_', '-')}={json.dumps(options.pop(key))}" for key in nested]
+        args: Namespace = parser.parse_args(texts)
+        vars(args).update(options)
+        cli_args.validate_parsed_serve_args(args)
+        end_with_children()
+        asyncio.run(entry.run_server(args))
+    except (ConfigError, ValueError, TypeError) as error:
+        refuse_option(error)

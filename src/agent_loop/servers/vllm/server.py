@@ -55,18 +55,13 @@ class VLLMServer(VLLMClient):
         self._process = EngineProcess(spec.name)
         self._are_weights_awake = True
 
-    @classmethod
-    def create(cls, spec: ServerSpec) -> VLLMServer:
-        """Create a server for `rollout.engine: vllm`."""
-        return cls(spec)
-
     async def start(self) -> None:
         model = await run_in_thread(ModelInfo.read, self._spec.model)
         self._options["max_model_len"] = model.context_for_scores(self._spec.max_model_len)
         options_file = self._folder / "options.json"
         options_file.write_text(json.dumps(self._options), encoding="utf-8")
         self._process.start(
-            "agent_loop.servers.vllm.serve",
+            "agent_loop.servers.vllm.options",
             str(options_file),
             devices=self._spec.devices,
             # The development mode has the endpoints for weights and sleep. Only this user can open the socket.
