@@ -293,7 +293,6 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a huge version": (lambda f: AgentLoopOutput(**f, weight_version=2**40), "weight_version is"),
     "a version as text": (lambda f: AgentLoopOutput(**f, weight_version="3"), "weight_version is '3'"),
     "a message as text": (lambda f: AgentLoopOutput(**f, messages=["hi"]), "messages holds 'hi'"),
-    "a field named by a number": (lambda f: AgentLoopOutput(**f, extra_fields={1: 2}), "extra_fields has"),
     "feedback beyond the end": (
         lambda f: AgentLoopOutput(**f, feedback=[Feedback(Origin.TOOL, place=99, reward=1.0)]),
         "feedback.place is 99",

@@ -60,12 +60,7 @@ def load_environments(references: Mapping[str, str]) -> dict[str, EnvironmentFac
 
 
 def find_environment(name: Any, *, known: Mapping[str, EnvironmentFactory]) -> EnvironmentFactory:
-    """Return the environment that a row's column `environment` names.
-
-    Args:
-        name: Value of the column. None selects the only environment of `known`.
-        known: The configured environments by name. The suites of this package need not be among them.
-    """
+    """Return the environment that a row's column `environment` names."""
     if name is None and len(known) == 1:
         return next(iter(known.values()))
     if isinstance(name, str) and name in known:

@@ -272,11 +272,7 @@ class GymnasiumSettings(Section):
 
 
 class World:
-    """Environment of one trajectory. All methods block.
-
-    Raises:
-        ConfigError: Gymnasium is not installed, or a setting is wrong.
-    """
+    """Environment of one trajectory. All methods block."""
 
     def __init__(self, settings: GymnasiumSettings) -> None:
         self._settings = settings

@@ -358,13 +358,7 @@ def _unsupported(file: TaskFile) -> Iterator[tuple[str, Any]]:
 
 
 def task_workspace(task: HarborTask, *, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a task's workspace.
-
-    Args:
-        task: The task.
-        settings: Settings that are merged over those of the task. If they name a `provider`, its class gets the
-            settings of the container as the argument `container`.
-    """
+    """Return the settings of a task's workspace."""
     environment, verifier = task.file.environment, task.file.verifier
     container: dict[str, Any] = {
         "cpus": environment.cpus,

@@ -91,11 +91,7 @@ class FunctionPlayer:
 
 
 class ModelPlayer:
-    """Plays the replies of a model on another server, which sees the conversation of its seat.
-
-    Raises:
-        ConfigError: The client is not installed, or the API key is not set.
-    """
+    """Plays the replies of a model on another server, which sees the conversation of its seat."""
 
     def __init__(self, name: str, settings: OpponentSettings) -> None:
         self._name = name
@@ -129,14 +125,7 @@ class ModelPlayer:
 def read_players(
     given: Any, *, num_seats: int | None, opponents: Mapping[str, OpponentSettings], where: str
 ) -> list[str]:
-    """Return the player of each seat.
-
-    Args:
-        given: The name of a player for all seats, or a list with one name for each seat.
-        num_seats: Number of seats of the game. None if it is unknown yet.
-        opponents: The configured opponents by name.
-        where: Name of the value in errors.
-    """
+    """Return the player of each seat."""
     names: list[Any] = [given] * (num_seats or 1) if isinstance(given, str) else given
     if not isinstance(given, str | Sequence) or not names:
         raise DataError(

@@ -85,12 +85,7 @@ def is_task_name(source: str) -> bool:
 
 
 def parse_task_name(text: str, *, suite: TaskSuite | None = None) -> TaskName:
-    """Parse a name.
-
-    Args:
-        text: `suite:task` or `suite:task?option=value&option=value`. Values may be percent-encoded.
-        suite: The suite, if it was loaded before.
-    """
+    """Parse a name."""
     name, colon, rest = text.partition(":")
     suite = suite or load_suite(name)
     task, _, query = rest.partition("?")

@@ -141,12 +141,7 @@ def read_rows(spec: EnvironmentSpec, *, size: int | None) -> Iterator[dict[str, 
 async def environment_process(
     spec: EnvironmentSpec, *, env: Mapping[str, str]
 ) -> AsyncGenerator[EnvironmentProcess]:
-    """Keep the process of an environment open. The first trajectory starts it, the last one ends it.
-
-    Args:
-        spec: The environment.
-        env: Environment variables of the process, in addition to those that programs inherit.
-    """
+    """Keep the process of an environment open. The first trajectory starts it, the last one ends it."""
     processes = _processes.setdefault(asyncio.get_running_loop(), {})
     key = (spec, tuple(sorted(env.items())))
     process = processes.setdefault(key, EnvironmentProcess(spec, env))

@@ -77,11 +77,7 @@ async def serve(spec: dict[str, Any], ready: Any) -> None:
 
 
 class Environment:
-    """An environment of verifiers, with its tasks.
-
-    Args:
-        spec: `env`, the name of the environment's package or the path of its file, and `settings`, its configuration.
-    """
+    """An environment of verifiers, with its tasks."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.vf: Any = importlib.import_module("verifiers.v1")

@@ -22,15 +22,7 @@ from agent_loop.types import Message, Origin, ToolCall
 
 
 class TrajectoryEnvironment:
-    """Tools and interaction of one trajectory, and the rewards they returned. Single use.
-
-    Args:
-        tools: Tools of the episode; None if the episode has no tools.
-        interaction: Interaction of the episode; None if the episode has no interaction.
-        log: Log that returns recorded results and records new results.
-        cancellation: Cancellation of calls in flight. A cancelled call raises `CallAborted` after concurrent calls
-            have ended.
-    """
+    """Tools and interaction of one trajectory, and the rewards they returned. Single use."""
 
     def __init__(
         self,

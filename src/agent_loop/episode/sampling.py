@@ -52,13 +52,7 @@ class TurnSampler:
         *,
         keep_partial: Callable[[TokenOutput], object],
     ) -> Awaitable[TokenOutput]:
-        """Sample a turn, or the rest of an aborted turn.
-
-        Args:
-            turn: Request for the whole turn.
-            begun: Tokens of the turn that were sampled before the turn was aborted; None for a new turn.
-            keep_partial: Called with the tokens so far if the caller is cancelled.
-        """
+        """Sample a turn, or the rest of an aborted turn."""
         if begun is not None:
             return self._sample_rest(turn, begun, keep_partial=keep_partial)
         if turn.on_token is None:

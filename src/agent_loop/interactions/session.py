@@ -47,15 +47,7 @@ class InteractionReply:
 
 
 class InteractionSession:
-    """Interaction of one trajectory. Single use.
-
-    Args:
-        interaction: Started before its first reply, and finalized once by `close`, even if the start failed.
-        config: The time limits.
-        interaction_kwargs: Arguments from the row. All but `name` are passed to `start_interaction` and
-            `generate_response`.
-        trajectory: Part that the instance id has in common with those of the trajectory's tools; a new id if None.
-    """
+    """Interaction of one trajectory. Single use."""
 
     def __init__(
         self,

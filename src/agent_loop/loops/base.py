@@ -150,12 +150,7 @@ class AgentLoopBase(ABC):
     def unfinished_output(
         self, reason: StopReason, *, failure: Failure | None = None
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Return the output of a `run` that did not return: the record of its last episode, if it had one.
-
-        Args:
-            reason: Stop reason, used if the episode has none.
-            failure: The error that ended `run`, if an error ended it.
-        """
+        """Return the output of a `run` that did not return: the record of its last episode, if it had one."""
         if self.last_episode is None:
             return AgentLoopOutput(segments=(), stop_reason=reason, failure=failure)
         self.last_episode.stop(reason)

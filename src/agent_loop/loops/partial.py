@@ -49,11 +49,6 @@ class AsyncPartialToolAgentLoop(ToolAgentLoop):
             partial_output: Output of an earlier run of this row. A cancelled output is resumed; if that is impossible,
                 the trajectory starts again, with the incident `restarted`. Any other output is returned unchanged.
             row: The same columns as in the cancelled run.
-
-        Raises:
-            EpisodeError: `partial_output` was cancelled, and not in this loop.
-            ReplayMismatch: The trajectory can neither be resumed nor start again, since something was used that may be
-                used only once.
         """
         if partial_output is not None and partial_output.stop_reason is not StopReason.CANCELLED:
             return partial_output

@@ -80,11 +80,7 @@ class LoopRegistry:
             self.get(reference, where=key)
 
     def get(self, agent_name: str, *, where: str = "rollout.agent.default_agent_loop") -> LoopEntry:
-        """Return the loop with this name.
-
-        Raises:
-            DataError: No loop has this name.
-        """
+        """Return the loop with this name."""
         if agent_name in _REGISTERED_LATER and agent_name not in self._entries:
             loop_class = load_class(_REGISTERED_LATER[agent_name], base=AgentLoopBase, key=where)
             self._entries[agent_name] = LoopEntry(loop_class)

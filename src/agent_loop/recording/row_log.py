@@ -78,11 +78,6 @@ class RowLog:
     """Log of one row, used by one attempt at a time. Single use.
 
     Without a sink, the log records nothing and runs every step, until `continue_from` is called.
-
-    Args:
-        trajectory_id: `group=.../rollout=...`.
-        sink: Receives new records.
-        record: Records from before a crash.
     """
 
     def __init__(
@@ -117,10 +112,6 @@ class RowLog:
         """Replay the records of a cancelled run of this row, and copy all records to `copies`.
 
         If the journal holds records of the row, they are replayed instead. They include those of the cancelled run.
-
-        Args:
-            payloads: The records of the cancelled run.
-            cancellation: Once this event is set, completions, calls and replies without a record raise `CallAborted`.
         """
         self._cancellation = cancellation
         record = self.record
@@ -359,13 +350,7 @@ class EpisodeLog:
         return output
 
     async def call(self, call: LoggedCall[ResultT], *, turn: int | None = None, number: int = 0) -> ResultT:
-        """Return the result of a call.
-
-        Args:
-            call: The call.
-            turn: Number of the turn, from `next_turn`. None is a turn of its own.
-            number: Index of the call in its turn.
-        """
+        """Return the result of a call."""
         row, on_replay = self._row, call.on_replay
         if not row.is_kept:
             if on_replay is OnReplay.ONCE:

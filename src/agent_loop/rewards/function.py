@@ -103,65 +103,62 @@ class ScoreResult:
     """Incidents about values of its mapping that cannot be stored."""
 
 
-class RewardFunction:
-    """A user's `(output, row) -> float | dict`, with a time limit.
-
-    An async function runs on the event loop, any other function in a thread. A returned mapping holds `reward` (or
-    `score`); its other values are extra. Booleans count as 0 and 1.
+class _UserFunction:
+    """A user's function with a time limit.
 
     Args:
-        function: Called with the trajectory's output and its row, by position.
-        timeout_s: Time limit for one trajectory. None is for functions that limit themselves.
+        function: Called by position. An async function runs on the event loop, any other function in a thread.
+        timeout_s: Time limit for one call. None is for functions that limit themselves.
         name: Name of the function in errors.
     """
 
     def __init__(
-        self,
-        function: Callable[[AgentLoopOutput, Row], Any],
-        *,
-        timeout_s: float | None,
-        name: str | None = None,
+        self, function: Callable[..., Any], *, timeout_s: float | None, name: str | None = None
     ) -> None:
         self.function = function
         self.timeout_s = timeout_s
-        self.name = name or _name_of(function)
+        self.name = name or str(getattr(function, "__qualname__", type(function).__qualname__))
+
+    @property
+    def _source(self) -> str:
+        return f"reward function {self.name}"
+
+    async def _run(self, score: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        try:
+            return await run_bounded(score, timeout_s=self.timeout_s, name=self._source)
+        except DeadlineExpired as error:
+            raise RewardError(f"{self._source} {error}; fix it, or raise reward.timeout_s") from error
+        except RewardError:
+            raise
+        except Exception as error:
+            raise RewardError(f"{self._source} raised {describe_error(error)}; fix it") from error
+
+
+class RewardFunction(_UserFunction):
+    """A user's `(output, row) -> float | dict`, with a time limit.
+
+    A returned mapping holds `reward` (or `score`); its other values are extra. Booleans count as 0 and 1.
+    """
 
     async def __call__(self, output: AgentLoopOutput, row: Row) -> Score:
         """Score one trajectory. The function gets copies of the messages, the fields and the row."""
-        source = f"reward function {self.name}"
 
         async def score() -> Score:
             returned = await call_function(self.function, output.copied(), copied(dict(row)))
-            return read_score(returned, source=source)
+            return read_score(returned, source=self._source)
 
-        return await _run_function(score, source=source, timeout_s=self.timeout_s)
+        return await self._run(score)
 
 
-class BatchRewardFunction:
+class BatchRewardFunction(_UserFunction):
     """A user's `(outputs, rows) -> list of float | dict`, with a time limit, called once for a group of trajectories.
 
     The elements of the list are as in `RewardFunction`, and the function runs in the same place.
-
-    Args:
-        function: Called with the outputs of a group and their rows, two lists of the same length, by position.
-        timeout_s: Time limit for one group. None is for functions that limit themselves.
-        name: Name of the function in errors.
     """
-
-    def __init__(
-        self,
-        function: Callable[[list[AgentLoopOutput], list[Row]], Any],
-        *,
-        timeout_s: float | None,
-        name: str | None = None,
-    ) -> None:
-        self.function = function
-        self.timeout_s = timeout_s
-        self.name = name or _name_of(function)
 
     async def __call__(self, outputs: Sequence[AgentLoopOutput], rows: Sequence[Row]) -> list[ScoreResult]:
         """Score a group, in the order of its outputs. The function gets copies of the messages, the fields and rows."""
-        source = f"reward function {self.name}"
+        source = self._source
 
         async def score() -> list[ScoreResult]:
             returned = await call_function(
@@ -170,28 +167,18 @@ class BatchRewardFunction:
             values = _listed(returned, count=len(outputs), source=source)
             return [_result(value, source=f"{source}, at index {n},") for n, value in enumerate(values)]
 
-        return await _run_function(score, source=source, timeout_s=self.timeout_s)
+        return await self._run(score)
 
 
 def load_reward(reference: str, *, timeout_s: float) -> RewardFunction:
-    """Load a reward function that is called for each trajectory.
-
-    Args:
-        reference: `file.py:name` or `module:name`, or a YAML file with the criteria of judges.
-        timeout_s: Time limit for one trajectory. Judges have limits of their own instead.
-    """
+    """Load a reward function that is called for each trajectory."""
     if is_judged_file(reference):
         return RewardFunction(load_rubric(reference).score, timeout_s=None, name=reference)
     return RewardFunction(_load(reference, is_batch=False), timeout_s=timeout_s, name=reference)
 
 
 def load_batch_reward(reference: str, *, timeout_s: float) -> BatchRewardFunction:
-    """Load a reward function that is called once for each group.
-
-    Args:
-        reference: `file.py:name` or `module:name`, or a YAML file with a ranking by judges.
-        timeout_s: Time limit for one group. Judges have limits of their own instead.
-    """
+    """Load a reward function that is called once for each group."""
     if is_judged_file(reference):
         return BatchRewardFunction(load_ranking(reference).score, timeout_s=None, name=reference)
     return BatchRewardFunction(_load(reference, is_batch=True), timeout_s=timeout_s, name=reference)
@@ -212,23 +199,6 @@ def read_score(returned: Any, *, source: str) -> Score:
             f"{what} {describe_value(value)}; return a finite number, or a mapping with 'reward' {REWARD_LIMIT}"
         )
     return Score(number, plain_mapping(values, where=f"reward_extra of {source}"))
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-async def _run_function(
-    score: Callable[[], Awaitable[ResultT]], *, source: str, timeout_s: float | None
-) -> ResultT:
-    try:
-        return await run_bounded(score, timeout_s=timeout_s, name=source)
-    except DeadlineExpired as error:
-        raise RewardError(f"{source} {error}; fix it, or raise reward.timeout_s") from error
-    except RewardError:
-        raise
-    except Exception as error:
-        raise RewardError(f"{source} raised {describe_error(error)}; fix it") from error
 
 
 def _listed(returned: Any, *, count: int, source: str) -> list[Any]:

@@ -89,14 +89,7 @@ class Question:
 def criterion_question(
     text: str, *, messages: Sequence[Message], answer: YesNo | Scale, explains: bool
 ) -> Question:
-    """Return the question whether, or how far, a trajectory meets a criterion.
-
-    Args:
-        text: The criterion.
-        messages: What the judge sees of the trajectory.
-        answer: Form of the answer.
-        explains: Ask for a reason before the answer.
-    """
+    """Return the question whether, or how far, a trajectory meets a criterion."""
     work = f"Criterion: {text}\n\nWork:\n{_as_json(list(messages))}"
     if answer == "yes_no":
         return _question(
@@ -119,13 +112,7 @@ def criterion_question(
 
 
 def ranking_question(text: str, *, attempts: Sequence[Sequence[Message]], explains: bool) -> Question:
-    """Return the question how good the trajectories of a group are, relative to each other.
-
-    Args:
-        text: What makes an attempt better.
-        attempts: What the judge sees of each trajectory. The messages of the task are shown once.
-        explains: Ask for a reason before the scores.
-    """
+    """Return the question how good the trajectories of a group are, relative to each other."""
     num_common = _num_common(attempts)
     names = [str(number) for number in range(1, len(attempts) + 1)]
     work = {

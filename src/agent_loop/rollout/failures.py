@@ -82,12 +82,7 @@ class FailureBudget:
         self._with_branches: set[tuple[int, int]] = set()
 
     def count(self, trajectory: Trajectory) -> None:
-        """Count a trajectory if it failed, and if no other branch of its rollout failed before.
-
-        Raises:
-            RolloutError: Too many trajectories failed. The message holds the most common error, its row, and the line
-                of user code that raised it. The log has the whole traceback.
-        """
+        """Count a trajectory if it failed, and if no other branch of its rollout failed before."""
         if trajectory.output.failure is None:
             return
         if trajectory.branch is not None:

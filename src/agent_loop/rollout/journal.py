@@ -269,13 +269,8 @@ async def open_journal(
 ) -> AsyncGenerator[StepJournal]:
     """Open the journal of a rollout of `rows`. All records are on the disk when the context ends.
 
-    Args:
-        path: The file.
-        key: Identity of the rollout.
-        rows: The rows of the rollout.
-        resume: Whether to resume from the file. Otherwise the file is replaced.
-        refuse: Whether a file of another rollout is an error. Otherwise the file is replaced, with a note.
-        lock: Whether to lock the file. Pass False if its folder or output is already locked.
+    Without `resume`, the file is replaced. A file of another rollout is an error with `refuse`, and is otherwise
+    replaced, with a note. `lock` is False if the file's folder or output is already locked.
     """
     with exclusive_file(path, name="the journal") if lock else nullcontext():
         contents = Contents()
@@ -387,10 +382,6 @@ class JournalWriter:
     Records reach the operating system as soon as the thread writes them. They reach the disk (fsync) when a caller
     waits with `to_disk`, and when the writer is closed. If a write fails, the incomplete records are removed from the
     file, and later records are refused.
-
-    Args:
-        path: The file. Its folder is created.
-        num_bytes: Number of bytes of the existing file to keep; 0 starts a new file.
     """
 
     def __init__(self, path: Path, *, num_bytes: int = 0) -> None:

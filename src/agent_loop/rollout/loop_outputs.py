@@ -214,22 +214,17 @@ def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopO
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(cast(Any, message).get("role"), str):
             raise EpisodeError(f"messages holds {describe_value(message)}; give dicts with role and content")
-    extra_fields: Mapping[Any, Any] = output.extra_fields
-    for name in extra_fields:
-        if not isinstance(name, str):
-            raise EpisodeError(f"extra_fields has the key {describe_value(name)}; give keys of type str")
+    reward = output.reward_score
     fields: dict[str, Any] = {
-        "num_turns": int(cast(Any, output.num_turns)),
+        "num_turns": int(num_turns),
         "stop_reason": StopReason(output.stop_reason),
-        "reward_score": None
-        if output.reward_score is None
-        else _reward(output.reward_score, name="reward_score"),
+        "reward_score": None if reward is None else _reward(reward, name="reward_score"),
     }
     if any(type(getattr(output, name)) is not type(value) for name, value in fields.items()):
         output = replace(output, **fields)
-    if not extra_fields:
+    if not output.extra_fields:
         return output
-    return output.with_only_extra_fields(plain_mapping(extra_fields, where="extra_fields of the loop"))
+    return output.with_only_extra_fields(plain_mapping(output.extra_fields, where="extra_fields of the loop"))
 
 
 def _check_segment(segment: Segment) -> None:

@@ -227,10 +227,6 @@ class AgentLoopManager:
             on_trajectory: Called with each continuation as it ends.
             journal: Records the continuations that ended, which are not run again.
             label: Prefix of the ids of the continuations. Another one than that of the runs that are forked.
-
-        Raises:
-            RolloutError: More continuations failed than `rollout.max_failed_share` allows.
-            JournalError: The journal cannot be written.
         """
         rows = [fork.trajectory.row for fork in forks]
         trace = self.tracing.trace_callback(rows, label=label, validate=False, then=on_trajectory)
@@ -242,11 +238,7 @@ class AgentLoopManager:
         refuse_forks(self._context, has_batch_reward=self._batch_reward is not None)
 
     def check_rows(self, rows: Iterable[Row]) -> None:
-        """Check that what the rows name exists. `run` checks its own rows; a training checks all rows at its start.
-
-        Raises:
-            DataError: A row names a loop, tool or interaction that does not exist, or is missing a name.
-        """
+        """Check that what the rows name exists. `run` checks its own rows; a training checks all rows at its start."""
         default = self.config.default_agent_loop
         check_rows(rows, self._context, loops=self._loops, default_agent_loop=default)
 

@@ -43,11 +43,6 @@ class TrajectoryMonitor:
 
     Logs what every trajectory waits for when there was no progress for `silence_s`, and again each time this period has
     doubled.
-
-    Args:
-        gate: Admits the trajectories.
-        pool: The servers.
-        silence_s: Seconds without progress after which the monitor warns. None disables the reports.
     """
 
     def __init__(self, *, gate: AdmissionGate, pool: ServerPool, silence_s: float | None) -> None:

@@ -22,14 +22,7 @@ from agent_loop.trajectory import Trajectory
 
 
 class RolloutMetrics(Collector):
-    """Counts finished trajectories, and reads the state of servers and trajectories on each scrape.
-
-    Args:
-        pool: The servers.
-        gates: Gates of the workers in this process.
-        has_balancer: Whether requests go through the balancer of `pool`, and not through balancers of other processes.
-        num_dropped: Returns the number of traces that were not written, by writer.
-    """
+    """Counts finished trajectories, and reads the state of servers and trajectories on each scrape."""
 
     def __init__(
         self,

@@ -25,16 +25,7 @@ from agent_loop.trajectory import Trajectory
 async def replay_trajectory(
     config: Config, trajectory: Trajectory, *, recorded: RecordedResponses, continue_live: bool
 ) -> list[Trajectory]:
-    """Run a trajectory's row again, with the recorded responses of the model, the tools and the interaction.
-
-    Args:
-        config: The loop, the template and the tools, and with `continue_live` the servers and the reward.
-        trajectory: The finished trajectory.
-        recorded: The recorded responses.
-        continue_live: Whether requests beyond the recorded responses go to the servers, the tools and the interaction.
-            If not, such a request fails the replay, and nothing is scored. A batch reward function, which scores whole
-            groups, is never called.
-    """
+    """Run a trajectory's row again, with the recorded responses of the model, the tools and the interaction."""
     template = load_template(config)
     servers: Sequence[AsyncServerBase] = (
         create_servers(config.model, rollout=config.rollout) if continue_live else [ScriptedServer([])]

@@ -12,7 +12,7 @@ from functools import partial
 from glob import glob, has_magic
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -44,7 +44,6 @@ _MAX_NAMED = 5
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _JSON_TYPE = "arrow.json"
 """The extension type of columns that `datasets.Json` writes: JSON as text."""
-ListingT = TypeVar("ListingT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +67,6 @@ class Shard:
                 return number_rows(str(self.path), _read_arrow(self.path, kind="Parquet"))
             case _:
                 return number_rows(str(self.path), _read_arrow(self.path, kind="Arrow"))
-
-
-class _SavedDataset(msgspec.Struct, frozen=True):
-    """File in a folder that `datasets` saved."""
-
-    class File(msgspec.Struct, frozen=True):
-        filename: str
-
-    files: list[File] = msgspec.field(name="_data_files")
-    indices_files: Any = msgspec.field(name="_indices_files", default=None)
-    indices_data_files: Any = msgspec.field(name="_indices_data_files", default=None)
-
-
-class _SavedSplits(msgspec.Struct, frozen=True):
-    """File in a folder of several data sets that `datasets` saved."""
-
-    splits: list[str]
 
 
 def number_rows(source: str, rows: Iterable[Any]) -> Iterator[LocatedRow]:
@@ -198,7 +180,7 @@ def _saved_shards(folder: Path, *, split: str | None = None) -> list[Shard]:
     """Return the Arrow files of a folder that `datasets` saved."""
     listing = folder / DATASET_DICT_FILE
     if listing.is_file():
-        splits = _listing(listing, _SavedSplits).splits
+        splits: list[str] = _listing(listing)["splits"]
         if split is None and len(splits) != 1:
             raise DataError(
                 f"{str(folder)!r} is a DatasetDict with the splits {', '.join(splits) or 'none'}; name one, as in "
@@ -212,18 +194,19 @@ def _saved_shards(folder: Path, *, split: str | None = None) -> list[Shard]:
         raise DataError(
             f"{str(folder)!r} is one Dataset without splits; give the folder without {':' + split!r}"
         )
-    state = _listing(folder / STATE_FILE, _SavedDataset)
-    if state.indices_files or state.indices_data_files:
+    state = _listing(folder / STATE_FILE)
+    if state.get("_indices_files") or state.get("_indices_data_files"):
         raise DataError(
             f"{str(folder)!r} was saved with an indices mapping, as old versions of `datasets` did; load it with "
             "`datasets`, and save it again"
         )
-    return [Shard(folder / file.filename, ".arrow") for file in state.files]
+    return [Shard(folder / file["filename"], ".arrow") for file in state["_data_files"]]
 
 
-def _listing(path: Path, kind: type[ListingT]) -> ListingT:
+def _listing(path: Path) -> dict[str, Any]:
+    """Return the content of a file that `datasets` writes."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError) as error:
         raise DataError(
             f"{str(path)!r}, which `datasets` writes, is damaged ({error}); copy the folder again"

@@ -81,14 +81,6 @@ class GroupScoring:
     cancelled, or have a reward of their own. A trajectory that was scored before a crash keeps its reward; the function
     gets it only if others of its group have no reward. A group with a trajectory that can be resumed stays unscored
     until that trajectory has ended in a later run.
-
-    Args:
-        reward: Called once for each group. None scores nothing.
-        jobs: All jobs of the run. They determine the number of rollouts of each group.
-        budget: Counts trajectories whose reward fails.
-        journal: Records the rewards. None records nothing.
-        on_trajectory: Called with each trajectory once its group is scored.
-        retries: How often the function is called again for a group because something was unavailable.
     """
 
     def __init__(

@@ -47,13 +47,6 @@ class TrajectoryInstance:
 
     An opening that fails or is cancelled may have allocated resources, so it is closed like any other. The next use
     then opens a new instance with a new id.
-
-    Args:
-        name: Name of the object in errors.
-        trajectory: Prefix of the instance ids, which shows to which trajectory they belong.
-        open_as: Allocates the resources of the given instance id.
-        close_as: Frees them.
-        has_state: Whether there is anything to allocate and to free.
     """
 
     def __init__(

@@ -67,11 +67,7 @@ class IsolatedTask(Generic[ResultT]):
             stopped.cancel()
 
     async def stop(self, *, grace_s: float = ABANDON_GRACE_S) -> bool:
-        """Cancel the call and wait until it has ended. Abandon the call if it still runs after `grace_s`.
-
-        Returns:
-            Whether the call has ended.
-        """
+        """Cancel the call and wait until it has ended. Abandon the call if it still runs after `grace_s`."""
         self._task.cancel()
         return await self.wait_shielded(timeout_s=grace_s, after="it was cancelled")
 
@@ -80,9 +76,6 @@ class IsolatedTask(Generic[ResultT]):
 
         Args:
             after: Event that the time counts from, for the log.
-
-        Returns:
-            Whether the call has ended.
         """
         ends_at = asyncio.get_running_loop().time() + timeout_s
         cancelled: asyncio.CancelledError | None = None

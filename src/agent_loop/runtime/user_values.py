@@ -25,7 +25,7 @@ MAX_DEPTH = 32
 MAX_TEXT = 1_000_000
 """Number of characters of one string."""
 MAX_INTEGER = 2**64
-"""Larger integers become strings, since columns and most readers of JSON hold 64 bits."""
+"""Larger integers are lost, since columns and most readers of JSON hold 64 bits."""
 MAX_NOTES = 5
 """Number of incidents per mapping. One more incident counts the rest."""
 
@@ -98,7 +98,8 @@ class _Converter:
                 self.lost.append(f"{path or 'it'} has {len(value)} characters and was cut to {MAX_TEXT}")
             return str(value[:MAX_TEXT])
         if isinstance(value, int):
-            return int(value) if -MAX_INTEGER < value < MAX_INTEGER else self._large_integer(value, path=path)
+            is_small = -MAX_INTEGER < value < MAX_INTEGER
+            return int(value) if is_small else self._lose(f"integer of {value.bit_length()} bits", path=path)
         if isinstance(value, float):
             return float(value)
         if depth >= MAX_DEPTH or id(value) in self._open:
@@ -141,14 +142,6 @@ class _Converter:
             name = name if isinstance(name, str) else short_repr(name)
             read[name] = self.read(value, path=f"{path}.{name}" if path else name, depth=depth + 1)
         return read
-
-    def _large_integer(self, value: int, *, path: str) -> str:
-        try:
-            text = str(value)
-        except ValueError:  # Python refuses to write thousands of digits
-            return self._lose(f"integer of {value.bit_length()} bits", path=path)
-        self.lost.append(f"{path or 'it'} is an integer of {value.bit_length()} bits and was kept as text")
-        return text
 
     def _lose(self, what: str, *, path: str) -> str:
         self.lost.append(f"{path[:200] or 'it'} is not storable ({what})")

@@ -203,11 +203,7 @@ class RowStore:
         self._rows: list[Row] = []
 
     def dataset(self, rows: Sequence[Row]) -> Any:
-        """Return a `datasets.Dataset` with one column, `prompt`, whose messages hold the number of their row.
-
-        Args:
-            rows: Rows with `raw_prompt`. TRL sees role and text of its messages, for its logs and for reward models.
-        """
+        """Return a `datasets.Dataset` with one column, `prompt`, whose messages hold the number of their row."""
         try:
             from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
         except ImportError as error:

@@ -62,11 +62,7 @@ def load_name(name: str) -> Any:
 def async_server_class(
     rollout_backend: str, rollout_backend_module: str | None = None, rollout_backend_class: str | None = None
 ) -> type[AsyncServerBase]:
-    """Return the server class of an engine, or the class of that name in a module or file.
-
-    Raises:
-        ConfigError: There is no such class, or it is not a server.
-    """
+    """Return the server class of an engine, or the class of that name in a module or file."""
     reference = ENGINES.get(rollout_backend, rollout_backend)
     if rollout_backend_module is not None:
         reference = f"{rollout_backend_module}:{rollout_backend_class}"
@@ -86,11 +82,7 @@ async def get_trajectory_info(step: int, index: Iterable[Any], validate: bool) -
 
 
 def initialize_interactions_from_config(interaction_config_file: str | Path) -> Mapping[str, BaseInteraction]:
-    """Return the interactions of a YAML file by name.
-
-    Raises:
-        ConfigError: An interaction cannot be loaded.
-    """
+    """Return the interactions of a YAML file by name."""
     return load_interactions(interaction_config_file)
 
 

@@ -15,13 +15,7 @@ from agent_loop.types import IntArray, SamplingParams, TokenOutput
 
 
 class VerlClientServer(AsyncServerBase):
-    """All servers of a verl run, behind verl's client. verl balances, wakes, updates and restarts them.
-
-    Args:
-        client: verl's `LLMServerClient`, or a subclass of it.
-        with_logprobs: Whether completions have log-probs, as `calculate_log_probs` of verl's rollout says.
-        is_deterministic: Whether request ids are the rows' priorities, as `full_determinism` of verl's rollout says.
-    """
+    """All servers of a verl run, behind verl's client. verl balances, wakes, updates and restarts them."""
 
     abilities = frozenset({Ability.LOG_PROBS, Ability.PENALTIES, Ability.MIN_P})
 
@@ -102,10 +96,6 @@ class SessionClient:
 
     verl sends all turns of a session to the same server in any case. The balancer then counts sessions instead of
     requests, and two of three messages of a turn are saved.
-
-    Args:
-        client: verl's `LLMServerClient`.
-        is_deterministic: Whether servers get the ids of the sessions, and not a new id for each turn.
     """
 
     def __init__(self, client: Any, *, is_deterministic: bool) -> None:

@@ -22,12 +22,7 @@ _skippable: Any = load_verl("verl.utils.skip:SkipManager").annotate(role="rollou
 
 
 class VerlAgentLoopManager:
-    """Agent loop manager for verl's trainer. It sends each batch to `rollout.agent.num_workers` actors.
-
-    Args:
-        workers: Actors of `VerlRolloutWorker`.
-        folder: Folder of the run's trajectories.
-    """
+    """Agent loop manager for verl's trainer. It sends each batch to `rollout.agent.num_workers` actors."""
 
     def __init__(self, workers: Sequence[Any], *, folder: RunFolder) -> None:
         self._workers = workers
@@ -41,11 +36,7 @@ class VerlAgentLoopManager:
         teacher_client: Any = None,
         reward_loop_worker_handles: Any = None,
     ) -> Self:
-        """Create the manager and its actors, spread over the nodes. Called by verl's trainer.
-
-        Raises:
-            ConfigError: A setting of `agent_loop_config` is invalid. No actor was started.
-        """
+        """Create the manager and its actors, spread over the nodes. Called by verl's trainer."""
         read_settings(config)
         ray = load_ray()
         nodes = [

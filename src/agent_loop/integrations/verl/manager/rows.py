@@ -28,13 +28,7 @@ SPECULATION_COUNTERS = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "sp
 
 
 class VerlRecord:
-    """Record of one trajectory.
-
-    Args:
-        row: The columns that verl passes to a loop.
-        agent_name: Name of the loop in verl's registry.
-        is_greedy: Whether the row asks for the likeliest tokens.
-    """
+    """Record of one trajectory."""
 
     def __init__(self, row: Mapping[str, Any], *, agent_name: str, is_greedy: bool) -> None:
         self.row = row
@@ -92,10 +86,7 @@ current_record: ContextVar[VerlRecord | None] = ContextVar("current_record", def
 class VerlParts:
     """Parts of verl's `AgentLoopWorker`: tokenizer, registered loops, rewards, teachers, and inputs of vision models.
 
-    Args:
-        config: The configuration of the verl run.
-        tools: Tools in verl's form, for loops written for verl.
-        clients: `llm_client`, `teacher_client` and `reward_loop_worker_handles`.
+    `tools` are in verl's form, for loops written for verl. `clients` has verl's names.
     """
 
     def __init__(self, config: DictConfig, *, tools: Sequence[Any], clients: Mapping[str, Any]) -> None:
@@ -148,13 +139,7 @@ class VerlParts:
     def model_inputs(
         self, output: Any, *, input_ids: torch.Tensor, attention_mask: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return position ids and `multi_modal_inputs` of one row.
-
-        Args:
-            output: The output in verl's form.
-            input_ids: Shape [num_tokens].
-            attention_mask: Shape [num_tokens].
-        """
+        """Return position ids and `multi_modal_inputs` of one row."""
         if self.processor is None:
             return positions_of(attention_mask), {}
         ids, mask = input_ids.unsqueeze(0), attention_mask.unsqueeze(0)
@@ -366,13 +351,7 @@ def read_tensordict(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def make_row(columns: dict[str, Any], names: KnownNames, *, is_greedy: bool = False) -> Row:
-    """Return a row for a loop of this package, with its record in the column `RECORD`.
-
-    Args:
-        columns: The columns in verl's form, without those that verl removes before it calls a loop.
-        names: Names that the row may use.
-        is_greedy: Whether the row asks for the likeliest tokens.
-    """
+    """Return a row for a loop of this package, with its record in the column `RECORD`."""
     agent_name = str(columns.pop("agent_name", names.default_agent_loop))
     record = VerlRecord(columns, agent_name=agent_name, is_greedy=is_greedy)
     prompt = without_added_nulls({"raw_prompt": list(columns["raw_prompt"])})  # verl reads rows with Arrow

@@ -54,11 +54,7 @@ def _value(columns: Any, name: str, default: Any) -> Any:
 
 
 class RunFolder:
-    """The folder, as the manager sees it: prepares it, and numbers the groups of all workers.
-
-    Args:
-        config: The configuration of the verl run.
-    """
+    """The folder, as the manager sees it: prepares it, and numbers the groups of all workers."""
 
     def __init__(self, config: DictConfig) -> None:
         self._path = run_dir_of(config)
@@ -95,12 +91,6 @@ class TrajectoryFiles:
     """The files of one worker in the folder. Without a folder, nothing is written.
 
     An error of a file is logged, and does not stop the run.
-
-    Args:
-        run_dir: The folder; None if the run has none.
-        settings: The settings of the run.
-        tokenizer: The tokenizer of the model.
-        worker: Number of the worker.
     """
 
     def __init__(self, run_dir: Path | None, *, settings: Config, tokenizer: Any, worker: int) -> None:

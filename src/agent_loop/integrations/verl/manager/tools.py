@@ -16,13 +16,7 @@ from agent_loop.tools.registry import VERL_NAMES, ToolEntry, create_tools
 
 
 class ToolFromVerl(base.BaseTool):
-    """A tool of verl, with verl's behaviour: created and released for each call, and truncated in characters.
-
-    Args:
-        tool: An instance of verl's `BaseTool`, or a `FunctionTool`.
-        max_characters: `multi_turn.max_tool_response_length` of verl.
-        side: `multi_turn.tool_response_truncate_side` of verl.
-    """
+    """A tool of verl, with verl's behaviour: created and released for each call, and truncated in characters."""
 
     check_arguments = ArgumentChecking.OFF
 
@@ -81,9 +75,6 @@ def load_tools(multi_turn: Any) -> tuple[dict[str, base.BaseTool], Sequence[Any]
 
     Returns:
         The tools by name, and the same tools in verl's form.
-
-    Raises:
-        ConfigError: A tool cannot be loaded.
     """
     resolve = load_verl("verl.utils.import_utils:resolve_config_path")
     loaded: list[Any] = []

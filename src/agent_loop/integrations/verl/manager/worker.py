@@ -40,18 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class VerlRolloutWorker:
-    """Runs the rows of verl's batches with this package. One instance per process.
-
-    Args:
-        config: The configuration of the verl run.
-        llm_client: verl's client of its LLM servers.
-        teacher_client: verl's clients of teachers, for distillation.
-        reward_loop_worker_handles: verl's reward workers. None leaves scoring to the trainer.
-        number: Number of the worker.
-
-    Raises:
-        ConfigError: A setting, loop or tool is invalid.
-    """
+    """Runs the rows of verl's batches with this package. One instance per process."""
 
     def __init__(
         self,
@@ -115,10 +104,6 @@ class VerlRolloutWorker:
 
         A failed trajectory has its tokens so far with a mask of 0. Its score is the mean of its group, which leaves
         the advantages of the group's others as they are; in validation its score is 0.
-
-        Args:
-            batch: The rows.
-            places: Group and rollout of each row within its step. None makes each row a group.
         """
         name = batch_name(batch.meta_info)
         validate = name.validate
@@ -215,12 +200,7 @@ class VerlRolloutWorker:
     # -- V1: a TensorDict in, entries of TransferQueue out -----------------------------------------------------------
 
     async def start_batch(self, batch: Any, *, first_group: int = 0) -> None:
-        """Start the trajectories of a `TensorDict`, and return without waiting. They go to the queue as they end.
-
-        Args:
-            batch: The prompts.
-            first_group: Number of the first prompt within its step.
-        """
+        """Start the trajectories of a `TensorDict`, and return without waiting. They go to the queue as they end."""
         name = batch_name(batch)
         validate = name.validate
         rows: list[Row] = []
