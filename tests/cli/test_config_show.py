@@ -35,15 +35,6 @@ def test_the_printed_settings_are_accepted_on_the_command_line(command: Command)
     assert load_config(overrides=printed) == load_config("config.yaml", overrides=overrides)
 
 
-def test_a_section_is_printed_alone(command: Command) -> None:
-    result = command("config", "show", "config.yaml", "--section", "rollout.multi_turn", "--all")
-    assert result.out
-    assert all(line.startswith("rollout.multi_turn.") for line in result.out.splitlines())
-    refused = command("config", "show", "config.yaml", "--section", "rolout")
-    assert refused.exit_code == 2
-    assert "no setting 'rolout'" in " ".join(refused.err.split())
-
-
 def test_doctor_names_versions_and_how_to_install_what_is_missing(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

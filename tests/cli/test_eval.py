@@ -157,17 +157,6 @@ def test_resume_shows_a_finished_evaluation_without_a_server(evaluate: Evaluate)
     assert "holds another evaluation: num_samples, rollout.val.top_p changed" in other.err
 
 
-def test_resume_of_another_unfinished_evaluation_names_what_changed(evaluate: Evaluate) -> None:
-    with file("interrupt", "5"), file("hang", "34"):
-        evaluate()
-    other = evaluate("--resume", "rollout.val.temperature=0.5")
-    assert other.exit_code == 2
-    assert "rollout.val.temperature changed" in other.err
-    nothing = evaluate("--resume", "--out", "elsewhere")
-    assert nothing.exit_code == 2
-    assert "'elsewhere' holds no evaluation to resume" in nothing.err
-
-
 def test_too_many_failures_stop_the_evaluation_and_resume_runs_the_failed_rows_again(
     evaluate: Evaluate,
 ) -> None:

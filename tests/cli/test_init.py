@@ -78,18 +78,6 @@ def test_supervised_steps_change_the_weights_and_a_seed_gives_the_same_model(
     assert all(one[name].equal(other[name]) for name in one)
 
 
-def test_options_replace_what_the_config_names(task: Path, command: Command) -> None:
-    settings = {"data": {"train_files": ["absent.jsonl"]}, "sft": {"files": ["demos.jsonl"]}}
-    (task / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    refused = command("make-model", "model", "--config", "config.yaml", "--steps", "0")
-    assert refused.exit_code == 2
-    assert "absent.jsonl" in refused.err
-    result = command(
-        "make-model", "model", "--config", "config.yaml", "--from-rows", "rows.jsonl", "--steps", "0"
-    )
-    assert result.exit_code == 0, result.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -59,24 +59,6 @@ def test_rollout_reads_rows_of_every_source(command: Command) -> None:
     assert [record["group"] for record in records] == list(range(8))
 
 
-def test_train_reads_rows_of_every_source(command: Command) -> None:
-    files = f"data.train_files=[{','.join(SOURCES)}]"
-
-    result = command("train", "config.yaml", PATH, files, "trainer.total_steps=1", "trainer.save_every=1")
-
-    assert result.exit_code == 0, result.err
-    state = json.loads(Path("run/checkpoints/step-000001/state.json").read_text())
-    files_of_rows = [(file["name"], file["num_rows"]) for file in state["rows"]["train"]["files"]]
-    assert files_of_rows == [
-        ("shards/0.parquet", 1),
-        ("shards/1.parquet", 1),
-        ("folder/0.jsonl", 1),
-        ("folder/1.jsonl", 1),
-        ("rows.csv.gz", 2),
-        ("saved/train/data.arrow", 2),
-    ]
-
-
 def test_an_unreadable_source_is_refused(command: Command) -> None:
     for arguments in (
         ["train", "config.yaml", "data.train_files=[x/*.jsonl]"],

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent_loop.integrations.verl.gsm8k import NO_PROGRESS_PENALTY, read_answer, with_mark
+from agent_loop.integrations.verl.gsm8k import NO_PROGRESS_PENALTY
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.tools.registry import load_tools
 from agent_loop.trajectory import Trajectory
@@ -87,25 +86,3 @@ def test_without_a_ground_truth_the_tool_scores_nothing_and_the_reward_function_
     assert (first.reward, second.reward) == (0.25, 0.25)
     warnings = [record for record in caplog.records if "without a ground truth" in record.getMessage()]
     assert len(warnings) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("42", "42"),
-        ("#### 42", "42"),
-        ("####42", "42"),
-        ("6 * 7 = 42\n#### 42", "42"),
-        ("#### 41 or rather #### 42", "42"),
-        ("$1,234.50", "1234.5"),
-        ("-3", "-3"),
-        ("18.00", "18"),
-        ("42.", "42"),
-        ("the answer is 42", None),
-        ("forty-two", None),
-        ("", None),
-        ("1.2.3", None),
-    ],
-)
-def test_only_a_number_after_the_mark_is_read(text: str, number: str | None) -> None:
-    assert read_answer(with_mark(text)) == (None if number is None else Decimal(number))

@@ -44,11 +44,6 @@ def test_the_error_for_a_name_without_a_counterpart_states_what_to_use_instead()
             getattr(verl, name)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'AgentLoopBoss'"):
-        _ = verl.AgentLoopBoss
-
-
 def test_the_server_class_of_an_engine_or_of_a_module_is_found() -> None:
     assert verl.async_server_class("scripted") is ScriptedServer
     found = verl.async_server_class(

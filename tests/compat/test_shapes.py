@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from agent_loop.checks import check_server
 from agent_loop.config import Config, RolloutConfig, load_config
-from agent_loop.errors import ConfigError, WeightsError
+from agent_loop.errors import WeightsError
 from agent_loop.integrations import verl
 from agent_loop.integrations.verl import (
     AgentData,
@@ -31,7 +31,6 @@ from agent_loop.integrations.verl import (
 )
 from agent_loop.loops import registry
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
@@ -154,19 +153,6 @@ def test_a_subclass_of_each_shipped_loop_takes_verls_constructor(base: Any, conf
     assert trajectory.output.answer == "It is 42."
 
 
-def test_an_episode_of_a_loop_in_verls_form_runs(config: Config) -> None:
-    @register("verl_episode")
-    class WithEpisode(AgentLoopBase):
-        async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-            async with self.episode(kwargs["raw_prompt"]) as episode:
-                await episode.generate(sampling_params)
-                return episode.output()
-
-    [trajectory] = run(config, [row(agent_name="verl_episode")], [text_reply("It is 42.")])
-    assert trajectory.output.failure is None
-    assert trajectory.output.answer == "It is 42."
-
-
 def test_sampling_params_hold_the_documented_keys(config: Config) -> None:
     seen: list[dict[str, Any]] = []
 
@@ -244,26 +230,6 @@ def test_a_server_that_defines_only_generate_is_created_from_a_configuration(con
     [server, *_] = create_servers(loaded.model, rollout=loaded.rollout)
     assert isinstance(server, verl.AsyncServerBase)
     assert (server.says, server.name) == ("Hello.", "Parrot-0")  # pyright: ignore
-
-
-@pytest.mark.parametrize(
-    ("fields", "complaint"),
-    [
-        (
-            {"engine_kwargs": {"speed": 9}},
-            r"Parrot cannot be created with rollout.engine_kwargs \{'speed': 9\}",
-        ),
-        (
-            {"url": "http://localhost:1"},
-            r"Parrot cannot be used with rollout.server_urls: define create\(spec\)",
-        ),
-    ],
-)
-def test_options_that_the_constructor_of_a_server_does_not_accept_are_rejected(
-    fields: dict[str, Any], complaint: str, config: Config
-) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        Parrot.create(ServerSpec(name="p", model=config.model, max_model_len=64, **fields))
 
 
 def test_checks_of_methods_that_a_server_lacks_are_skipped() -> None:

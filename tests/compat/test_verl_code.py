@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from agent_loop.config import Config, load_config
-from agent_loop.errors import ConfigError, EpisodeError
+from agent_loop.errors import ConfigError
 from agent_loop.integrations import verl
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
@@ -194,8 +194,3 @@ def test_tools_and_interactions_load_by_their_functions() -> None:
     assert loaded_tool.get_openai_tool_schema().function.name == "score_answer"
     loaded = verl.initialize_interactions_from_config("tests/compat/interactions.yaml")
     assert isinstance(loaded["patient"], verl_code.PatientInteraction)
-
-
-def test_an_unknown_metric_is_refused() -> None:
-    with pytest.raises(EpisodeError, match="metrics has the unknown name 'generate'"):
-        verl.AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics={"generate": 1.0})

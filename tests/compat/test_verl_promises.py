@@ -63,7 +63,6 @@ def run(
     rows: Sequence[dict[str, Any]],
     *replies: ScriptedReply,
     reward: RewardFunction | None = None,
-    version: int = 0,
     **multi_turn: Any,
 ) -> list[Trajectory]:
     config: Config = load_config(
@@ -82,8 +81,6 @@ def run(
             rollout, servers=[server], template=hermes_template(), settings=config, reward=reward
         )
         async with manager:
-            if version:
-                await server.update_weights(iter(()), weight_version=version)
             return await manager.run(rows, n=1)
 
     return run_virtual(main())
@@ -103,11 +100,6 @@ def test_an_output_over_the_limit_is_cut_and_named_and_the_batch_goes_on() -> No
     [incident] = [i for i in long.output.incidents if i.kind is IncidentKind.TRUNCATED_RESPONSE]
     assert str(RESPONSE_LENGTH) in incident.detail
     assert short.output.incidents == ()
-
-
-def test_the_weight_version_of_a_token_is_that_of_the_server() -> None:
-    [trajectory] = run([row()], text_reply("#### 42"), version=3)
-    assert set(trajectory.output.weight_versions.tolist()) == {3}
 
 
 def test_replies_in_the_format_of_gpt_oss_are_written_by_hand() -> None:

@@ -79,19 +79,6 @@ def test_interaction_arguments_without_a_name_are_reported_before_the_run_if_an_
     assert requests == []
 
 
-def test_a_loop_without_interactions_needs_no_interaction_name() -> None:
-    row = {**record(query="What is 6 * 7?"), "agent_name": "single_turn_agent"}
-    [trajectory] = run([row], interactions=INTERACTIONS)
-    assert trajectory.output.failure is None
-
-
-def test_a_table_may_mix_rows_with_and_without_an_interaction() -> None:
-    rows = [record(name="patient", ground_truth="42"), record(name=None, ground_truth=None)]
-    first, second = run(rows, interactions=INTERACTIONS)
-    assert first.output.stop_reason is StopReason.INTERACTION_FINISHED
-    assert second.output.stop_reason is StopReason.ANSWERED
-
-
 def test_an_interaction_name_that_is_not_configured_is_rejected() -> None:
     with pytest.raises(DataError, match=r"row 0: interaction_kwargs\.name is 'gsm8k', but no interaction is"):
         run([record(name="gsm8k", ground_truth="42")], interactions=None)

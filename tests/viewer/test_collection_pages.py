@@ -88,55 +88,6 @@ def test_curves_have_bands_over_seeds_that_can_be_replaced_by_single_runs(page: 
     assert "metric=entropy" in page.url
 
 
-def test_each_run_of_a_group_has_its_own_line_and_name(page: Any, viewer: Viewer) -> None:
-    page.goto(f"{viewer.url}#/runs?band=runs")
-    chart = page.locator(".chart", has_text="reward / mean").first
-    chart.locator("path.line").nth(3).wait_for()
-    names = [name.split()[0] for name in chart.locator(".readout > span").all_inner_texts()]
-    assert sorted(names) == ["high-0", "high-1", "low-0", "low-1"]
-    looks = {
-        chart.locator("path.line")
-        .nth(place)
-        .evaluate(
-            "(line) => { const { stroke, strokeDasharray } = getComputedStyle(line); return stroke + strokeDasharray }"
-        )
-        for place in range(4)
-    }
-    assert len(looks) == 4
-    assert chart.locator(".stroke-key line").count() == 4
-
-
-def test_the_interval_of_a_share_stays_between_0_and_1(page: Any, viewer: Viewer) -> None:
-    page.goto(f"{viewer.url}#/runs?band=interval&metric=success")
-    chart = page.locator(".chart", has_text="reward / success share")
-    chart.locator("path.band").nth(1).wait_for()
-    ticks = [
-        float(text.removesuffix(" %")) for text in chart.locator(".tick").all_text_contents() if "%" in text
-    ]
-    assert 0 <= min(ticks) < max(ticks) <= 100
-
-
-def test_the_last_values_stay_open(page: Any, viewer: Viewer) -> None:
-    open_page(page, viewer, "runs")
-    page.locator("summary", has_text="Last values").click()
-    opened = page.locator("details[open]", has_text="Last values")
-    opened.locator("td", has_text=" of 6").first.wait_for()
-    page.get_by_label("Find a metric").fill("entropy")
-    opened.locator("tbody th", has_text="actor/entropy").first.wait_for()
-    page.wait_for_url("**last=open**")
-    page.reload()
-    opened.locator("tbody th", has_text="actor/entropy").first.wait_for()
-
-
-def test_only_settings_that_differ_are_shown(page: Any, viewer: Viewer) -> None:
-    open_page(page, viewer, "runs")
-    rows = page.locator(".differences tbody tr").all_inner_texts()
-    assert [row.split("\t") for row in rows] == [
-        ["actor.optim.lr", "1e-05", "1e-06"],
-        ["trainer.seed", "0, 1", "0, 1"],
-    ]
-
-
 def test_a_prompt_leads_to_its_trajectories_in_each_run_and_step(page: Any, viewer: Viewer) -> None:
     open_page(page, viewer, "prompts")
     page.get_by_label("Find a prompt").fill("part 1?")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -93,33 +91,6 @@ def test_a_viewer_without_a_server_says_how_to_give_one(run_folder: Path) -> Non
     assert state["token"] is None
     assert "--server URL" in state["problem"]
     assert client.post("/api/fork", json=GIVEN).status_code == 503
-
-
-def test_the_page_names_what_continues_a_fork(client: TestClient, run_folder: Path) -> None:
-    assert "the run's last checkpoint" in client.get("/api/what-if").json()["server"]
-
-    class Models(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/v1/models" else 404)
-            self.end_headers()
-            self.wfile.write(b'{"object": "list", "data": [{"id": "small", "object": "model"}]}')
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Models) as server:
-        url = f"http://127.0.0.1:{server.server_port}"
-        Thread(target=server.serve_forever).start()
-        assert (
-            served(run_folder, url)
-            == served(run_folder, f"{url}/v1").replace("/v1", "")
-            == f"{url} serves small."
-        )
-        server.shutdown()
-    assert "does not say which model it serves" in served(run_folder, url)
-
-
-def served(run_folder: Path, url: str) -> str:
-    forks = Forks(RunSource(run_folder), server=url, host="127.0.0.1")
-    app = create_viewer_app(RunSource(run_folder), hosts=None, forks=forks)
-    return TestClient(app).get("/api/what-if").json()["server"]
 
 
 @pytest.mark.parametrize(

@@ -39,19 +39,6 @@ def test_texts_and_reward_parts_are_columns_that_can_be_filtered(page: Any, smal
     page.locator(".summary", has_text="0 of 102").wait_for()
 
 
-def test_escape_and_a_click_elsewhere_close_a_menu(page: Any, small_viewer: Viewer) -> None:
-    open_page(page, small_viewer.url, "table")
-    menu = page.locator("details.menu")
-    menu.locator("summary").click()
-    menu.locator("label").first.click()
-    page.keyboard.press("Escape")
-    page.locator("details.menu:not([open])").wait_for()
-    assert page.evaluate("document.activeElement.innerText") == "Columns"
-    menu.locator("summary").click()
-    page.locator(".summary").click()
-    page.locator("details.menu:not([open])").wait_for()
-
-
 def test_pointing_at_charts_and_tokens_moves_nothing(page: Any, small_viewer: Viewer) -> None:
     open_page(page, small_viewer.url, "overview")
     page.locator(".finding").first.wait_for()
@@ -100,23 +87,6 @@ def test_a_token_without_a_log_prob_of_the_trainer_says_why(page: Any, tmp_path:
         )
         page.locator(".t.mask-1").first.hover()
         page.locator(".token-details", has_text="trajectories of val are not trained on").wait_for()
-
-
-def test_a_legend_says_the_step_of_an_old_value_and_shows_no_value_as_0(page: Any, tmp_path: Path) -> None:
-    lines = [
-        {"step": step, "reward/mean": 0.5, "rollout/stop_reason/answered": 1.0 - 0.25 * (step < 3)}
-        for step in range(1, 5)
-    ]
-    lines[1] |= {"rollout/stop_reason/failed": 0.25, "val/reward/mean": 0.125}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with viewing(tmp_path) as viewer:
-        page.goto(viewer.url)
-        reward = page.locator(".chart", has_text="Reward").first
-        reward.locator(".readout", has_text="val 0.125 at 2").wait_for()
-        reasons = page.locator(".chart", has_text="Stop reasons")
-        reasons.locator("svg").hover(position={"x": 280, "y": 60})
-        reasons.locator(".at", has_text="step 4").wait_for()
-        reasons.locator(".readout", has_text=re.compile("failed \\W")).wait_for()
 
 
 def test_table_curves_and_groups_of_a_running_run_grow(page: Any, tmp_path: Path) -> None:

@@ -135,17 +135,6 @@ def test_tokens_are_coloured_by_their_mask(page: Any, small_viewer: Viewer) -> N
         page.locator(".token-details", has_text=part).wait_for()
 
 
-def test_an_address_with_another_view_of_the_same_trajectory_shows_it(
-    page: Any, small_viewer: Viewer
-) -> None:
-    open_page(page, small_viewer.url, "conversation")
-    page.goto(f"{small_viewer.url}{PAGES['conversation']}&view=tokens")
-    page.locator(".t").first.wait_for()
-    page.go_back()
-    page.locator(".message").first.wait_for()
-    assert "view=tokens" not in page.url
-
-
 def test_leaving_a_trajectory_while_it_loads_does_not_change_the_next_address(
     page: Any, small_viewer: Viewer
 ) -> None:
@@ -160,11 +149,6 @@ def test_leaving_a_trajectory_while_it_loads_does_not_change_the_next_address(
         held[0].continue_()
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     assert "view=tokens" in page.url
-
-
-def test_bytes_of_one_character_are_shown_together(page: Any, small_viewer: Viewer) -> None:
-    open_page(page, small_viewer.url, "tokens")
-    page.locator(".tokens", has_text="€").wait_for()
 
 
 def test_a_turn_whose_message_is_empty_shows_the_text_of_its_tokens(page: Any, tmp_path: Path) -> None:
@@ -185,20 +169,6 @@ def test_a_turn_whose_message_is_empty_shows_the_text_of_its_tokens(page: Any, t
         assert times[-2:] == ["other", "1.01 s"]
         page.goto(f"{viewer.url}#/group?split=train&step=1&group=0")
         page.locator(".turn-cell .token-text pre", has_text="€").wait_for()
-
-
-def test_a_fork_shows_the_elapsed_time_and_marks_an_error(page: Any, small_viewer: Viewer) -> None:
-    held: list[Any] = []
-    page.route(
-        "**/api/what-if", lambda route: route.fulfill(json={"problem": "", "token": "x", "server": "S."})
-    )
-    page.route("**/api/fork", lambda route: held.append(route))
-    open_page(page, small_viewer.url, "fork")
-    page.get_by_role("button", name="Run from here").click()
-    page.locator(".fork-message", has_text=re.compile(r"^Running… [1-9] s\. S\.$")).wait_for()
-    held[0].fulfill(status=422, json={"error": "the server is gone"})
-    page.locator(".fork-message.bad[role=alert]", has_text="the server is gone").wait_for()
-    assert serious_faults(page) == []
 
 
 def test_data_of_a_run_never_becomes_markup(page: Any, small_viewer: Viewer) -> None:

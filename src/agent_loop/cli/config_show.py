@@ -28,9 +28,6 @@ def config_show_command(
     everything: Annotated[
         bool, typer.Option("--all", help="Print the settings that have their default value too.")
     ] = False,
-    section: Annotated[
-        str | None, typer.Option(help="Print only the settings below this key, as in `rollout`.")
-    ] = None,
 ) -> None:
     """Print the settings of a run, one per line, and where each value comes from.
 
@@ -40,7 +37,7 @@ def config_show_command(
 
         agent-loop config show config.yaml
 
-        agent-loop config show config.yaml rollout.n=4 --section rollout --all
+        agent-loop config show config.yaml rollout.n=4 --all
     """
     stages = {
         "default": _flat(Config()),
@@ -48,15 +45,11 @@ def config_show_command(
         "command line": _flat(read_config(config, overrides)),
     }
     found = stages["command line"]
-    shown = [key for key in found if section is None or key == section or key.startswith(f"{section}.")]
-    if section is not None and not shown:
-        sections = ", ".join(sorted({key.split(".")[0] for key in found}))
-        raise typer.BadParameter(
-            f"there is no setting {section!r}; the sections are {sections}", param_hint="--section"
-        )
-    sources = {key: _source(key, stages) for key in shown}
+    sources = {key: _source(key, stages) for key in found}
     lines = {
-        f"{key}={_text(found[key])}": sources[key] for key in shown if everything or sources[key] != "default"
+        f"{key}={_text(value)}": sources[key]
+        for key, value in found.items()
+        if everything or sources[key] != "default"
     }
     width = min(max(map(len, lines), default=0), MAX_WIDTH)
     console = Console(soft_wrap=True)

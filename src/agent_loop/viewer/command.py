@@ -44,7 +44,6 @@ def view(
     """
     source = RunSource(path)
     forks = Forks(source, server=server, host=host)
-    source.warm_up()
     with free_listener(host, port) as listener:
         _announce(f"{path}", listener, host=host, opens_browser=opens_browser, console=console)
 

@@ -6,10 +6,8 @@ import asyncio
 import secrets
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agent_loop.errors import AgentLoopError, ConfigError, DataError
-from agent_loop.runtime.describe import describe_error, one_line
-from agent_loop.runtime.threads import run_in_thread
+from agent_loop.runtime.describe import one_line
 from agent_loop.serve.middleware import LOCAL_HOSTS
 from agent_loop.storage.run import StoredRun
 from agent_loop.viewer.source import CONFIG_FILE, RunSource
@@ -32,7 +29,6 @@ RUN_ENGINE = "run"
 TOKEN_HEADER = "x-viewer-token"
 MAX_BODY_BYTES = 1 << 20
 MAX_MESSAGE = 600
-MODELS_TIMEOUT_S = 5.0
 NO_SERVER = (
     "Forks need a server. Start the viewer with `agent-loop view RUN --server URL`, the URL of a vLLM, SGLang or "
     "`agent-loop serve` server of the model, or with `--server run` for the engine in the settings of the run."
@@ -83,7 +79,9 @@ class Forks:
         """Return the token of the page and what continues a fork, or why there are no forks."""
         if self._server is None:
             return JSONResponse({"problem": self.problem, "token": None, "server": ""})
-        server = await run_in_thread(partial(_described, self._server))
+        server = f"The model of {self._server} continues it."
+        if self._server == RUN_ENGINE:
+            server = "Each fork starts the engine of the run's settings, with the run's last checkpoint if it has one."
         return JSONResponse({"problem": "", "token": self.token, "server": server})
 
     async def fork(self, request: Request) -> Response:
@@ -131,21 +129,6 @@ class Forks:
             except (AgentLoopError, ValueError) as error:
                 raise HTTPException(500, one_line(str(error), max_length=MAX_MESSAGE)) from error
             return trajectory_packet(row, self._source.pieces())
-
-
-def _described(server: str) -> str:
-    """Return a sentence about what continues a fork: the engine of the run, or the models of a server."""
-    if server == RUN_ENGINE:
-        return (
-            "Each fork starts the engine of the run's settings, with the run's last checkpoint if it has one."
-        )
-    try:
-        url = f"{server.rstrip('/').removesuffix('/v1')}/v1/models"
-        with urllib.request.urlopen(url, timeout=MODELS_TIMEOUT_S) as reply:
-            models = msgspec.json.decode(reply.read(MAX_BODY_BYTES), type=_Models)
-    except (OSError, ValueError, msgspec.DecodeError) as error:
-        return f"{server} does not say which model it serves ({describe_error(error)})."
-    return f"{server} serves {', '.join(model.id for model in models.data)}."
 
 
 async def _run_process(job: ForkJob, request: Request) -> None:
@@ -200,14 +183,6 @@ async def _body(request: Request) -> Mapping[str, Any]:
     except msgspec.DecodeError as error:
         raise HTTPException(400, one_line(str(error), max_length=MAX_MESSAGE)) from error
     return msgspec.structs.asdict(fields)
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 class _Fields(msgspec.Struct):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 
@@ -18,6 +18,7 @@ from agent_loop.training.loggers import flat
 from agent_loop.training.metrics import REWARD_MEAN, STEP, VALIDATION
 from agent_loop.viewer.run_files import read_new_lines, stamp_of
 
+ResultT = TypeVar("ResultT")
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 JOURNAL_FILE = "rollout.journal"
 HELD_OUT = f"{VALIDATION}{REWARD_MEAN}"
@@ -31,17 +32,13 @@ class RunRecord:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = threading.Lock()
-        self._settings: tuple[Any, dict[str, Any]] = (None, {})
-        self._summary: tuple[Any, EvaluationSummary | None] = (None, None)
+        self._kept: dict[str, tuple[Any, Any]] = {}
         self._curves: dict[str, dict[int, float]] = {}
         self._cursor = ""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings by their dotted names; empty if there are none."""
-        stamp = stamp_of(self.folder / CONFIG_FILE)
-        if stamp != self._settings[0]:
-            self._settings = stamp, _read_settings(self.folder / CONFIG_FILE)
-        return self._settings[1]
+        return self._read(CONFIG_FILE, _read_settings)
 
     def latest(self) -> dict[str, float]:
         """Return the last step, and the last values of the metrics that the list of runs shows."""
@@ -52,14 +49,14 @@ class RunRecord:
 
     def summary(self) -> EvaluationSummary | None:
         """Return the summary of an evaluation; None if there is none, or it cannot be read."""
-        stamp = stamp_of(self.folder / SUMMARY_FILE)
-        if stamp != self._summary[0]:
-            try:
-                found = read_summary(self.folder) if stamp else None
-            except DataError:
-                found = None
-            self._summary = stamp, found
-        return self._summary[1]
+        return self._read(SUMMARY_FILE, _read_summary)
+
+    def _read(self, name: str, read: Callable[[Path], ResultT]) -> ResultT:
+        """Return what a file holds, read again when the file changes."""
+        stamp = stamp_of(self.folder / name)
+        if name not in self._kept or self._kept[name][0] != stamp:
+            self._kept[name] = stamp, read(self.folder / name)
+        return self._kept[name][1]
 
     def curves(self) -> Mapping[str, Mapping[int, float]]:
         """Return the finite values of each metric by step."""
@@ -93,6 +90,13 @@ class RunRecord:
         names = (METRICS_FILE, SUMMARY_FILE, JOURNAL_FILE, CONFIG_FILE)
         stamps = [stamp for name in names if (stamp := stamp_of(self.folder / name))]
         return max((stamp[0] / 1e9 for stamp in stamps), default=0.0)
+
+
+def _read_summary(path: Path) -> EvaluationSummary | None:
+    try:
+        return read_summary(path) if path.is_file() else None
+    except DataError:
+        return None
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

@@ -55,10 +55,6 @@ class RunSource:
         self._session = secrets.token_hex(4)
         self._vocabulary: tuple[float, Sequence[Piece]] = (0.0, ())
 
-    def warm_up(self) -> None:
-        """Load the data that the first page requests first."""
-        self.table(self.state()["files"][-2:])
-
     def state(self) -> dict[str, Any]:
         """Return the current files and the time of the last change. File numbers are valid within a `session`."""
         files = self.files.refresh()
