@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from agent_loop.chat.multimodal import MediaProcessor
-from agent_loop.chat.sources import Medium, load_image
+from agent_loop.chat.sources import load_image
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.errors import ChatTemplateError, DataError
 from agent_loop.trajectory.attachments import Attachment, position_ids
@@ -153,17 +153,6 @@ def test_a_template_without_a_processor_refuses_images_with_the_reason() -> None
 def test_videos_are_refused_by_name_if_the_model_has_no_videos() -> None:
     with pytest.raises(ChatTemplateError, match=r"holds a video.*give its frames as images"):
         idefics_template().open(video_message("a", video_frames()))
-
-
-def test_a_template_that_drops_an_image_is_refused(template: ChatTemplate) -> None:
-    assert isinstance(template.media, MediaProcessor)
-    ids = template.encoder.encode(f"a {PAD}")
-    with pytest.raises(ChatTemplateError, match=r"1 placeholders '<\|image_pad\|>' for 2 images"):
-        template.media.encode(ids, template.media.read(_media(picture()) * 2))
-
-
-def _media(image: Any) -> Any:
-    return [Medium("image", image)]
 
 
 def test_truncating_a_prompt_keeps_or_drops_whole_images(template: ChatTemplate) -> None:

@@ -69,74 +69,48 @@ async def two_turns(row: Any, *, base_url: str, api_key: str, http_client: Any) 
     await create(model=MODEL, messages=history, tools=tools)
 
 
-def tool_reply(answer: Any) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "3"}
+def told(
+    messages: Any, answer: Any, *, call: Any = None, result: Any = None, tools: Any = (ADD,), **changed: Any
+) -> Any:
+    """Return the messages with the model's answer, changed, and the result of its call, and the tools."""
+    called = {**answer["tool_calls"][0], **(call or {})}
+    reply = {"role": "tool", "tool_call_id": called["id"], "content": "3", **(result or {})}
+    return [*messages, {**answer, "tool_calls": [called], **changed}, reply], list(tools)
 
 
-def same(messages: Any, answer: Any) -> Any:
-    return [*messages, answer, tool_reply(answer)], [ADD]
+def with_arguments(arguments: str) -> dict[str, Any]:
+    return {"function": {"name": "add", "arguments": arguments}}
 
 
-def content_null(messages: Any, answer: Any) -> Any:
-    return [*messages, {**answer, "content": None}, tool_reply(answer)], [ADD]
+UNUSED_FIELDS = {"refusal": None, "annotations": [], "audio": None, "name": "me", "provider_notes": {"a": 1}}
+REORDERED = {"function": {**dict(reversed(ADD["function"].items())), "strict": None}, "type": "function"}
+SAME_MEANING = {
+    "same": told,
+    "content null": lambda m, a: told(m, a, content=None),
+    "content empty": lambda m, a: told(m, a, content=""),
+    "content in parts": lambda m, a: told(
+        [m[0], {"role": "user", "content": [{"type": "text", "text": "1 + 2?\n"}]}], a
+    ),
+    "other ids": lambda m, a: told(m, a, call={"id": "abc"}),
+    "arguments rewritten": lambda m, a: told(m, a, call=with_arguments('{"b":2.0,\n "a":1}')),
+    "more fields": lambda m, a: told(m, a, result={"name": "add"}, **UNUSED_FIELDS),
+    "stripped": lambda m, a: told([{**each, "content": each["content"].strip()} for each in m], a),
+    "developer": lambda m, a: told([{**m[0], "role": "developer"}, m[1]], a),
+    "keys of the schema reordered": lambda m, a: told(m, a, tools=[REORDERED]),
+}
+SUB = {**ADD, "function": {**ADD["function"], "name": "sub"}}
+OTHER_MEANING = {
+    "other argument": lambda m, a: told(m, a, call=with_arguments('{"a": 1, "b": 3}')),
+    "argument of another type": lambda m, a: told(m, a, call=with_arguments('{"a": true, "b": 2}')),
+    "words added": lambda m, a: told(m, a, content="Let me see."),
+    "other system prompt": lambda m, a: told([{**m[0], "content": "Be long."}, m[1]], a),
+    "reasoning put in": lambda m, a: told(m, a, reasoning_content="Hm."),
+    "compacted": lambda m, a: ([m[0], *user("1 + 2 was called. It gave 3.")], [ADD]),
+    "other tools": lambda m, a: told(m, a, tools=[ADD, SUB]),
+}
 
 
-def content_empty(messages: Any, answer: Any) -> Any:
-    return [*messages, {**answer, "content": ""}, tool_reply(answer)], [ADD]
-
-
-def content_in_parts(messages: Any, answer: Any) -> Any:
-    parts = [{"type": "text", "text": "1 + 2?\n"}]
-    return [messages[0], {"role": "user", "content": parts}, answer, tool_reply(answer)], [ADD]
-
-
-def other_ids(messages: Any, answer: Any) -> Any:
-    call = {**answer["tool_calls"][0], "id": "abc"}
-    return [*messages, {**answer, "tool_calls": [call]}, {**tool_reply(answer), "tool_call_id": "abc"}], [ADD]
-
-
-def arguments_rewritten(messages: Any, answer: Any) -> Any:
-    call = answer["tool_calls"][0]
-    function = {**call["function"], "arguments": '{"b":2.0,\n "a":1}'}
-    return [*messages, {**answer, "tool_calls": [{**call, "function": function}]}, tool_reply(answer)], [ADD]
-
-
-def more_fields(messages: Any, answer: Any) -> Any:
-    more = {"refusal": None, "annotations": [], "audio": None, "name": "me", "provider_notes": {"a": 1}}
-    return [*messages, {**answer, **more}, {**tool_reply(answer), "name": "add"}], [ADD]
-
-
-def stripped(messages: Any, answer: Any) -> Any:
-    texts = [{**message, "content": message["content"].strip()} for message in messages]
-    return [*texts, answer, tool_reply(answer)], [ADD]
-
-
-def developer(messages: Any, answer: Any) -> Any:
-    return [{**messages[0], "role": "developer"}, messages[1], answer, tool_reply(answer)], [ADD]
-
-
-def keys_of_the_schema_reordered(messages: Any, answer: Any) -> Any:
-    function = dict(reversed(list(ADD["function"].items())))
-    return [*messages, answer, tool_reply(answer)], [
-        {"function": {**function, "strict": None}, "type": "function"}
-    ]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        same,
-        content_null,
-        content_empty,
-        content_in_parts,
-        other_ids,
-        arguments_rewritten,
-        more_fields,
-        stripped,
-        developer,
-        keys_of_the_schema_reordered,
-    ],
-)
+@pytest.mark.parametrize("change", SAME_MEANING.values(), ids=SAME_MEANING)
 def test_formatting_changes_by_clients_do_not_start_a_new_conversation(change: Any) -> None:
     harness = ProgramHarness(in_order(tool_call_reply("add", a=1, b=2), text_reply("3")))
     [trajectory] = harness.run_virtual(two_turns, change=change)
@@ -144,53 +118,7 @@ def test_formatting_changes_by_clients_do_not_start_a_new_conversation(change: A
     assert [t.stop_reason for t in [trajectory.output]] == [StopReason.ANSWERED]
 
 
-def other_argument(messages: Any, answer: Any) -> Any:
-    call = answer["tool_calls"][0]
-    function = {**call["function"], "arguments": '{"a": 1, "b": 3}'}
-    return [*messages, {**answer, "tool_calls": [{**call, "function": function}]}, tool_reply(answer)], [ADD]
-
-
-def argument_of_another_type(messages: Any, answer: Any) -> Any:
-    call = answer["tool_calls"][0]
-    function = {**call["function"], "arguments": '{"a": true, "b": 2}'}
-    return [*messages, {**answer, "tool_calls": [{**call, "function": function}]}, tool_reply(answer)], [ADD]
-
-
-def words_added(messages: Any, answer: Any) -> Any:
-    return [*messages, {**answer, "content": "Let me see."}, tool_reply(answer)], [ADD]
-
-
-def other_system_prompt(messages: Any, answer: Any) -> Any:
-    return [{**messages[0], "content": "Be long."}, messages[1], answer, tool_reply(answer)], [ADD]
-
-
-def reasoning_put_in(messages: Any, answer: Any) -> Any:
-    return [*messages, {**answer, "reasoning_content": "Hm."}, tool_reply(answer)], [ADD]
-
-
-def compacted(messages: Any, answer: Any) -> Any:
-    return [messages[0], *user("1 + 2 was called. It gave 3.")], [ADD]
-
-
-def other_tools(messages: Any, answer: Any) -> Any:
-    return [*messages, answer, tool_reply(answer)], [
-        ADD,
-        {**ADD, "function": {**ADD["function"], "name": "sub"}},
-    ]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        other_argument,
-        argument_of_another_type,
-        words_added,
-        other_system_prompt,
-        reasoning_put_in,
-        compacted,
-        other_tools,
-    ],
-)
+@pytest.mark.parametrize("change", OTHER_MEANING.values(), ids=OTHER_MEANING)
 def test_a_change_of_meaning_starts_a_new_conversation(change: Any) -> None:
     harness = ProgramHarness(in_order(tool_call_reply("add", a=1, b=2), text_reply("3")))
     first, second = harness.run_virtual(two_turns, change=change)

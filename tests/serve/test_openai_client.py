@@ -174,9 +174,7 @@ def test_models_are_listed_and_others_are_not_found(real: ServedApp) -> None:
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
-        ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "tools": [ADD]}, "response_format"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -188,7 +186,6 @@ def test_models_are_listed_and_others_are_not_found(real: ServedApp) -> None:
         ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, None),
         ({"n": 1000}, "n"),
         ({"temperature": -1}, "temperature"),
-        ({"extra_body": {"tempratura": 1}}, "tempratura"),
         ({"extra_body": {"stop_token_ids": [-1]}}, "stop_token_ids[0]"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]}, "tools[0]"),
         ({"messages": [{"role": "oracle", "content": "hi"}]}, "messages[0].role"),

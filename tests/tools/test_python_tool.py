@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent_loop.errors import ConfigError
-from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.python import PythonTool, strip_fence
-from agent_loop.tools.registry import load_tools
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import ToolCall
@@ -103,16 +101,6 @@ def test_a_preloaded_module_is_already_imported() -> None:
 )
 def test_a_markdown_fence_around_the_code_is_removed(given: str, code: str) -> None:
     assert strip_fence(given) == code
-
-
-def test_the_tool_loads_from_yaml_with_its_settings(tmp_path: Path) -> None:
-    python_tool()
-    path = tmp_path / "tools.yaml"
-    path.write_text("tools: [{class_name: agent_loop.tools.python.PythonTool, config: {time_limit_s: 7}}]")
-    tools = load_tools([], config_path=path)
-    tool = tools["python"]
-    assert isinstance(tool, PythonTool)
-    assert tool.on_replay is OnReplay.RERUN
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,24 @@ class PythonTool(BaseTool):
                 f"The code has {len(code)} characters; {MAX_CODE_CHARACTERS} are allowed. It was not run."
             )
         reply, notes = await self._sessions[instance_id].run(code)
-        notes += describe_restart(reply, settings=self._settings)
+        if reply.restarted:
+            cause = describe_exit(reply.restarted, settings=self._settings)
+            notes.append(
+                f"Since the last call, {cause}; variables and imports were lost, and this call ran in a new "
+                "interpreter."
+            )
         text = "\n".join([*notes, reply.output.rstrip() or NO_OUTPUT])
+        if reply.ending == "interrupted":
+            limit = self._settings.time_limit_s
+            text += f"\nThe code was interrupted at the time limit of {limit:g} s; variables are kept."
+        elif reply.ending not in ("done", "failed"):
+            cause = describe_exit(reply.exit_cause, settings=self._settings)
+            lost = "variables and imports are lost, files are kept"
+            if reply.exit_cause == "files":
+                lost = "variables, imports and files are lost"
+            text += f"\n{cause[0].upper()}{cause[1:]}; {lost}."
         if reply.ending != "done":
-            raise ToolError("\n".join([text, *describe_failure(reply, settings=self._settings)]))
+            raise ToolError(text)
         extra = {"seconds": reply.seconds, "dropped_bytes": reply.dropped_bytes}
         return ToolResponse(text=text), None, extra
 
@@ -124,31 +138,6 @@ def strip_fence(code: str) -> str:
     """Return the code inside a Markdown fence, or the text unchanged if it has none."""
     fenced = FENCED.match(code)
     return fenced["code"] if fenced else code
-
-
-def describe_restart(reply: ExecutionResult, *, settings: SandboxSettings) -> list[str]:
-    """Return the note that the interpreter terminated after the previous call; empty if it did not."""
-    if not reply.restarted:
-        return []
-    cause = describe_exit(reply.restarted, settings=settings)
-    return [
-        f"Since the last call, {cause}; variables and imports were lost, and this call ran in a new interpreter."
-    ]
-
-
-def describe_failure(reply: ExecutionResult, *, settings: SandboxSettings) -> list[str]:
-    """Return the reason of a failed call for the model; empty if the output ends with a traceback."""
-    if reply.ending == "failed":
-        return []
-    if reply.ending == "interrupted":
-        return [
-            f"The code was interrupted at the time limit of {settings.time_limit_s:g} s; variables are kept."
-        ]
-    cause = describe_exit(reply.exit_cause, settings=settings)
-    lost = "variables, imports and files are lost"
-    if reply.exit_cause != "files":
-        lost = "variables and imports are lost, files are kept"
-    return [f"{cause[0].upper()}{cause[1:]}; {lost}."]
 
 
 def describe_exit(cause: str, *, settings: SandboxSettings) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 from pydantic import Field
 
@@ -43,9 +43,6 @@ VERL_NAMES = {
     "verl.tools.search_tool.SearchTool": "search",
 }
 """Built-in replacements for verl's tools, so that registry files written for verl can be used unchanged."""
-
-ToolMaker: TypeAlias = Callable[[Mapping[str, Any]], Sequence[BaseTool]]
-"""Function that creates several tools from the config of one entry."""
 
 
 class ToolEntry(Section):
@@ -86,7 +83,11 @@ def load_tools(references: Iterable[str], *, config_path: str | Path | None = No
     sources: dict[str, str] = {}
     loaded = [(reference, _load_reference(reference)) for reference in references]
     if config_path is not None:
-        loaded += _load_file(config_path)
+        entries = read_entries(config_path, entry_type=ToolEntry, list_key="tools", key=PATH_KEY)
+        for index, entry in enumerate(entries):
+            where = f"{config_path}: tools[{index}]"
+            created = create_tools(entry, where=where)
+            loaded += [(f"{entry.class_name} ({where})", tool) for tool in created]
     for source, tool in loaded:
         check_tool_schema(tool.tool_schema, where=f"the schema of tool {source}")
         check_declarations(tool)
@@ -123,7 +124,12 @@ def create_tools(entry: ToolEntry, *, where: str) -> Sequence[BaseTool]:
             )
         tools: Sequence[BaseTool] = [named]
     elif callable(named) and not isinstance(named, type):
-        tools = _create_several(cast(ToolMaker, named), config, where=where)
+        made: Any = construct(cast(Any, named), config, where=where)
+        tools = cast(list[Any], made) if isinstance(made, list) else []
+        if not tools or not all(isinstance(tool, BaseTool) for tool in tools):
+            raise ConfigError(
+                f"{where}: its function returned {describe_value(made)}; return a list of BaseTool objects"
+            )
     else:
         tool_class = load_class(reference, base=BaseTool, key=f"{where}.class_name")
         tools = [_create(tool_class, config=config, tool_schema=entry.tool_schema, where=where)]
@@ -147,25 +153,6 @@ def _load_reference(reference: str) -> BaseTool:
         f"{REFERENCES_KEY} is {reference!r}, an object of type {type(named).__name__}; "
         "name a function decorated with @function_tool, or a subclass of BaseTool"
     )
-
-
-def _load_file(path: str | Path) -> list[tuple[str, BaseTool]]:
-    loaded: list[tuple[str, BaseTool]] = []
-    entries = read_entries(path, entry_type=ToolEntry, list_key="tools", key=PATH_KEY)
-    for index, entry in enumerate(entries):
-        where = f"{path}: tools[{index}]"
-        loaded += [(f"{entry.class_name} ({where})", tool) for tool in create_tools(entry, where=where)]
-    return loaded
-
-
-def _create_several(make: ToolMaker, config: Mapping[str, Any], *, where: str) -> Sequence[BaseTool]:
-    made: Any = construct(cast(Any, make), config, where=where)
-    tools = cast(list[Any], made) if isinstance(made, list) else []
-    if not tools or not all(isinstance(tool, BaseTool) for tool in tools):
-        raise ConfigError(
-            f"{where}: its function returned {describe_value(made)}; return a list of BaseTool objects"
-        )
-    return tools
 
 
 def _create(

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import pytest
 
-from agent_loop.chat.parsers import HermesToolParser, ToolParser
-from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+from agent_loop.chat.parsers import HermesToolParser
+from agent_loop.types import MalformedCall, ToolCall
 
 PARSER = HermesToolParser()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -51,12 +48,6 @@ def test_a_call_that_is_not_closed_is_malformed_and_the_next_call_is_parsed() ->
     assert second == ToolCall("add", {"a": 1})
 
 
-def test_arguments_are_parsed_unchanged() -> None:
-    text = '{"name": "f", "arguments": {"s": "a\\n\\"b\\"", "l": [1, [2]], "t": true, "x": 1.5, "o": {"k": null}}}'
-    [call] = PARSER.parse(f"<tool_call>{text}</tool_call>").tool_calls
-    assert call.arguments == {"s": 'a\n"b"', "l": [1, [2]], "t": True, "x": 1.5, "o": {"k": None}}
-
-
 def test_a_string_may_contain_the_tags_of_the_format() -> None:
     text = "</tool_call><tool_call>{</think>"
     [call] = PARSER.parse(
@@ -81,14 +72,3 @@ def test_an_invalid_call_inside_reasoning_that_the_prompt_opened_is_not_a_call()
     parsed = PARSER.parse(f"I could write <tool_call> but </think>{CALL}")
     assert len(parsed.calls) == 1
     assert parsed.reasoning == "I could write <tool_call> but "
-
-
-def test_a_registered_parser_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ToolParser, "_registry", dict(ToolParser.registered()))
-
-    @ToolParser.register("shouting")
-    class ShoutingParser(ToolParser):
-        def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-            return ParsedCompletion(text.upper())
-
-    assert ToolParser.get("shouting").parse("hi").content == "HI"

@@ -70,15 +70,14 @@ def _list_in(answer: Any) -> list[Any]:
 
 def _passages(found: Any) -> list[Passage]:
     try:
-        return [as_passage(_document(item), where="a result") for item in _list_in(found)]
+        # A document may be nested beside its score.
+        documents: list[Any] = [
+            cast(dict[str, Any], item).get("document", item) if isinstance(item, dict) else item
+            for item in _list_in(found)
+        ]
+        return [as_passage(document, where="a result") for document in documents]
     except DataError as error:
         raise ToolError(f"the service returned a result that is not a passage: {error}") from error
-
-
-def _document(item: Any) -> Any:
-    """Return the document of a result, which may be nested beside its score."""
-    fields: Mapping[str, Any] = cast(Mapping[str, Any], item) if isinstance(item, Mapping) else {}
-    return fields.get("document", item)
 
 
 SCHEMA: dict[str, Any] = {
@@ -186,12 +185,8 @@ class SearchTool(BaseTool):
 
 def format_results(found: Sequence[Sequence[Passage]]) -> str:
     """Format passages as `Doc 1 (Title: ...)` and so on, with a line of dashes between queries."""
-    return "\n---\n".join(_format_query(passages) for passages in found)
-
-
-def _format_query(passages: Sequence[Passage]) -> str:
-    if not passages:
-        return "No search results found."
-    return "\n\n".join(
-        f"Doc {number} (Title: {title})\n{text}" for number, (title, text) in enumerate(passages, start=1)
-    )
+    shown = [
+        [f"Doc {number} (Title: {title})\n{text}" for number, (title, text) in enumerate(passages, start=1)]
+        for passages in found
+    ]
+    return "\n---\n".join("\n\n".join(passages) or "No search results found." for passages in shown)

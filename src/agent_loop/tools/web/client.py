@@ -77,7 +77,7 @@ class WebClient:
                 content = bytearray()
                 while len(content) <= MAX_BYTES and (more := await response.content.read(2**16)):
                     content += more
-                return _checked(WebResponse(response.status, bytes(content), response.charset or "utf-8"))
+                answer = WebResponse(response.status, bytes(content), response.charset or "utf-8")
         except ValueError as error:  # the URL is invalid
             raise ToolError(f"the request to {url!r} cannot be sent: {describe_error(error)}") from error
         except TimeoutError as error:
@@ -85,6 +85,13 @@ class WebClient:
             raise ToolUnavailable(f"the service could not be reached: {limit}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ToolUnavailable(f"the service could not be reached: {describe_error(error)}") from error
+        if answer.status >= 400:
+            kind = ToolUnavailable if answer.status in TRY_LATER else ToolError
+            detail = one_line(answer.text, max_length=300)
+            raise kind(f"the service returned status {answer.status}" + (f": {detail}" if detail else ""))
+        if len(content) > MAX_BYTES:
+            raise ToolError(f"the service returned more than {MAX_BYTES} bytes; request less")
+        return answer
 
     async def release(self, instance_id: str) -> None:
         """Close the connections of a trajectory."""
@@ -122,13 +129,3 @@ def _query(query: Mapping[str, Any]) -> list[tuple[str, str]]:
         for item in (cast(list[Any], value) if isinstance(value, list) else [value])
         if item is not None
     ]
-
-
-def _checked(response: WebResponse) -> WebResponse:
-    if response.status >= 400:
-        kind = ToolUnavailable if response.status in TRY_LATER else ToolError
-        detail = one_line(response.text, max_length=300)
-        raise kind(f"the service returned status {response.status}" + (f": {detail}" if detail else ""))
-    if len(response.body) > MAX_BYTES:
-        raise ToolError(f"the service returned more than {MAX_BYTES} bytes; request less")
-    return response
