@@ -25,16 +25,11 @@ from agent_loop.viewer.forks import Forks, fork_routes
 from agent_loop.viewer.packets import encode_json
 from agent_loop.viewer.pages import (
     FIRST_PAGE,
-    MAX_TEXT,
     RUNS_PAGE,
     endpoint,
     first_page,
     media_type,
-    names_of,
-    numbers_of,
-    parse_number,
     static_files,
-    text_of,
 )
 from agent_loop.viewer.source import RunSource
 
@@ -42,8 +37,6 @@ CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-MAX_KEYS = 50
-"""Most evaluations whose scores one request returns."""
 HEADERS = {
     "Content-Security-Policy": CONTENT_POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -147,61 +140,43 @@ def static_file(request: Request) -> Response:
     return Response(text, media_type=media_type(name))
 
 
-def _trajectory(source: RunSource, request: Request) -> Any:
-    split, step = _split_and_step(request)
-    return source.trajectory(split=split, step=step, trajectory_id=request.query_params.get("id", ""))
+def _given(request: Request, name: str) -> str:
+    return request.query_params.get(name, "")
 
 
-def _timeline(source: RunSource, request: Request) -> Any:
-    split, step = _split_and_step(request)
-    return source.timeline(split=split, step=step)
+def _numbers(request: Request, name: str) -> list[int]:
+    return [int(part) for part in _given(request, name).split(",")]
 
 
-def _search(source: RunSource, request: Request) -> Any:
-    text = request.query_params.get("text", "")
-    if not 0 < len(text) <= MAX_TEXT:
-        raise HTTPException(400, f"text has {len(text)} characters; give 1 to {MAX_TEXT}")
-    return source.search(text, numbers_of(request, "files"))
-
-
-def _samples(evaluations: Evaluations, request: Request) -> Any:
-    group = parse_number(request.query_params.get("group", ""))
-    if group is None:
-        raise HTTPException(400, "group is not a number; give the index of a row")
-    return evaluations.samples(text_of(request, "key"), group=group)
+def _step(request: Request) -> dict[str, Any]:
+    return {"split": _given(request, "split"), "step": int(_given(request, "step"))}
 
 
 HANDLERS: dict[str, Callable[[RunSource, Request], Any]] = {
     "state": lambda source, _: source.state(),
     "config": lambda source, _: source.config(),
-    "metrics": lambda source, request: source.metrics(request.query_params.get("cursor", "")),
-    "table": lambda source, request: source.table(numbers_of(request, "files")),
-    "trajectory": _trajectory,
-    "timeline": _timeline,
-    "search": _search,
+    "metrics": lambda source, request: source.metrics(_given(request, "cursor")),
+    "table": lambda source, request: source.table(_numbers(request, "files")),
+    "trajectory": lambda source, request: source.trajectory(
+        **_step(request), trajectory_id=_given(request, "id")
+    ),
+    "timeline": lambda source, request: source.timeline(**_step(request)),
+    "search": lambda source, request: source.search(_given(request, "text"), _numbers(request, "files")),
 }
 """Functions that return the data of a request, by the last part of the request's path."""
 EVALUATION_HANDLERS: dict[str, Callable[[Evaluations, Request], Any]] = {
     "evaluations": lambda evaluations, _: evaluations.listed(),
-    "scores": lambda evaluations, request: evaluations.scores(names_of(request, "key", most=MAX_KEYS)),
+    "scores": lambda evaluations, request: evaluations.scores(request.query_params.getlist("key")),
     "evaluation": lambda evaluations, request: evaluations.evaluation(
-        text_of(request, "key"), by=text_of(request, "by")
+        _given(request, "key"), by=_given(request, "by")
     ),
     "comparison": lambda evaluations, request: evaluations.comparison(
-        text_of(request, "key"), text_of(request, "other"), by=text_of(request, "by")
+        _given(request, "key"), _given(request, "other"), by=_given(request, "by")
     ),
-    "samples": _samples,
+    "samples": lambda evaluations, request: evaluations.samples(
+        _given(request, "key"), group=int(_given(request, "group"))
+    ),
 }
-
-
-def _split_and_step(request: Request) -> tuple[str, int]:
-    split, step = request.query_params.get("split", ""), request.query_params.get("step", "")
-    number = parse_number(step)
-    if not split or number is None:
-        raise HTTPException(
-            400, f"split is {split[:80]!r} and step is {step[:80]!r}; give a name and a number"
-        )
-    return split, number
 
 
 def _on_http_error(_: Request, error: Exception) -> Response:
@@ -215,8 +190,6 @@ def _error(message: str, *, status: int) -> Response:
 
 RUN_PATH = "/run/{run}"
 """Path of the page of one run."""
-MAX_METRICS = 24
-"""Most metrics whose curves one request returns."""
 NO_FORKS = "Forks need a viewer of one run. Start the viewer with this run alone and --server."
 
 
@@ -248,12 +221,12 @@ def create_collection_app(collection: RunCollection, *, hosts: Iterable[str] | N
     readers: dict[str, Callable[[Request], Any]] = {
         "runs": lambda _: collection.runs(),
         "metric-names": lambda _: metric_names(collection),
-        "curves": lambda request: seed_curves(collection, names_of(request, "name", most=MAX_METRICS)),
+        "curves": lambda request: seed_curves(collection, request.query_params.getlist("name")),
         "prompt-index": lambda request: prompts.add_run(
-            text_of(request, "run"), collection.source(text_of(request, "run")).path
+            _given(request, "run"), collection.source(_given(request, "run")).path
         ),
-        "prompts": lambda request: prompts.listed(text_of(request, "text")),
-        "prompt": lambda request: prompts.prompt(text_of(request, "digest")),
+        "prompts": lambda request: prompts.listed(_given(request, "text")),
+        "prompt": lambda request: prompts.prompt(_given(request, "digest")),
     }
     routes = [
         Route("/", page),

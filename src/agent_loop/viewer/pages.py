@@ -65,10 +65,6 @@ def media_type(name: str) -> str:
     return next((kind for ending, kind in MEDIA_TYPES.items() if name.endswith(ending)), "")
 
 
-MAX_TEXT = 500
-"""Most characters of a search text."""
-MAX_DIGITS = 18
-"""Most digits of a number in a query, so that the number fits into 64 bits."""
 MAX_MESSAGE = 300
 """Most characters of an error message."""
 
@@ -84,6 +80,8 @@ def endpoint(read: Callable[[Request], Any]) -> Callable[[Request], Response]:
             reply = read(request)
         except DataError as error:
             raise HTTPException(404, one_line(str(error), max_length=MAX_MESSAGE)) from error
+        except (ValueError, OverflowError) as error:  # a wrong parameter, such as a step that is not a number
+            raise HTTPException(400, one_line(str(error), max_length=MAX_MESSAGE)) from error
         if isinstance(reply, Response):
             return reply
         if isinstance(reply, bytes):
@@ -91,34 +89,3 @@ def endpoint(read: Callable[[Request], Any]) -> Callable[[Request], Response]:
         return Response(encode_json(reply), media_type="application/json")
 
     return respond
-
-
-def numbers_of(request: Request, name: str) -> list[int]:
-    """Return the whole numbers of a parameter, which are separated by commas."""
-    given = request.query_params.get(name, "")
-    numbers = [parse_number(part) for part in given.split(",")]
-    known = [number for number in numbers if number is not None]
-    if len(known) < len(numbers):
-        raise HTTPException(400, f"{name} is {given[:80]!r}; give numbers, with commas between them")
-    return known
-
-
-def names_of(request: Request, name: str, *, most: int) -> list[str]:
-    """Return the texts of a parameter that may be given several times."""
-    given = request.query_params.getlist(name)
-    if len(given) > most or any(len(text) > MAX_TEXT for text in given):
-        raise HTTPException(400, f"{name} has {len(given)} values; give at most {most} short ones")
-    return given
-
-
-def text_of(request: Request, name: str) -> str:
-    """Return a text of at most `MAX_TEXT` characters; empty if it is not given."""
-    text = request.query_params.get(name, "")
-    if len(text) > MAX_TEXT:
-        raise HTTPException(400, f"{name} has {len(text)} characters; give at most {MAX_TEXT}")
-    return text
-
-
-def parse_number(text: str) -> int | None:
-    """Return the integer that a text holds; None if it is not an integer or has more than `MAX_DIGITS` digits."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS else None
