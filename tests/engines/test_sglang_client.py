@@ -28,7 +28,6 @@ from tests.engines.common import (
     MAX_MODEL_LEN,
     EngineCase,
     assert_matches_the_reference,
-    assert_scores_are_those_of_the_reference,
     changed_weights,
     load_into,
     load_reference,
@@ -110,17 +109,6 @@ def test_a_server_with_too_short_a_context_or_another_model_is_refused(
     other = replace(case[0].spec(tmp_path), url=case[0].server_urls[0])
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):
         asyncio.run(SGLangClient.create(other).start())
-
-
-def test_scores_are_those_of_the_reference(case: tuple[EngineCase, object], model_path: Path) -> None:
-    async def scenario() -> None:
-        client = await connect(case[0], model_path)
-        try:
-            await assert_scores_are_those_of_the_reference(client, load_reference(model_path))
-        finally:
-            await client.close()
-
-    asyncio.run(scenario())
 
 
 def test_requests_in_flight_continue_with_new_weights_from_files(

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from agent_loop.errors import SamplingParamsError
-from agent_loop.servers.base import Ability
 from agent_loop.servers.sglang import SGLangServer
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.engines.common import (
     LOG_PROB_TOLERANCE,
-    assert_matches_the_reference,
     changed_weights,
     generate_and_stream,
     largest_difference,
@@ -45,12 +43,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model_path: Path) -> Iterator[Engine]:
     with started(model_path, rollout__engine_kwargs__skip_tokenizer_init="false") as found:
         yield found
-
-
-def test_a_tokenizer_changes_no_completion(engine: Engine, model_path: Path) -> None:
-    server, runner = engine
-    assert Ability.JSON_SCHEMA in server.abilities
-    runner.run(assert_matches_the_reference(server, load_reference(model_path)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])

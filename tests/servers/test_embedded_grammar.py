@@ -118,24 +118,6 @@ def test_completions_match_the_schema_and_have_the_log_probs_of_the_allowed_toke
     asyncio.run(scenario())
 
 
-def test_requests_with_and_without_a_grammar_share_steps_and_do_not_affect_each_other(folder: Path) -> None:
-    async def scenario() -> None:
-        server = server_of(folder)
-        mixed = [
-            params(1),
-            SamplingParams(seed=2, max_tokens=60),
-            params(3, json_schema='{"type": "integer"}'),
-        ]
-        together = await complete_all(server, mixed)
-        alone = [await server.generate(PROMPT, each, f"a{n}") for n, each in enumerate(mixed)]
-        await server.close()
-        assert [output.token_ids for output in together] == [output.token_ids for output in alone]
-        json.loads(text_of(together[0]))
-        assert isinstance(json.loads(text_of(together[2])), int)
-
-    asyncio.run(scenario())
-
-
 def test_a_completion_resumed_anywhere_is_the_uninterrupted_one(folder: Path) -> None:
     async def scenario() -> None:
         server = server_of(folder)

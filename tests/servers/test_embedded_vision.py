@@ -69,26 +69,9 @@ def model_logprobs(model: Any, encoded: Encoded, token_ids: Sequence[int]) -> li
     return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
 
 
-def model_tokens(model: Any, encoded: Encoded, *, count: int) -> list[int]:
-    settings = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
-    ids = model.generate(**as_inputs(encoded), **settings)
-    return ids[0, len(encoded.token_ids) :].tolist()
-
-
 async def complete(server: EmbeddedServer, encoded: Encoded, session: str, **changes: Any) -> TokenOutput:
     params = structs.replace(GREEDY, **changes)
     return await server.generate(encoded.token_ids, params, session, attachments=encoded.attachments)
-
-
-@pytest.mark.parametrize("chunk_tokens", [512, 7])
-@on_event_loop
-async def test_greedy_tokens_equal_those_of_the_model(chunk_tokens: int) -> None:
-    model = vision_model()
-    async with serving(model, prefill_chunk_tokens=chunk_tokens) as server:
-        for images in ([picture(0)], [picture(1), picture(2, width=64, height=40)], []):
-            encoded = prompt(*images)
-            output = await complete(server, encoded, "a")
-            assert output.token_ids == model_tokens(model, encoded, count=12)
 
 
 @on_event_loop
@@ -235,19 +218,6 @@ async def test_a_saved_model_is_loaded_with_its_vision_tower(tmp_path: Path) -> 
     assert output.log_probs == pytest.approx(model_logprobs(model, encoded, output.token_ids), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
-def test_positions_equal_those_of_the_model(kind: str) -> None:
-    model = vision_model(kind)
-    for images in ([picture(0)], [picture(1, width=16), picture(2, width=64, height=40), picture(3)]):
-        encoded = prompt(*images)
-        inputs = as_inputs(encoded, [4, 5, 6])
-        expected, _ = model.model.get_rope_index(
-            inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
-        )
-        got = position_ids(len(encoded.token_ids) + 3, encoded.attachments)
-        assert got.tolist() == expected[:, 0].tolist()
-
-
 def mixed(kind: str) -> Encoded:
     """Return a prompt with an image, a video of odd length, text, a longer video, and another image."""
     messages = image_message("what is it?", picture(0))
@@ -279,27 +249,6 @@ async def test_logprobs_after_videos_equal_those_of_the_model(kind: str, chunk_t
             output = task.result()
             expected = model_logprobs(model, encoded, output.token_ids)
             assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
-
-
-@pytest.mark.parametrize("kind", sorted(VIDEO_MODELS))
-@on_event_loop
-async def test_a_tool_response_with_a_video_computes_only_its_new_tokens(kind: str) -> None:
-    model, template = vision_model(kind), template_of(kind)
-    first = template.open_encoded(video_message("look", video_frames(1)))
-    async with serving(model) as server:
-        said = (await complete(server, first, "s")).token_ids
-        before = server.stats
-        reply = [{**video_message("seen", video_frames(2))[0], "role": "tool", "name": "look"}]
-        bridge = template.bridge_encoded(reply, last_token_id=said[-1])
-        start = len(first.token_ids) + len(said)
-        second = Encoded(
-            joined(first.token_ids, said, bridge.token_ids),
-            (*first.attachments, *(a.moved(start) for a in bridge.attachments)),
-        )
-        output = await complete(server, second, "s")
-        assert server.stats.prefilled_tokens - before.prefilled_tokens == len(bridge.token_ids) + 1
-        expected = model_logprobs(model, second, output.token_ids)
-        assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
 @on_event_loop

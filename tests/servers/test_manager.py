@@ -345,19 +345,6 @@ def test_a_queued_request_can_be_aborted_be_cancelled_or_time_out() -> None:
     run_virtual(main())
 
 
-def test_another_server_resumes_the_stream_of_a_dead_server() -> None:
-    async def main() -> None:
-        servers, manager = two_servers(streams=True)
-        chunks: list[TokenChunk] = []
-        async for chunk in manager.stream("s", prompt_ids=[100], sampling_params={"max_tokens": 6}):
-            chunks.append(chunk)
-            if len(chunks) == 3:
-                next(server for server in servers if server.num_running).die()
-        assert TokenOutput.from_chunks(chunks).token_ids == list(range(101, 107))
-
-    run_virtual(main())
-
-
 async def error_of(call: Coroutine[Any, Any, Any]) -> BaseException | None:
     """Return the error that a call raises, or None."""
     try:

@@ -87,12 +87,6 @@ def test_end_tokens_are_stop_tokens_unless_ignore_eos_is_set() -> None:
     assert sampling([1])["ignore_eos"] is True
 
 
-def test_a_completion_never_exceeds_the_context() -> None:
-    assert sampling([1, 2, 3])["max_tokens"] == 17
-    assert sampling([1, 2, 3], max_tokens=40)["max_tokens"] == 17
-    assert sampling([1, 2, 3], max_tokens=4)["max_tokens"] == 4
-
-
 @pytest.mark.parametrize("params", [{"temperature": 0.005}, {"temperature": 2.5}, {"min_p": 0.1}])
 def test_parameters_that_vllm_would_round_or_return_inexact_logprobs_for_are_refused(
     params: dict[str, Any],

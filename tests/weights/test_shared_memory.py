@@ -88,7 +88,7 @@ def test_weights_without_data_and_duplicates_are_rejected() -> None:
     refused = {
         "meta device": [("w", torch.empty(2, device="meta"))],
         "plain dense": [("w", sparse)],
-        "published 2 times": [("w", torch.ones(2))] * 2,
+        "published twice": [("w", torch.ones(2))] * 2,
     }
     with WeightSender("shared_memory") as sender:
         for message, weights in refused.items():

@@ -37,12 +37,7 @@ class JobBatch:
     """
 
     def __init__(self, jobs: Sequence[Job], on_trajectory: Callable[[Trajectory], None]) -> None:
-        """Create a batch without assignments.
-
-        Args:
-            jobs: All jobs of the batch.
-            on_trajectory: Called with each trajectory that ended. Its exceptions end the batch.
-        """
+        """Create a batch without assignments."""
         self.changed = asyncio.Event()
         """Set if there is another job to assign or another worker, and once the batch is complete."""
         self._jobs = jobs

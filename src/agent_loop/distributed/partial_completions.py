@@ -26,11 +26,7 @@ class _KnownChunks:
 
 
 class PartialCompletionPoller:
-    """Polls a server for all in-flight completions of a client, as long as there are any.
-
-    Args:
-        poll: Takes the number of known chunks of each call, and returns the new chunks.
-    """
+    """Polls a server for all in-flight completions of a client, as long as there are any."""
 
     def __init__(self, poll: Callable[[Mapping[str, int]], Awaitable[PartialCompletions]]) -> None:
         self._poll = poll

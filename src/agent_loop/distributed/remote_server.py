@@ -181,14 +181,7 @@ class OwnedServer(RemoteServer):
     def __init__(
         self, name: str, *, make_actor: Callable[[], Any], store: WeightStore, start_timeout_s: float
     ) -> None:
-        """Create a client. The actor is created by `start`.
-
-        Args:
-            name: Name of the server.
-            make_actor: Called by `start`; returns the handle of a new actor.
-            store: Weight store that all servers of the run share.
-            start_timeout_s: Time limit of Ray for scheduling the actor and of the server for starting.
-        """
+        """Create a client. The actor is created by `start`."""
         super().__init__(None, client="driver", info=ServerInfo(name, frozenset(), None))
         self._make_actor = make_actor
         self._store = store

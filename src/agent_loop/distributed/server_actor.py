@@ -45,13 +45,7 @@ class ServerActor:
     """
 
     def __init__(self, make_server: Callable[[], AsyncServerBase], *, name: str, folder: str) -> None:
-        """Create the actor without its server.
-
-        Args:
-            make_server: Creates the server.
-            name: Name of the server.
-            folder: Working directory of the driver.
-        """
+        """Create the actor without its server."""
         self._make_server = make_server
         self._name = name
         self._folder = folder

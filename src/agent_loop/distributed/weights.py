@@ -102,12 +102,10 @@ async def _read(published: PublishedWeights) -> list[tuple[str, Tensor]]:
 def _put(weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> PublishedWeights:
     import torch  # late: the driver needs torch only to publish weights
 
-    from agent_loop.weights.handle import refuse_duplicates
     from agent_loop.weights.tensors import pack
 
     placed = list(pack(weights, bucket_bytes=BUCKET_BYTES))
     specs = tuple(spec for spec, _ in placed)
-    refuse_duplicates(specs)
     buckets: list[Any] = []
     for _, members in groupby(placed, key=lambda member: member[0].bucket):
         members = list(members)

@@ -227,11 +227,7 @@ class LoadBalancer:
     # -- membership ------------------------------------------------------------------------------------------------
 
     def add_server(self, name: str, *, max_in_flight: int | None = None) -> list[SlotGrant]:
-        """Add an idle server and return the grants of queued requests. Sessions stay on their servers.
-
-        Args:
-            max_in_flight: Number of slots; None sets no limit.
-        """
+        """Add an idle server and return the grants of queued requests. Sessions stay on their servers."""
         if name in self._servers:
             raise ConfigError(f"there are two servers with the name {name!r}; give each server a unique name")
         limit = max_in_flight or float("inf")

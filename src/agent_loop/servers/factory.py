@@ -38,12 +38,6 @@ def create_servers(
     """Create one server for each of `rollout.server_urls`, or else `rollout.num_servers` servers.
 
     Each server has its own seed.
-
-    Args:
-        model: Model to load.
-        rollout: The engine and its options.
-        placement: Number of devices of each server; None is the engine's own setting.
-        assignment: Devices of each server.
     """
     server_class = find_server_class(rollout)
     specs = make_server_specs(model, rollout=rollout, placement=placement, assignment=assignment)

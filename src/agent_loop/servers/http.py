@@ -32,15 +32,7 @@ class HttpStatusError(ServerError):
 
 
 class HttpClient:
-    """HTTP client of one engine.
-
-    Args:
-        url: Base URL, such as `http://host:8000`. It may end with a path.
-        server: Name of the server in errors.
-        timeout_s: Time limit of a response, or of the next event in a stream.
-        headers: Headers of every request, such as an API key.
-        socket_path: Unix socket to connect to, instead of the host in `url`.
-    """
+    """HTTP client of one engine."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from agent_loop.errors import BadServerReply, SamplingParamsError, ServerDied, S
 from agent_loop.runtime.activity import WaitKind, note_progress, waiting_for
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.user_code import run_bounded
-from agent_loop.servers.balancer import SlotGrant, SlotRequest
+from agent_loop.servers.balancer import SlotRequest
 from agent_loop.servers.base import Ability, AsyncServerBase, refuse_params_of_request
 from agent_loop.servers.reply_check import ReplyCheck, bad_reply
 from agent_loop.trajectory.attachments import Attachment
@@ -26,15 +26,6 @@ class InFlightRequest:
     """One completion and its tokens so far. Another server can resume the completion from those tokens.
 
     `ReplyCheck` checks every chunk here before other code sees it, also those of servers that died.
-
-    Args:
-        params: How to sample.
-        prompt_ids: The whole context, shape [num_tokens].
-        session: Id of the session.
-        attachments: Everything attached to the context, counted from its first token, in order.
-        check: Checks the chunks; None checks without a vocabulary size.
-        on_chunk: Called with each chunk.
-        stop_text_end: Ends the completion with a stop text.
     """
 
     def __init__(
@@ -178,16 +169,10 @@ class InFlightRequest:
 
 
 class Lease:
-    """Lease on a server for one request. Single use; `ServerPool.complete` acquires and releases it.
-
-    Args:
-        request: The completion to sample.
-        slot_request: The request as the balancer sees it.
-        timeout_s: Time limit of the lease, waiting in the queue included; None sets no limit.
-    """
+    """Lease on a server for one request. Single use; `ServerPool.complete` acquires and releases it."""
 
     server: AsyncServerBase | None = None
-    """The leased server; None while the request is queued."""
+    """The leased server, which the pool sets; None while the request is queued."""
     output: TokenOutput | None = None
     """Tokens that this server sampled, once it has completed the request."""
     num_known_tokens: int = 0
@@ -203,10 +188,6 @@ class Lease:
         self._timeout_s = timeout_s or 0.0
         self._clock = asyncio.get_running_loop().time
         self.ends_at = None if timeout_s is None else self._clock() + timeout_s
-
-    def grant(self, server: AsyncServerBase, grant: SlotGrant) -> None:
-        """Assign the server. Called by the pool."""
-        self.server, self.num_known_tokens = server, grant.num_known_tokens
 
     async def sample(self) -> None:
         """Sample the rest of the request on the leased server.

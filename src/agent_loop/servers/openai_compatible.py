@@ -78,14 +78,7 @@ class OpenAIServer(AsyncServerBase):
         options: OpenAIOptions | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """Create a client that is not connected.
-
-        Args:
-            url: Base URL, such as `http://host:8000`, without `/v1`.
-            name: Name of the server in errors and metrics.
-            options: Options of the engine; None is the defaults.
-            timeout_s: Time limit of each chunk of a completion.
-        """
+        """Create a client that is not connected."""
         options = options or OpenAIOptions()
         self.name = name
         self.abilities = frozenset({Ability.STREAMING, Ability.SEED})

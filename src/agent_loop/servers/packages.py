@@ -12,13 +12,7 @@ from agent_loop.errors import ConfigError
 
 
 def import_engine(module: str, *, package: str, supported: str) -> Any:
-    """Import a module of an engine's package.
-
-    Args:
-        module: Full name of the module, such as `vllm.v1.engine.async_llm`.
-        package: Name of the top-level package, such as `vllm`.
-        supported: Supported versions, such as `>=0.12,<0.33`.
-    """
+    """Import a module of an engine's package."""
     found = require_version(package, supported=supported)
     try:
         return import_module(module)

@@ -95,13 +95,13 @@ class ServerPool:
         self.num_failovers = 0
         """Number of in-flight requests that lost their server."""
         self._servers: dict[str, AsyncServerBase] = {}
-        self._lost: dict[str, str] = {}
+        self.lost: dict[str, str] = {}
         """Reason of each lost server."""
         self._sessions_left: dict[str, list[str]] = {}
         """Sessions that each lost server may still hold."""
         self.usage = ServerUsage()
         """Totals over all completions since the pool was created."""
-        self._healths: dict[str, ServerHealth] = {}
+        self.healths: dict[str, ServerHealth] = {}
         """Last health report of each server."""
         self._queued: dict[str, asyncio.Future[SlotGrant]] = {}
         """Queued requests, by id."""
@@ -129,19 +129,9 @@ class ServerPool:
         return all(ability in server.abilities for server in self._servers.values())
 
     @property
-    def lost(self) -> dict[str, str]:
-        """Lost servers and the reason of each."""
-        return dict(self._lost)
-
-    @property
     def expects_restarts(self) -> bool:
         """Whether requests wait for a server to rejoin when every server is lost."""
         return self._restart_timeout_s > 0 and any(server.restarts for server in self.servers)
-
-    @property
-    def healths(self) -> dict[str, ServerHealth]:
-        """Last health report of each server."""
-        return dict(self._healths)
 
     @property
     def num_waiting(self) -> float:
@@ -181,9 +171,6 @@ class ServerPool:
         The balancer chooses the server; the request is queued while no server has a free slot. The lease is released
         in any case. A server that dies leaves the pool.
 
-        Args:
-            timeout_s: Time limit of each lease, waiting in the queue included; None sets no limit.
-
         Raises:
             ServerDied: The server died, and no other is left or rejoined in time.
             FatalRequest: The server died, and so did others before it during this request.
@@ -222,9 +209,9 @@ class ServerPool:
         if not self.balancer.servers:
             await self._wait_for_server(wanted.session, ends_at=lease.ends_at)
         grant = self.balancer.acquire(wanted) or await self._wait_in_queue(wanted, ends_at=lease.ends_at)
-        if grant.server in self._lost:  # the server was lost after it was granted
-            raise ServerDied(self._lost[grant.server], server=grant.server, request_id=wanted.session)
-        lease.grant(self._servers[grant.server], grant)
+        if grant.server in self.lost:  # the server was lost after it was granted
+            raise ServerDied(self.lost[grant.server], server=grant.server, request_id=wanted.session)
+        lease.server, lease.num_known_tokens = self._servers[grant.server], grant.num_known_tokens
         self._leases[wanted.id] = lease
         if grant.moved_from is not None:
             self._end_session_on(grant.moved_from, wanted.session)
@@ -318,10 +305,10 @@ class ServerPool:
 
     def mark_lost(self, name: str, *, reason: str) -> None:
         """Remove a server from balancing. Its requests raise `ServerDied`; its sessions move to other servers."""
-        if name in self._lost:
+        if name in self.lost:
             return
         logger.warning("server %s is lost: %s", name, reason)
-        self._lost[name] = reason
+        self.lost[name] = reason
         self._sessions_left[name] = self.balancer.remove_server(name)
         for request_id, lease in list(self._leases.items()):
             if lease.server is self._servers[name]:
@@ -341,7 +328,7 @@ class ServerPool:
         """Check the health of every server periodically while the body runs. Lost servers are checked first."""
 
         async def watch() -> None:
-            await run_together(self._check_server(self._servers[name]) for name in list(self._lost))
+            await run_together(self._check_server(self._servers[name]) for name in list(self.lost))
             while True:
                 await asyncio.sleep(HEALTH_EVERY_S)
                 await run_together(self._check_server(server) for server in self.servers)
@@ -381,7 +368,7 @@ class ServerPool:
 
         Lost servers that are alive again rejoin first.
         """
-        for name in list(self._lost):
+        for name in list(self.lost):
             if (await self._health_of(self._servers[name])).is_alive:
                 self._rejoin(name)
         async with SharedWeights(weights, senders=self._weight_senders) as shared:
@@ -404,7 +391,7 @@ class ServerPool:
 
     def _rejoin(self, name: str) -> None:
         logger.warning("server %s has rejoined", name)
-        del self._lost[name]
+        del self.lost[name]
         for session in self._sessions_left.pop(name):  # they have moved to other servers, or ended
             self._end_session_on(name, session)
         self._join(self._servers[name])
@@ -412,7 +399,7 @@ class ServerPool:
     @property
     def _available_healths(self) -> list[ServerHealth]:
         """Last health reports of the servers that are not lost."""
-        return [health for name, health in self._healths.items() if name not in self._lost]
+        return [health for name, health in self.healths.items() if name not in self.lost]
 
     def _server_of(self, session: str) -> AsyncServerBase | None:
         name = self.balancer.server_of(session)
@@ -421,7 +408,7 @@ class ServerPool:
     def _end_session_on(self, name: str, session: str) -> None:
         """End a session on a server. Errors are logged and not raised."""
         server = self._servers.get(name)
-        if server is None or name in self._lost:
+        if server is None or name in self.lost:
             return
         try:
             server.end_session(session)
@@ -454,7 +441,7 @@ class ServerPool:
                 await run_together(self._check_server(each, at_version=at_version) for each in self.servers)
 
         while True:
-            await run_together(call_one(server) for server in self.servers if server.name not in self._lost)
+            await run_together(call_one(server) for server in self.servers if server.name not in self.lost)
             if self.balancer.servers:
                 return
             async with running_in_background(check_until_one_rejoins()):
@@ -466,7 +453,7 @@ class ServerPool:
         has_version = not at_version or health.weight_version == self.weight_version
         if not health.is_alive:
             self.mark_lost(server.name, reason=health.detail or "its health report says that it is not alive")
-        elif server.name in self._lost and has_version:
+        elif server.name in self.lost and has_version:
             self._rejoin(server.name)
 
     async def _health_of(self, server: AsyncServerBase) -> ServerHealth:
@@ -476,11 +463,11 @@ class ServerPool:
             return _not_alive(f"the health check {error}")
         except Exception as error:  # noqa: BLE001  (a server whose health check fails in any way is not alive)
             return _not_alive(describe_error(error))
-        self._healths[server.name] = health
+        self.healths[server.name] = health
         return health
 
     def _no_server_left(self, session: str) -> ServerDied:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in self._lost.items())
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.lost.items())
         return ServerDied(f"no server is left ({reasons or 'the pool has no servers'})", request_id=session)
 
 

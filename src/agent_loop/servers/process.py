@@ -51,11 +51,7 @@ class EngineProcess:
     """
 
     def __init__(self, server: str) -> None:
-        """Create the handle of a process that is not started.
-
-        Args:
-            server: Name of the server in errors.
-        """
+        """Create the handle of a process that is not started."""
         self.ended = asyncio.Event()
         """Set once the first process has ended and its log is complete."""
         self._server = server
@@ -78,13 +74,7 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start the first process, which calls `main(*arguments)` of a module.
-
-        Args:
-            devices: Devices that the processes may see. None hides nothing.
-            environment: Environment variables in addition to those of this process.
-            pass_fds: File descriptors that the process inherits.
-        """
+        """Start the first process, which calls `main(*arguments)` of a module."""
         loop = asyncio.get_running_loop()
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, module, *arguments],

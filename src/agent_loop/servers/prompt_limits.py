@@ -19,11 +19,7 @@ class PromptLimits:
     vocab_size: int
 
     def check(self, request_id: str, *, prompt_ids: IntArray, attachments: Sequence[Attachment] = ()) -> int:
-        """Return the number of tokens that can be sampled after a prompt.
-
-        Args:
-            attachments: Attachments of a request to a server that accepts text only.
-        """
+        """Return the number of tokens that can be sampled after a prompt."""
         problem = ""
         if attachments:
             problem = (

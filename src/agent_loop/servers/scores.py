@@ -50,16 +50,7 @@ def checked_text(
     vocab_size: int | None = None,
     max_model_len: int | None = None,
 ) -> IntArray:
-    """Return the tokens of a request for scores, shape [num_tokens].
-
-    Args:
-        token_ids: The whole text.
-        start: Index of the first token to score.
-        top_logprobs: Number of likeliest tokens to return at each place.
-        server: Name of the server in errors.
-        vocab_size: Number of token ids of the model; None if unknown.
-        max_model_len: Largest number of tokens of a text; None if unknown.
-    """
+    """Return the tokens of a request for scores, shape [num_tokens]."""
     text = as_token_ids(token_ids)
     num_tokens, problem = len(text), ""
     if num_tokens == 0:
@@ -89,15 +80,7 @@ def checked_text(
 def checked_scores(
     reply: Any, *, num_scores: int, top_logprobs: int, server: str, vocab_size: int | None = None
 ) -> TokenScores:
-    """Return a checked copy of a server's scores.
-
-    Args:
-        reply: What `score` returned.
-        num_scores: Number M of tokens to score.
-        top_logprobs: Number K of likeliest tokens that were asked for. A model with a smaller vocabulary returns all.
-        server: Name of the server in errors.
-        vocab_size: Number of token ids of the model; None if unknown.
-    """
+    """Return a checked copy of a server's scores."""
 
     def bad(what: str) -> BadServerReply:
         return BadServerReply(
@@ -145,12 +128,6 @@ def read_prompt_logprobs(entries: Any, *, token_ids: IntArray, start: int, top_l
     """Read the log-probs of a prompt from JSON.
 
     Each place has an object from token ids to log-probs: the likeliest tokens, and the prompt's own token.
-
-    Args:
-        entries: One object per token, null for the first.
-        token_ids: The whole prompt, shape [num_tokens].
-        start: Index of the first token to read.
-        top_logprobs: Number of likeliest tokens to read.
     """
     if len(entries) != len(token_ids):
         raise ValueError(f"{len(entries)} entries for {len(token_ids)} tokens")

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from agent_loop.errors import WeightsError
-from agent_loop.weights.handle import TensorSpec, WeightHandle, refuse_duplicates
+from agent_loop.weights.handle import TensorSpec, WeightHandle
 from agent_loop.weights.tensors import checksum, from_bytes, pack
 
 GLOO_BUCKET_BYTES = 4 << 20
@@ -86,7 +86,6 @@ class BroadcastSender:
             for spec, data_N in pack(tensors, bucket_bytes=bucket_bytes)
         ]
         specs = tuple(spec for spec, _ in packed)
-        refuse_duplicates(specs)
         if self._store is None:
             self._store = serve_store(self._host, timeout=timedelta(seconds=self._timeout_s))
         self._num_offers += 1
@@ -281,10 +280,6 @@ def serve_store(host: str, **options: Any) -> Any:
     """Open a `TCPStore` on a free port, only on the interface of `host`. By default torch listens on all interfaces.
 
     It listens on all interfaces if `host` is not an address of this machine, for example because a router forwards it.
-
-    Args:
-        host: Address for the ranks to connect to.
-        options: Further arguments of `TCPStore`.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from agent_loop.errors import WeightsError
-from agent_loop.weights.handle import TensorSpec, WeightHandle, refuse_duplicates
+from agent_loop.weights.handle import TensorSpec, WeightHandle
 from agent_loop.weights.tensors import checksum, from_bytes, pack
 
 BUCKET_BYTES = 256 << 20
@@ -40,7 +40,6 @@ class CudaIpcSender:
         buckets: list[Tensor] = []
         try:
             tensors = tuple(self._fill(buckets, weights))
-            refuse_duplicates(tensors)
             for device in {bucket.device for bucket in buckets}:
                 torch.cuda.synchronize(device)
             exports = [[_export(bucket) for bucket in buckets] for _ in range(self._num_receivers)]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from agent_loop.errors import WeightsError
 from agent_loop.weights.expected import INDEX_FILE, expected_weights
-from agent_loop.weights.handle import TensorSpec, WeightHandle, refuse_duplicates
+from agent_loop.weights.handle import TensorSpec, WeightHandle
 from agent_loop.weights.tensors import checksum, from_bytes, pack
 
 SHARD_BYTES = 4 << 30
@@ -61,7 +61,6 @@ class DiskSender:
             for spec, data_N in pack(weights, bucket_bytes=SHARD_BYTES):
                 written.add(spec, data_N)
             written.finish()
-            refuse_duplicates(written.specs)
             yield WeightHandle(
                 transport="disk",
                 weight_version=weight_version,

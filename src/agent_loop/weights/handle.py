@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -64,11 +62,3 @@ class WeightHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"this is not a weight handle: {error}; pass on the result of WeightHandle.to_json() unchanged, and "
                 "use the same version of agent-loop on both sides"
             ) from None
-
-
-def refuse_duplicates(tensors: Iterable[TensorSpec]) -> None:
-    """Raise an error if two tensors have the same name."""
-    times: Mapping[str, int] = Counter(spec.name for spec in tensors)
-    name = max(times, key=times.__getitem__, default="")
-    if name and times[name] > 1:
-        raise WeightsError(f"weight {name!r} was published {times[name]} times; publish each weight once")

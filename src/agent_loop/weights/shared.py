@@ -65,7 +65,7 @@ class SharedWeights(Iterable[tuple[str, "Tensor"]], Sized):
                 shared_sender = self._senders.get(key)
                 if shared_sender is None or shared_sender.is_closed:
                     shared_sender = self._senders[key] = sender
-                offer = _OfferInThreads(shared_sender.offer(self._weights, weight_version=weight_version))
+                offer = _in_threads(shared_sender.offer(self._weights, weight_version=weight_version))
                 self._handles[key] = await self._offers.enter_async_context(offer)
         return self._handles[key]
 
@@ -90,44 +90,27 @@ def adapted_weights(weights: Iterable[tuple[str, Tensor]]) -> AdaptedWeights | N
 async def offered(
     weights: Iterable[tuple[str, Tensor]], *, sender: WeightSender, weight_version: int
 ) -> AsyncGenerator[WeightHandle]:
-    """Offer weights without blocking the event loop. The servers of a pool share one offer.
-
-    Args:
-        weights: Argument of `AsyncServerBase.update_weights`.
-        sender: Sender of the caller. If the weights are shared, the sender of another server may be used instead.
-        weight_version: Version that the handle states.
-    """
+    """Offer weights without blocking the event loop. The servers of a pool share one offer."""
     if isinstance(weights, SharedWeights) and sender.sharing_key is not None:
         yield await weights.offer_once(sender, weight_version=weight_version)
         return
-    async with _OfferInThreads(sender.offer(weights, weight_version=weight_version)) as handle:
+    async with _in_threads(sender.offer(weights, weight_version=weight_version)) as handle:
         yield handle
 
 
-class _OfferInThreads:
-    """Enters and exits an offer's context in threads. If entering is cancelled, the context is exited first."""
-
-    def __init__(self, offer: AbstractContextManager[WeightHandle]) -> None:
-        self._offer = offer
-        self._handle: WeightHandle | None = None
-
-    async def __aenter__(self) -> WeightHandle:
-        def enter() -> None:
-            self._handle = self._offer.__enter__()
-
-        try:
-            await _finish_in_thread(enter)
-        except BaseException as error:
-            if self._handle is not None:
-                await self.__aexit__(type(error), error, error.__traceback__)
-            raise
-        assert self._handle is not None
-        return self._handle
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await _finish_in_thread(lambda: self._offer.__exit__(kind, error, trace))
+@asynccontextmanager
+async def _in_threads(offer: AbstractContextManager[WeightHandle]) -> AsyncGenerator[WeightHandle]:
+    """Enter and exit an offer's context in threads. If entering is cancelled, the context is exited first."""
+    handles: list[WeightHandle] = []
+    try:
+        await _finish_in_thread(lambda: handles.append(offer.__enter__()))
+        yield handles[0]
+    except BaseException as error:
+        if handles:
+            details = (type(error), error, error.__traceback__)
+            await _finish_in_thread(lambda: offer.__exit__(*details))
+        raise
+    await _finish_in_thread(lambda: offer.__exit__(None, None, None))
 
 
 async def _finish_in_thread(work: Callable[[], object]) -> None:

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from agent_loop.errors import WeightsError
-from agent_loop.weights.handle import TensorSpec, WeightHandle, refuse_duplicates
+from agent_loop.weights.handle import TensorSpec, WeightHandle
 from agent_loop.weights.tensors import checksum, from_bytes, pack
 
 BLOCK_BYTES = 1 << 30
@@ -47,7 +47,6 @@ class SharedMemorySender:
         """Copy weights to shared memory and yield their handle. See `WeightSender.offer`."""
         try:
             tensors = tuple(self._write(weights))
-            refuse_duplicates(tensors)
             num_blocks = 1 + max((spec.bucket for spec in tensors), default=-1)
             self._drop(after=num_blocks)
             yield WeightHandle(

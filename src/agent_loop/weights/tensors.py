@@ -66,7 +66,11 @@ def pack(named: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[
     A bucket has at most `bucket_bytes`, unless it holds a single larger tensor.
     """
     bucket = offset = 0
+    names = set[str]()
     for name, tensor in named:
+        if name in names:
+            raise WeightsError(f"weight {name!r} was published twice; publish each weight once")
+        names.add(name)
         if tensor.is_meta:
             raise WeightsError(
                 f"weight {name!r} is on the meta device and holds no data; materialize it first"

@@ -74,14 +74,7 @@ def pack_step(
     chunk_tokens: int,
     images: Mapping[int, PromptImages] = NO_IMAGES,
 ) -> StepBatch:
-    """Pack all decoding slots, then chunks of the prefilling slots in the given order until `chunk_tokens` is reached.
-
-    Args:
-        busy: Slots of the running requests.
-        cache: KV cache of all slots.
-        chunk_tokens: Largest number of prompt tokens in the step.
-        images: Images of the prompts that have some, by index of the slot.
-    """
+    """Pack all decoding slots, then chunks of prefilling slots in the given order, of `chunk_tokens` tokens at most."""
     token_bytes = cache.keys[0][0, :, 0].nbytes
     decoding = [Chunk(slot, 1) for slot in busy if slot.num_tokens - slot.num_cached == 1]
     prefilling = _cut_chunks((slot for slot in busy if slot.is_prefilling), budget=chunk_tokens)

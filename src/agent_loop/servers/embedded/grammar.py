@@ -84,14 +84,7 @@ class GrammarCompiler:
         eos_token_ids: frozenset[int],
         trust_remote_code: bool = False,
     ) -> None:
-        """Create a compiler. The tokenizer is loaded for the first schema.
-
-        Args:
-            tokenizer_path: Folder or hub name of the tokenizer.
-            vocab_size: Number of rows of the model's embedding.
-            eos_token_ids: The model's end tokens.
-            trust_remote_code: Whether the tokenizer may run its own code.
-        """
+        """Create a compiler. The tokenizer is loaded for the first schema."""
         self._path = tokenizer_path
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -110,11 +103,7 @@ class GrammarCompiler:
     def grammar(
         self, json_schema: str, *, stop_token_ids: frozenset[int], sampled: Sequence[int] = ()
     ) -> Grammar:
-        """Compile a schema. The first time for a schema may take a second.
-
-        Args:
-            sampled: Tokens of the completion that were sampled before an interruption.
-        """
+        """Compile a schema. The first time for a schema may take a second."""
         with self._lock:
             matcher = self._compiled.get(json_schema)
             if matcher is None:

@@ -55,14 +55,7 @@ class PerRequestBackend:
     def __init__(
         self, runner: ModelRunner, *, config: EmbeddedConfig, kind: CacheKind, resumes_turns: bool
     ) -> None:
-        """Create a backend without requests.
-
-        Args:
-            runner: Runs the model.
-            config: Settings of the engine.
-            kind: `per_request`, or `none` to compute the whole sequence for each token.
-            resumes_turns: Resume the cache of the session's last turn if the prompt continues that turn.
-        """
+        """Create a backend without requests."""
         self.kind: CacheKind = kind
         self.resumes_turns = resumes_turns
         self._runner = runner

@@ -128,12 +128,7 @@ class EngineRequest:
         return self._chunks_from(start)
 
     def take_last_chunks(self, stop_reason: ServerStopReason, *, weight_version: int) -> list[TokenChunk]:
-        """Return the tokens since the last call. The last chunk has the stop reason.
-
-        Args:
-            stop_reason: Why the completion ends.
-            weight_version: Version to report for a completion without tokens.
-        """
+        """Return the tokens since the last call. The last chunk has the stop reason."""
         end = TokenChunk(
             [],
             [],

@@ -48,12 +48,7 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
 def to_file_weights(
     model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights under the names and in the shapes that `save_pretrained` writes. Most are not copied.
-
-    Args:
-        model: Model that the weights belong to.
-        weights: Weights by the names of the model's state dict, each layer's in one piece. Not all need to be given.
-    """
+    """Yield weights under the names and in the shapes that `save_pretrained` writes. Most are not copied."""
     if not has_own_names(model):
         yield from weights
         return
@@ -67,12 +62,7 @@ def has_own_names(model: PreTrainedModel) -> bool:
 
 
 def from_file_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return weights by the names and in the shapes of the model's state dict.
-
-    Args:
-        model: Model that the weights belong to.
-        weights: All weights, by the names of the model's files or of its state dict.
-    """
+    """Return weights by the names and in the shapes of the model's state dict."""
     state: Mapping[str, Tensor] = cast(Any, model).state_dict()
     if weights.keys() <= state.keys() or not has_own_names(model):
         return weights

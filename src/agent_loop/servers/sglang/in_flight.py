@@ -11,18 +11,14 @@ from uuid import uuid4
 from agent_loop.errors import ServerError
 
 
-def _new_rid() -> str:
-    """Return a new id. All ids have one length, because SGLang aborts all requests whose ids start with a given id."""
-    return uuid4().hex
-
-
 @dataclass(slots=True, eq=False)
 class SGLangRequest:
     """Request in flight."""
 
     request_id: str
-    rid: str = field(default_factory=_new_rid)
-    """Id of the request in the engine."""
+    rid: str = field(default_factory=lambda: uuid4().hex)
+    """Id of the request in the engine. All ids have one length, because SGLang aborts all requests whose ids start with
+    a given id."""
     is_sent: bool = False
     is_known: bool = False
     """Whether the engine has sampled a token of it."""

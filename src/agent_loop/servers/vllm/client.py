@@ -368,11 +368,7 @@ class VLLMClient(AsyncServerBase):
 
 
 def mixed_weights(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return why the engine has a mix of old and new weights; empty if every worker has the new weights.
-
-    Args:
-        results: Results of `WeightWorker.agent_loop_load_weights`, one per worker.
-    """
+    """Return why the engine has a mix of old and new weights; empty if every worker has the new weights."""
     errors = [result for result in results if "error" in result]
     if not errors:
         return ""
