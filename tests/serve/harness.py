@@ -116,6 +116,18 @@ def client_of(base_url: str, api_key: str, http_client: Any, **options: Any) -> 
     )
 
 
+async def calls_of(create: Any, *, is_streamed: bool, **asked: Any) -> tuple[list[Any], str, str]:
+    """Ask for a completion. Return its calls as clients send them back, its content and how it finished."""
+    if is_streamed:
+        choices = [chunk.choices[0] async for chunk in await create(**asked, stream=True)]
+        said = [choice.delta for choice in choices]
+    else:
+        choices = (await create(**asked)).choices
+        said = [choice.message for choice in choices]
+    calls = [call.model_dump(exclude={"index"}) for each in said for call in each.tool_calls or ()]
+    return calls, "".join(each.content or "" for each in said), choices[-1].finish_reason
+
+
 def program_of(function: Any) -> Any:
     """Return the program of a function that takes only a method of the client: `create` or `respond`."""
     names = [*inspect.signature(function).parameters] if callable(function) else []

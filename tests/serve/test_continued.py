@@ -23,7 +23,7 @@ from tests.harness import examples
 from tests.helpers import call_text, encoded, hermes_template, text_reply, user
 from tests.rollout.harness import WorkerHarness
 from tests.rollout.journaled import RandomScript, facts, run_journaled
-from tests.serve.harness import ADD, MODEL, ProgramHarness, client_of, in_order, origins, tokens
+from tests.serve.harness import ADD, MODEL, ProgramHarness, calls_of, client_of, in_order, origins, tokens
 
 REST = {"continue_final_message": True, "return_token_ids": True}
 
@@ -87,16 +87,8 @@ def test_the_response_holds_only_the_continuation(is_streamed: bool) -> None:
     async def program(create: Any) -> None:
         asked = {"model": MODEL, "tools": [ADD], "extra_body": REST}
         messages = [*user("1 + 2?"), assistant(begun)]
-        if is_streamed:
-            deltas = [c.choices[0].delta async for c in await create(**asked, messages=messages, stream=True)]
-            content = "".join(delta.content or "" for delta in deltas)
-            calls = [call for delta in deltas for call in delta.tool_calls or ()]
-        else:
-            message = (await create(**asked, messages=messages)).choices[0].message
-            content, calls = message.content or "", message.tool_calls
-        assert content == ""
-        assert [call.function.name for call in calls] == ["add"]
-        [call] = [call.model_dump(exclude={"index"}) for call in calls]
+        [call], content, _ = await calls_of(create, is_streamed=is_streamed, **asked, messages=messages)
+        assert (content, call["function"]["name"]) == ("", "add")
         history = [*user("1 + 2?"), {**assistant(begun), "tool_calls": [call]}]
         await create(
             model=MODEL,

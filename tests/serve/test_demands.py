@@ -17,7 +17,7 @@ from agent_loop.servers.base import Ability
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.trajectory import IncidentKind
 from tests.helpers import HERMES_TEMPLATE, call_text, encoded, hermes_template, text_reply, user
-from tests.serve.harness import ADD, MODEL, ProgramHarness, client_of, in_order, origins, prompts
+from tests.serve.harness import ADD, MODEL, ProgramHarness, calls_of, client_of, in_order, origins, prompts
 
 SUB = {"type": "function", "function": {"name": "sub"}}
 NAMED = {"type": "function", "function": {"name": "add"}}
@@ -57,15 +57,8 @@ def test_a_forced_call_begins_with_its_opening_and_looks_like_any_call(
 ) -> None:
     async def program(create: Any) -> None:
         asked = {"model": MODEL, "messages": user("1 + 2?"), "tools": tools, "tool_choice": choice}
-        if is_streamed:
-            chunks = [chunk.choices[0] async for chunk in await create(**asked, stream=True)]
-            calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
-            assert chunks[-1].finish_reason == "tool_calls"
-        else:
-            reply = (await create(**asked)).choices[0]
-            assert (reply.finish_reason, reply.message.content) == ("tool_calls", None)
-            calls = reply.message.tool_calls
-        [call] = [call.model_dump(exclude={"index"}) for call in calls]
+        [call], content, reason = await calls_of(create, is_streamed=is_streamed, **asked)
+        assert (content, reason) == ("", "tool_calls")
         assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
         history = [*user("1 + 2?"), {"role": "assistant", "content": None, "tool_calls": [call]}]
         answer = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
@@ -136,15 +129,8 @@ def test_without_parallel_calls_sampling_ends_after_the_first_call(is_streamed: 
 
     async def program(create: Any) -> None:
         asked = {"model": MODEL, "messages": user("?"), "tools": [ADD], "parallel_tool_calls": False}
-        if is_streamed:
-            chunks = [chunk.choices[0] async for chunk in await create(**asked, stream=True)]
-            calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
-            assert chunks[-1].finish_reason == "tool_calls"
-        else:
-            reply = await create(**asked)
-            assert reply.choices[0].finish_reason == "tool_calls"
-            calls = reply.choices[0].message.tool_calls
-        [call] = [call.model_dump(exclude={"index"}) for call in calls]
+        [call], _, reason = await calls_of(create, is_streamed=is_streamed, **asked)
+        assert reason == "tool_calls"
         history = [*user("?"), {"role": "assistant", "content": "so", "tool_calls": [call]}]
         answer = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
         await create(model=MODEL, messages=[*history, answer], tools=[ADD])

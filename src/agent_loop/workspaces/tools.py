@@ -118,8 +118,8 @@ class WorkspaceTool(BaseTool):
     row_columns: Sequence[str] = ("workspace",)
     close_timeout_s = CLOSE_TIMEOUT_S
 
-    def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:
-        super().__init__(config, tool_schema)
+    def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config, tool_schema or self.tool_schema)
         self.settings = parse_section(WorkspaceToolConfig, config, where=f"the config of tool {self.name!r}")
         self.timeout_s = self.settings.command_timeout_s + START_ALLOWANCE_S
 
@@ -161,9 +161,6 @@ class ShellTool(WorkspaceTool):
     tool_schema: dict[str, Any] = SHELL_SCHEMA
     is_always_judged = True
 
-    def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any] = SHELL_SCHEMA) -> None:
-        super().__init__(config, tool_schema)
-
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
@@ -191,9 +188,6 @@ class EditFileTool(WorkspaceTool):
 
     tool_schema: dict[str, Any] = EDIT_FILE_SCHEMA
 
-    def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any] = EDIT_FILE_SCHEMA) -> None:
-        super().__init__(config, tool_schema)
-
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
@@ -211,9 +205,7 @@ class EditFileTool(WorkspaceTool):
             except WorkspaceFileMissing as error:
                 raise ToolError(f"there is no file {path!r}") from error
             except WorkspaceError as error:
-                await workspace.exec(
-                    ["true"]
-                )  # fails if the workspace has ended, and not just refused the file
+                await workspace.exec(["true"])  # fails if the workspace has ended
                 raise ToolError(str(error)) from error
         return ToolResponse(text=f"{path} was {'edited' if old else 'written'}"), None, {}
 

@@ -191,12 +191,9 @@ def _text_of(block: Any) -> str:
     if block.type == "resource":
         resource = block.resource
         text = getattr(resource, "text", None)
-        return text if text is not None else f"[resource {resource.uri}, {_kind(resource)}, not shown]"
+        kind = resource.mime_type or "of unknown type"
+        return f"[resource {resource.uri}, {kind}, not shown]" if text is None else text
     if block.type == "resource_link":
         described = f": {block.description}" if block.description else ""
         return f"[resource {block.uri} {block.name!r}{described}]"
-    return f"[{block.type}, {_kind(block)}, not shown]"
-
-
-def _kind(block: Any) -> str:
-    return block.mime_type or "of unknown type"
+    return f"[{block.type}, {block.mime_type or 'of unknown type'}, not shown]"
