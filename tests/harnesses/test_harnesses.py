@@ -21,7 +21,7 @@ from agent_loop.harnesses.opencode import OpenCodeLoop
 from agent_loop.harnesses.qwen_code import QwenCodeLoop
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.recording.row_log import RowLog
-from agent_loop.rollout.row_checks import check_rows
+from agent_loop.rollout.manager import check_rows
 from agent_loop.runtime.child_process import CommandResult
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason

@@ -90,9 +90,12 @@ def parse_task_name(text: str, *, suite: TaskSuite | None = None) -> TaskName:
     suite = suite or load_suite(name)
     task, _, query = rest.partition("?")
     if not colon or not task:
-        raise ConfigError(f"{text!r} names no task; give {name}:TASK{_examples(suite)}")
+        example = [f", for example {name}:{each}" for each in suite.tasks()[:1]]
+        raise ConfigError(f"{text!r} names no task; give {name}:TASK{''.join(example)}")
     given = _read_options(query, text=text)
-    split = _read_split(given.pop("split", None), text=text)
+    split: Any = given.pop("split", None)
+    if split is not None and split not in get_args(Split):
+        raise ConfigError(f"{text!r}: split is {shown(split)}; give {' or '.join(get_args(Split))}")
     options = parse_section(suite.options, given, where=text)
     if suite.lists_tasks and task not in (tasks := suite.tasks()):
         raise ConfigError(f"{text!r}: the suite {name!r} has no task {task!r}{_nearest(task, tasks)}")
@@ -111,20 +114,9 @@ def _read_options(query: str, *, text: str) -> Options:
     return options
 
 
-def _read_split(value: Any, *, text: str) -> Split | None:
-    if value is not None and value not in get_args(Split):
-        raise ConfigError(f"{text!r}: split is {shown(value)}; give {' or '.join(get_args(Split))}")
-    return value
-
-
 def _nearest(task: str, tasks: Sequence[str]) -> str:
     near = did_you_mean(task, tasks)
     return near if len(near) < 300 else f"; `agent-loop tasks` lists its {len(tasks)} tasks"
-
-
-def _examples(suite: TaskSuite) -> str:
-    tasks = suite.tasks()
-    return f", for example {suite.name}:{tasks[0]}" if tasks else ""
 
 
 def named_rows(source: str, workspace: Mapping[str, Any]) -> Iterator[tuple[str, Any]] | None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.chat.verify import require_template
 from agent_loop.config import Config, RolloutConfig
+from agent_loop.environments.factory import find_environment
+from agent_loop.errors import DataError, did_you_mean
+from agent_loop.interactions.registry import read_interaction_name
 from agent_loop.loading import import_extra
-from agent_loop.loops.base import LoopContext
+from agent_loop.loops import ToolAgentLoop
+from agent_loop.loops.base import AgentLoopBase, LoopContext
+from agent_loop.loops.environment_agent import EnvironmentAgentLoop
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.planning.devices import assign, visible_devices
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction
@@ -29,7 +34,7 @@ from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.forks import Fork, refuse_forks
 from agent_loop.rollout.jobs import Job, JobFactory
 from agent_loop.rollout.journal import StepJournal
-from agent_loop.rollout.row_checks import check_rows
+from agent_loop.rollout.rows import refuse_bad_columns
 from agent_loop.rollout.scoring import GroupScoring
 from agent_loop.rollout.stages import (
     OnTrajectory,
@@ -45,6 +50,7 @@ from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import AsyncServerBase, refuse_sampling_params
 from agent_loop.servers.factory import create_servers
 from agent_loop.tools.base import BaseTool
+from agent_loop.tools.registry import read_selection
 from agent_loop.tracing.tracer import Tracer, with_trace_names
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row, SamplingParams
@@ -434,3 +440,40 @@ def _make_local_workers(
         make_worker(config, context=context, loops=loops, reward=reward, gate=gate)
         for _ in range(config.agent.num_workers)
     ]
+
+
+def check_rows(
+    rows: Iterable[Row], context: LoopContext, *, loops: LoopRegistry, default_agent_loop: str
+) -> None:
+    """Check all rows of a run."""
+    for number, row in enumerate(rows):
+        where = f"row {number}"
+        if "raw_prompt" not in row:
+            raise DataError(f"{where} has no raw_prompt; its columns are {', '.join(sorted(row))}")
+        refuse_bad_columns(row, where=where)
+        entry = loops.get(str(row.get("agent_name") or default_agent_loop), where=f"{where}: agent_name")
+        entry.loop_class.check_row(row, entry.kwargs, where=where)
+        for name in row.get("tools_kwargs") or ():
+            if name not in context.tools:
+                near = did_you_mean(name, context.tools)
+                raise DataError(f"{where}: tools_kwargs: there is no {name!r}{near}")
+        known_tools = _known_tools(row, entry.loop_class, context, where=where)
+        if "tool_selection" in row and known_tools is not None:
+            read_selection(row["tool_selection"], known=known_tools, where=f"{where}: tool_selection")
+        interaction_kwargs: Mapping[str, Any] = row.get("interaction_kwargs") or {}
+        if issubclass(entry.loop_class, ToolAgentLoop) or interaction_kwargs.get("name") is not None:
+            where = f"{where}: interaction_kwargs"
+            read_interaction_name(interaction_kwargs, known=context.interactions, where=where)
+
+
+def _known_tools(
+    row: Row, loop_class: type[AgentLoopBase], context: LoopContext, *, where: str
+) -> Collection[str] | None:
+    """Return the names of a row's tools, or None if they are known only after the reset of its environment."""
+    if not issubclass(loop_class, EnvironmentAgentLoop):
+        return context.tools
+    try:
+        factory = find_environment(row.get("environment"), known=context.environments)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    return None if factory.tool_names is None else {*context.tools, *factory.tool_names}

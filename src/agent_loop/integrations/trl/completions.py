@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from agent_loop.errors import ConfigError, DataError, RolloutError
+from agent_loop.loading import import_extra
 from agent_loop.training.advantages.groups import grpo_advantages
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
@@ -108,10 +109,7 @@ def rollout_samples(trajectories: Sequence[Trajectory], *, group_id: int, max_to
 def _rollout_sample(
     trajectory: Trajectory, *, advantage: float, group_id: int, max_tokens: int, reward_std: float
 ) -> Any:
-    try:
-        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-    except ImportError as error:
-        raise ConfigError('agent_loop.integrations.trl needs: pip install "agent-loop[trl]"') from error
+    worker = import_extra("trl.experimental.async_grpo.async_rollout_worker", extra="trl", by=__name__)
     output = trajectory.output
     if output.response_logprobs is None:
         raise ConfigError(
@@ -120,7 +118,7 @@ def _rollout_sample(
     num_prompt = len(output.prompt_ids)
     zeros = np.zeros(num_prompt)
     versions = output.weight_versions[output.response_mask.astype(bool)]
-    return RolloutSample(
+    return worker.RolloutSample(
         prompt=list(trajectory.row["raw_prompt"]),
         completion=list(output.messages[len(trajectory.row["raw_prompt"]) :]),
         input_ids=np.concatenate([output.prompt_ids, output.response_ids[:max_tokens]]).astype(np.int64),

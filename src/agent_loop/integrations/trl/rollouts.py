@@ -11,6 +11,7 @@ from agent_loop.config import Config, RolloutConfig
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.integrations.trl.completions import agent_loop_reward, rollout_output
 from agent_loop.integrations.trl.worker import AgentLoopRolloutWorker, LoopThread, policy_weights
+from agent_loop.loading import import_extra
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import RowSampler, load_rows, prepare_rows
 from agent_loop.types import Message, Row
@@ -204,17 +205,14 @@ class RowStore:
 
     def dataset(self, rows: Sequence[Row]) -> Any:
         """Return a `datasets.Dataset` with one column, `prompt`, whose messages hold the number of their row."""
-        try:
-            from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
-        except ImportError as error:
-            raise ConfigError('agent_loop.integrations.trl needs: pip install "agent-loop[trl]"') from error
         first = len(self._rows)
         self._rows.extend(rows)
         prompts = [
             [_with_row_number(message, number=number) for message in row["raw_prompt"]]
             for number, row in enumerate(rows, start=first)
         ]
-        return cast(Any, Dataset).from_dict({"prompt": prompts})
+        datasets = import_extra("datasets", extra="trl", by=__name__)
+        return datasets.Dataset.from_dict({"prompt": prompts})
 
     def rows_of(self, prompts: Sequence[Any]) -> tuple[list[Row], int]:
         """Return the rows of prompts, and the number of samples per row.

@@ -248,14 +248,11 @@ def loop_name(agent_name: str, *, is_text: bool) -> str:
     entry = registry.get(agent_name)
     if entry is None:
         return agent_name
-    target = str(entry["_target_"])
-    if agent_name in SHIPPED and _is_verls_own(target, SHIPPED[agent_name]) and is_text:
+    target, shipped = str(entry["_target_"]), SHIPPED.get(agent_name)
+    is_verls_own = target.startswith("verl.experimental.agent_loop.") and target.endswith(f".{shipped}")
+    if shipped and is_verls_own and is_text:
         return f"verl/{agent_name}"
     return "verl/loop"
-
-
-def _is_verls_own(target: str, class_name: str) -> bool:
-    return target.startswith("verl.experimental.agent_loop.") and target.endswith(f".{class_name}")
 
 
 def outputs_in_verls_form(record: VerlRecord) -> Sequence[Any]:
