@@ -116,29 +116,6 @@ def test_steps_that_a_run_lacks_are_left_out_and_the_output_names_the_run() -> N
     assert "reward/mean: 1 step; left out: 2 without a value in runs/a-1" in text
 
 
-def test_one_group_is_printed_without_a_difference() -> None:
-    write_groups()
-    text = run("compare", "runs/a-*").output
-    assert "A  runs/a-*: 3 runs" in text
-    assert " - " not in text
-
-
-def test_each_later_group_is_compared_with_the_first() -> None:
-    for index, name in enumerate("abc"):
-        for seed in range(2):
-            write_rewards(Path(f"runs/{name}-{seed}"), seed=seed, rewards=[float(index + seed)])
-    lines = lines_of(run("compare", "runs/a-*", "runs/b-*", "runs/c-*").output)
-    assert {"B - A +1.000", "C - A +2.000"} <= set(lines)
-
-
-@pytest.mark.parametrize(
-    ("reward", "printed"), [(12345678.0, "1.235e+07"), (-0.025, "-0.02500"), (0.0, "0.000")]
-)
-def test_numbers_are_readable_at_their_size(reward: float, printed: str) -> None:
-    write_rewards(Path("a"), seed=0, rewards=[reward])
-    assert f"A {printed}" in lines_of(run("compare", "a").output)
-
-
 def test_a_trained_run_is_compared_with_a_copy_of_itself(tmp_path: Path) -> None:
     config = str(make_project(tmp_path))
     settings = ("trainer.run_dir=a", "trainer.seed=3", "trainer.total_steps=2", "trainer.val_every=2")

@@ -85,14 +85,6 @@ def test_rollouts_and_evaluations_are_checked_too(command: Command, name: str) -
     assert "did you mean 'reward'" in failed.out
 
 
-def test_an_estimator_of_a_file_is_looked_up_by_a_dry_run(command: Command) -> None:
-    Path("own.py").write_text("def mine(rewards, *, config): ...\n")
-    found = command("train", "config.yaml", "--dry-run", "algorithm.adv_estimator=own.py:mine")
-    assert found.exit_code == 0, found.out
-    missing = command("train", "config.yaml", "--dry-run", "algorithm.adv_estimator=own.py:min")
-    assert "own.py has no 'min'; did you mean 'mine'?" in " ".join(missing.out.split()), missing.out
-
-
 def test_large_files_are_read_only_by_a_dry_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(before_start, "QUICK_BYTES", 10)
     Path("rows.jsonl").write_text('{"prompt": "x"}\n{"promp": "y"}\n', encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -66,14 +65,6 @@ def test_a_file_in_the_place_of_the_folder_is_counted_and_reported_once(tmp_path
     assert keeper.num_failed == 4
     assert len(reports) == 1
     assert reports[0].startswith("the train trajectories of step 1 cannot be stored: FileExistsError")
-
-
-def test_a_removed_folder_is_created_again(tmp_path: Path) -> None:
-    kept(tmp_path / "run", [1])
-    shutil.rmtree(tmp_path / "run")
-    keeper, _ = kept(tmp_path / "run", [2])
-    assert keeper.num_failed == 0
-    assert names(tmp_path / "run") == ["train-000002.parquet", "val-000002.parquet"]
 
 
 def test_trajectories_beyond_the_queue_limit_are_dropped(

@@ -15,7 +15,7 @@ from agent_loop.errors import DataError
 from agent_loop.viewer.packets import KINDS, packet
 from agent_loop.viewer.run_files import read_new_lines
 from agent_loop.viewer.source import RunSource
-from tests.viewer.synthetic import PIECES, add_step, write_rows, write_run
+from tests.viewer.synthetic import PIECES, add_step, write_run
 
 TYPES = {kind: np.dtype(name) for name, kind in KINDS.items()}
 
@@ -96,14 +96,6 @@ def test_the_timeline_has_one_entry_per_rollout_with_the_weights_of_each_complet
     assert len(entries) == 16
     completions = [span for entry in entries for span in entry["spans"] if span[0] == "generate"]
     assert {span[4]["weight_version"] for span in completions} == {2}
-
-
-def test_invalid_spans_are_skipped(tmp_path: Path) -> None:
-    row = {"step": 1, "split": "train", "trajectory_id": "group=0/rollout=0", "group": 0, "rollout": 0}
-    spans = [["tool", "t", 0.0, 1.0], ["tool"], "odd", ["tool", "t", "x", 2.0, {}]]
-    write_rows(tmp_path / "train-000001.parquet", [row | {"spans": json.dumps(spans)}], step=1)
-    (entry,) = RunSource(tmp_path).timeline(split="train", step=1)
-    assert entry["spans"] == [["tool", "t", 0.0, 1.0, {}]]
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
 from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.checks.tasks import TaskReport
+from agent_loop.checks.tasks import TaskReport, run_checks
 from agent_loop.config import MultiTurnConfig
 from agent_loop.environments.factory import EnvironmentFactory
 from agent_loop.environments.suite import SolutionTurn, TaskSuite
@@ -23,7 +23,6 @@ from agent_loop.loops.environment_agent import EnvironmentAgentLoop
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.worker import AgentLoopWorker
-from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.trajectory import Trajectory
@@ -84,16 +83,11 @@ async def check_named_tasks(
             f"{name}: its rows are played by the loop {suite.agent_name!r}, which needs a model; use agent-loop eval"
         )
     rows = suite_rows(suite, parse_task_name(name, suite=suite))
-    slots = asyncio.Semaphore(concurrency)
-
-    async def check(number: int, row: Mapping[str, Any]) -> TaskReport:
-        async with slots:
-            report = await check_row(suite, row, name=f"{row['data_source']} row {number}")
-        if on_report is not None:
-            on_report(report)
-        return report
-
-    return await run_together(check(number, row) for number, row in enumerate(islice(rows, limit), start=1))
+    checks = (
+        partial(check_row, suite, row, name=f"{row['data_source']} row {number}")
+        for number, row in enumerate(islice(rows, limit), start=1)
+    )
+    return await run_checks(checks, concurrency=concurrency, on_report=on_report)
 
 
 async def check_row(suite: TaskSuite, row: Mapping[str, Any], *, name: str) -> TaskReport:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -96,16 +97,27 @@ async def check_tasks(
             f"{str(path)!r} is neither a task nor a folder of tasks; give a folder with a task.toml, or a name "
             "such as suite:task"
         )
+    checks = (partial(check_task, folder, settings=settings or {}) for folder in folders)
+    return await run_checks(checks, concurrency=concurrency, on_report=on_report)
+
+
+async def run_checks(
+    checks: Iterable[Callable[[], Awaitable[TaskReport]]],
+    *,
+    concurrency: int,
+    on_report: Callable[[TaskReport], None] | None,
+) -> list[TaskReport]:
+    """Run checks, `concurrency` of them at once, and return their reports in order."""
     slots = asyncio.Semaphore(concurrency)
 
-    async def check(folder: Path) -> TaskReport:
+    async def run(check: Callable[[], Awaitable[TaskReport]]) -> TaskReport:
         async with slots:
-            report = await check_task(folder, settings=settings or {})
+            report = await check()
         if on_report is not None:
             on_report(report)
         return report
 
-    return await run_together(check(folder) for folder in folders)
+    return await run_together(map(run, checks))
 
 
 async def check_task(folder: Path, *, settings: Mapping[str, Any]) -> TaskReport:

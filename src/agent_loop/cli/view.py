@@ -83,26 +83,29 @@ def view_command(
     if any(find_spec(package) is None for package in NEEDS):
         raise ConfigError('agent-loop view needs: pip install "agent-loop[view]"')
     console = Console()
-    if export is None and server is None and _are_several(runs):
-        from agent_loop.viewer.command import view_collection  # late: the extra is optional
-
-        stopped_by = view_collection(runs, host=host, port=port, opens_browser=opens_browser, console=console)
-        _exit(stopped_by)
-        return
-    if len(runs) > 1:
+    are_several = export is None and server is None and _are_several(runs)
+    if len(runs) > 1 and not are_several:
         option = "--export" if export is not None else "--server"
         raise ConfigError(f"{option} is for one run, and {len(runs)} are given; give one of them")
-    run = find_run(runs[0])
+    shown = runs if are_several else [find_run(runs[0])]
     if export is not None:
         from agent_loop.viewer.export import write_export  # late: keeps `--help` quick
 
-        print_line(console, write_export(run, target=export, max_trajectories=max_trajectories))
+        print_line(console, write_export(shown[0], target=export, max_trajectories=max_trajectories))
         return
-
     from agent_loop.viewer.command import view  # late: the extra is optional, and `--help` is to be quick
 
-    stopped_by = view(run, host=host, port=port, opens_browser=opens_browser, console=console, server=server)
-    _exit(stopped_by)
+    stopped_by = view(
+        shown,
+        host=host,
+        port=port,
+        opens_browser=opens_browser,
+        console=console,
+        are_several=are_several,
+        server=server,
+    )
+    if stopped_by is not None:
+        raise typer.Exit(EXIT_BY_SIGNAL + stopped_by)
 
 
 def _are_several(paths: Sequence[Path]) -> bool:
@@ -113,8 +116,3 @@ def _are_several(paths: Sequence[Path]) -> bool:
                 raise DataError(explain(path, wanted="folders of runs or evaluations"))
     found = find_runs(paths)
     return len(found) > 1 or (len(found) == 1 and found[0] != paths[0])
-
-
-def _exit(stopped_by: int | None) -> None:
-    if stopped_by is not None:
-        raise typer.Exit(EXIT_BY_SIGNAL + stopped_by)

@@ -7,6 +7,7 @@ import socket
 import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,64 +25,49 @@ PORTS_TRIED = 20
 
 
 def view(
-    path: Path,
+    paths: Sequence[Path],
     *,
     host: str,
     port: int | None,
     opens_browser: bool,
     console: Console,
+    are_several: bool,
     server: str | None = None,
 ) -> int | None:
-    """Serve the page of a run until a signal arrives, and return the signal's number.
+    """Serve the page of a run, or of several, until a signal arrives, and return the signal's number.
 
     Args:
-        path: Folder of the run, a folder of Parquet files, or one Parquet file.
+        paths: Folders of runs, folders of Parquet files, or Parquet files.
         host: Address to listen at.
         port: Port to listen at. None tries ports from `FIRST_PORT` on; 0 takes any free port.
         opens_browser: Whether to open the page in a browser.
         console: Receives the address of the page.
+        are_several: Whether to show a list of runs. Otherwise there is one path.
         server: Server for forks of trajectories; see `Forks`.
     """
-    source = RunSource(path)
-    forks = Forks(source, server=server, host=host)
+    if are_several:
+        collection = RunCollection(paths)
+        num_runs = len(collection.folders())
+        name = "1 run" if num_runs == 1 else f"{num_runs} runs"
+        make_app = partial(create_collection_app, collection)
+    else:
+        source, name = RunSource(paths[0]), str(paths[0])
+        make_app = partial(create_viewer_app, source, forks=Forks(source, server=server, host=host))
     with free_listener(host, port) as listener:
-        _announce(f"{path}", listener, host=host, opens_browser=opens_browser, console=console)
-
-        async def serve() -> int | None:  # the lock of the forks belongs to the event loop
-            app = create_viewer_app(source, hosts=answered_hosts(host), forks=forks)
-            return await run_app(app, listener=listener)
-
-        return asyncio.run(serve())
-
-
-def view_collection(
-    paths: Sequence[Path], *, host: str, port: int | None, opens_browser: bool, console: Console
-) -> int | None:
-    """Serve a page of several runs, as `view` does."""
-    collection = RunCollection(paths)
-    num_runs = len(collection.runs()["runs"])  # reads what the first page requests first
-    with free_listener(host, port) as listener:
-        named = "1 run" if num_runs == 1 else f"{num_runs} runs"
-        _announce(named, listener, host=host, opens_browser=opens_browser, console=console)
-        app = create_collection_app(collection, hosts=answered_hosts(host))
-        return asyncio.run(run_app(app, listener=listener))
+        url = base_url(listener, host=host).removesuffix("v1")
+        console.print(f"{name} at [bold]{url}[/]", highlight=False, soft_wrap=True)
+        console.print("Ctrl-C stops the viewer; runs continue.", highlight=False)
+        if opens_browser:
+            _open(url)
+        return asyncio.run(run_app(make_app(hosts=answered_hosts(host)), listener=listener))
 
 
-def _announce(
-    name: str, listener: socket.socket, *, host: str, opens_browser: bool, console: Console
-) -> None:
-    """Print the address of the page, and open it in a graphical browser, if there is one.
-
-    A text browser would take over the terminal.
-    """
-    url = base_url(listener, host=host).removesuffix("v1")
-    console.print(f"{name} at [bold]{url}[/]", highlight=False, soft_wrap=True)
-    console.print("Ctrl-C stops the viewer; runs continue.", highlight=False)
-    if opens_browser:
-        with suppress(webbrowser.Error):
-            browser = webbrowser.get()
-            if type(browser) is not webbrowser.GenericBrowser:
-                browser.open(url)
+def _open(url: str) -> None:
+    """Open a page in a graphical browser, if there is one. A text browser would take over the terminal."""
+    with suppress(webbrowser.Error):
+        browser = webbrowser.get()
+        if type(browser) is not webbrowser.GenericBrowser:
+            browser.open(url)
 
 
 def free_listener(host: str, port: int | None) -> socket.socket:

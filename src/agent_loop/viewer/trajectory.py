@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,16 +105,7 @@ def _entry(row: Mapping[str, Any]) -> dict[str, Any]:
     versions = _versions(row.get("segments") or ())
     spans = decode_json(row["spans"])
     shown = {name: value for name, value in row.items() if name not in ("segments", "spans")}
-    return shown | {"spans": [_with_version(span, versions) for span in spans if _is_span(span)]}
-
-
-def _is_span(value: Any) -> bool:
-    span = cast(list[Any], value)
-    return (
-        isinstance(value, list)
-        and len(span) >= 4
-        and all(isinstance(edge, int | float) for edge in span[2:4])
-    )
+    return shown | {"spans": [_with_version(span, versions) for span in spans]}
 
 
 def _versions(segments: Sequence[Mapping[str, Any]]) -> dict[int, int]:
@@ -128,8 +119,6 @@ def _versions(segments: Sequence[Mapping[str, Any]]) -> dict[int, int]:
 
 
 def _with_version(span: list[Any], versions: Mapping[int, int]) -> list[Any]:
-    kind, name, start, end, *rest = span
-    details = dict(cast(dict[str, Any], rest[0])) if rest and isinstance(rest[0], dict) else {}
-    if kind == "generate" and (version := versions.get(details.get("num_prompt_tokens", -1))) is not None:
-        details["weight_version"] = version
-    return [kind, name, start, end, details]
+    kind, name, start, end, details = span
+    version = versions.get(details.get("num_prompt_tokens", -1)) if kind == "generate" else None
+    return [kind, name, start, end, details if version is None else details | {"weight_version": version}]
