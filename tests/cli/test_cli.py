@@ -86,12 +86,6 @@ def test_an_error_fits_on_one_screen(command: Command, arguments: list[str], com
         assert "Traceback" not in result.err
 
 
-def test_a_folder_is_refused_as_the_file_of_a_rollout(command: Command) -> None:
-    result = command("rollout", "config.yaml", "--out", ".")
-    assert result.exit_code == 2
-    assert "ConfigError: --out is '.', which is a folder; give a file, such as sampled.parquet" in result.err
-
-
 def test_train_stops_if_every_prompt_is_too_long_and_starts_once_that_is_fixed(command: Command) -> None:
     result = command("train", "config.yaml", "rollout.prompt_length=1", "rollout.response_length=32")
     assert result.exit_code == 2

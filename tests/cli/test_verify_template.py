@@ -39,16 +39,6 @@ def test_a_template_file_can_be_verified_without_a_model(template_file: Path) ->
     assert verify(template_file, "--no-tools").exit_code == 0
 
 
-def test_the_table_fits_eighty_columns(template_file: Path) -> None:
-    """Check that each probe has its verdict and causes on one line."""
-    lines = verify(template_file, columns=80).output.splitlines()
-    table = lines[: next(number for number, line in enumerate(lines) if line.startswith("adds: "))]
-    assert max(map(len, table)) <= 80
-    for probe in ("control tokens in tool reply", "system prompt and tool", "user follow-up"):
-        [line] = [line for line in table if line.strip().startswith(f"{probe}  ")]
-        assert line.split(probe)[1].split()[0] in {"exact", "differs", "unsupported"}
-
-
 def test_a_difference_is_printed_with_both_texts(tmp_path: Path) -> None:
     path = tmp_path / "strips.jinja"
     path.write_text(

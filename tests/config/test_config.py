@@ -72,11 +72,6 @@ def test_variables_of_the_chat_template_are_in_every_prompt_also_if_they_are_fal
     assert template.decode(template.bridge(messages)).endswith("<think>\n\n</think>\n\n")
 
 
-def test_a_config_of_the_model_that_is_overridden_with_false_is_not_dropped() -> None:
-    with pytest.raises(ConfigError, match="tie_word_embeddings"):
-        load_config(overrides=["actor_rollout_ref.model.override_config.tie_word_embeddings=False"])
-
-
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -98,11 +93,6 @@ def test_settings_with_random_effects_are_rejected_for_deterministic_runs(settin
         load_config(overrides=["rollout.deterministic=true", setting])
     load_config(overrides=[setting])
     load_config(overrides=["rollout.deterministic=true", "rollout.engine=embedded_process"])
-
-
-def test_engine_kwargs_are_passed_on_unchanged(tmp_path: Path) -> None:
-    path = write(tmp_path, "rollout: {engine_kwargs: {max_slots: 4, nested: {a: 1}}}")
-    assert load_config(path).rollout.engine_kwargs == {"max_slots": 4, "nested": {"a": 1}}
 
 
 @pytest.mark.parametrize(

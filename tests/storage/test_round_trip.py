@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from agent_loop.errors import DataError
-from agent_loop.storage import SCHEMA, Learned, StoredRun, to_trajectory, write_trajectories
+from agent_loop.storage import Learned, StoredRun, to_trajectory, write_trajectories
 from agent_loop.storage.schema import SCALARS
 from agent_loop.training.metrics import FAILURES, RETRIES
 from agent_loop.training.step_metrics import rollout_metrics
@@ -159,33 +159,3 @@ def test_an_empty_step_is_a_file_without_rows(tmp_path: Path) -> None:
     run = StoredRun(written(tmp_path))
     assert run.scalars().num_rows == 0
     assert list(run.rows()) == []
-
-
-def test_pandas_reads_it(tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.read_parquet(written(tmp_path, solved(), failed(), without_logprobs(some=True)))
-    assert list(frame.columns) == SCHEMA.names
-    assert frame.loc[0, "response_ids"].tolist() == [4, 5, 6, 7, 8, 9, 10]
-    assert frame["is_success"].tolist() == [False, False, True]
-    assert np.isnan(frame.loc[2, "response_logprobs"][-1])
-
-
-def test_duckdb_reads_it(tmp_path: Path) -> None:
-    duckdb = pytest.importorskip("duckdb")
-    path = written(tmp_path, solved(), solved(rollout=1, reward=1.0), failed(rollout=2))
-    query = f"""
-        select trajectory_id, len(response_ids), row ->> 'answer', messages -> 2 ->> 'content'
-        from '{path}' where reward < 1 order by seconds
-    """
-    assert duckdb.sql(query).fetchall() == [("group=0/rollout=0", 7, "4", "vier ☃")]
-    mean = duckdb.sql(f"select avg(list_avg(response_logprobs)) from '{path}'").fetchall()[0][0]
-    assert mean == pytest.approx(-1.0 / 7)
-
-
-def test_datasets_reads_it(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    path = written(tmp_path, solved(), failed())
-    rows = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache"))
-    assert rows.column_names == SCHEMA.names
-    assert rows[0]["response_ids"] == [4, 5, 6, 7, 8, 9, 10]
-    assert rows[0]["segments"][1] == {"origin": "model", "num_tokens": 2, "weight_version": 3}
