@@ -24,7 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.attention import UNSUPPORTED_OPTIONS
 from agent_loop.servers.embedded.runner import text_config_of
-from agent_loop.training.prefix_tree.layout import AttentionPlan, TreeLayout, is_visible, lowest_visible
+from agent_loop.training.prefix_tree.layout import Blocks, TreeLayout, is_visible, lowest_visible
 
 ATTENTION_NAME = "agent_loop_prefix_tree"
 MAX_COMPILATIONS = 64
@@ -98,7 +98,7 @@ def _blockwise(
         widest = max(value_dim, query.shape[-1])
         query, key, value = (pad(each, (0, widest - each.shape[-1])) for each in (query, key, value))
     query, key, value = (_adjacent(each) for each in (query, key, value))
-    attended: Tensor = cast(Any, _Blocks).apply(query, key, value, layout.plan_for(window), scale)
+    attended: Tensor = cast(Any, _Blocks).apply(query, key, value, layout.blocks_for(window), scale)
     return attended[..., :value_dim]
 
 
@@ -110,29 +110,16 @@ class _Blocks(Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float
-    ) -> Tensor:
-        out, logsumexp = _sums(query), _sums(query[..., :1]).squeeze(-1)
-        for block in plan.own:
-            rows = block.queries
-            out[:, :, rows], logsumexp[:, :, rows] = _flash(
-                query[:, :, rows],
-                key[:, :, block.keys],
-                value[:, :, block.keys],
-                0.0,
-                block.is_causal,
-                attn_mask=_mask(block.mask, query),
-                scale=scale,
-            )
-        for block in plan.above:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scale: float) -> Tensor:
+        out, logsumexp = _sums(query), _sums(query[..., :1]).squeeze(-1).fill_(-torch.inf)
+        for block in blocks:
             rows = block.queries
             part, part_logsumexp = _flash(
                 query[:, :, rows],
                 key[:, :, block.keys],
                 value[:, :, block.keys],
                 0.0,
-                False,
+                block.is_causal,
                 attn_mask=_mask(block.mask, query),
                 scale=scale,
             )
@@ -142,17 +129,17 @@ class _Blocks(Function):
             merged.copy_(torch.logaddexp(merged, part_logsumexp))
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.blocks, ctx.scale = blocks, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, logsumexp = ctx.saved_tensors
-        plan: AttentionPlan = ctx.plan
+        blocks: Blocks = ctx.blocks
         grad_out = _adjacent(grad_out)
         sums = tuple(_sums(each) for each in (query, key, value))
-        for number, block in enumerate((*plan.own, *plan.above)):
+        for block in blocks:
             rows, keys = block.queries, block.keys
             parts = _flash_backward(
                 grad_out[:, :, rows],
@@ -167,19 +154,16 @@ class _Blocks(Function):
                 scale=ctx.scale,
             )
             for total, part, run in zip(sums, parts, (rows, keys, keys), strict=True):
-                if number < len(plan.own):
-                    total[:, :, run] = part
-                else:
-                    total[:, :, run] += part
+                total[:, :, run] += part
         grads = (total.to(each.dtype) for total, each in zip(sums, (query, key, value), strict=True))
         return (*grads, None, None)
 
 
 def _sums(like: Tensor) -> Tensor:
-    """Return an uninitialised tensor of the same shape, [1, H, T, D], whose heads are next to each other in memory."""
+    """Return zeros of the same shape, [1, H, T, D], whose heads are next to each other in memory."""
     one, num_heads, num_tokens, size = like.shape
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return torch.empty((one, num_tokens, num_heads, size), dtype=dtype, device=like.device).transpose(1, 2)
+    return torch.zeros((one, num_tokens, num_heads, size), dtype=dtype, device=like.device).transpose(1, 2)
 
 
 def _adjacent(values: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ path. Subtrees of a few tokens are computed together with small masks. T tokens 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -39,15 +39,14 @@ class Block:
     mask: Tensor | None = None
     """Mask that is added to the scores, [1, 1, queries, keys]."""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the queries are the keys. Each token is in one such block. Others have keys above the queries."""
+        return self.queries == self.keys
 
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Blocks that cover all visible pairs of a tree."""
 
-    own: tuple[Block, ...]
-    """Blocks whose queries are their keys. Each token is in one of them."""
-    above: tuple[Block, ...]
-    """Blocks of keys above the queries in the tree."""
+Blocks: TypeAlias = tuple[Block, ...]
+"""Blocks that cover all visible pairs of a tree."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,9 +60,9 @@ class TreeLayout:
     """Position in the line after the last token to which a token is visible."""
     places: tuple[LongArray, ...]
     """For each row, the positions of its tokens."""
-    plan: AttentionPlan
+    blocks: Blocks
     """Blocks of a layer without a window. Their masks are not made yet."""
-    plans: dict[int | None, AttentionPlan] = field(default_factory=dict[int | None, AttentionPlan])
+    masked: dict[int | None, Blocks] = field(default_factory=dict[int | None, Blocks])
     """Blocks with masks, by the length of a sliding window in tokens, so that layers share them."""
     flex_masks: dict[int | None, Any] = field(default_factory=dict[int | None, Any])
     """Masks of FlexAttention, likewise."""
@@ -72,15 +71,15 @@ class TreeLayout:
     def num_tokens(self) -> int:
         return len(self.input_ids_T)
 
-    def plan_for(self, window: int | None) -> AttentionPlan:
+    def blocks_for(self, window: int | None) -> Blocks:
         """Return the blocks of a layer with a sliding window of so many tokens, or without one."""
-        if window not in self.plans:
+        if window not in self.masked:
             depth_T = cast(LongArray, self.depth_T.cpu().numpy())
-            plan = self.plan
+            blocks = self.blocks
             if window is not None and window <= int(depth_T.max()):
-                plan = _Windows(window, depth_T, plan).plan()
-            self.plans[window] = _with_masks(plan, self.depth_T, self.end_T, window=window)
-        return self.plans[window]
+                blocks = tuple(_Windows(window, depth_T, blocks).divided())
+            self.masked[window] = _with_masks(blocks, self.depth_T, self.end_T, window=window)
+        return self.masked[window]
 
 
 def lay_out(rows: Sequence[LongArray], *, device: torch.device) -> TreeLayout:
@@ -100,26 +99,23 @@ def lay_out(rows: Sequence[LongArray], *, device: torch.device) -> TreeLayout:
         np.concatenate([np.arange(node.place, node.place + count) for node, count in nodes_of_row(root, row)])
         for row in rows
     )
-    return TreeLayout(as_tensor(ids_T).to(device), depth, end, places, _plan(root))
+    return TreeLayout(as_tensor(ids_T).to(device), depth, end, places, tuple(_blocks(root)))
 
 
-def _plan(root: Node) -> AttentionPlan:
-    own: list[Block] = []
-    above: list[Block] = []
+def _blocks(root: Node) -> Iterator[Block]:
     pending = [root]
     for node in iter(lambda: pending.pop() if pending else None, None):
         if node.size <= TILE and node.children:
-            own.append(_on_itself(node.place, node.subtree_end, is_causal=False))
+            yield _on_itself(node.place, node.subtree_end, is_causal=False)
             continue
         path, beside = _path(node)
-        own.append(_on_itself(node.place, path.stop, is_causal=True))
-        above += _over_prefixes(path, beside)
+        yield _on_itself(node.place, path.stop, is_causal=True)
+        yield from _over_prefixes(path, beside)
         for group in _small_groups(beside):
             if len(group) == 1:
                 pending.append(group[0][0])
             else:
-                own.append(_on_itself(group[0][0].place, group[-1][0].subtree_end, is_causal=False))
-    return AttentionPlan(tuple(own), tuple(above))
+                yield _on_itself(group[0][0].place, group[-1][0].subtree_end, is_causal=False)
 
 
 def _on_itself(start: int, end: int, *, is_causal: bool) -> Block:
@@ -185,30 +181,24 @@ def _small_groups(beside: Sequence[tuple[Node, int]]) -> Iterator[list[tuple[Nod
 class _Windows:
     """Division of blocks into pieces whose pairs are within a sliding window, or that need a small mask."""
 
-    def __init__(self, window: int, depth_T: LongArray, plan: AttentionPlan) -> None:
+    def __init__(self, window: int, depth_T: LongArray, blocks: Blocks) -> None:
         self._window = window
         self._depth_T = depth_T
-        self._plan = plan
-        self._starts = np.array(sorted(block.queries.start for block in plan.own))
+        self._blocks = blocks
+        self._starts = np.array(sorted(block.queries.start for block in blocks if block.is_own))
 
-    def plan(self) -> AttentionPlan:
-        own: list[Block] = []
-        above: list[Block] = []
-        for block in self._plan.own:
-            if not block.is_causal or self._is_inside(block):
-                own.append(block)
+    def divided(self) -> Iterator[Block]:
+        for block in self._blocks:
+            if (block.is_own and block.is_masked) or self._is_inside(block):
+                yield block
                 continue
             for queries in self._pieces(block.queries):
-                is_short = queries.stop - queries.start <= self._window
-                own.append(_on_itself(queries.start, queries.stop, is_causal=is_short))
-                above += self._cut(Block(queries, slice(block.keys.start, queries.start)))
-        for block in self._plan.above:
-            if self._is_inside(block):
-                above.append(block)
-                continue
-            for queries in self._pieces(block.queries):
-                above += self._cut(replace(block, queries=queries, mask=None))
-        return AttentionPlan(tuple(own), tuple(above))
+                if block.is_own:
+                    is_short = queries.stop - queries.start <= self._window
+                    yield _on_itself(queries.start, queries.stop, is_causal=is_short)
+                    yield from self._cut(Block(queries, slice(block.keys.start, queries.start)))
+                else:
+                    yield from self._cut(replace(block, queries=queries))
 
     def _is_inside(self, block: Block) -> bool:
         return self._depth_T[block.queries].max() - self._depth_T[block.keys].min() < self._window
@@ -234,7 +224,7 @@ class _Windows:
             yield replace(block, keys=slice(full, keys.stop))
 
 
-def _with_masks(plan: AttentionPlan, depth_T: Tensor, end_T: Tensor, *, window: int | None) -> AttentionPlan:
+def _with_masks(blocks: Blocks, depth_T: Tensor, end_T: Tensor, *, window: int | None) -> Blocks:
     lowest_T = lowest_visible(depth_T, window)
 
     def with_mask(block: Block) -> Block:
@@ -246,10 +236,7 @@ def _with_masks(plan: AttentionPlan, depth_T: Tensor, end_T: Tensor, *, window: 
         mask = torch.zeros(visible.shape, device=depth_T.device).masked_fill_(~visible, HIDDEN)
         return replace(block, mask=mask[None, None])
 
-    def each(blocks: Iterable[Block]) -> tuple[Block, ...]:
-        return tuple(with_mask(block) for block in blocks)
-
-    return AttentionPlan(each(plan.own), each(plan.above))
+    return tuple(map(with_mask, blocks))
 
 
 def lowest_visible(depth_T: Tensor, window: int | None) -> Tensor | None:
