@@ -18,7 +18,7 @@ RETRY := --timeout=120 --durations=15 --reruns 1 -rRs
 # Without bytecode, each of the hundreds of processes that the tests start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install nightly install-ray install-integrations install-browser install-docs install-extras install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-verl test-containers test-gpu check format bench bench-verl docs test-docs clean
+.PHONY: help install nightly install-ray install-integrations install-browser install-docs install-extras install-containers demo test test-slow test-engines test-ray test-integrations test-browser test-agents test-environments test-verl test-containers test-gpu offline check format bench bench-verl docs test-docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -91,8 +91,11 @@ test-verl: $(VENV)-verl/.installed  ## Run rollouts inside verl's trainer, in an
 test-containers: install-containers  ## Run the tests in containers of Podman; installs it with apt-get.
 	$(BIN)/python -m pytest -m containers $(RETRY) tests/environments/harbor tests/examples tests/workspaces
 
+offline: $(BIN)/python  ## Write build/offline: all that checks the package on a GPU without a network; see docs/gpu.md.
+	bash benchmarks/gpu/make_offline.sh $(BIN)/python
+
 test-gpu: $(INSTALLED)  ## Check the package on a GPU in stages, and print a table of verdicts; see docs/gpu.md.
-	$(BIN)/python -m tests.gpu
+	$(BIN)/python -m benchmarks.gpu
 
 $(EXTRAS_INSTALLED): $(INSTALLED)-%: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,$*]"

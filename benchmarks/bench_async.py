@@ -99,7 +99,9 @@ class Result:
     staleness: float
 
 
-def train(model: Path, *, folder: Path, num_steps: int, bound: int, seed: int) -> Measured:
+def train(
+    model: Path, *, folder: Path, num_steps: int, bound: int, seed: int, device: str = "cpu"
+) -> Measured:
     """Train the model and return measurements.
 
     Args:
@@ -108,12 +110,14 @@ def train(model: Path, *, folder: Path, num_steps: int, bound: int, seed: int) -
         num_steps: Number of training steps.
         bound: Bound of the staleness; 0 is `trainer.mode: sync`.
         seed: Seed of the latencies.
+        device: Device of the model.
     """
     tools = ",".join(f"{__file__}:{tool.__name__}" for tool in (SlowPartOfOrder, SlowShelfOfPart))
     config = load_config(
         TASK_CONFIG,
         overrides=[
             f"model.path={model}",
+            f"model.device={device}",
             f"trainer.run_dir={folder}",
             f"trainer.total_steps={num_steps}",
             "trainer.save_every=null",

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from tests.gpu.report import NotRun, StageReport
+from benchmarks.gpu.report import NotRun, StageReport
 
 
 def run(device: torch.device, report: StageReport) -> None:

@@ -20,12 +20,12 @@ from agent_loop.training.process_group import (
     open_store,
 )
 from agent_loop.weights.sender import WeightSender
-from tests.gpu.devices import GB, elapsed_s
-from tests.gpu.models import copy_of, random_model, small_config
-from tests.gpu.receiver import checksums, receiving
-from tests.gpu.report import Check, NotRun, StageReport
-from tests.gpu.rows import actor_gradients, actor_of, batch_near, random_rows
-from tests.gpu.stages.cuda_ipc import random_weights
+from benchmarks.gpu.devices import GB, elapsed_s
+from benchmarks.gpu.models import copy_of, random_model, small_config
+from benchmarks.gpu.receiver import checksums, receiving
+from benchmarks.gpu.report import Check, NotRun, StageReport
+from benchmarks.gpu.rows import actor_gradients, actor_of, batch_near, random_rows
+from benchmarks.gpu.stages.cuda_ipc import random_weights
 
 TOLERANCE = 5e-5
 BFLOAT16_TOLERANCE = 0.05

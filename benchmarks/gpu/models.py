@@ -64,10 +64,18 @@ OF_ALL_QWEN3: dict[str, Any] = {
     "eos_token_id": None,
 }
 
+USABLE_SHARE = 0.85
+"""Share of the free memory that weights, cache or a plan may take."""
+
 
 def small_sizes(device: torch.device) -> dict[str, Any]:
     """Return the sizes of the small model on a device."""
     return {**SMALL, **(TINY if device.type == "cpu" else {})}
+
+
+def small_model_sizes(device: torch.device) -> dict[str, Any]:
+    """Return the sizes of the small model, as its `config.json` states them."""
+    return {"model_type": "qwen3", **small_sizes(device)}
 
 
 def small_config(device: torch.device, **changes: Any) -> Qwen3Config:
@@ -91,6 +99,17 @@ def config_of(sizes: dict[str, Any]) -> PretrainedConfig:
 
     known: Any = AutoConfig
     return known.for_model(**sizes)
+
+
+def flops_per_token(model: Any, *, context: float) -> float:
+    """Return the operations of a forward pass per token, with so many tokens of context on average."""
+    config = model.config
+    embedding = model.get_input_embeddings().weight
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    if not config.tie_word_embeddings:
+        num_weights -= embedding.numel()  # looking up a row is no product; a tied one is the head's too
+    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * context
+    return 2 * num_weights + attention
 
 
 def random_model(

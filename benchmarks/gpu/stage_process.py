@@ -1,13 +1,14 @@
 """One stage in a process of its own, with a time limit, so that a crash or a hang does not take the other stages.
 
-    python -m tests.gpu.stage_process MODULE NAME DEVICE FILE
+    python -m benchmarks.gpu.stage_process MODULE NAME DEVICE FOLDER [MODEL]
 
-runs the function `run` of a module, which writes its results to a file. The program reads the file when the process
-has ended, however it ended.
+runs the function `run` of a module, which writes its results to a file of the folder. The program reads them when the
+process has ended, however it ended. A crash and the time limit leave the stacks of all threads in another file.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -19,14 +20,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.gpu.verdicts import CheckResult, StageResult, verdict_of
+from benchmarks.gpu.verdicts import CheckResult, StageResult, verdict_of
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 5.0
 """Seconds between the request to end and the kill of a process."""
+STACKS_S = 1.0
+"""Seconds that a process has to write its stacks."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ON_CPU = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """One thread, and a C library that returns freed memory at once, so that the resident size is that of live tensors."""
+CHECKS, STACKS = "checks.jsonl", "stacks.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +43,30 @@ class Stage:
     time_limit_s: float
 
 
-def run_stage(stage: Stage, *, device: str) -> StageResult:
+def run_stage(stage: Stage, *, device: str, model: Path | None = None) -> StageResult:
     """Run a stage in a new process and return its result. An exception ends the process."""
     start_s = time.monotonic()
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "checks.jsonl"
-        how_it_ended = _run_process(stage, device=device, path=path)
-        lines = path.read_text().splitlines() if path.exists() else []
-    result = _read(stage, lines, how_it_ended)
-    return replace(result, seconds=time.monotonic() - start_s)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        how_it_ended = _run_process(stage, device=device, folder=folder, model=model)
+        result = _read(stage, _text(folder / CHECKS).splitlines(), how_it_ended)
+        stacks = _text(folder / STACKS)
+    return replace(result, seconds=time.monotonic() - start_s, stacks=stacks)
 
 
-def _run_process(stage: Stage, *, device: str, path: Path) -> str:
+def _run_process(stage: Stage, *, device: str, folder: Path, model: Path | None) -> str:
     """Run the process and return why it did not succeed; an empty text if it did."""
-    command = [sys.executable, "-m", __name__, stage.module, stage.name, device, str(path)]
+    command = [sys.executable, "-m", __name__, stage.module, stage.name, device, str(folder)]
+    command += [] if model is None else [str(model)]
     environment = {**os.environ, **OFFLINE, **(ON_CPU if device == "cpu" else {})}
     # A session of its own: Ctrl-C reaches this program alone, and all children of the stage can be ended together.
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         status = process.wait(stage.time_limit_s)
     except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGUSR1)  # writes the stacks
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STACKS_S)
         return f"exceeded its time limit of {stage.time_limit_s:g} s"
     finally:
         if process.returncode != 0:
@@ -81,7 +89,7 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
 
 def _read(stage: Stage, lines: list[str], how_it_ended: str) -> StageResult:
     """Return the result that the lines of the file tell. A stage without its last line has failed."""
-    from tests.gpu.report import ENDED, STARTED
+    from benchmarks.gpu.report import ENDED, STARTED
 
     checks = [CheckResult.parse(line) for line in lines if line.startswith("{")]
     if lines and lines[-1] == ENDED and not how_it_ended:
@@ -95,15 +103,22 @@ def _read(stage: Stage, lines: list[str], how_it_ended: str) -> StageResult:
     return StageResult(stage.name, "failed", checks=tuple(checks), reason=reason)
 
 
-def main(module: str, name: str, device: str, path: str) -> None:
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def main(module: str, name: str, device: str, folder: str, model: str | None = None) -> None:
     """Run a stage in this process."""
+    stacks = (Path(folder) / STACKS).open("w")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
     import torch
 
-    from tests.gpu.report import StageReport
+    from benchmarks.gpu.report import StageReport
 
     if device == "cpu":
         torch.set_num_threads(1)
-    report = StageReport(name, Path(path))
+    report = StageReport(name, Path(folder) / CHECKS, model=None if model is None else Path(model))
     importlib.import_module(module).run(torch.device(device), report)
     report.end()
 

@@ -18,10 +18,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from agent_loop.training.prefix_tree import attention
 from agent_loop.training.prefix_tree.layout import TreeLayout, lay_out
-from tests.gpu.devices import GB, PeakMemory, elapsed_s, synchronize
-from tests.gpu.models import copy_of, random_model, small_config, windowed_config
-from tests.gpu.report import Check, NotRun, StageReport
-from tests.gpu.rows import Row, actor_gradients, actor_of, as_batch, batch_near, plain_gradients, random_rows
+from benchmarks.gpu.devices import GB, PeakMemory, elapsed_s, synchronize
+from benchmarks.gpu.models import copy_of, random_model, small_config, windowed_config
+from benchmarks.gpu.report import Check, NotRun, StageReport
+from benchmarks.gpu.rows import (
+    Row,
+    actor_gradients,
+    actor_of,
+    as_batch,
+    batch_near,
+    plain_gradients,
+    random_rows,
+)
 
 TOLERANCE = 5e-5
 BFLOAT16_FACTOR = 2.0

@@ -18,7 +18,7 @@ import torch
 
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.types import SamplingParams
-from tests.gpu.completions import (
+from benchmarks.gpu.completions import (
     Completion,
     complete,
     greedy_tokens,
@@ -26,8 +26,8 @@ from tests.gpu.completions import (
     plain_logprobs,
     random_prompts,
 )
-from tests.gpu.models import copy_of, random_model, small_config
-from tests.gpu.report import Check, StageReport
+from benchmarks.gpu.models import copy_of, random_model, small_config
+from benchmarks.gpu.report import Check, StageReport
 
 TOLERANCE = 1e-4
 MEAN_FACTOR, LARGEST_FACTOR = 1.5, 3.0

@@ -18,15 +18,20 @@ from agent_loop.planning.sizes import UpdateMemory, parse_shape, update_memory
 from agent_loop.training.actor import Actor
 from agent_loop.training.adapters import add_adapters
 from agent_loop.training.policy import compute_dtype
-from tests.gpu.devices import GB, PeakMemory, free_bytes
-from tests.gpu.models import QWEN3, config_of, qwen3_sizes, random_model, small_sizes
-from tests.gpu.report import Check, NotRun, StageReport
-from tests.gpu.rows import as_batch, random_rows
+from benchmarks.gpu.devices import GB, PeakMemory, free_bytes
+from benchmarks.gpu.models import (
+    QWEN3,
+    USABLE_SHARE,
+    config_of,
+    qwen3_sizes,
+    random_model,
+    small_model_sizes,
+)
+from benchmarks.gpu.report import Check, NotRun, StageReport
+from benchmarks.gpu.rows import as_batch, random_rows
 
 TOLERANCE = 0.15
 CPU_TOLERANCE = 0.9
-USABLE_SHARE = 0.85
-"""Share of the free memory that a plan may take."""
 NUM_ROWS = 8
 SIZES = ("1.7B", "0.6B")
 """Models to try, large enough that the libraries' own memory does not count."""
@@ -71,11 +76,6 @@ def run(device: torch.device, report: StageReport) -> None:
             if case.needs and importlib.util.find_spec(case.needs) is None:
                 raise NotRun(f"{case.needs} is not installed")
             _compare(case, device, check)
-
-
-def small_model_sizes(device: torch.device) -> dict[str, Any]:
-    """Return sizes of the small model that the plan can read."""
-    return {"model_type": "qwen3", **small_sizes(device)}
 
 
 def planned(sizes: dict[str, Any], config: Config, device: torch.device) -> UpdateMemory:

@@ -15,24 +15,24 @@ import torch
 from agent_loop.errors import ServerError
 from agent_loop.servers.embedded import EmbeddedServer
 from agent_loop.types import SamplingParams
-from tests.gpu.completions import complete, random_prompts
-from tests.gpu.devices import GB, allocated_bytes
-from tests.gpu.models import config_of, qwen3_sizes, random_model, small_config
-from tests.gpu.report import Check, StageReport
-from tests.gpu.stages.engine import serve
+from benchmarks.gpu.completions import complete, random_prompts
+from benchmarks.gpu.devices import GB, allocated_bytes
+from benchmarks.gpu.models import config_of, qwen3_sizes, random_model, small_config
+from benchmarks.gpu.report import Check, StageReport
+from benchmarks.gpu.stages.engine import serve
 
 LEFT_ASLEEP = 0.2 * GB
 """Largest memory that may stay on the device during sleep: workspaces of the libraries."""
 RESERVED_ASLEEP = 0.5 * GB
 """Largest memory that the process may keep from others during sleep, with the unused parts of its blocks."""
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-NUM_ROUNDS = 3
+NUM_ROUNDS = {"cuda": 20, "cpu": 3}
 
 
 def run(device: torch.device, report: StageReport) -> None:
     """Run the checks."""
     for dtype in (torch.float32, torch.bfloat16):
-        with report.check(f"{NUM_ROUNDS} rounds, {str(dtype).removeprefix('torch.')}") as check:
+        with report.check(f"{NUM_ROUNDS[device.type]} rounds, {str(dtype).removeprefix('torch.')}") as check:
             asyncio.run(_rounds(check, device, dtype=dtype))
     with report.check("new weights while asleep") as check:
         asyncio.run(_update_asleep(check, device))
@@ -50,7 +50,7 @@ async def _rounds(check: Check, device: torch.device, *, dtype: torch.dtype) -> 
         weights = _weights_of(server)
         awake = _memory(device) - before_model
         cache = server.cache_bytes
-        for number in range(NUM_ROUNDS):
+        for number in range(NUM_ROUNDS[device.type]):
             await server.sleep()
             asleep = _memory(device) - before_model
             check.require(server.cache_bytes == 0, "the cache is still allocated during sleep")

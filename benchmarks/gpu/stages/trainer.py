@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from agent_loop.training.actor import Actor
-from tests.gpu.models import copy_of, random_model, small_config
-from tests.gpu.report import Check, NotRun, StageReport
-from tests.gpu.rows import (
+from benchmarks.gpu.models import copy_of, random_model, small_config
+from benchmarks.gpu.report import Check, NotRun, StageReport
+from benchmarks.gpu.rows import (
     Gradients,
     actor_gradients,
     actor_of,

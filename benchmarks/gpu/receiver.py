@@ -1,6 +1,6 @@
 """A process that receives weights from another process, as an engine does.
 
-    python -m tests.gpu.receiver DEVICE RANK
+    python -m benchmarks.gpu.receiver DEVICE RANK
 
 Each line of standard input is the handle of an offer; the reply is a line with the checksum of all tensors. The process
 ends with its standard input.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agent_loop.weights.receiver import WeightReceiver
 from agent_loop.weights.tensors import checksum
-from tests.gpu.stage_process import ROOT
+from benchmarks.gpu.stage_process import ROOT
 
 REPLY = "checksum: "
 """Prefix of a reply. Other lines of the output are passed on."""

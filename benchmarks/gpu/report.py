@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu.verdicts import CheckResult, Figure, Verdict
+from benchmarks.gpu.verdicts import CheckResult, Figure, Verdict
 
 STARTED = "started: "
 """Prefix of the line that names the running check."""
@@ -59,8 +59,10 @@ class Check:
 class StageReport:
     """Report of a stage. Its checks run one after the other, and one that fails does not stop the others."""
 
-    def __init__(self, stage: str, path: Path) -> None:
+    def __init__(self, stage: str, path: Path, *, model: Path | None = None) -> None:
         self.stage = stage
+        self.model = model
+        """Folder of a pretrained model, if the program has one."""
         self._path = path
 
     @contextmanager
@@ -69,18 +71,19 @@ class StageReport:
         self._write(STARTED + name)
         check, start_s = Check(), time.monotonic()
         verdict: Verdict = "passed"
-        reason = ""
+        reason = trace = ""
         try:
             yield check
             if check.faults:
                 verdict, reason = "failed", "; ".join(check.faults)
         except NotRun as error:
             verdict, reason = "not run", str(error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (a bug in the package is what the checks look for)
             traceback.print_exc()
+            trace = traceback.format_exc()
             first_line = str(error).strip().partition("\n")[0]
             verdict, reason = "failed", f"{type(error).__name__}: {first_line}"
-        result = CheckResult(name, verdict, time.monotonic() - start_s, tuple(check.figures), reason)
+        result = CheckResult(name, verdict, time.monotonic() - start_s, tuple(check.figures), reason, trace)
         self._write(result.to_json())
         print(f"{self.stage}: {result} [{result.seconds:.1f} s]", flush=True)
         release_memory()

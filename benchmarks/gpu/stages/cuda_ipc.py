@@ -20,12 +20,19 @@ from agent_loop.types import SamplingParams
 from agent_loop.weights.cuda_ipc import BUCKET_BYTES
 from agent_loop.weights.handle import Transport
 from agent_loop.weights.sender import WeightSender
-from tests.gpu.completions import complete, random_prompts
-from tests.gpu.devices import GB, allocated_bytes, elapsed_s
-from tests.gpu.models import copy_of, random_model, small_config
-from tests.gpu.receiver import checksums, receiving
-from tests.gpu.report import Check, StageReport
-from tests.gpu.stages.engine import serve
+from benchmarks.gpu.completions import complete, random_prompts
+from benchmarks.gpu.devices import GB, allocated_bytes, elapsed_s, free_bytes, synchronize
+from benchmarks.gpu.models import (
+    USABLE_SHARE,
+    config_of,
+    copy_of,
+    qwen3_sizes,
+    random_model,
+    small_config,
+)
+from benchmarks.gpu.receiver import checksums, receiving
+from benchmarks.gpu.report import Check, NotRun, StageReport
+from benchmarks.gpu.stages.engine import serve
 
 NUM_OFFERS = 5
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -38,6 +45,9 @@ def run(device: torch.device, report: StageReport) -> None:
         _offers(check, device, transport)
     with report.check("engine in a process of its own") as check:
         asyncio.run(_engine(check, device, transport))
+    name = "4B" if device.type == "cuda" else "tiny"
+    with report.check(f"{name} in bfloat16, to the engine of this process and to another process") as check:
+        _publish(check, device, transport)
 
 
 def random_weights(device: torch.device, *, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -82,6 +92,37 @@ def _offers(check: Check, device: torch.device, transport: Transport) -> None:
             torch.cuda.ipc_collect()
             left = allocated_bytes(device) - before
             check.at_most("left after the last offer", left / GB, 0.01, "GB")
+
+
+def _publish(check: Check, device: torch.device, transport: Transport) -> None:
+    """Measure how long the weights of a model take, in place and through the transport."""
+    is_gpu = device.type == "cuda"
+    config = config_of(qwen3_sizes("4B")) if is_gpu else small_config(device)
+    model = random_model(config, device=device, dtype=torch.bfloat16)
+    num_bytes = sum(weight.nbytes for weight in model.parameters())
+    if is_gpu and 3 * num_bytes > USABLE_SHARE * free_bytes(device):
+        raise NotRun("three copies of the weights do not fit")
+    check.figure("weights", num_bytes / GB, "GB")
+
+    async def in_place() -> float:
+        server = serve(model, max_slots=1)
+        try:
+            synchronize(device)
+            begun = asyncio.get_running_loop().time()
+            await server.update_weights(model.state_dict().items(), weight_version=1)
+            synchronize(device)
+            return asyncio.get_running_loop().time() - begun
+        finally:
+            await server.close()
+
+    check.figure("in place", asyncio.run(in_place()), "s")
+    with receiving(device) as receiver, WeightSender(transport) as sender:
+
+        def send() -> None:
+            with sender.offer(model.state_dict().items(), weight_version=1) as handle:
+                receiver.receive(handle.to_json())
+
+        check.figure("to another process, with checksums", elapsed_s(device, send), "s")
 
 
 async def _engine(check: Check, device: torch.device, transport: Transport) -> None:

@@ -12,24 +12,25 @@ from pathlib import Path
 import torch
 
 GB = 1e9
-PEAK_BFLOAT16 = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "A40": 150e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
+PEAKS = {
+    "B200": (2250e12, 8.0e12),
+    "H200": (989e12, 4.8e12),
+    "H100 PCIe": (756e12, 2.0e12),
+    "H100 NVL": (835e12, 3.9e12),
+    "H100": (989e12, 3.35e12),
+    "GH200": (989e12, 4.0e12),
+    "A100-SXM4-80GB": (312e12, 2.04e12),
+    "A100": (312e12, 1.56e12),
+    "L40S": (362e12, 0.864e12),
+    "L40": (181e12, 0.864e12),
+    "L4": (121e12, 0.3e12),
+    "A10": (125e12, 0.6e12),
+    "A40": (150e12, 0.696e12),
+    "RTX 4090": (165e12, 1.008e12),
+    "RTX 3090": (71e12, 0.936e12),
 }
-"""Operations per second of dense bfloat16 products with float32 sums, by words of the device's name, as the vendor
-states them. More specific names come first."""
+"""Operations per second of dense bfloat16 products with float32 sums, and bytes per second of the memory, by words of
+the device's name, as the vendor states them. More specific names come first."""
 
 
 def device_of(option: str) -> tuple[torch.device | None, str]:
@@ -93,11 +94,20 @@ def elapsed_s(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the peak of the device in bfloat16; None if it is not known."""
+    """Return the device's operations per second in bfloat16; None if they are not known."""
+    return _peaks(device)[0]
+
+
+def peak_bandwidth(device: torch.device) -> float | None:
+    """Return the bytes per second of the device's memory; None if they are not known."""
+    return _peaks(device)[1]
+
+
+def _peaks(device: torch.device) -> tuple[float, float] | tuple[None, None]:
     if device.type != "cuda":
-        return None
+        return None, None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_BFLOAT16.items() if re.search(rf"\b{part}\b", name)), None)
+    return next((peaks for part, peaks in PEAKS.items() if re.search(rf"\b{part}\b", name)), (None, None))
 
 
 class PeakMemory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -14,6 +14,9 @@ from rich.table import Table
 
 Verdict: TypeAlias = Literal["passed", "failed", "not run"]
 NO_GPU = "no GPU"
+NO_MODEL = "no pretrained model was given"
+NO_VLLM = "vllm is not installed"
+TABLE_WIDTH = 120
 COLOURS = {"passed": "green", "failed": "red", "not run": "yellow"}
 
 
@@ -43,6 +46,8 @@ class CheckResult:
     figures: tuple[Figure, ...] = ()
     reason: str = ""
     """Why the check failed or was not run."""
+    traceback: str = ""
+    """Of the exception that failed the check."""
 
     def __str__(self) -> str:
         others = [text for text in map(str, self.figures) if text not in self.reason]
@@ -70,11 +75,15 @@ class StageResult:
     checks: tuple[CheckResult, ...] = ()
     reason: str = ""
     """Why the stage was not run, or ended without its last check."""
+    stacks: str = ""
+    """Stacks of the threads of a process that crashed or exceeded its time limit."""
 
     @property
     def is_fine(self) -> bool:
-        """Whether the stage passed, or was not run because the machine has no GPU."""
-        return self.verdict == "passed" or (self.verdict == "not run" and self.reason == NO_GPU)
+        """Whether the stage passed, or was not run because the machine lacks what it is about."""
+        return self.verdict == "passed" or (
+            self.verdict == "not run" and self.reason in (NO_GPU, NO_MODEL, NO_VLLM)
+        )
 
 
 def verdict_of(checks: Sequence[CheckResult]) -> Verdict:
@@ -90,8 +99,8 @@ def exit_status(results: Sequence[StageResult]) -> int:
     return 0 if results and all(result.is_fine for result in results) else 1
 
 
-def print_table(results: Sequence[StageResult], *, machine: str, console: Console | None = None) -> None:
-    """Print the table of verdicts."""
+def table_of(results: Sequence[StageResult], *, machine: str) -> Table:
+    """Return the table of verdicts."""
     table = Table(title=escape(machine), show_lines=True)
     for column, justify in (("stage", "left"), ("verdict", "left"), ("s", "right"), ("figures", "left")):
         table.add_column(column, justify=justify, no_wrap=column in ("stage", "s"))  # pyright: ignore[reportArgumentType]
@@ -103,12 +112,20 @@ def print_table(results: Sequence[StageResult], *, machine: str, console: Consol
             f"{result.seconds:.0f}" if result.seconds else "",
             escape("\n".join(map(str, result.checks))),
         )
-    (console or Console()).print(table)
+    return table
 
 
-def write_results(results: Sequence[StageResult], path: Path, *, machine: str) -> None:
-    """Write all results as JSON."""
-    stages = [asdict(result) for result in results]
-    content = {"machine": machine, "exit_status": exit_status(results), "stages": stages}
+def write_results(
+    results: Sequence[StageResult], path: Path, *, machine: str, versions: Mapping[str, str]
+) -> None:
+    """Write all results as JSON, and the table of verdicts to a text file beside it."""
+    content = {
+        "machine": machine,
+        "versions": versions,
+        "exit_status": exit_status(results),
+        "stages": [asdict(result) for result in results],
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
+    with path.with_suffix(".txt").open("w") as file:
+        Console(file=file, width=TABLE_WIDTH).print(table_of(results, machine=machine))
