@@ -19,7 +19,7 @@ git ls-files -z --cached --others --exclude-standard src benchmarks examples pyp
     xargs -0 cp --parents --target-directory "$out"
 mv "$out/benchmarks/gpu/run_offline.sh" "$out/run.sh"
 download annotated-types attrs cloudpickle google-re2 'importlib-metadata>=8' jsonschema jsonschema-specifications lazy-importer msgspec \
-    'omegaconf>=2.3,<2.4' orjson pydantic pyvers referencing rpds-py tensordict tiktoken typing-inspection zipp
+    'omegaconf>=2.3,<2.4' orjson 'pyarrow<20' pydantic pyvers referencing rpds-py tensordict tiktoken typing-inspection zipp
 # pydantic works with one version of its core.
 core=$("$python" - "$out"/wheels/pydantic-*.whl <<'END'
 import re, sys, zipfile
