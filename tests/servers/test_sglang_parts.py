@@ -23,7 +23,7 @@ from agent_loop.errors import (
 )
 from agent_loop.servers.base import Ability, ServerSpec
 from agent_loop.servers.publishing import WeightPublisher
-from agent_loop.servers.sglang import SGLangClient, SGLangServer, loader
+from agent_loop.servers.sglang import SGLangClient, loader
 from agent_loop.servers.sglang.in_flight import SGLangRequests
 from agent_loop.servers.sglang.requests import (
     CONSTRAINT_ABILITIES,
@@ -206,15 +206,6 @@ def test_a_client_refuses_options_of_an_engine() -> None:
         SGLangClient.create(spec(url=url, engine_kwargs={"apikey": "x"}))
     with pytest.raises(ConfigError, match="shared_memory"):
         SGLangClient.create(spec(url=url, weight_transfer="shared_memory"))
-
-
-def test_without_sglang_the_error_states_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent_loop.servers.packages.installed_version", lambda package: None)
-    with pytest.raises(ConfigError, match=r"pip install .sglang>=0\.5\.23"):
-        SGLangServer.create(spec())
-    monkeypatch.setattr("agent_loop.servers.packages.installed_version", lambda package: "0.4.1")
-    with pytest.raises(ConfigError, match=r"sglang 0\.4\.1 is installed"):
-        SGLangServer.create(spec())
 
 
 def test_a_server_that_was_not_started_refuses_and_can_be_closed() -> None:
