@@ -55,7 +55,9 @@ class Engine:
 
     async def publish(self, *, seed: int) -> dict[str, Any]:
         """Publish new weights to the engine and return them. The reference keeps the old weights."""
-        weights = changed_weights(self.reference, seed=seed)
+        return await self.publish_weights(changed_weights(self.reference, seed=seed))
+
+    async def publish_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         self.version += 1
         await self.server.update_weights(list(weights.items()), weight_version=self.version)
         return weights
@@ -208,18 +210,18 @@ def test_completions_match_the_merged_model_after_updates_of_adapters(engine: En
 def test_requests_in_flight_continue_with_new_weights_and_each_token_has_its_version(engine: Engine) -> None:
     async def main() -> None:
         all_prompts = prompts(6, seed=5)
+        # Made before the requests, which would otherwise go on meanwhile.
+        weights = changed_weights(engine.reference, seed=21)
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(engine.server.generate(prompt, LONG, f"flight-{index}"))
                 for index, prompt in enumerate(all_prompts)
             ]
             streamed = []
-            weights = None
             async for chunk in engine.server.stream(all_prompts[0], LONG, "flight-stream"):
                 streamed.append(chunk)
-                if len(streamed) == 20:
-                    weights = await engine.publish(seed=21)
-        assert weights is not None
+                if len(streamed) == 5:
+                    await engine.publish_weights(weights)
         new = load_reference(engine.path)
         load_into(new, weights)
         outputs = [*(task.result() for task in tasks), TokenOutput.from_chunks(streamed)]

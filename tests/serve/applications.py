@@ -89,7 +89,7 @@ class ServedApp:
     """Running application, seen from another thread."""
 
     url: str
-    pool: AsyncLLMServerManager
+    manager: AsyncLLMServerManager
     loop: asyncio.AbstractEventLoop
 
     def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -119,15 +119,15 @@ def serve_app(
     started: queue.SimpleQueue[tuple[ServedApp, AppServer] | BaseException] = queue.SimpleQueue()
 
     async def main() -> None:
-        pool = AsyncLLMServerManager(servers, request_timeout_s=request_timeout_s)
-        served = ServedModel(pool=pool, template=template or hermes_template(), model=MODEL, **options)
+        manager = AsyncLLMServerManager(servers, request_timeout_s=request_timeout_s)
+        served = ServedModel(manager=manager, template=template or hermes_template(), model=MODEL, **options)
         app_server = AppServer(create_app(served))
         with listening_socket("127.0.0.1", 0) as listener:
             url = base_url(listener, host="127.0.0.1")
-            await pool.pool.start()
-            started.put((ServedApp(url, pool, asyncio.get_running_loop()), app_server))
+            await manager.pool.start()
+            started.put((ServedApp(url, manager, asyncio.get_running_loop()), app_server))
             await app_server.serve(sockets=[listener])
-            await pool.pool.close()
+            await manager.pool.close()
 
     def run() -> None:
         try:

@@ -60,9 +60,9 @@ class ProgramHarness:
         is_script = callable(script)
         self.servers = [ScriptedServer(script, streams=True)] if is_script else list(script)
         self.server: Any = self.servers[0]
-        self.pool = AsyncLLMServerManager(self.servers)
+        self.manager = AsyncLLMServerManager(self.servers)
         context = LoopContext(
-            server_manager=self.pool,
+            server_manager=self.manager,
             template=template or hermes_template(),
             limits=EpisodeLimits(**{"prompt_length": 4096, "response_length": 4096, **limits}),
         )
@@ -88,8 +88,8 @@ class ProgramHarness:
         return run_virtual(self.run(*programs, **columns))
 
     def assert_nothing_is_left(self) -> None:
-        assert self.pool.pool.balancer.num_leases == 0
-        assert self.pool.pool.balancer.num_sessions == 0
+        assert self.manager.pool.balancer.num_leases == 0
+        assert self.manager.pool.balancer.num_sessions == 0
         for server in self.servers:
             if isinstance(server, ScriptedServer):
                 assert server.num_running == 0

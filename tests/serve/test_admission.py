@@ -20,8 +20,8 @@ PATHS = ["/v1/models", "/health", "/metrics"]
 
 
 def app_of(**options: Any) -> Any:
-    pool = AsyncLLMServerManager([ScriptedServer(lambda _: None)])  # type: ignore[arg-type,return-value]
-    return create_app(ServedModel(pool=pool, template=hermes_template(), model=MODEL, **options))
+    manager = AsyncLLMServerManager([ScriptedServer(lambda _: None)])  # type: ignore[arg-type,return-value]
+    return create_app(ServedModel(manager=manager, template=hermes_template(), model=MODEL, **options))
 
 
 def client(host: str, **options: Any) -> TestClient:

@@ -27,9 +27,9 @@ def request(**fields) -> dict:
     return {"model": "any", "messages": user("hi"), **fields}
 
 
-def chunks_of(pool: AsyncLLMServerManager, **fields) -> AsyncGenerator[ParsedChunk]:
+def chunks_of(manager: AsyncLLMServerManager, **fields) -> AsyncGenerator[ParsedChunk]:
     asked = ChatCompletionRequest.read(request(stream=True, **fields))
-    return sample_chat(asked, template=TEMPLATE, sampler=pool)
+    return sample_chat(asked, template=TEMPLATE, sampler=manager)
 
 
 def test_a_server_and_a_pool_return_the_same_completion() -> None:
@@ -46,12 +46,12 @@ def test_a_server_and_a_pool_return_the_same_completion() -> None:
 def test_the_callers_session_stays_open_and_other_sessions_end() -> None:
     async def scenario() -> None:
         server = ScriptedServer(lambda _: text_reply("Yes."))
-        pool = AsyncLLMServerManager([server])
-        reply = await chat_completion(request(session_id="mine", n=3), template=TEMPLATE, sampler=pool)
+        manager = AsyncLLMServerManager([server])
+        reply = await chat_completion(request(session_id="mine", n=3), template=TEMPLATE, sampler=manager)
         assert [choice["message"]["content"] for choice in reply["choices"]] == ["Yes."] * 3
-        assert (server.num_sessions, pool.pool.balancer.num_sessions) == (1, 1)
-        pool.end_session("mine")
-        assert (server.num_sessions, pool.pool.balancer.num_sessions) == (0, 0)
+        assert (server.num_sessions, manager.pool.balancer.num_sessions) == (1, 1)
+        manager.end_session("mine")
+        assert (server.num_sessions, manager.pool.balancer.num_sessions) == (0, 0)
 
     run_virtual(scenario())
 
@@ -61,11 +61,11 @@ def test_closing_a_stream_releases_the_lease() -> None:
         server = ScriptedServer(
             lambda r: text_reply("No.", latency_s=0.0 if len(server.requests) == 1 else math.inf)
         )
-        pool = AsyncLLMServerManager([server])
-        async with aclosing(chunks_of(pool, n=4)) as parts:
+        manager = AsyncLLMServerManager([server])
+        async with aclosing(chunks_of(manager, n=4)) as parts:
             await anext(parts)
             assert server.num_running == 3
-        assert (pool.pool.balancer.num_leases, pool.pool.balancer.num_sessions, server.num_running) == (
+        assert (manager.pool.balancer.num_leases, manager.pool.balancer.num_sessions, server.num_running) == (
             0,
             0,
             0,
@@ -84,10 +84,10 @@ def test_one_of_several_that_fails_fails_the_request_and_frees_the_others() -> N
             )
 
         server = ScriptedServer(script)
-        pool = AsyncLLMServerManager([server])
+        manager = AsyncLLMServerManager([server])
         with pytest.raises(ServerError, match="broken"):
-            await chat_completion(request(n=3), template=TEMPLATE, sampler=pool)
-        assert (pool.pool.balancer.num_leases, server.num_running) == (0, 0)
+            await chat_completion(request(n=3), template=TEMPLATE, sampler=manager)
+        assert (manager.pool.balancer.num_leases, server.num_running) == (0, 0)
 
     run_virtual(scenario())
 

@@ -50,12 +50,12 @@ def rolled_out(agent: Any) -> list[Trajectory]:
     harness = ProgramHarness(servers, prompt_length=400, response_length=100)
 
     async def scenario() -> list[Any]:
-        await harness.pool.pool.start()
-        await harness.pool.pool.wake_up()
+        await harness.manager.pool.start()
+        await harness.manager.pool.wake_up()
         try:
             return await harness.run(*[agent] * NUM_ROWS)
         finally:
-            await harness.pool.pool.close()
+            await harness.manager.pool.close()
 
     return asyncio.run(scenario())
 

@@ -59,7 +59,7 @@ def test_a_client_that_disconnects_frees_its_leases(path: str, n: int, stream: b
         connection.close()
         served.until(lambda: server.num_running == 0)
         served.until(
-            lambda: served.pool.pool.balancer.num_leases == served.pool.pool.balancer.num_sessions == 0
+            lambda: served.manager.pool.balancer.num_leases == served.manager.pool.balancer.num_sessions == 0
         )
         counted = f'agent_loop_requests_total{{route="/v1{path}",status="499"}} 1.0'
         ends_at = time.monotonic() + TIMEOUT_S
@@ -171,7 +171,7 @@ def test_a_named_session_stays_on_its_server_and_others_end_with_their_request()
         homes = [server for server in servers if any("mine" in r.request_id for r in server.requests)]
         assert len(homes) == 1
         assert sum("mine" in request.request_id for request in homes[0].requests) == 12
-        served.until(lambda: served.pool.pool.balancer.num_sessions == 1)
+        served.until(lambda: served.manager.pool.balancer.num_sessions == 1)
 
 
 def test_two_concurrent_requests_of_one_session_are_both_completed() -> None:

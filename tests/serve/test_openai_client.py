@@ -118,7 +118,7 @@ def test_a_stop_text_ends_the_completion_before_it_and_the_request_with_it(strea
 def test_token_ids_are_exactly_those_of_the_engine(real: ServedApp) -> None:
     prompt = encoded("the quick brown fox")
     params = SamplingParams(seed=7, max_tokens=24, temperature=0.8, top_k=50, ignore_eos=True)
-    expected = real.run(real.pool.pool.servers[0].generate(as_token_ids(prompt), params, "direct"))
+    expected = real.run(real.manager.pool.servers[0].generate(as_token_ids(prompt), params, "direct"))
     extra = {"return_token_ids": True, "top_k": 50, "ignore_eos": True}
     with client_of(real) as client:
         asked = {

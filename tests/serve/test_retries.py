@@ -114,7 +114,7 @@ def test_a_server_failure_is_a_typed_error_and_the_retry_continues_the_conversat
 def test_the_memory_of_a_session_grows_linearly_with_its_turns() -> None:
     harness = ProgramHarness(in_order(text_reply("ok")))
     limits = EpisodeLimits(prompt_length=10**7, response_length=10**7)
-    context = LoopContext(server_manager=harness.pool, template=hermes_template(), limits=limits)
+    context = LoopContext(server_manager=harness.manager, template=hermes_template(), limits=limits)
 
     async def main(num_turns: int) -> int:
         tracemalloc.start()

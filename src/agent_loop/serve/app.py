@@ -43,8 +43,8 @@ MAX_SESSIONS = 4096
 class ServedModel:
     """A model and how an application serves it."""
 
-    pool: AsyncLLMServerManager
-    """Servers of the model. The caller starts and closes the pool."""
+    manager: AsyncLLMServerManager
+    """Servers of the model. The caller starts and closes their pool."""
     template: ChatTemplate
     model: str
     """Name of the model in requests."""
@@ -92,7 +92,7 @@ class _PoolApp:
         self.served = served
         self.metrics = Metrics()
         self.calls = CallRecord()
-        self.sessions = _SessionTable(served.pool)
+        self.sessions = _SessionTable(served.manager)
 
     def more_routes(self, stopping: asyncio.Event) -> list[Route]:
         """Return the routes besides those of the chat APIs."""
@@ -122,7 +122,7 @@ class _PoolApp:
                 score_prompts(
                     body,
                     template=served.template,
-                    manager=served.pool,
+                    manager=served.manager,
                     max_model_len=served.max_model_len,
                 )
             )
@@ -136,14 +136,14 @@ class _PoolApp:
 
     async def _health(self, request: Request) -> Response:
         """Report the health and load of each server."""
-        servers = await health_of(self.served.pool.pool)
+        servers = await health_of(self.served.manager.pool)
         is_ok = all(server["is_alive"] for server in servers)
         body = {"status": "ok" if is_ok else "down", "servers": servers}
         return json_response(body, status=200 if is_ok else 503)
 
     async def _metrics_text(self, request: Request) -> Response:
         """Return metrics for Prometheus."""
-        text = self.metrics.render(await health_of(self.served.pool.pool))
+        text = self.metrics.render(await health_of(self.served.manager.pool))
         return Response(text, media_type=CONTENT_TYPE)
 
 
@@ -176,7 +176,7 @@ class _PoolCompleter:
             raise RequestError(f"tools: {served.why_no_tools}", param="tools")
         served.check_name(chat.model)
         sample = partial(
-            sample_chat, template=served.template, sampler=served.pool, check_prompt=served.check_prompt
+            sample_chat, template=served.template, sampler=served.manager, check_prompt=served.check_prompt
         )
         return self._in_session(chat, sample)
 
@@ -186,7 +186,7 @@ class _PoolCompleter:
         served = self.app.served
         for prompt in prompts:
             served.check_prompt(prompt)
-        sample = partial(sample_text, prompts=prompts, template=served.template, sampler=served.pool)
+        sample = partial(sample_text, prompts=prompts, template=served.template, sampler=served.manager)
         return self._in_session(body, sample)
 
     async def count_tokens(self, chat: ChatCompletionRequest) -> int:

@@ -50,7 +50,7 @@ async def serve(
         try:
             await manager.pool.wake_up()
             served = ServedModel(
-                pool=manager,
+                manager=manager,
                 template=template,
                 model=name,
                 max_model_len=rollout.prompt_length + rollout.response_length,
