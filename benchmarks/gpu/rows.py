@@ -165,7 +165,7 @@ def actor_gradients(actor: Actor, batch: RolloutBatch, advantages_BR: Tensor) ->
             whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
             found[name] = whole.detach().float().cpu().clone()
 
-    adamw: torch.optim.Optimizer = actor._optimizer._adamw
+    adamw: torch.optim.Optimizer = actor.optimizer._adamw
     hook: Any = adamw.register_step_pre_hook(keep)
     try:
         metrics = actor.update(batch, advantages_BR=advantages_BR)
