@@ -60,6 +60,7 @@ def differing(report: TemplateReport) -> list[ProbeResult]:
     return [result for result in report.results if result.verdict is TemplateVerdict.DIFFERS]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_page_of_templates_equals_the_output_of_its_generator() -> None:
     assert GENERATOR.TARGET.read_text(encoding="utf-8") == GENERATOR.render(

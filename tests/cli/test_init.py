@@ -167,7 +167,7 @@ def test_the_tutorial_ends_with_a_trained_task(tmp_path: Path, installed: Path) 
     assert last > 0.8
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("starter", [each for each in Starter if each is not Starter.TOOL])

@@ -63,7 +63,7 @@ def in_terminal(line: str, *, cwd: Path) -> tuple[int, str]:
     return running.wait(), received.decode("utf-8", "replace")
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("line", COMMANDS)

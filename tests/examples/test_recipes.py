@@ -149,7 +149,7 @@ def train(path: Path) -> dict[str, Any]:
     return json.loads((path.parent / "devices.json").read_text())
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -158,6 +158,7 @@ def test_a_recipe_trains_a_tiny_model_of_the_same_architecture(recipe: Path, tmp
     assert seen["servers"] == [["0"]]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_process_of_an_eight_gpu_recipe_sees_the_devices_that_the_plan_prints(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_the_results_so_far_are_written_and_the_rest_is_left_out_when_the_time_i
     assert "killed by SIGSEGV" in path.with_suffix(".txt").read_text().replace("\n", " ")
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)

@@ -18,7 +18,7 @@ MODELS = [
 """The benchmark has more models."""
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", MODELS)

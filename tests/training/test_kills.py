@@ -15,10 +15,11 @@ import yaml
 
 from agent_loop.training.metrics import read_metrics
 from tests.cli.project import make_project
+from tests.harness import is_nightly
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
-NUM_KILLS = 10
+NUM_KILLS = 10 if is_nightly() else 4
 NUM_ROWS, ROWS_PER_STEP, SAMPLES = 6, 2, 2
 
 TRAIN = """
@@ -80,7 +81,7 @@ def rows_of(step: int) -> list[list[int]]:
     return [[(first + row) % NUM_ROWS, sample] for row in range(ROWS_PER_STEP) for sample in range(SAMPLES)]
 
 
-def test_a_training_that_is_killed_ten_times_loses_at_most_a_step_each_time(tmp_path: Path) -> None:
+def test_a_training_that_is_killed_again_and_again_loses_at_most_a_step_each_time(tmp_path: Path) -> None:
     rng = random.Random(7)
     make_training(tmp_path, total_steps=100_000)
     first_steps: dict[int, int] = {}
@@ -92,7 +93,7 @@ def test_a_training_that_is_killed_ten_times_loses_at_most_a_step_each_time(tmp_
         output = ""
         for line in process.stdout:
             output += line
-            if line.startswith("step "):
+            if re.match(r"step \d+/", line):  # a step has ended
                 break
         time.sleep(rng.uniform(0, 1.5))
         process.kill()
