@@ -20,7 +20,7 @@ from tests.engines.common import LOG_PROB_TOLERANCE, generate_all, prompts
 COLOURS = ("red", "green", "blue", "bluish")
 SCHEMA = json.dumps({"enum": COLOURS})
 """A schema without optional white space, so that all engines allow the same tokens."""
-LETTERS = json.dumps({"type": "string", "pattern": "^[ab]{40}$"})
+LETTERS = json.dumps({"type": "string", "pattern": "^[ab]{120}$"})
 """A schema that takes long, and in which no token is white space."""
 
 
@@ -107,4 +107,4 @@ def assert_are_letters(path: Path, outputs: Sequence[TokenOutput]) -> None:
     for output in outputs:
         text = tokenizer.decode(output.token_ids)
         assert output.stop_reason == "stop", text
-        assert re.fullmatch('"[ab]{40}"', tokenizer.decode(output.token_ids[:-1])), text
+        assert re.fullmatch('"[ab]{120}"', tokenizer.decode(output.token_ids[:-1])), text

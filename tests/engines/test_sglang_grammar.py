@@ -89,7 +89,7 @@ def test_a_weight_update_in_the_middle_keeps_the_position_in_the_schema(
 ) -> None:
     server, runner = engine
     reference = load_reference(model_path)
-    params = SamplingParams(json_schema=LETTERS, max_tokens=100)
+    params = SamplingParams(json_schema=LETTERS, max_tokens=150)
 
     async def main() -> list[TokenOutput]:
         async with asyncio.TaskGroup() as group:

@@ -13,7 +13,7 @@ import pytest
 from agent_loop.errors import ServerDied, ServerError
 from agent_loop.servers.base import Ability
 from agent_loop.servers.vllm import VLLMServer
-from agent_loop.types import SamplingParams, TokenOutput
+from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
 from tests.engines.common import (
     LOG_PROB_TOLERANCE,
     TOP_LOGPROBS_CASES,
@@ -39,7 +39,8 @@ from tests.engines.constrained import (
 )
 from tests.engines.vllm_cases import VLLM, kill_engine, started
 
-LONG = SamplingParams(max_tokens=120, ignore_eos=True)
+LONG = SamplingParams(max_tokens=380, ignore_eos=True)
+"""So long that requests outlast an abort or an update, on a busy machine too."""
 DEATH_DEADLINE_S = 20.0
 
 
@@ -74,7 +75,7 @@ async def until_running(server: VLLMServer, count: int) -> None:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[Engine]:
     path = make_model_folder(tmp_path_factory.mktemp("models") / "tied", is_tied=True)
-    server = VLLM.server(path)
+    server = VLLM.server(path, rollout__response_length=384)
     assert isinstance(server, VLLMServer)
     began = time.monotonic()
     with started(server) as runner:
@@ -133,22 +134,27 @@ def test_penalties_give_log_probs_of_the_penalised_logits(engine: Engine) -> Non
 
 
 def test_a_weight_update_in_the_middle_keeps_the_position_in_the_schema(engine: Engine) -> None:
-    params = SamplingParams(json_schema=LETTERS, max_tokens=100)
+    params = SamplingParams(json_schema=LETTERS, max_tokens=150)
 
     async def main() -> list[TokenOutput]:
+        first, *others = prompts(16, seed=13)
+        weights = changed_weights(engine.reference, seed=14)
+        chunks: list[TokenChunk] = []
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(engine.server.generate(prompt, params, f"schema-update-{number}"))
-                for number, prompt in enumerate(prompts(16, seed=13))
+                for number, prompt in enumerate(others)
             ]
-            await until_running(engine.server, 8)
-            weights = await engine.publish(seed=14)
+            async for chunk in engine.server.stream(first, params, "schema-update"):
+                chunks.append(chunk)
+                if len(chunks) == 10:
+                    await engine.publish_weights(weights)
         load_into(engine.reference, weights)
-        return [task.result() for task in tasks]
+        return [TokenOutput.from_chunks(chunks), *(task.result() for task in tasks)]
 
     outputs = engine.run(main())
     assert_are_letters(engine.path, outputs)
-    assert any(len(output.chunks) == 2 for output in outputs)
+    assert len(outputs[0].chunks) == 2
 
 
 def test_an_abort_returns_the_tokens_so_far_even_right_after_the_request(engine: Engine) -> None:
@@ -165,7 +171,7 @@ def test_an_abort_returns_the_tokens_so_far_even_right_after_the_request(engine:
                 await engine.server.abort("aborted")
         output = TokenOutput.from_chunks(chunks)
         assert output.stop_reason == "aborted"
-        assert 5 <= len(output.token_ids) < 120
+        assert 5 <= len(output.token_ids) < LONG.max_tokens
         difference = largest_difference(engine.reference, prompts(1)[0], output, temperature=1.0)
         assert difference < LOG_PROB_TOLERANCE
 
@@ -220,10 +226,12 @@ def test_requests_in_flight_continue_with_new_weights_and_each_token_has_its_ver
             streamed = []
             async for chunk in engine.server.stream(all_prompts[0], LONG, "flight-stream"):
                 streamed.append(chunk)
-                if len(streamed) == 5:
+                if len(streamed) == 20:
                     await engine.publish_weights(weights)
-        new = load_reference(engine.path)
+        old, new = load_reference(engine.path), load_reference(engine.path)
+        load_into(old, dict(engine.reference.named_parameters()))
         load_into(new, weights)
+        load_into(engine.reference, weights)
         outputs = [*(task.result() for task in tasks), TokenOutput.from_chunks(streamed)]
         for prompt, output in zip([*all_prompts, all_prompts[0]], outputs, strict=True):
             assert [chunk.weight_version for chunk in output.chunks] == [
@@ -232,10 +240,9 @@ def test_requests_in_flight_continue_with_new_weights_and_each_token_has_its_ver
             ]
             assert output.num_preempted >= 1
             split = len(output.chunks[0].token_ids)
-            before = reference_logprobs(engine.reference, prompt, output.token_ids)[:split]
+            before = reference_logprobs(old, prompt, output.token_ids)[:split]
             after = reference_logprobs(new, prompt, output.token_ids)[split:]
             assert output.log_probs == pytest.approx([*before, *after], abs=LOG_PROB_TOLERANCE)
-        load_into(engine.reference, weights)
 
     engine.run(main())
 
