@@ -95,7 +95,8 @@ def test_a_killed_rollout_of_an_agent_resumes_with_the_same_tokens(
     assert [line["failure"] for line in lines] == [None] * len(lines)
     assert {line["stop_reason"] for line in lines} == {"answered"}
     assert {line["reward"] for line in lines} == {1.0}
-    assert "restarted" not in {incident["kind"] for line in lines for incident in line["incidents"]}
+    incidents = [incident for line in lines for incident in line["incidents"]]
+    assert not [incident for incident in incidents if incident["kind"] == "restarted"]
     after = [(line["trajectory_id"], line["prompt_ids"] + line["response_ids"]) for line in lines]
     assert len(before) >= NUM_ROLLOUTS
     for (row, _), tokens in before.items():

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from agent_loop.errors import ConfigError, WorkspaceError
@@ -111,8 +112,16 @@ def _load_provider(settings: WorkspaceSettings) -> WorkspaceProvider:
         ) from error
 
 
-@cache
+_removing_orphans = Lock()
+
+
 def _remove_orphans() -> None:
-    """Kill processes and remove folders of dead owners, once per process."""
+    """Kill processes and remove folders of dead owners, once per process. Return when they are gone."""
+    with _removing_orphans:
+        _remove_orphans_once()
+
+
+@cache
+def _remove_orphans_once() -> None:
     kill_orphans()
     remove_orphaned_folders()
