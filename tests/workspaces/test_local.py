@@ -355,7 +355,7 @@ def test_a_provider_that_cannot_be_created_is_an_error(settings: dict[str, Any],
 
 
 def test_the_first_start_removes_folders_whose_owner_is_dead(source: Path) -> None:
-    factory._remove_orphans.cache_clear()
+    factory._remove_orphans_once.cache_clear()
     dead = replace(this_process(), pid=2**22 + 1)
     names = [f"{dead.token}.x", f"{replace(dead, machine='00000000').token}.x", "other"]
     for name in names:
