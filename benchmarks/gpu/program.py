@@ -67,7 +67,7 @@ def run_stages(
 
     Args:
         stages: Stages to run.
-        device: Name of the device; None if there is no GPU, in which case no stage is run.
+        device: Name of the device. None means that the machine has no GPU, and runs no stage.
         machine: Description of the machine, for the table.
         out: File for the results as JSON; the table is written beside it. None writes no file.
         model: Folder of a pretrained model.

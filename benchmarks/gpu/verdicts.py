@@ -47,7 +47,7 @@ class CheckResult:
     reason: str = ""
     """Why the check failed or was not run."""
     traceback: str = ""
-    """Of the exception that failed the check."""
+    """Traceback of the exception that failed the check."""
 
     def __str__(self) -> str:
         others = [text for text in map(str, self.figures) if text not in self.reason]

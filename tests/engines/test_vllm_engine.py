@@ -40,7 +40,7 @@ from tests.engines.constrained import (
 from tests.engines.vllm_cases import VLLM, kill_engine, started
 
 LONG = SamplingParams(max_tokens=380, ignore_eos=True)
-"""So long that requests outlast an abort or an update, on a busy machine too."""
+"""Parameters of requests that outlast an abort or an update, even on a busy machine."""
 DEATH_DEADLINE_S = 20.0
 
 

@@ -20,7 +20,7 @@ from benchmarks.gpu.report import Check, NotRun, StageReport
 from benchmarks.gpu.verdicts import NO_VLLM
 
 TOLERANCE = 1e-2
-"""Of log-probs in float32, since the kernels of vLLM for a GPU multiply in TF32."""
+"""Largest difference of log-probs in float32. On a GPU, kernels of vLLM multiply in TF32."""
 PARAMS = SamplingParams(temperature=1, max_tokens=32, ignore_eos=True)
 ON_CPU = {"enforce_eager": "true", "kv_cache_memory_bytes": 64 * 2**20, "block_size": 32}
 
