@@ -35,7 +35,10 @@ PACKAGES = ("torch", "transformers", "triton", "numpy", "peft", "bitsandbytes", 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.model is not None and not options.model.is_dir():
+        parser.error(f"--model is {str(options.model)!r}, which is not a folder; give the folder of a model")
     try:
         from benchmarks.gpu.devices import device_of
 
