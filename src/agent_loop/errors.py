@@ -179,10 +179,15 @@ class CheckpointError(AgentLoopError):
     """A checkpoint is missing, damaged, or of another run."""
 
 
+MAX_LISTED = 30
+"""Options that an error lists. The weights of a model are hundreds."""
+
+
 def did_you_mean(got: str, options: Iterable[str]) -> str:
     """Return `; did you mean 'x'?`, or the list of options if none is similar."""
     options = sorted(options)
     near = difflib.get_close_matches(got, options, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]!r}?"
-    return f"; there are: {', '.join(options)}" if options else ""
+    more = f" and {len(options) - MAX_LISTED} more" if len(options) > MAX_LISTED else ""
+    return f"; there are: {', '.join(options[:MAX_LISTED])}{more}" if options else ""
