@@ -17,7 +17,7 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
-from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
 
 def test_a_hung_completion_fails_at_its_time_limit_and_releases_its_lease() -> None:
@@ -219,6 +219,31 @@ def test_a_call_to_all_servers_waits_for_a_restart_when_every_server_died(call: 
         assert pool.balancer.servers == ("a",)
         if is_update:
             assert next(health.weight_version for health in await pool.health()) == 3
+
+    run_virtual(main())
+
+
+def test_each_request_keeps_the_tokens_with_which_its_dead_server_failed_it() -> None:
+    class FailsOneAfterTheOther(ScriptedServer):
+        """Sampled two tokens of each request before it died. Its connections break one after the other."""
+
+        async def stream(
+            self, prompt_ids: IntArray, sampling_params: SamplingParams, request_id: str, **_: Any
+        ) -> AsyncGenerator[TokenChunk]:
+            await asyncio.sleep(1 + int(request_id) / 10)
+            raise ServerDied("killed", server="a", chunks=[TokenChunk([101, 102], [-0.5, -0.5])])
+            yield
+
+        async def health(self) -> ServerHealth:
+            return ServerHealth(is_alive=False, num_running=0, num_waiting=0, weight_version=0)
+
+    async def main() -> None:
+        good = ScriptedServer(count_up, name="b")
+        manager = AsyncLLMServerManager([FailsOneAfterTheOther([], name="a"), good])
+        outputs = await run_together(complete(manager, str(n)) for n in range(8))
+        assert [output.token_ids for output in outputs] == [list(range(101, 111))] * 8
+        resumed = [request for request in good.requests if len(request.prompt_ids) == 3]
+        assert len(resumed) == sum(output.num_preempted for output in outputs) == 4
 
     run_virtual(main())
 

@@ -21,6 +21,9 @@ from agent_loop.servers.reply_check import ReplyCheck, bad_reply
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
+LOSS_GRACE_S = 2.0
+"""How long the requests of a lost server may still end. A server that died fails each with its tokens so far."""
+
 
 class InFlightRequest:
     """One completion and its tokens so far. Another server can resume the completion from those tokens.
@@ -223,11 +226,12 @@ class Lease:
         }
 
     def lose_server(self, reason: str) -> None:
-        """Make `sample` raise `ServerDied`. Called by the pool when it has lost the server."""
+        """Make `sample` raise `ServerDied` soon. Called by the pool when it has lost the server."""
         assert self.server is not None
         self._loss = ServerDied(reason, server=self.server.name, request_id=self.request.session)
         if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(self._clock())
+            ends_at = self._clock() + LOSS_GRACE_S
+            self._timeout.reschedule(ends_at if self.ends_at is None else min(ends_at, self.ends_at))
 
     def _time_limit_error(self, server: str) -> ServerTimeout:
         return ServerTimeout(
