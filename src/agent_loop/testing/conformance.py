@@ -199,7 +199,7 @@ async def _longest_block_s(work: Callable[[], Awaitable[object]]) -> float:
 
 
 def require_forgotten(instance_id: str, owner: object, *, after: str) -> None:
-    """Fail the check if an attribute of `owner` still holds an instance id after a method that should remove it."""
+    """Fail the check if an attribute of `owner` still holds the id of a trajectory, or text with it."""
     for name, value in vars(owner).items():
         require(not _holds(value, instance_id, depth=0), f"its id is still in self.{name} after {after}")
 
@@ -227,7 +227,7 @@ async def find_leak(num: int, *, since: Mapping[str, int]) -> str | None:
 
 def _holds(value: Any, instance_id: str, *, depth: int) -> bool:
     if isinstance(value, str):
-        return value == instance_id
+        return instance_id in value
     if depth == MAX_DEPTH:
         return False
     if isinstance(value, Mapping):
