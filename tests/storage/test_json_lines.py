@@ -11,8 +11,8 @@ import pytest
 
 from agent_loop.errors import DataError
 from agent_loop.storage import StoredRun, write_trajectories
+from agent_loop.storage.columns import SCHEMA
 from agent_loop.storage.json_lines import read_lines, stored_copy, write_lines
-from agent_loop.storage.schema import SCHEMA
 from tests.storage.samples import failed, solved, without_logprobs
 
 

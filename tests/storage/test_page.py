@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_loop.storage import StoredRun, text_of, to_trajectory, write_trajectories, write_vocabulary
-from agent_loop.storage.schema import SCHEMA
+from agent_loop.storage.columns import SCHEMA
 from tests.helpers import small_tokenizer
 from tests.storage.samples import failed, solved
 

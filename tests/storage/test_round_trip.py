@@ -12,7 +12,7 @@ from msgspec import structs
 
 from agent_loop.errors import DataError
 from agent_loop.storage import Learned, StoredRun, to_trajectory, write_trajectories
-from agent_loop.storage.schema import SCALARS
+from agent_loop.storage.columns import SCALARS
 from agent_loop.training.metrics import FAILURES, RETRIES
 from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import (

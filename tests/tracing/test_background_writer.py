@@ -13,10 +13,10 @@ import pytest
 from agent_loop.config import TraceConfig
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.runtime import background_writer as writer_module
+from agent_loop.runtime.background_writer import BackgroundWriter
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.tracing import background_writer as writer_module
 from agent_loop.tracing import tracer as tracer_module
-from agent_loop.tracing.background_writer import BackgroundWriter
 from agent_loop.tracing.trace_files import read_traces
 from tests.helpers import hermes_template, text_reply, user
 from tests.tracing.harness import run, settings
@@ -47,7 +47,7 @@ class Notebook:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "agent_loop.tracing.background_writer"]
+    return [r.getMessage() for r in caplog.records if r.name == "agent_loop.runtime.background_writer"]
 
 
 def test_all_items_are_written_in_order_and_the_writer_is_closed() -> None:
@@ -75,8 +75,8 @@ def test_items_that_a_writer_fails_on_are_dropped_and_logged_once_per_error_type
     assert notebook.items == [1, 3, 5, 7, 9]
     assert background_writer.num_dropped == 5
     assert warnings(caplog) == [
-        "notes: items are dropped (reported once for this reason): OSError: [Errno 28] No space left on device",
-        "notes: items are dropped (reported once for this reason): ValueError: what?",
+        "notes cannot be written: OSError: [Errno 28] No space left on device; the run continues, and reports it once",
+        "notes cannot be written: ValueError: what?; the run continues, and reports it once",
         "notes: 5 in total were not written",
     ]
 

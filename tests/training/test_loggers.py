@@ -12,7 +12,7 @@ import pytest
 
 from agent_loop.config import Config, RolloutConfig, TraceConfig, TrainerConfig
 from agent_loop.errors import ConfigError
-from agent_loop.tracing.background_writer import BackgroundWriter
+from agent_loop.runtime.background_writer import BackgroundWriter
 from agent_loop.training.loggers import Scalars, make_loggers
 from agent_loop.training.metrics import MetricsWriter, read_metrics
 

@@ -78,8 +78,9 @@ def rescore_command(
     """
     # late: keeps `--help` quick
     from agent_loop.rewards.function import load_batch_reward, load_reward
+    from agent_loop.storage.columns import to_json
     from agent_loop.storage.run import StoredRun
-    from agent_loop.storage.writer import rewrite_scores
+    from agent_loop.storage.writer import write_rows
 
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out is {str(out)!r}; give a file that ends in .parquet")
@@ -94,9 +95,17 @@ def rescore_command(
         console.print(_comparison(rows, results, threshold=least))
         _print_changes(rows, results, console, limit=limit)
         if out is not None:
-            scores = [(new.reward, new.extra) for new in results]
+            changed = [
+                row
+                | {
+                    "reward": new.reward,
+                    "reward_extra": to_json(new.extra),
+                    "is_success": new.reward is not None and new.reward >= least,
+                }
+                for row, new in zip(rows, results, strict=True)
+            ]
             try:
-                rewrite_scores(out, rows, scores, success_threshold=least)
+                write_rows(out, changed, success_threshold=least)
             except OSError as error:
                 raise OutputError(
                     f"--out is {str(out)!r}, which cannot be written ({describe_error(error)})"

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from agent_loop.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from agent_loop.storage.columns import Learned, to_trajectory
+    from agent_loop.storage.columns import SCHEMA, Learned, to_trajectory
     from agent_loop.storage.run import StoredFile, StoredRun
-    from agent_loop.storage.schema import SCHEMA, SCHEMA_VERSION
+    from agent_loop.storage.schema import SCHEMA_VERSION
     from agent_loop.storage.vocabulary import pieces_of, read_vocabulary, text_of, write_vocabulary
     from agent_loop.storage.writer import write_trajectories
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "SCHEMA": "schema",
+    "SCHEMA": "columns",
     "SCHEMA_VERSION": "schema",
     "Learned": "columns",
     "StoredFile": "run",

@@ -1,10 +1,11 @@
-"""Conversion of a trajectory to a stored row, and back."""
+"""Columns of stored trajectories: one row per trajectory, one file per step."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +15,7 @@ from agent_loop.chat.sources import describe_source, without_pixels
 from agent_loop.errors import DataError
 from agent_loop.files.plain_values import without_halves
 from agent_loop.runtime.user_values import finite, plain_value
+from agent_loop.storage.schema import pa
 from agent_loop.storage.times import times_of
 from agent_loop.trajectory import (
     AgentLoopOutput,
@@ -77,10 +79,6 @@ def _plain(value: Any) -> Any:
     return str(value)[:MAX_TEXT]
 
 
-OUTPUT_COLUMNS = ("messages", "tool_schemas", "metrics", "feedback", "incidents", "extra_fields")
-"""Columns whose JSON is a field of the output, as `to_dict` returns it."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Learned:
     """Values per response token that training computed for one trajectory."""
@@ -103,95 +101,165 @@ class StepFacts:
     success_threshold: float
 
 
-def columns_of(trajectory: Trajectory, *, facts: StepFacts, learned: Learned | None = None) -> dict[str, Any]:
-    """Return the value of each column of `storage.schema`."""
-    learned = learned or Learned()
-    return {
-        **_who(trajectory, facts),
-        **_result(trajectory, facts),
-        **_compared(trajectory.output, facts, learned),
-        **_time(trajectory),
-        **_tokens(trajectory.output, learned),
-        **_texts(trajectory),
-    }
+@dataclass(frozen=True, eq=False)
+class _Subject:
+    """A trajectory to store, with the values that several columns are read from."""
 
+    trajectory: Trajectory
+    facts: StepFacts
+    learned: Learned
 
-def _who(trajectory: Trajectory, facts: StepFacts) -> dict[str, Any]:
-    agent_name = trajectory.row.get("agent_name")
-    return {
-        "step": facts.step,
-        "split": facts.split,
-        "trajectory_id": trajectory.trajectory_id,
-        "group": trajectory.group,
-        "rollout": trajectory.rollout,
-        "branch": trajectory.branch,
-        "agent_name": None if agent_name is None else str(agent_name),
-        "row": to_json(described_row(trajectory.row)),
-        "weight_version": facts.weight_version,
-    }
+    @property
+    def agent_name(self) -> str | None:
+        name = self.trajectory.row.get("agent_name")
+        return None if name is None else str(name)
 
+    @property
+    def is_success(self) -> bool:
+        reward = self.trajectory.reward
+        return reward is not None and reward >= self.facts.success_threshold
 
-def _result(trajectory: Trajectory, facts: StepFacts) -> dict[str, Any]:
-    output, reward = trajectory.output, trajectory.reward
-    failed = [f for f in output.feedback if f.origin is Origin.TOOL and f.incident is not None]
-    return {
-        "reward": reward,
-        "reward_score": output.reward_score,
-        "is_success": reward is not None and reward >= facts.success_threshold,
-        "stop_reason": str(output.stop_reason),
-        "failure": output.failure and without_halves(output.failure.error),
-        "failure_traceback": output.failure and without_halves(output.failure.traceback),
-        "failure_kind": output.failure and str(output.failure.kind),
-        "num_turns": output.num_turns,
-        "num_assistant_turns": output.num_assistant_turns,
-        "num_tool_calls": output.metrics.num_tool_calls,
-        "num_failed_calls": len(failed),
-        "num_incidents": len(output.incidents),
-        "prompt_length": len(output.prompt_ids),
-        "response_length": len(output.response_ids),
-        "num_model_tokens": output.num_model_tokens,
-    }
+    @property
+    def output(self) -> AgentLoopOutput:
+        return self.trajectory.output
 
+    @cached_property
+    def plain(self) -> Mapping[str, Any]:
+        return to_dict(self.output, with_segments=False)
 
-def _compared(output: AgentLoopOutput, facts: StepFacts, learned: Learned) -> dict[str, Any]:
-    """Return the columns that compare the trajectory with the trainer."""
-    is_model = output.response_mask.astype(bool)
-    is_trained = is_model if learned.trained_mask is None else learned.trained_mask & is_model
-    values: dict[str, Any] = {}
-    if learned.advantages is not None and is_trained.any():
-        values["advantage"] = float(learned.advantages[is_trained].mean())
-    if facts.weight_version is not None and is_model.any():
-        values["staleness"] = facts.weight_version - int(output.weight_versions[is_model].min())
-    if learned.train_logprobs is not None and output.response_logprobs is not None:
-        difference = np.abs(learned.train_logprobs - output.response_logprobs)[is_model]
-        if difference.size:
+    @cached_property
+    def times(self) -> Mapping[str, float | None]:
+        """Seconds, empty without a trace."""
+        trace = self.trajectory.trace
+        return {} if trace is None else {"seconds": trace.seconds, **asdict(times_of(trace))}
+
+    @cached_property
+    def compared(self) -> Mapping[str, float]:
+        """Comparison of the trajectory with the trainer."""
+        output, learned, version = self.output, self.learned, self.facts.weight_version
+        is_model = output.response_mask.astype(bool)
+        is_trained = is_model if learned.trained_mask is None else learned.trained_mask & is_model
+        values: dict[str, float] = {}
+        if learned.advantages is not None and is_trained.any():
+            values["advantage"] = float(learned.advantages[is_trained].mean())
+        if version is not None and is_model.any():
+            values["staleness"] = version - int(output.weight_versions[is_model].min())
+        if learned.train_logprobs is not None and output.response_logprobs is not None and is_model.any():
+            difference = np.abs(learned.train_logprobs - output.response_logprobs)[is_model]
             values["logprob_diff_max"] = float(difference.max())
             values["logprob_diff_mean"] = float(difference.mean())
-    return values
+        return values
 
 
-def _time(trajectory: Trajectory) -> dict[str, Any]:
-    trace = trajectory.trace
-    if trace is None:
-        return {}
-    return {"began_at": trace.began_at, "seconds": trace.seconds, **asdict(times_of(trace))}
+TEXT, BOOL = pa.string(), pa.bool_()
+INT32, FLOAT32, FLOAT64 = pa.int32(), pa.float32(), pa.float64()
+INTS, FLOATS = pa.list_(INT32), pa.list_(FLOAT32)
+SEGMENTS = pa.list_(pa.struct([("origin", TEXT), ("num_tokens", INT32), ("weight_version", INT32)]))
+EXTRAS = pa.list_(
+    pa.struct([("segment", INT32), ("name", TEXT), ("dtype", TEXT), ("shape", INTS), ("data", pa.binary())])
+)
+JSON: Any = "json"
+"""Type of columns whose text in a Parquet file is JSON."""
 
-
-def _tokens(output: AgentLoopOutput, learned: Learned) -> dict[str, Any]:
-    return {
-        "prompt_ids": output.prompt_ids,
-        "response_ids": output.response_ids,
-        "response_mask": output.response_mask,
-        "response_logprobs": _logprobs(output),
-        "weight_versions": output.weight_versions,
-        "advantages": learned.advantages,
-        "train_logprobs": learned.train_logprobs,
-        "segments": [
+COLUMNS: Mapping[str, tuple[Any, Callable[[_Subject], Any]]] = {
+    # identity
+    "step": (INT32, lambda of: of.facts.step),
+    "split": (TEXT, lambda of: of.facts.split),
+    "trajectory_id": (TEXT, lambda of: of.trajectory.trajectory_id),
+    "group": (INT32, lambda of: of.trajectory.group),
+    "rollout": (INT32, lambda of: of.trajectory.rollout),
+    "branch": (INT32, lambda of: of.trajectory.branch),
+    "agent_name": (TEXT, lambda of: of.agent_name),
+    "row": (JSON, lambda of: described_row(of.trajectory.row)),
+    "weight_version": (INT32, lambda of: of.facts.weight_version),
+    # result
+    "reward": (FLOAT64, lambda of: of.trajectory.reward),
+    "reward_score": (FLOAT64, lambda of: of.output.reward_score),
+    "is_success": (BOOL, lambda of: of.is_success),
+    "stop_reason": (TEXT, lambda of: str(of.output.stop_reason)),
+    "failure": (TEXT, lambda of: of.output.failure and without_halves(of.output.failure.error)),
+    "failure_traceback": (TEXT, lambda of: of.output.failure and without_halves(of.output.failure.traceback)),
+    "failure_kind": (TEXT, lambda of: of.output.failure and str(of.output.failure.kind)),
+    "num_turns": (INT32, lambda of: of.output.num_turns),
+    "num_assistant_turns": (INT32, lambda of: of.output.num_assistant_turns),
+    "num_tool_calls": (INT32, lambda of: of.output.metrics.num_tool_calls),
+    "num_failed_calls": (
+        INT32,
+        lambda of: sum(
+            each.origin is Origin.TOOL and each.incident is not None for each in of.output.feedback
+        ),
+    ),
+    "num_incidents": (INT32, lambda of: len(of.output.incidents)),
+    "prompt_length": (INT32, lambda of: len(of.output.prompt_ids)),
+    "response_length": (INT32, lambda of: len(of.output.response_ids)),
+    "num_model_tokens": (INT32, lambda of: of.output.num_model_tokens),
+    # comparison with the trainer
+    "advantage": (FLOAT32, lambda of: of.compared.get("advantage")),
+    "staleness": (INT32, lambda of: of.compared.get("staleness")),
+    "logprob_diff_max": (FLOAT32, lambda of: of.compared.get("logprob_diff_max")),
+    "logprob_diff_mean": (FLOAT32, lambda of: of.compared.get("logprob_diff_mean")),
+    # seconds, null without a trace; if several activities overlap, the one that began last counts
+    "began_at": (FLOAT64, lambda of: of.trajectory.trace and of.trajectory.trace.began_at),
+    "seconds": (FLOAT32, lambda of: of.times.get("seconds")),
+    "admission_s": (FLOAT32, lambda of: of.times.get("admission_s")),
+    "queue_s": (FLOAT32, lambda of: of.times.get("queue_s")),
+    "generate_s": (FLOAT32, lambda of: of.times.get("generate_s")),
+    "prefill_s": (FLOAT32, lambda of: of.times.get("prefill_s")),
+    "tool_s": (FLOAT32, lambda of: of.times.get("tool_s")),
+    "interaction_s": (FLOAT32, lambda of: of.times.get("interaction_s")),
+    "reward_s": (FLOAT32, lambda of: of.times.get("reward_s")),
+    "encode_s": (FLOAT32, lambda of: of.times.get("encode_s")),
+    "other_s": (FLOAT32, lambda of: of.times.get("other_s")),
+    # tokens, and values per token
+    "prompt_ids": (INTS, lambda of: of.output.prompt_ids),
+    "response_ids": (INTS, lambda of: of.output.response_ids),
+    "response_mask": (pa.list_(pa.int8()), lambda of: of.output.response_mask),
+    "response_logprobs": (FLOATS, lambda of: _logprobs(of.output)),
+    "weight_versions": (INTS, lambda of: of.output.weight_versions),
+    "advantages": (FLOATS, lambda of: of.learned.advantages),
+    "train_logprobs": (FLOATS, lambda of: of.learned.train_logprobs),
+    "segments": (
+        SEGMENTS,
+        lambda of: [
             {"origin": str(s.origin), "num_tokens": len(s), "weight_version": s.weight_version}
-            for s in output.segments
+            for s in of.output.segments
         ],
-        "extras": _extras(output),
-    }
+    ),
+    "extras": (EXTRAS, lambda of: _extras(of.output)),
+    # texts and further values
+    "messages": (JSON, lambda of: described(of.output.messages)),
+    "tool_schemas": (JSON, lambda of: of.plain["tool_schemas"]),
+    "answer": (TEXT, lambda of: without_halves(of.output.answer)),
+    "feedback": (JSON, lambda of: of.plain["feedback"]),
+    "incidents": (JSON, lambda of: of.plain["incidents"]),
+    "spans": (
+        JSON,
+        lambda of: (
+            of.trajectory.trace
+            and [[s.kind, s.name, s.start, s.end, s.details] for s in of.trajectory.trace.spans]
+        ),
+    ),
+    "metrics": (JSON, lambda of: of.plain["metrics"]),
+    "reward_extra": (JSON, lambda of: of.trajectory.reward_extra),
+    "extra_fields": (JSON, lambda of: of.plain["extra_fields"]),
+}
+"""Type of each column and its value for a trajectory, in the order of the file. docs/trajectories.md describes them."""
+JSON_COLUMNS = frozenset(name for name, (kind, _) in COLUMNS.items() if kind is JSON)
+"""Columns whose text in a Parquet file is JSON."""
+SCHEMA = pa.schema([(name, TEXT if kind is JSON else kind) for name, (kind, _) in COLUMNS.items()])
+SCALARS = tuple(
+    name
+    for name, (kind, _) in COLUMNS.items()
+    if kind in (TEXT, BOOL, INT32, FLOAT32, FLOAT64) and name not in ("failure_traceback", "answer")
+)
+"""Columns that can be read quickly for a whole run."""
+
+
+def columns_of(trajectory: Trajectory, *, facts: StepFacts, learned: Learned | None = None) -> dict[str, Any]:
+    """Return the value of each column, as a Parquet file holds it."""
+    of = _Subject(trajectory, facts, learned or Learned())
+    values = {name: value(of) for name, (_, value) in COLUMNS.items()}
+    return values | {name: to_json(values[name]) for name in JSON_COLUMNS if values[name] is not None}
 
 
 def _extras(output: AgentLoopOutput) -> list[dict[str, Any]] | None:
@@ -226,19 +294,6 @@ def _logprobs(output: AgentLoopOutput) -> FloatArray | list[float | None] | None
     return values
 
 
-def _texts(trajectory: Trajectory) -> dict[str, Any]:
-    output, trace = trajectory.output, trajectory.trace
-    spans = trace and [[s.kind, s.name, s.start, s.end, s.details] for s in trace.spans]
-    values = to_dict(output, with_segments=False)
-    return {
-        **{name: to_json(values[name]) for name in OUTPUT_COLUMNS},
-        "messages": to_json(described(output.messages)),
-        "answer": without_halves(output.answer),
-        "spans": None if spans is None else to_json(spans),
-        "reward_extra": to_json(trajectory.reward_extra),
-    }
-
-
 def to_trajectory(row: Mapping[str, Any]) -> Trajectory:
     """Return the trajectory of a row of `StoredRun.trajectory`.
 
@@ -247,25 +302,28 @@ def to_trajectory(row: Mapping[str, Any]) -> Trajectory:
     Raises:
         ValueError: The values of the row contradict each other.
     """
+    values = {**row, **{name: json.loads(row[name]) for name in JSON_COLUMNS if row[name] is not None}}
+    values["failure"] = None
+    if row["failure"] is not None:
+        kind = row.get("failure_kind") or FailureKind.CODE
+        values["failure"] = {
+            "error": row["failure"],
+            "traceback": row["failure_traceback"] or "",
+            "kind": kind,
+        }
+    trace = None
+    if row["spans"] is not None:
+        trace = Trace(row["began_at"], row["seconds"], tuple(Span(*span) for span in values["spans"]))
     return Trajectory(
-        output=_output(row),
-        row=json.loads(row["row"]),
+        output=from_dict(values, segments=_segments(row)),
+        row=values["row"],
         group=row["group"],
         rollout=row["rollout"],
         reward=row["reward"],
-        reward_extra=json.loads(row["reward_extra"]),
+        reward_extra=values["reward_extra"],
         branch=row["branch"],
-        trace=_trace(row),
+        trace=trace,
     )
-
-
-def _output(row: Mapping[str, Any]) -> AgentLoopOutput:
-    failure = None
-    if row["failure"] is not None:
-        kind = row.get("failure_kind") or FailureKind.CODE
-        failure = {"error": row["failure"], "traceback": row["failure_traceback"] or "", "kind": kind}
-    values = {name: json.loads(row[name]) for name in OUTPUT_COLUMNS}
-    return from_dict({**row, **values, "failure": failure}, segments=_segments(row))
 
 
 def _segments(row: Mapping[str, Any]) -> list[Segment]:
@@ -306,12 +364,3 @@ def _segment_logprobs(stored: Sequence[Any] | FloatArray | None, start: int, end
         return None
     part = np.asarray(stored[start:end], np.float32)
     return None if len(part) and np.isnan(part).all() else part
-
-
-def _trace(row: Mapping[str, Any]) -> Trace | None:
-    if row["spans"] is None:
-        return None
-    spans = tuple(
-        Span(kind, name, start, end, details) for kind, name, start, end, details in json.loads(row["spans"])
-    )
-    return Trace(row["began_at"], row["seconds"], spans)

@@ -17,9 +17,8 @@ import numpy as np
 
 from agent_loop.errors import DataError
 from agent_loop.files.plain_values import parse_json, without_halves
-from agent_loop.storage.columns import StepFacts, columns_of, to_json
+from agent_loop.storage.columns import JSON_COLUMNS, SCHEMA, StepFacts, columns_of, to_json
 from agent_loop.storage.exclusive import whole_file
-from agent_loop.storage.schema import JSON_COLUMNS, SCHEMA
 from agent_loop.storage.writer import write_rows
 from agent_loop.trajectory import (
     Trajectory,

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_loop.errors import DataError, did_you_mean
+from agent_loop.storage.columns import SCALARS, SCHEMA
 from agent_loop.storage.run import KEY, Key, StoredRun
-from agent_loop.storage.schema import SCALARS, SCHEMA, compute, pa
+from agent_loop.storage.schema import compute, pa
 
 SEARCHED = ("messages", "answer", "failure", "feedback", "incidents")
 """Columns of text in which a query searches."""

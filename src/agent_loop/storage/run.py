@@ -11,11 +11,10 @@ from typing import Any, TypeAlias
 
 from agent_loop.errors import DataError
 from agent_loop.files.file_kinds import explain
+from agent_loop.storage.columns import SCALARS, SCHEMA
 from agent_loop.storage.metrics_file import METRICS_FILE, read_metrics
 from agent_loop.storage.schema import (
     METADATA,
-    SCALARS,
-    SCHEMA,
     SCHEMA_VERSION,
     VOCABULARY_FILE,
     compute,

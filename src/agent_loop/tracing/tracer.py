@@ -15,7 +15,7 @@ import numpy as np
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config, RolloutConfig, TraceConfig
-from agent_loop.tracing.background_writer import BackgroundWriter, BatchWriter
+from agent_loop.runtime.background_writer import BackgroundWriter, BatchWriter
 from agent_loop.tracing.documents import Json, TokenDecoder, trace_document
 from agent_loop.tracing.spans import ROOT_NAME
 from agent_loop.trajectory import Trajectory

@@ -13,7 +13,7 @@ from typing import Any
 
 from agent_loop.config import Config
 from agent_loop.loading import import_extra
-from agent_loop.tracing.background_writer import BackgroundWriter
+from agent_loop.runtime.background_writer import BackgroundWriter
 from agent_loop.tracing.mlflow import experiment_id
 
 LOGGER_TIMEOUT_S = 30.0

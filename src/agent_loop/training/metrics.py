@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from agent_loop.errors import OutputError
+from agent_loop.runtime.background_writer import BackgroundWriter
 from agent_loop.runtime.describe import describe_error
 from agent_loop.storage.exclusive import whole_file
 from agent_loop.storage.metrics_file import read_metrics
-from agent_loop.tracing.background_writer import BackgroundWriter
 from agent_loop.training.loggers import LOGGER_TIMEOUT_S, Scalars
 
 STEP = "step"

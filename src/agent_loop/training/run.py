@@ -18,12 +18,12 @@ from rich.console import Console
 from agent_loop.config import Config
 from agent_loop.errors import CheckpointError, ConfigError
 from agent_loop.rollout.journal import JournalFolder
+from agent_loop.runtime.background_writer import BackgroundWriter
 from agent_loop.runtime.concurrency import run_while
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.storage.metrics_file import CONFIG_FILE, METRICS_FILE, written_parts
 from agent_loop.storage.run import drop_steps_after
-from agent_loop.tracing.background_writer import BackgroundWriter
 from agent_loop.training.checkpoint import (
     Checkpoint,
     checkpoints_folder,

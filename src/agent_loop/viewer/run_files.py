@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from agent_loop.storage.columns import SCALARS
 from agent_loop.storage.metrics_file import metrics_of
 from agent_loop.storage.row_texts import SOURCES, text_columns
 from agent_loop.storage.run import parquet_files
-from agent_loop.storage.schema import SCALARS, compute, mask_of_rows, pa, parquet
+from agent_loop.storage.schema import compute, mask_of_rows, pa, parquet
 from agent_loop.viewer.packets import is_sendable
 
 

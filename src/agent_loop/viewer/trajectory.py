@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_loop.storage.schema import JSON_COLUMNS
+from agent_loop.storage.columns import JSON_COLUMNS
 from agent_loop.storage.vocabulary import Piece
 from agent_loop.viewer.packets import decode_json, packet
 from agent_loop.viewer.run_files import RunFiles

@@ -43,9 +43,9 @@ class BatchWriter(Protocol[ItemT_contra]):
 class BackgroundWriter(Generic[ItemT]):
     """Bounded queue and thread in front of a `BatchWriter`.
 
-    Items are dropped if the queue is full or the writer fails. Dropped items are counted. A warning is logged once per
-    reason, and the total when the writer is closed. `convert` returns what is written of an item. It is called in the
-    thread, for one item at a time, so that few objects are alive at once.
+    Items are dropped if the queue is full or the writer fails. Dropped items are counted. `report` is called once per
+    reason, and with the total when the writer is closed. `convert` returns what is written of an item. It is called in
+    the thread, for one item at a time, so that few objects are alive at once.
     """
 
     def __init__(
@@ -55,12 +55,14 @@ class BackgroundWriter(Generic[ItemT]):
         name: str,
         max_queued: int,
         convert: Callable[[ItemT], Any] | None = None,
+        report: Callable[[str], None] = logger.warning,
     ) -> None:
         self.name = name
         """Name of the writer in logs and metrics."""
         self.num_dropped = 0
         self._writer = writer
         self._convert = convert
+        self._report = report
         self._max_queued = max_queued
         self._full_batch = min(writer.max_batch, max_queued)
         """Number of queued items that is written without waiting for more."""
@@ -101,9 +103,10 @@ class BackgroundWriter(Generic[ItemT]):
                 with self._changed:
                     num_left = len(self._queue) + self._num_in_write
                     self._queue.clear()
-                self._drop("end", f"it did not finish in {timeout_s:g} s", count=num_left)
+                if num_left:
+                    self._drop("end", f"it did not finish in {timeout_s:g} s", count=num_left)
         if self.num_dropped:
-            logger.warning("%s: %d in total were not written", self.name, self.num_dropped)
+            self._report(f"{self.name}: {self.num_dropped} in total were not written")
 
     def _run(self) -> None:
         is_open = False
@@ -119,7 +122,7 @@ class BackgroundWriter(Generic[ItemT]):
             try:
                 self._writer.close()
             except Exception as error:  # noqa: BLE001  (as above)
-                logger.warning("%s: closing failed: %s", self.name, describe_error(error))
+                self._report(f"{self.name}: closing failed: {describe_error(error)}")
 
     def _next_batch(self) -> list[ItemT]:
         """Wait for items and return up to `max_batch` of them; an empty list after `close`."""
@@ -138,4 +141,4 @@ class BackgroundWriter(Generic[ItemT]):
             is_new = kind not in self._reported_kinds
             self._reported_kinds.add(kind)
         if is_new:
-            logger.warning("%s: items are dropped (reported once for this reason): %s", self.name, reason)
+            self._report(f"{self.name} cannot be written: {reason}; the run continues, and reports it once")
