@@ -8,8 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
-from agent_loop.chat.report import Cause, CauseKind, TemplateReport, TemplateVerdict
-from agent_loop.chat.verify import verify_template
+from agent_loop.chat.verify import Cause, CauseKind, TemplateReport, TemplateVerdict, verify_template
 
 TARGET = Path(__file__).parent / "templates.md"
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agent_loop.chat.conversations import encode_conversation
-from agent_loop.chat.probes import PROBE_TOOLS
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.chat.verify import PROBE_TOOLS
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import Message, Origin
 from tests.chat.families import NEXT_ROLE_ENDS_THE_TURN, family

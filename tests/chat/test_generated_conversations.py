@@ -8,9 +8,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from agent_loop.chat.probes import PROBE_TOOLS
-from agent_loop.chat.report import TemplateVerdict
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.chat.verify import PROBE_TOOLS, TemplateVerdict
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import Message, ToolCall
 from tests.chat.test_trl_templates import TEMPLATES, report_of, template_of

@@ -6,9 +6,8 @@ import logging
 import pytest
 
 from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
-from agent_loop.chat.report import Cause, CauseKind, TemplateVerdict
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.chat.verify import require_template, verify_template
+from agent_loop.chat.verify import Cause, CauseKind, TemplateVerdict, require_template, verify_template
 from agent_loop.errors import ChatTemplateError
 from tests.chat.families import (
     ARGUMENTS_ARE_TEXT,
@@ -75,9 +74,9 @@ def test_a_template_that_appends_is_exact_with_and_without_tools() -> None:
     ("chat_template", "cause"),
     [
         (STRIPS_REASONING, Cause.STRIPPED_REASONING),
-        (MOVES_SYSTEM, Cause.REWRITTEN_PROMPT),
-        (CALLS_END_OTHERWISE, Cause.END_TOKEN),
-        (ARGUMENTS_ARE_TEXT, Cause.GENERATION_PROMPT),
+        (MOVES_SYSTEM, Cause.REWRITTEN_HISTORY),
+        (CALLS_END_OTHERWISE, Cause.REWRITTEN_HISTORY),
+        (ARGUMENTS_ARE_TEXT, Cause.STRIPPED_REASONING),
     ],
 )
 def test_the_cause_of_a_difference_is_reported(chat_template: str, cause: Cause) -> None:
@@ -98,19 +97,13 @@ def test_a_family_without_tool_schemas_is_exact_without_tools(
 def test_every_cause_is_reported_with_an_example_and_omissions_come_first() -> None:
     report = verify_template(family(MANY_HABITS), tools=True)
     assert report.causes[:3] == (Cause.IGNORED_TOOLS, Cause.IGNORED_SYSTEM_PROMPT, Cause.DROPPED_CALL)
-    assert set(report.causes[3:]) == {
-        Cause.DROPPED_TEXT,
-        Cause.STRIPPED_REASONING,
-        Cause.GENERATION_PROMPT,
-        Cause.END_TOKEN,
-    }
+    assert set(report.causes[3:]) == {Cause.DROPPED_TEXT, Cause.STRIPPED_REASONING, Cause.REWRITTEN_HISTORY}
     assert report.kinds() == (CauseKind.LEFT_OUT, CauseKind.REWRITTEN)
     assert report.kinds(tools=False) == (CauseKind.LEFT_OUT, CauseKind.REWRITTEN)
     shown = {cause: report.examples(cause)[0][1] for cause in report.causes}
     assert shown[Cause.IGNORED_SYSTEM_PROMPT].kept == "Answer briefly."
     assert shown[Cause.DROPPED_CALL].kept == "Oslo"
     assert shown[Cause.STRIPPED_REASONING].kept.startswith("[I recall")
-    assert shown[Cause.GENERATION_PROMPT].kept.startswith("<hm>")
 
 
 def test_omissions_are_reported_even_if_all_tokens_are_equal() -> None:

@@ -49,7 +49,7 @@ def test_a_difference_is_printed_with_both_texts(tmp_path: Path) -> None:
     result = verify(path, "--no-tools")
     assert result.exit_code == 0
     assert "without tools: differs (rewritten)" in result.output
-    assert "thinking (and 2 more): kept 'I recall" in result.output
+    assert "thinking (and 1 more): kept 'I recall" in result.output
     assert "full render 'S" in result.output
 
 

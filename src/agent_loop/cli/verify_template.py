@@ -17,8 +17,8 @@ from agent_loop.cli.verbosity import print_line
 from agent_loop.errors import ChatTemplateError, ConfigError
 
 if TYPE_CHECKING:
-    from agent_loop.chat.report import CauseKind, RenderDifference, TemplateReport
     from agent_loop.chat.template import ChatTemplate
+    from agent_loop.chat.verify import CauseKind, RenderDifference, TemplateReport
 
 EXIT_UNSUPPORTED = 1
 EXIT_LEFT_OUT = 3  # (2 is a wrong argument)
@@ -100,7 +100,7 @@ def _load(template: str, chat_template: Path | None) -> ChatTemplate:
 
 
 def _print(report: TemplateReport, console: Console) -> None:
-    left_out = [kind for kind in report.kinds() if kind == "left_out"]
+    left_out = [kind for kind in report.kinds() if str(kind) == "left_out"]
     for kind in left_out:  # (the most serious kind comes first)
         _print_kind(report, kind, console)
     counts = [Column(name, justify="right") for name in ("adds", "keeps")]
