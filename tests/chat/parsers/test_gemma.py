@@ -46,12 +46,12 @@ def test_values_have_their_types(body: str, arguments: dict[str, object]) -> Non
         ("a:'Paris'", "write strings as"),
         ("a:NaN", "write strings as"),
         ("a:1,a:2", "given twice"),
-        ("a:1,", "a key and a colon"),
-        ("a", "a key and a colon"),
-        ("a:", "a value is missing"),
-        ("a:[1", "] is missing"),
-        ("a:1 b:2", "} is missing"),
-        ("a:{b:1", "} is missing"),
+        ("a:1,", "write the arguments as"),
+        ("a", "write strings as"),
+        ("a:", "write the arguments as"),
+        ("a:[1", "not closed"),
+        ("a:1 b:2", "write the arguments as"),
+        ("a:{b:1", "not closed"),
         ("a:1}{b:2", "not followed by <"),
     ],
 )
@@ -69,7 +69,7 @@ def test_an_invalid_call_is_malformed_with_the_reason(body: str, complaint: str)
         ("<|tool_call>f{}<tool_call|>", "not followed by call:name{"),
         ("<|tool_call>call:{}<tool_call|>", "not followed by call:name{"),
         ("<|tool_call>call:f{a:1}", "not followed by <tool_call|>"),
-        ('<|tool_call>call:f{a:<|"|>x}<tool_call|>', "a string is not closed"),
+        ('<|tool_call>call:f{a:<|"|>x}<tool_call|>', "not closed"),
     ],
 )
 def test_a_call_without_its_frame_is_malformed_with_the_reason(text: str, complaint: str) -> None:

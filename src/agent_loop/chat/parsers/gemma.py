@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agent_loop.chat.parsers.completion_walker import (
     BlockReader,
@@ -14,12 +15,10 @@ from agent_loop.chat.parsers.completion_walker import (
     ReasoningMarks,
     Tools,
     broken_call,
-    quoted,
     skip_space,
 )
-from agent_loop.chat.parsers.json_calls import MAX_DEPTH, JsonFault, decode_json
+from agent_loop.chat.parsers.json_calls import JsonFault, decode_json
 from agent_loop.chat.parsers.tool_parser import ToolParser
-from agent_loop.chat.parsers.untyped_values import PYTHON_WORDS
 from agent_loop.types import ToolCall
 
 REASONING = ReasoningMarks("<|channel>", "<channel|>", label="thought")
@@ -65,107 +64,57 @@ def _read_block(text: str, start: int, tools: Tools, *, dialect: Dialect) -> Cal
     try:
         name = _NAME.match(text, start)
         if name is None:
-            raise _ValueFault(f"{dialect.opening} is not followed by call:name{{...}}")
-        values = _Values(text, start=name.end(), quote=dialect.quote)
-        arguments = values.read_object(depth=1) if name["brace"] else {}
-        end = skip_space(text, values.position)
+            raise JsonFault(f"{dialect.opening} is not followed by call:name{{...}}")
+        written, end = (
+            _as_json(text, name.start("brace"), dialect.quote) if name["brace"] else ("{}", name.end())
+        )
+        end = skip_space(text, end)
         if not text.startswith(dialect.closing, end):
-            raise _ValueFault(f"the arguments are not followed by {dialect.closing}")
-    except _ValueFault as fault:
+            raise JsonFault(f"the arguments are not followed by {dialect.closing}")
+        call = ToolCall(name["name"], decode_json(written))
+    except JsonFault as fault:
+        if isinstance(fault.__cause__, json.JSONDecodeError):  # its positions are those of the JSON
+            fault = JsonFault(f"write the arguments as {{key:{dialect.quote}text{dialect.quote},key:1}}")
         stops = (dialect.opening, REASONING.opening, REASONING.closing)
         return broken_call(text, start, str(fault), closing=dialect.closing, stops=stops)
-    return CallBlock((ToolCall(name["name"], arguments),), end + len(dialect.closing))
+    return CallBlock((call,), end + len(dialect.closing))
 
 
-class _ValueFault(ValueError):
-    """Raised if the arguments are invalid. The message is the model's reply."""
+def _as_json(text: str, start: int, quote: str) -> tuple[str, int]:
+    """Return the arguments whose bracket is at `start` as JSON, and the position after their last bracket."""
+    written: list[str] = []
+    depth, position = 0, start
+    while token := _TOKENS[quote].match(text, position):
+        position = token.end()
+        kind, content = token.lastgroup, token[token.lastgroup or 0]
+        if kind == "word":
+            written.append(_value_as_json(content, quote))
+        else:
+            written.append(json.dumps(content, ensure_ascii=False) if kind in ("string", "key") else content)
+            depth += (kind == "opening") - (kind == "closing")
+        if depth == 0:
+            return "".join(written), position
+    raise JsonFault("the arguments are not closed")
 
 
-class _Values:
-    """Parses the values of a text, one after the other."""
-
-    def __init__(self, text: str, *, start: int, quote: str) -> None:
-        self.position = start
-        self._text = text
-        self._quote = quote
-
-    def read_object(self, *, depth: int) -> dict[str, Any]:
-        """Return the object whose opening bracket was read."""
-        fields: dict[str, Any] = {}
-        while not self._closes("}", is_first=not fields):
-            key = self._read_key()
-            if key in fields:
-                raise _ValueFault(f"the key {quoted(key)} is given twice")
-            fields[key] = self._read_value(depth=depth)
-        return fields
-
-    def _read_list(self, *, depth: int) -> list[Any]:
-        items: list[Any] = []
-        while not self._closes("]", is_first=not items):
-            items.append(self._read_value(depth=depth))
-        return items
-
-    def _read_value(self, *, depth: int) -> Any:
-        if depth > MAX_DEPTH:
-            raise _ValueFault(f"the arguments are nested more than {MAX_DEPTH} levels deep")
-        if self._takes("{"):
-            return self.read_object(depth=depth + 1)
-        if self._takes("["):
-            return self._read_list(depth=depth + 1)
-        if self._takes(self._quote):
-            return self._read_string()
-        word = self._read(_WORD)
-        if not word:
-            raise _ValueFault(f"a value is missing before {self._next_characters()!r}")
-        try:
-            value = PYTHON_WORDS[word] if word in PYTHON_WORDS else decode_json(word)
-        except JsonFault:
-            value = word
-        if isinstance(value, str):
-            raise _ValueFault(
-                f"{word[:40]!r} is not a value; write strings as {self._quote}text{self._quote}"
-            )
-        return value
-
-    def _read_key(self) -> str:
-        key = self._read_string() if self._takes(self._quote) else self._read(_KEY).strip()
-        if not key or not self._takes(":"):
-            raise _ValueFault(f"a key and a colon are missing at {self._next_characters()!r}")
-        return key
-
-    def _read_string(self) -> str:
-        end = self._text.find(self._quote, self.position)
-        if end < 0:
-            raise _ValueFault(f"a string is not closed with {self._quote}")
-        value = self._text[self.position : end]
-        self.position = end + len(self._quote)
-        return value
-
-    def _closes(self, bracket: str, *, is_first: bool) -> bool:
-        if self._takes(bracket):
-            return True
-        if not is_first and not self._takes(","):
-            raise _ValueFault(f"the arguments are not closed: , or {bracket} is missing")
-        return False
-
-    def _next_characters(self) -> str:
-        return self._text[self.position : self.position + 10]
-
-    def _takes(self, token: str) -> bool:
-        start = skip_space(self._text, self.position)
-        found = self._text.startswith(token, start)
-        if found:
-            self.position = start + len(token)
-        return found
-
-    def _read(self, pattern: re.Pattern[str]) -> str:
-        found = pattern.match(self._text, skip_space(self._text, self.position))
-        if found is None:
-            return ""
-        self.position = found.end()
-        return found[0]
+def _value_as_json(word: str, quote: str) -> str:
+    word = {"True": "true", "False": "false", "None": "null"}.get(word, word)
+    try:
+        if isinstance(decode_json(word), str):
+            raise JsonFault
+    except JsonFault:
+        raise JsonFault(f"{word[:40]!r} is not a value; write strings as {quote}text{quote}") from None
+    return word
 
 
 _NAME = re.compile(r"\s*+call:(?P<name>[^\s{}<>|]++)\s*+(?:(?P<brace>\{)|(?:null)?+(?=\s*+<))")
-_WORD = re.compile(r"[^\s,:{}\[\]<>|]++")
-_KEY = re.compile(r"[^,:{}\[\]<>|\n]++")
+_TOKENS = {
+    quote: re.compile(
+        rf"\s*+(?:{re.escape(quote)}(?P<string>.*?){re.escape(quote)}|(?P<opening>[\[{{])|(?P<closing>[\]}}])"
+        r"|(?P<mark>[,:])|(?P<key>[^\s,:{}\[\]<>|](?:[^,:{}\[\]<>|\n]*[^\s,:{}\[\]<>|])?)(?=\s*:)"
+        r"|(?P<word>[^\s,:{}\[\]<>|]++))",
+        re.DOTALL,
+    )
+    for quote in (GEMMA_4.quote, FUNCTION_GEMMA.quote)
+}
+"""Parts of arguments by the quotes around strings."""
