@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from msgspec import structs
 
 from agent_loop.config import ModelConfig
@@ -24,7 +27,6 @@ from agent_loop.errors import (
 from agent_loop.servers.base import Ability, ServerSpec
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.sglang import SGLangClient, loader
-from agent_loop.servers.sglang.in_flight import SGLangRequests
 from agent_loop.servers.sglang.requests import (
     CONSTRAINT_ABILITIES,
     check_params,
@@ -36,6 +38,7 @@ from agent_loop.servers.sglang.requests import (
 from agent_loop.servers.weight_versions import stamp
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
 from agent_loop.weights.sender import WeightSender
+from tests.servers.tiny_embedded import tiny_model
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 
@@ -142,19 +145,57 @@ def test_parameters_that_sglang_returns_inexact_logprobs_for_are_refused_by_name
     assert not needs_own_stop(SamplingParams(stop_token_ids=(3,)))
 
 
-def test_no_request_is_sent_during_a_weight_update_and_an_aborted_one_is_never_sent() -> None:
-    async def scenario() -> tuple[bool, bool]:
-        requests = SGLangRequests("s")
-        with requests.enter("a") as first, requests.enter("b") as second:
-            async with asyncio.TaskGroup() as group:
-                with requests.hold():
-                    sends = [group.create_task(requests.send(running)) for running in (first, second)]
-                    await asyncio.sleep(0)
-                    assert requests.num_sent == 0
-                    second.is_aborted = True
-            return sends[0].result(), sends[1].result()
+class FakeSGLang:
+    """Fake of SGLang's HTTP API whose weight updates last until `may_load` is set."""
 
-    assert asyncio.run(scenario()) == (True, False)
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.loads, self.may_load = asyncio.Event(), asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.method == "POST" else {}
+        if request.path == "/generate" and not body["stream"]:  # a probe of the log-probs
+            gaps = [[-each / body["sampling_params"]["temperature"], each] for each in range(4)]
+            return web.json_response({"meta_info": {"output_token_ids_logprobs": [gaps]}})
+        self.paths.append(request.path)
+        if request.path == "/update_weights_from_disk":
+            self.loads.set()
+            await self.may_load.wait()
+        if request.path == "/generate":
+            return web.Response(text=f"data: {json.dumps(event([4], finish={'type': 'stop'}))}\n\n")
+        return web.json_response({"version": "0.5.23", "weight_version": "0", "loads": []})
+
+
+def test_no_request_is_sent_during_a_weight_update_and_an_aborted_one_is_never_sent(tmp_path: Path) -> None:
+    model, fake = tiny_model(), FakeSGLang()
+    model.save_pretrained(tmp_path)
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", fake.answer)
+        async with TestServer(app) as http:
+            client = SGLangClient.create(
+                spec(url=str(http.make_url("/")), model=ModelConfig(path=str(tmp_path)))
+            )
+            await client.start()
+            async with asyncio.TaskGroup() as group:
+                update = group.create_task(client.update_weights(model.named_parameters(), weight_version=3))
+                await fake.loads.wait()
+                waiting, aborted = (
+                    group.create_task(client.generate(PROMPT, SamplingParams(), name)) for name in "ab"
+                )
+                await asyncio.sleep(0)
+                await client.abort("b")
+                assert (await client.health()).num_waiting == 2
+                assert "/generate" not in fake.paths
+                fake.may_load.set()
+                await update
+            assert (waiting.result().token_ids, waiting.result().weight_version) == ([4], 3)
+            assert (aborted.result().token_ids, aborted.result().stop_reason) == ([], "aborted")
+            assert fake.paths.count("/generate") == 1
+            await client.close()
+
+    asyncio.run(main())
 
 
 class FakeModel:

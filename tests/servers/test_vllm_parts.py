@@ -16,7 +16,8 @@ import torch
 from agent_loop.config import ModelConfig
 from agent_loop.errors import BadServerReply, ConfigError, SamplingParamsError, ServerError
 from agent_loop.servers.base import ServerSpec
-from agent_loop.servers.vllm.client import Gauges
+from agent_loop.servers.engine_client import EngineLoad
+from agent_loop.servers.vllm.client import read_load
 from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequestLimits
 from agent_loop.servers.vllm.logprobs import (
     CONSTRAINT_ABILITIES,
@@ -77,8 +78,8 @@ vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
 vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
 vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 3.0
 """
-    assert Gauges.read(page) == Gauges(kv_cache_share=0.75, num_waiting=3)
-    assert Gauges.read("") == Gauges(kv_cache_share=None, num_waiting=0)
+    assert read_load(page) == EngineLoad(kv_cache_share=0.75, num_waiting=3)
+    assert read_load("") == EngineLoad()
 
 
 def test_end_tokens_are_stop_tokens_unless_ignore_eos_is_set() -> None:

@@ -13,15 +13,19 @@ import logging
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
 from agent_loop.errors import ConfigError, ServerDied, ServerTimeout
@@ -60,6 +64,11 @@ class EngineProcess:
         """The first error in the log, which caused the later ones, and is often far above the last lines."""
         self._process: subprocess.Popen[bytes] | None = None
         self._kill: Callable[[], object] = _nothing
+
+    @cached_property
+    def folder(self) -> Path:
+        """Temporary folder of the engine, which `close` removes."""
+        return Path(tempfile.mkdtemp(prefix="agent-loop-engine-"))
 
     @property
     def pid(self) -> int | None:
@@ -121,25 +130,26 @@ class EngineProcess:
         code = None if self._process is None else self._process.returncode
         return f"the engine's process ended with exit code {code}; start another server, and see {self._last_lines()}"
 
-    @asynccontextmanager
-    async def naming_death(self, request_id: str) -> AsyncGenerator[None]:
-        """Raise a `ServerDied` in the body again with the exit code and the log, once the process has ended."""
-        try:
-            yield
-        except ServerDied as error:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(DEATH_TIMEOUT_S):
-                    await self.ended.wait()
-            if not self.ended.is_set():
-                raise
-            raise ServerDied(self.end, server=self._server, request_id=request_id) from error
+    async def has_ended(self) -> bool:
+        """Return whether the first process has ended, or ends in a few seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DEATH_TIMEOUT_S):
+                await self.ended.wait()
+        return self.ended.is_set()
 
     async def close(self, *, grace_s: float = 0.0) -> None:
-        """Terminate the first process, kill the group after `grace_s`, and wait for its end. Can be called again."""
-        if self._process is None:
-            return
+        """Terminate the first process, kill the group after `grace_s`, wait for its end, and remove the folder.
+
+        Can be called again.
+        """
+        if self._process is not None:
+            await self._end(self._process, grace_s=grace_s)
+        if "folder" in self.__dict__:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def _end(self, process: subprocess.Popen[bytes], *, grace_s: float) -> None:
         if grace_s and not self.ended.is_set():
-            self._process.terminate()
+            process.terminate()
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self.ended.wait()

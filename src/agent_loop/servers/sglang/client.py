@@ -1,4 +1,4 @@
-"""Client of a running SGLang server."""
+"""Client of SGLang's HTTP API, and of a running SGLang server."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ import json
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
 
 from packaging.specifiers import SpecifierSet
 
-from agent_loop.errors import BadServerReply, ConfigError, ServerDied, ServerError, WeightsError
+from agent_loop.errors import BadServerReply, ConfigError, ServerError, WeightsError
 from agent_loop.runtime.concurrency import run_shielded
-from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
+from agent_loop.servers.base import Ability, ServerSpec, refuse_unknown_options
+from agent_loop.servers.engine_client import (
+    CLOSED,
+    CONTROL_TIMEOUT_S,
+    HEALTH_TIMEOUT_S,
+    EngineClient,
+    EngineLoad,
+    RunningRequest,
+)
 from agent_loop.servers.http import HttpClient, HttpStatusError
+from agent_loop.servers.process import EngineProcess
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher, local_folder
 from agent_loop.servers.scores import TokenScores, checked_text, scores_of_no_token
-from agent_loop.servers.sglang.in_flight import SGLangRequest, SGLangRequests
 from agent_loop.servers.sglang.options import CONTEXT_MARGIN, SUPPORTED
 from agent_loop.servers.sglang.requests import (
     CONSTRAINT_ABILITIES,
@@ -39,105 +47,53 @@ from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk
 
 if TYPE_CHECKING:
-    import torch
-
     from agent_loop.weights.handle import WeightHandle
 
 OPTIONS = ("api_key", "weights_folder")
 """Keys of `engine_kwargs`: the server's API key, and a folder for new weights that both processes can access."""
-NOT_STARTED = "the server was not started; await start() first"
-CLOSED = "the server was closed; start another server"
-HEALTH_TIMEOUT_S = 10.0
-CONTROL_TIMEOUT_S = 600.0
-ABORT_INTERVAL_S = 0.2
 ABORT_TIMEOUT_S = 10.0
 SLEEP_TAGS = ("kv_cache", "weights")
 PROBE_IDS = (0, 1, 2, 3)
 PROBE_TOLERANCE = 1e-2
 
 
-class SGLangClient(AsyncServerBase):
-    """Client of `python -m sglang.launch_server`, with token ids in and out. `engine_kwargs` accepts an `api_key`.
+class SGLangEngine(EngineClient):
+    """Base of `SGLangClient` and `SGLangServer`.
 
     An update takes running requests out of the batch, empties the prefix cache, loads the weights, and resumes the
     requests. Their context is prefilled again under the new weights, which counts as a preemption. SGLang could also
     keep the old cache and resume faster. The tokens of the current step would then have the wrong weight version, and
     the cache could not be emptied.
-
-    New weights are sent as files (`/update_weights_from_disk`). If the server is on another machine, set
-    `weights_folder` to a folder that both machines can access. Only one client may update the weights: tokens of
-    streams may otherwise get the previous weight version.
-
-    Log-probs are `log_softmax(logits / temperature)`. If the server returns other log-probs, which `start` finds out,
-    completions have none.
     """
 
-    def __init__(self, spec: ServerSpec) -> None:
-        """Create a client that is not connected."""
-        if spec.url is None:
-            raise ConfigError("a SGLang client needs the URL of its server; set rollout.server_urls")
-        refuse_unknown_options(spec.engine_kwargs, known=OPTIONS)
-        if spec.weight_transfer not in ("auto", "disk"):
-            raise ConfigError(
-                f"rollout.weight_transfer is {spec.weight_transfer}, but a running SGLang server loads "
-                "weights only from disk; set disk or auto"
-            )
-        folder, key = spec.engine_kwargs.get("weights_folder"), spec.engine_kwargs.get("api_key")
-        self._set_up(
-            spec,
-            HttpClient(
-                spec.url,
-                server=spec.name,
-                timeout_s=CONTROL_TIMEOUT_S,
-                headers={"Authorization": f"Bearer {key}"} if key else None,
-            ),
-            WeightPublisher(
-                spec.model,
-                transfer="disk",
-                is_same_host=False,
-                num_receivers=1,
-                folder=Path(str(folder)) if folder else None,
-                as_checkpoints=True,
-            ),
-        )
+    abilities = frozenset(
+        {
+            *SAMPLING_ABILITIES,
+            *CONSTRAINT_ABILITIES,
+            Ability.STREAMING,
+            Ability.PREFIX_REUSE,
+            Ability.WEIGHT_UPDATE,
+            Ability.UPDATE_IN_FLIGHT,
+            Ability.SCORE,
+        }
+    )
+    _limits: PromptLimits
 
-    def _set_up(self, spec: ServerSpec, http: HttpClient, publisher: WeightPublisher) -> None:
-        self.name = spec.name
-        self.abilities = frozenset(
-            {
-                *SAMPLING_ABILITIES,
-                *CONSTRAINT_ABILITIES,
-                Ability.STREAMING,
-                Ability.PREFIX_REUSE,
-                Ability.WEIGHT_UPDATE,
-                Ability.UPDATE_IN_FLIGHT,
-                Ability.SCORE,
-            }
-        )
-        self._spec = spec
-        self._http = http
+    def __init__(
+        self,
+        spec: ServerSpec,
+        http: HttpClient,
+        *,
+        publisher: WeightPublisher,
+        process: EngineProcess | None = None,
+    ) -> None:
+        super().__init__(spec, http, process=process)
         self._publisher = publisher
-        self._running = SGLangRequests(spec.name)
-        self._score_numbers = count()
-        self._updating = asyncio.Lock()
-        self._weight_version = 0
-        self._is_asleep = False
+        self._may_send = asyncio.Event()
+        """Cleared during a weight update."""
+        self._may_send.set()
         self._released: set[str] = set()
-        self._trouble = NOT_STARTED
-        self._limits: PromptLimits | None = None
-
-    @classmethod
-    def create(cls, spec: ServerSpec) -> Self:
-        """Create a client for `rollout.engine: sglang` with `rollout.server_urls`."""
-        return cls(spec)
-
-    async def start(self) -> None:
-        try:
-            await self._inspect()
-        except BaseException:
-            await self._http.close()
-            raise
-        self._trouble = ""
+        """Tags of the memory that `sleep` released."""
 
     async def stream(
         self,
@@ -151,18 +107,18 @@ class SGLangClient(AsyncServerBase):
 
         Tokens after a weight update come in one chunk at the end, when SGLang reports the weight version of each token.
         """
-        limits = self._usable_limits(request_id)
+        self._refuse_if_unusable(request_id)
         check_params(sampling_params, abilities=self.abilities, server=self.name)
-        room = limits.check(request_id, prompt_ids=prompt_ids, attachments=attachments)
+        room = self._limits.check(request_id, prompt_ids=prompt_ids, attachments=attachments)
         if sampling_params.max_tokens is not None:
             room = min(room, sampling_params.max_tokens)
-        with self._running.enter(request_id) as running, schema_errors(sampling_params):
-            if not await self._running.send(running):
+        with self._running_as(request_id, new_rid()) as running, schema_errors(sampling_params):
+            if not await self._send(running):
                 yield TokenChunk([], [], weight_version=self._weight_version, stop_reason="aborted")
                 return
-            body = generate_body(prompt_ids, sampling_params, rid=running.rid, max_new_tokens=room)
+            body = generate_body(prompt_ids, sampling_params, rid=running.id, max_new_tokens=room)
             stops = frozenset(sampling_params.stop_token_ids if needs_own_stop(sampling_params) else ())
-            replies = self._replies(body, running, stops)
+            replies = self._replies(body, running, stops, request_id)
             async with (
                 self._typed_errors(request_id),
                 aclosing(stamped(replies, current_version=lambda: self._weight_version)) as chunks,
@@ -172,7 +128,8 @@ class SGLangClient(AsyncServerBase):
                     yield chunk if is_exact else replace(chunk, logprobs=None, extras={})
 
     async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
-        limits = self._usable_limits("")
+        self._refuse_if_unusable()
+        limits = self._limits
         text = checked_text(
             token_ids,
             start=start,
@@ -184,91 +141,20 @@ class SGLangClient(AsyncServerBase):
         num_top = min(top_logprobs, limits.vocab_size)
         if start == len(text):
             return scores_of_no_token(num_top)
-        request_id = f"score-{next(self._score_numbers)}"
-        with self._running.enter(request_id) as running:
-            if not await self._running.send(running):
+        with self._running_as(f"score-{next(self._numbers)}", new_rid()) as running:
+            if not await self._send(running):
                 raise ServerError("the request was aborted", server=self.name)
-            body = score_body(text, start=start, num_top=num_top, rid=running.rid)
+            body = score_body(text, start=start, num_top=num_top, rid=running.id)
             async with self._typed_errors(""), self._aborting_if_cancelled(running):
                 reply = await self._http.post_json("/generate", body)
         return read_scores(reply, token_ids=text, start=start, num_top=num_top, server=self.name)
 
-    async def abort(self, request_id: str) -> None:
-        running = self._running.get(request_id)
-        if running is None:
-            return
-        running.is_aborted = True
-        while running.is_sent and not running.is_over.is_set():
-            # Repeated until a token comes, because the engine ignores an abort that arrives before its request. The end
-            # is not awaited: the caller may be the one who reads the stream.
-            is_known = running.is_known
-            with suppress(ServerError):  # the request itself fails with the same error
-                await self._http.post_json("/abort_request", {"rid": running.rid})
-            if is_known:
-                return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ABORT_INTERVAL_S):
-                    await running.is_over.wait()
-
-    async def wake_up(self) -> None:
-        async with self._updating:
-            await self._resume(self._released)
-            self._is_asleep = False
-
-    async def sleep(self) -> None:
-        async with self._updating:
-            if self._running:
-                raise ServerError(
-                    f"{len(self._running)} requests are still running; await or abort them before sleep()",
-                    server=self.name,
-                )
-            if Ability.SLEEP in self.abilities and not self._is_asleep:
-                tags = [tag for tag in SLEEP_TAGS if tag not in self._released]
-                await self._post("/release_memory_occupation", {"tags": tags})
-                self._released.update(tags)
-            self._is_asleep = True
-
-    async def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
-    ) -> None:
-        async with self._updating:
-            self._refuse_if_unusable()
-            async with self._publisher.offer(weights, weight_version=weight_version) as handle:
-                await self._resume(self._released & {"weights"})
-                async with self._typed_errors(""), self._paused():
-                    await self._load(handle)
-                    self._weight_version = weight_version
-
-    async def health(self) -> ServerHealth:
-        detail = self._trouble
-        shares: list[float] = []
-        if not detail:
-            try:
-                await self._http.get_json("/server_info", timeout_s=HEALTH_TIMEOUT_S)
-                reply = await self._http.get_json("/v1/loads", timeout_s=HEALTH_TIMEOUT_S)
-                shares = [float(load["token_usage"]) for load in reply["loads"]]
-            except ServerError as error:
-                detail = str(error)
-        return ServerHealth(
-            is_alive=not detail,
-            num_running=self._running.num_sent,
-            num_waiting=len(self._running) - self._running.num_sent,
-            weight_version=self._weight_version,
-            detail=detail,
-            kv_cache_share=max(shares, default=None),
-        )
-
     async def close(self) -> None:
-        """Abort the requests in flight, and close the connections."""
-        for running in self._running.all:
+        for running in list(self._running.values()):
             if running.is_sent and not self._trouble:
                 with suppress(ServerError):
-                    await self._http.post_json(
-                        "/abort_request", {"rid": running.rid}, timeout_s=ABORT_TIMEOUT_S
-                    )
-        self._trouble = CLOSED
-        self._publisher.close()
-        await self._http.close()
+                    await self._send_abort(running)
+        await super().close()
 
     async def _inspect(self, *, has_scaled_logprobs: bool | None = None) -> None:
         """Find out what the server offers."""
@@ -329,6 +215,155 @@ class SGLangClient(AsyncServerBase):
             gaps.append([after - before for before, after in itertools.pairwise(found)])
         return all(abs(hot * 2 - plain) < PROBE_TOLERANCE for plain, hot in zip(*gaps, strict=True))
 
+    @property
+    def _has_cache(self) -> bool:
+        """Whether there is a prefix cache to empty. `sleep` on a GPU frees the cache."""
+        return "kv_cache" not in self._released
+
+    def _mixed(self, why: str) -> ServerError:
+        """Stop using an engine that has a part of the new weights. Return the error to raise."""
+        self._trouble = f"its weights are partly old and partly new ({why}); start the server again"
+        return ServerError(self._trouble, server=self.name)
+
+    async def _send(self, running: RunningRequest) -> bool:
+        """Wait until a request may be sent. Return False if it was aborted before."""
+        await self._may_send.wait()
+        running.is_sent = not running.is_aborted
+        return running.is_sent
+
+    async def _replies(
+        self, body: dict[str, Any], running: RunningRequest, stops: frozenset[int], request_id: str
+    ) -> AsyncGenerator[tuple[TokenChunk, Sequence[int]]]:
+        """Yield chunks of a completion with weight versions, and cut it after the first of `stops`."""
+        num_read, is_cut = 0, False
+        events = self._http.stream_events("/generate", body, request_id=request_id)
+        async with self._aborting_if_cancelled(running), aclosing(events):
+            async for event in events:
+                chunk, versions = read_reply(
+                    event, num_seen=num_read, server=self.name, request_id=request_id
+                )
+                num_read += len(chunk.token_ids)
+                running.is_known = True
+                is_last = chunk.stop_reason is not None
+                ends = [place for place, token in enumerate(chunk.token_ids, 1) if token in stops]
+                if is_cut or ends:
+                    kept = chunk.part(0, 0 if is_cut else ends[0])
+                    counts = (chunk.num_preempted, chunk.num_cached_tokens)
+                    chunk = replace(
+                        kept,
+                        stop_reason="stop" if is_last else None,
+                        num_preempted=counts[0],
+                        num_cached_tokens=counts[1],
+                    )
+                    if not is_cut and not is_last:
+                        await self._send_abort(running)
+                    is_cut = True
+                yield chunk, versions
+                if is_last:
+                    return
+        raise BadServerReply(
+            "SGLang's stream ended before the completion did", server=self.name, request_id=request_id
+        )
+
+    async def _send_abort(self, running: RunningRequest) -> None:
+        await self._http.post_json("/abort_request", {"rid": running.id}, timeout_s=ABORT_TIMEOUT_S)
+
+    @asynccontextmanager
+    async def _aborting_if_cancelled(self, running: RunningRequest) -> AsyncGenerator[None]:
+        """Abort the request if the body raises, because the server checks for lost clients only every few seconds."""
+        try:
+            yield
+        except BaseException:
+            if self._trouble != CLOSED:
+                with suppress(ServerError, TimeoutError):
+                    await run_shielded(lambda: self._send_abort(running), timeout_s=ABORT_TIMEOUT_S)
+            raise
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncGenerator[None]:
+        await self._resume(self._released & {"weights"})
+        self._may_send.clear()
+        try:
+            await self._post("/pause_generation", {"mode": "retract"})
+            yield
+        finally:
+            try:
+                await run_shielded(
+                    lambda: self._post("/continue_generation", {}), timeout_s=CONTROL_TIMEOUT_S
+                )
+            finally:
+                self._may_send.set()
+
+    async def _report_load(self) -> EngineLoad:
+        await self._http.get_json("/server_info", timeout_s=HEALTH_TIMEOUT_S)
+        reply = await self._http.get_json("/v1/loads", timeout_s=HEALTH_TIMEOUT_S)
+        shares = [float(load["token_usage"]) for load in reply["loads"]]
+        return EngineLoad(kv_cache_share=max(shares, default=None))
+
+    async def _allocate(self) -> None:
+        await self._resume(self._released)
+
+    async def _release(self) -> None:
+        tags = [tag for tag in SLEEP_TAGS if tag not in self._released]
+        await self._post("/release_memory_occupation", {"tags": tags})
+        self._released.update(tags)
+
+    async def _resume(self, tags: Iterable[str]) -> None:
+        """Allocate memory again that `sleep` released."""
+        tags = sorted(tags)
+        if tags:
+            await self._post("/resume_memory_occupation", {"tags": tags})
+            self._released.difference_update(tags)
+
+
+class SGLangClient(SGLangEngine):
+    """Client of `python -m sglang.launch_server`, with token ids in and out. `engine_kwargs` accepts an `api_key`.
+
+    New weights are sent as files (`/update_weights_from_disk`). If the server is on another machine, set
+    `weights_folder` to a folder that both machines can access. Only one client may update the weights: tokens of
+    streams may otherwise get the previous weight version.
+
+    Log-probs are `log_softmax(logits / temperature)`. If the server returns other log-probs, which `start` finds out,
+    completions have none.
+    """
+
+    def __init__(self, spec: ServerSpec) -> None:
+        """Create a client that is not connected."""
+        if spec.url is None:
+            raise ConfigError("a SGLang client needs the URL of its server; set rollout.server_urls")
+        refuse_unknown_options(spec.engine_kwargs, known=OPTIONS)
+        if spec.weight_transfer not in ("auto", "disk"):
+            raise ConfigError(
+                f"rollout.weight_transfer is {spec.weight_transfer}, but a running SGLang server loads "
+                "weights only from disk; set disk or auto"
+            )
+        folder, key = spec.engine_kwargs.get("weights_folder"), spec.engine_kwargs.get("api_key")
+        super().__init__(
+            spec,
+            HttpClient(
+                spec.url,
+                server=spec.name,
+                timeout_s=CONTROL_TIMEOUT_S,
+                headers={"Authorization": f"Bearer {key}"} if key else None,
+            ),
+            publisher=WeightPublisher(
+                spec.model,
+                transfer="disk",
+                is_same_host=False,
+                num_receivers=1,
+                folder=Path(str(folder)) if folder else None,
+                as_checkpoints=True,
+            ),
+        )
+
+    async def start(self) -> None:
+        try:
+            await self._inspect()
+        except BaseException:
+            await self._http.close()
+            raise
+        self._trouble = ""
+
     async def _load(self, handle: WeightHandle) -> None:
         """Load the weights into the paused engine, empty its cache, and set its weight version."""
         body = {
@@ -346,110 +381,11 @@ class SGLangClient(AsyncServerBase):
                 "it can read the folder, or set rollout.engine_kwargs.weights_folder to a folder that it can read"
             ) from error
 
-    @property
-    def _has_cache(self) -> bool:
-        """Whether there is a prefix cache to empty. `sleep` on a GPU frees the cache."""
-        return "kv_cache" not in self._released
 
-    def _mixed(self, why: str) -> ServerError:
-        """Stop using an engine that has a part of the new weights. Return the error to raise."""
-        self._trouble = f"its weights are partly old and partly new ({why}); start the server again"
-        return ServerError(self._trouble, server=self.name)
-
-    def _refuse_if_unusable(self, request_id: str = "") -> None:
-        if self._trouble:
-            raise ServerError(self._trouble, server=self.name, request_id=request_id)
-
-    def _usable_limits(self, request_id: str) -> PromptLimits:
-        """Return the limits of requests, if the server can take one."""
-        self._refuse_if_unusable(request_id)
-        if self._is_asleep:
-            raise ServerError(
-                "the server is asleep; call wake_up first", server=self.name, request_id=request_id
-            )
-        assert self._limits is not None, "set by start"
-        return self._limits
-
-    async def _replies(
-        self, body: dict[str, Any], running: SGLangRequest, stops: frozenset[int]
-    ) -> AsyncGenerator[tuple[TokenChunk, Sequence[int]]]:
-        """Yield chunks of a completion with weight versions, and cut it after the first of `stops`."""
-        num_read, is_cut = 0, False
-        events = self._http.stream_events("/generate", body, request_id=running.request_id)
-        async with self._aborting_if_cancelled(running), aclosing(events):
-            async for event in events:
-                chunk, versions = read_reply(
-                    event, num_seen=num_read, server=self.name, request_id=running.request_id
-                )
-                num_read += len(chunk.token_ids)
-                running.is_known = True
-                is_last = chunk.stop_reason is not None
-                ends = [place for place, token in enumerate(chunk.token_ids, 1) if token in stops]
-                if is_cut or ends:
-                    kept = chunk.part(0, 0 if is_cut else ends[0])
-                    counts = (chunk.num_preempted, chunk.num_cached_tokens)
-                    chunk = replace(
-                        kept,
-                        stop_reason="stop" if is_last else None,
-                        num_preempted=counts[0],
-                        num_cached_tokens=counts[1],
-                    )
-                    if not is_cut and not is_last:
-                        await self._http.post_json("/abort_request", {"rid": running.rid})
-                    is_cut = True
-                yield chunk, versions
-                if is_last:
-                    return
-        raise BadServerReply(
-            "SGLang's stream ended before the completion did", server=self.name, request_id=running.request_id
-        )
-
-    @asynccontextmanager
-    async def _typed_errors(self, request_id: str) -> AsyncGenerator[None]:
-        try:
-            yield
-        except ServerError as error:
-            if self._trouble != CLOSED:
-                raise
-            raise ServerDied(
-                "the server was closed during the request", server=self.name, request_id=request_id
-            ) from error
-
-    @asynccontextmanager
-    async def _aborting_if_cancelled(self, running: SGLangRequest) -> AsyncGenerator[None]:
-        """Abort the request if the body raises, because the server checks for lost clients only every few seconds."""
-        try:
-            yield
-        except BaseException:
-            if self._trouble != CLOSED:
-                with suppress(ServerError, TimeoutError):
-                    await run_shielded(
-                        lambda: self._http.post_json("/abort_request", {"rid": running.rid}),
-                        timeout_s=ABORT_TIMEOUT_S,
-                    )
-            raise
-
-    @asynccontextmanager
-    async def _paused(self) -> AsyncGenerator[None]:
-        """Pause the engine while the body runs."""
-        with self._running.hold():
-            try:
-                await self._post("/pause_generation", {"mode": "retract"})
-                yield
-            finally:
-                await run_shielded(
-                    lambda: self._post("/continue_generation", {}), timeout_s=CONTROL_TIMEOUT_S
-                )
-
-    async def _resume(self, tags: Iterable[str]) -> None:
-        """Allocate memory again that `sleep` released."""
-        tags = sorted(tags)
-        if tags:
-            await self._post("/resume_memory_occupation", {"tags": tags})
-            self._released.difference_update(tags)
-
-    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        return await self._http.post_json(path, body, timeout_s=CONTROL_TIMEOUT_S)
+def new_rid() -> str:
+    """Return a new id of a request. All ids have one length, because SGLang aborts all requests whose ids start with a
+    given id."""
+    return uuid4().hex
 
 
 def _read_config(folder: Path | None) -> dict[str, Any]:

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import secrets
-import shutil
 import socket
 import tempfile
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent_loop.errors import ServerDied, WeightsError
-from agent_loop.servers.base import ServerHealth, ServerSpec
+from agent_loop.errors import WeightsError
+from agent_loop.servers.base import ServerSpec
+from agent_loop.servers.engine_client import CONTROL_TIMEOUT_S
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.process import EngineProcess
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.sglang import loader
-from agent_loop.servers.sglang.client import CONTROL_TIMEOUT_S, SGLangClient
+from agent_loop.servers.sglang.client import SGLangEngine
 from agent_loop.servers.sglang.options import engine_environment, engine_options
 
 if TYPE_CHECKING:
     from agent_loop.weights.handle import WeightHandle
 
-POLL_S = 0.1
 
-
-class SGLangServer(SGLangClient):
+class SGLangServer(SGLangEngine):
     """Server that runs SGLang's HTTP server in processes of its own. `engine_kwargs` are fields of `ServerArgs`.
 
     A training run survives the death of its engine. If a process of the engine dies, the requests in flight fail with
@@ -51,7 +45,7 @@ class SGLangServer(SGLangClient):
             port = free.getsockname()[1]
         api_key = secrets.token_hex(16)
         self._options = options | {"host": "127.0.0.1", "port": port, "api_key": api_key}
-        self._set_up(
+        super().__init__(
             spec,
             HttpClient(
                 f"http://127.0.0.1:{port}",
@@ -59,64 +53,26 @@ class SGLangServer(SGLangClient):
                 timeout_s=CONTROL_TIMEOUT_S,
                 headers={"Authorization": f"Bearer {api_key}"},
             ),
-            WeightPublisher(
+            publisher=WeightPublisher(
                 spec.model, transfer=spec.weight_transfer, is_same_host=True, num_receivers=self._num_ranks
             ),
+            process=EngineProcess(spec.name),
         )
-        self._process = EngineProcess(spec.name)
-        self._folder = Path(tempfile.mkdtemp(prefix="agent-loop-sglang-"))
 
     async def start(self) -> None:
-        options_file = self._folder / "options.json"
-        options_file.write_text(json.dumps(self._options), encoding="utf-8")
-        self._process.start(
+        await self._launch(
             "agent_loop.servers.sglang.options",
-            str(options_file),
-            devices=self._spec.devices,
+            self._options,
+            inspect=lambda: self._inspect(has_scaled_logprobs=True),
             environment=engine_environment(self._spec),
         )
-        try:
-            await self._process.ready(self._wait, timeout_s=self._spec.start_timeout_s)
-        except BaseException:
-            await self.close()
-            raise
-        self._trouble = ""
-
-    async def health(self) -> ServerHealth:
-        if self._process.ended.is_set() and not self._trouble:
-            return ServerHealth(False, 0, 0, self._weight_version, detail=self._process.end)
-        return await super().health()
-
-    async def close(self) -> None:
-        await super().close()
-        await self._process.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def _wait(self) -> None:
-        """Wait until the server responds, and read what it offers."""
-        while True:
-            with suppress(ServerDied, HttpStatusError):  # it does not listen yet, or the engine starts
-                await self._http.get_json("/health")
-                break
-            await asyncio.sleep(POLL_S)
-        await self._inspect(has_scaled_logprobs=True)
-
-    @asynccontextmanager
-    async def _typed_errors(self, request_id: str) -> AsyncGenerator[None]:
-        async with super()._typed_errors(request_id), self._process.naming_death(request_id):
-            yield
-
-    def _refuse_if_unusable(self, request_id: str = "") -> None:
-        if self._process.ended.is_set() and not self._trouble:
-            raise ServerDied(self._process.end, server=self.name, request_id=request_id)
-        super()._refuse_if_unusable(request_id)
 
     async def _load(self, handle: WeightHandle) -> None:
-        with tempfile.TemporaryDirectory(dir=self._folder) as reports:
+        with tempfile.TemporaryDirectory(prefix="agent-loop-sglang-") as reports:
             payload = loader.payload(handle.to_json(), report_folder=Path(reports))
-            await self._control("/begin_weight_update", {})
+            await self._update_call("/begin_weight_update", {})
             try:
-                await self._control(
+                await self._update_call(
                     "/update_weights_from_tensor",
                     {
                         "serialized_named_tensors": [payload] * self._num_ranks,
@@ -125,7 +81,7 @@ class SGLangServer(SGLangClient):
                     },
                 )
             finally:
-                await self._control("/end_weight_update", {})
+                await self._update_call("/end_weight_update", {})
             results = loader.read_reports(Path(reports))
         errors = [error for error, _ in results if error]
         if any(is_mixed for _, is_mixed in results) or 0 < len(errors) < self._num_ranks:
@@ -135,12 +91,12 @@ class SGLangServer(SGLangClient):
                 f"SGLang did not load the weights of version {handle.weight_version}: "
                 f"{errors[0] if errors else f'only {len(results)} of {self._num_ranks} ranks reported'}"
             )
-        await self._control(
+        await self._update_call(
             "/update_weight_version",
             {"new_version": str(handle.weight_version), "abort_all_requests": False},
         )
 
-    async def _control(self, path: str, body: dict[str, Any]) -> None:
+    async def _update_call(self, path: str, body: dict[str, Any]) -> None:
         try:
             await self._post(path, body)
         except HttpStatusError as error:

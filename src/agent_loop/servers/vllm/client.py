@@ -1,18 +1,21 @@
-"""Client of a running vLLM server."""
+"""Client of vLLM's HTTP API, and of a running vLLM server."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
 
 from agent_loop.errors import (
     BadPrompt,
+    BadServerReply,
     ConfigError,
     SamplingParamsError,
     ServerDied,
@@ -24,133 +27,86 @@ from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.runtime.user_code import run_bounded
-from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
+from agent_loop.servers.base import Ability, ServerSpec, refuse_unknown_options
+from agent_loop.servers.engine_client import (
+    CONTROL_TIMEOUT_S,
+    HEALTH_TIMEOUT_S,
+    EngineClient,
+    EngineLoad,
+    RunningRequest,
+)
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.scores import TokenScores, checked_text, read_prompt_logprobs, scores_of_no_token
 from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequestLimits
-from agent_loop.servers.vllm.logprobs import CONSTRAINT_ABILITIES, SAMPLING_ABILITIES, LogProbs
-from agent_loop.servers.vllm.remote import (
-    FOR_WEIGHTS,
-    GENERATE,
-    RemoteServerInfo,
-    inspect_server,
-    set_weight_version,
+from agent_loop.servers.vllm.logprobs import (
+    CONSTRAINT_ABILITIES,
+    NUM_TOKENS,
+    SAMPLING_ABILITIES,
+    LogProbs,
+    identify_logprobs,
 )
-from agent_loop.servers.vllm.replies import read_stream, reading
-from agent_loop.servers.weight_versions import stamped
+from agent_loop.servers.vllm.logprobs import num_logprobs as num_logprobs_of
+from agent_loop.servers.vllm.options import SUPPORTED, WORKER_EXTENSION
+from agent_loop.servers.vllm.replies import cached_tokens, read_stream, reading, top_tokens
+from agent_loop.servers.weight_versions import as_version, stamped
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk
 
 if TYPE_CHECKING:
     import torch
 
-ABORT = "/inference/v1/abort_requests"
+    from agent_loop.weights.handle import WeightHandle
+
+KNOWN_OPTIONS = ("served_model_name",)
+LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+PROBE_PROMPT = [1, 2, 3]
+GENERATE = "/inference/v1/generate"
 ENGINE_PREFIX = "generate-tokens-"
 """Prefix that vLLM adds to the ids of requests of its generate endpoint."""
-ABORT_INTERVAL_S = 0.1
-"""An abort that arrives before its request has no effect, so it is repeated until the engine knows the request."""
 GENERATE_TIMEOUT_S = 3600.0
-CONTROL_TIMEOUT_S = 600.0
-HEALTH_TIMEOUT_S = 10.0
-LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
-KNOWN_OPTIONS = ("served_model_name",)
-NOT_STARTED = "the server was not started; await start() first"
-CLOSED = "the connection to the server was closed; create another server"
+PROBE_TIMEOUT_S = 60.0
+FOR_WEIGHTS = f"VLLM_SERVER_DEV_MODE=1 in its environment and --worker-extension-cls {WORKER_EXTENSION}"
 GAUGE = re.compile(r"^vllm:(kv_cache_usage_perc|num_requests_waiting)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Gauges:
-    """Load after the engine's last step."""
+class EngineInfo:
+    """Capabilities of a running vLLM."""
 
-    kv_cache_share: float | None = None
-    """Share of the KV cache that running requests hold, of the fullest engine; None if the page does not have it."""
-    num_waiting: int = 0
-    """Queued requests of all clients."""
+    model: str
+    """The server's name for the model."""
+    logprobs: LogProbs
+    reports_cached_tokens: bool
+    workers: Sequence[Mapping[str, Any]]
+    """Descriptions of the workers, if the server has our worker extension and vLLM's development mode, which is needed
+    to call it. Weights can be published then."""
+    weight_version: int = 0
+    max_model_len: int | None = None
+    """Context length; None if the server does not report it."""
 
-    @classmethod
-    def read(cls, page: str) -> Gauges:
-        """Read a metrics page in the text format of Prometheus."""
-        values: dict[str, list[float]] = {"kv_cache_usage_perc": [], "num_requests_waiting": []}
-        for name, value in GAUGE.findall(page):
-            values[name].append(float(value))
-        return cls(
-            kv_cache_share=max(values["kv_cache_usage_perc"], default=None),
-            num_waiting=round(sum(values["num_requests_waiting"])),
-        )
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        found = {Ability.SEED, Ability.STREAMING, Ability.SCORE, *CONSTRAINT_ABILITIES}
+        if self.logprobs in (LogProbs.SCALED, LogProbs.PROCESSED):
+            found |= SAMPLING_ABILITIES
+        if self.reports_cached_tokens:
+            found.add(Ability.PREFIX_REUSE)
+        if self.workers:
+            found |= {Ability.WEIGHT_UPDATE, Ability.UPDATE_IN_FLIGHT}
+        return frozenset(found)
 
 
-class VLLMClient(AsyncServerBase):
-    """Client of `vllm serve`. The server must run with `--enable-scale-out`, for token ids in and out.
+class VLLMEngine(EngineClient):
+    """Base of `VLLMClient` and `VLLMServer`."""
 
-    The other `abilities` depend on how the server was started:
+    _info: EngineInfo
+    _limits: VLLMRequestLimits
 
-    - With our worker extension and vLLM's development mode (`VLLM_SERVER_DEV_MODE=1`): exact log-probs for all sampling
-      parameters, and weight updates, also of requests in flight.
-    - Without them: no weight updates, and log-probs only where vLLM's own are exact, else None. They are exact at
-      temperatures 0 and 1 in vLLM's default mode, and without top-k and top-p with
-      `--logprobs-mode processed_logprobs`.
-    - With `--enable-prompt-tokens-details`: the number of prompt tokens that were cached.
-
-    `engine_kwargs` accepts `served_model_name`, the server's name for the model. The server may have other users:
-    `sleep` frees nothing, and `close` does not stop the server.
-    """
-
-    def __init__(self, spec: ServerSpec) -> None:
-        """Create a client that is not connected."""
-        refuse_unknown_options(spec.engine_kwargs, known=KNOWN_OPTIONS)
-        if spec.url is None:
-            raise ConfigError("rollout.server_urls is empty; give the URL of a vLLM server")
-        self._set_up(spec, HttpClient(spec.url, server=spec.name, timeout_s=GENERATE_TIMEOUT_S))
-
-    def _set_up(self, spec: ServerSpec, http: HttpClient) -> None:
-        self.name = spec.name
-        self._spec = spec
-        self._http = http
-        self._engine_ids: dict[str, str] = {}
-        """Ids of the requests in flight in the engine, by session."""
-        self._known_to_engine: set[str] = set()
-        """Ids of the requests in flight that have sampled a token."""
-        self._numbers = count()
-        self._control = asyncio.Lock()
-        self._weight_version = 0
-        self._is_asleep = False
-        self._trouble = NOT_STARTED
-        self._mixed_weights = ""
-        self._info: RemoteServerInfo | None = None
-        self._limits: VLLMRequestLimits | None = None
-        self._publisher: WeightPublisher | None = None
-
-    @classmethod
-    def create(cls, spec: ServerSpec) -> Self:
-        """Create a client for `rollout.engine: vllm` with `rollout.server_urls`."""
-        return cls(spec)
-
-    async def start(self) -> None:
-        """Connect, and check that the server fits the configuration."""
+    def _set_info(self, info: EngineInfo, model: ModelInfo, *, is_same_host: bool) -> None:
+        """Prepare for requests and weights. Called by `start`."""
         spec = self._spec
-        try:
-            model = await run_in_thread(ModelInfo.read, spec.model)
-            info = await run_bounded(
-                lambda: inspect_server(self._http, spec=spec), timeout_s=spec.start_timeout_s
-            )
-        except DeadlineExpired as error:
-            await self._http.close()
-            raise ServerTimeout(
-                f"{self._http.url} {error} to answer; check that the server runs, or raise rollout.start_timeout_s",
-                server=self.name,
-            ) from None
-        except BaseException:
-            await self._http.close()
-            raise
-        is_same_host = urlsplit(self._http.url).hostname in LOCAL_HOSTS
-        self._set_info(info, model, is_same_host=is_same_host)
-
-    def _set_info(self, info: RemoteServerInfo, model: ModelInfo, *, is_same_host: bool) -> None:
-        spec = self._spec
-        self._info, self._weight_version, self._trouble = info, info.weight_version, ""
-        self.abilities = _abilities(info)
+        self._info, self._weight_version, self.abilities = info, info.weight_version, info.abilities
         self._limits = VLLMRequestLimits(
             server=self.name, max_model_len=spec.max_model_len, model=model, abilities=self.abilities
         )
@@ -170,45 +126,36 @@ class VLLMClient(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
-        info, limits = self._usable(request_id)
-        if request_id in self._engine_ids:
-            raise ServerError(
-                "a request of this session is already running; await or abort it first",
-                server=self.name,
-                request_id=request_id,
-            )
-        sampling = limits.sampling(
+        self._refuse_if_unusable(request_id)
+        sampling = self._limits.sampling(
             request_id, prompt_ids=prompt_ids, params=sampling_params, attachments=attachments
         )
-        engine_id = self._engine_ids[request_id] = f"{request_id}-{self.name}-{next(self._numbers)}"
-        body: dict[str, Any] = {
-            "request_id": engine_id,
-            "model": info.model,
-            "token_ids": prompt_ids.tolist(),
-            "sampling_params": {"detokenize": False, **sampling},
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        try:
+        with self._running_as(request_id, f"{request_id}-{self.name}-{next(self._numbers)}") as running:
+            body: dict[str, Any] = {
+                "request_id": running.id,
+                "model": self._info.model,
+                "token_ids": prompt_ids.tolist(),
+                "sampling_params": {"detokenize": False, **sampling},
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            running.is_sent = True
             async with self._typed_errors(request_id):
                 replies = read_stream(
                     self._http.stream_events(GENERATE, body, request_id=request_id),
                     params=sampling_params,
-                    has_logprobs=info.logprobs.are_exact(sampling_params),
+                    has_logprobs=self._info.logprobs.are_exact(sampling_params),
                     server=self.name,
                     request_id=request_id,
                 )
                 async with aclosing(stamped(replies, current_version=lambda: self._weight_version)) as chunks:
                     async for chunk in chunks:
-                        self._known_to_engine.add(engine_id)
+                        running.is_known = True
                         yield chunk
-        finally:
-            del self._engine_ids[request_id]
-            self._known_to_engine.discard(engine_id)
 
     async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
-        info, limits = self._usable("")
-        vocab_size, context = limits.model.vocab_size, info.max_model_len
+        self._refuse_if_unusable()
+        vocab_size, context = self._limits.model.vocab_size, self._info.max_model_len
         text = checked_text(
             token_ids,
             start=start,
@@ -221,7 +168,7 @@ class VLLMClient(AsyncServerBase):
         if start == len(text):
             return scores_of_no_token(num_top)
         body = {
-            "model": info.model,
+            "model": self._info.model,
             "token_ids": text.tolist(),
             "sampling_params": {
                 "prompt_logprobs": num_top,
@@ -245,147 +192,241 @@ class VLLMClient(AsyncServerBase):
                 reply["prompt_logprobs"], token_ids=text, start=start, top_logprobs=num_top
             )
 
-    async def abort(self, request_id: str) -> None:
-        engine_id = self._engine_ids.get(request_id)
-        while engine_id is not None and self._engine_ids.get(request_id) == engine_id:
-            is_known = engine_id in self._known_to_engine
-            await self._http.post_json(ABORT, {"request_ids": [ENGINE_PREFIX + engine_id]})
-            if is_known:
-                return
-            await asyncio.sleep(ABORT_INTERVAL_S)
-
-    async def wake_up(self) -> None:
-        self._is_asleep = False
-
-    async def sleep(self) -> None:
-        """Refuse requests until `wake_up`. Frees no memory, because the server may have other users."""
-        if self._engine_ids:
-            raise ServerError(
-                f"{len(self._engine_ids)} requests are still running; await or abort them before sleep()",
-                server=self.name,
-            )
-        self._is_asleep = True
-
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
     ) -> None:
-        if self._trouble:
-            raise ServerError(self._trouble, server=self.name)
+        self._refuse_if_unusable(for_update=True)
         if self._publisher is None:
             raise ServerError(
                 f"{self._http.url} accepts no weights; start it with {FOR_WEIGHTS}", server=self.name
             )
-        async with (
-            self._control,
-            self._publisher.offer(weights, weight_version=weight_version) as handle,
-            self._typed_errors(""),
-            self._paused(),
-        ):
-            reply = await self._control_call(
-                "/collective_rpc", {"method": "agent_loop_load_weights", "args": [handle.to_json()]}
-            )
-            self._mixed_weights = mixed_weights(reply["results"])
-            if self._mixed_weights:
-                raise ServerError(self._mixed_weights, server=self.name)
-            await set_weight_version(self._http, weight_version)
-            self._weight_version = weight_version
+        await super().update_weights(weights, weight_version=weight_version)
 
-    async def health(self) -> ServerHealth:
-        detail = self._trouble or self._mixed_weights
-        gauges = Gauges()
-        if not detail:
-            try:
-                await self._http.get_json("/health", timeout_s=HEALTH_TIMEOUT_S)
-                gauges = await self._gauges()
-            except ServerError as error:
-                detail = str(error)
-        num_calls = 0 if detail else len(self._engine_ids)
-        num_waiting = min(gauges.num_waiting, num_calls)
-        return ServerHealth(
-            is_alive=not detail,
-            num_running=num_calls - num_waiting,
-            num_waiting=num_waiting,
-            weight_version=self._weight_version,
-            detail=detail,
-            kv_cache_share=gauges.kv_cache_share,
+    async def _send_abort(self, running: RunningRequest) -> None:
+        await self._http.post_json(
+            "/inference/v1/abort_requests", {"request_ids": [ENGINE_PREFIX + running.id]}
         )
-
-    async def close(self) -> None:
-        """Close the connections, which aborts the requests in flight. The server continues to run."""
-        self._trouble = CLOSED
-        if self._publisher is not None:
-            self._publisher.close()
-        await self._http.close()
-
-    async def _gauges(self) -> Gauges:
-        try:
-            return Gauges.read(await self._http.get_text("/metrics", timeout_s=HEALTH_TIMEOUT_S))
-        except HttpStatusError:  # a server without a metrics page
-            return Gauges()
-
-    def _usable(self, request_id: str) -> tuple[RemoteServerInfo, VLLMRequestLimits]:
-        """Return what requests depend on, if the server can take one."""
-        trouble = self._trouble or self._mixed_weights
-        if not trouble and self._is_asleep:
-            trouble = "the server is asleep; call wake_up first"
-        if trouble or self._limits is None or self._info is None:
-            raise ServerError(trouble or NOT_STARTED, server=self.name, request_id=request_id)
-        return self._info, self._limits
-
-    @asynccontextmanager
-    async def _typed_errors(self, request_id: str) -> AsyncGenerator[None]:
-        """Name the cause of HTTP errors. A server whose engine died still responds for a moment."""
-        try:
-            yield
-        except (HttpStatusError, ServerDied) as error:
-            if self._trouble:
-                raise ServerError(self._trouble, server=self.name, request_id=request_id) from error
-            if isinstance(error, ServerDied):
-                raise
-            try:
-                await self._http.get_json("/health", timeout_s=HEALTH_TIMEOUT_S)
-            except ServerError as why:
-                raise ServerDied(
-                    f"{self._http.url} is not healthy any more ({why}); see its log, and start another server",
-                    server=self.name,
-                    request_id=request_id,
-                ) from error
-            if error.status == 400 and request_id:
-                raise SamplingParamsError(f"vLLM refuses the request: {error}") from error
-            raise
 
     @asynccontextmanager
     async def _paused(self) -> AsyncGenerator[None]:
-        """Pause the engine while the body runs. Requests in flight are kept, and all caches are emptied."""
-        await self._control_call("/pause?mode=keep&clear_cache=true", {})
+        await self._post("/pause?mode=keep&clear_cache=true", {})
         try:
             yield
         finally:
-            await run_shielded(lambda: self._control_call("/resume", {}), timeout_s=CONTROL_TIMEOUT_S)
+            await run_shielded(lambda: self._post("/resume", {}), timeout_s=CONTROL_TIMEOUT_S)
 
-    async def _control_call(self, path: str, body: dict[str, Any]) -> Any:
-        return await self._http.post_json(path, body, timeout_s=CONTROL_TIMEOUT_S)
+    async def _load(self, handle: WeightHandle) -> None:
+        call = {"method": "agent_loop_load_weights", "args": [handle.to_json()]}
+        results: Sequence[Mapping[str, Any]] = (await self._post("/collective_rpc", call))["results"]
+        errors = [result for result in results if "error" in result]
+        if errors and len(errors) == len(results) and all(error["is_unchanged"] for error in errors):
+            raise WeightsError(errors[0]["error"])
+        if errors:
+            self._mixed_weights = (
+                f"loading new weights failed half-way ({errors[0]['error']}), so the engine has a mix of old and new "
+                "weights; publish again, or start another server"
+            )
+            raise ServerError(self._mixed_weights, server=self.name)
+        self._mixed_weights = ""
+        await self._set_weight_version(handle.weight_version)
+
+    async def _report_load(self) -> EngineLoad:
+        await self._http.get_json("/health", timeout_s=HEALTH_TIMEOUT_S)
+        try:
+            return read_load(await self._http.get_text("/metrics", timeout_s=HEALTH_TIMEOUT_S))
+        except HttpStatusError:  # a server without a metrics page
+            return EngineLoad()
+
+    async def _cause_of(self, error: ServerError, request_id: str) -> Exception:
+        """Return the cause of an HTTP error. A server whose engine died still responds for a moment."""
+        if not isinstance(error, HttpStatusError):
+            return error
+        try:
+            await self._http.get_json("/health", timeout_s=HEALTH_TIMEOUT_S)
+        except ServerError as why:
+            return ServerDied(
+                f"{self._http.url} is not healthy any more ({why}); see its log, and start another server",
+                server=self.name,
+                request_id=request_id,
+            )
+        if error.status == 400 and request_id:
+            return SamplingParamsError(f"vLLM refuses the request: {error}")
+        return error
+
+    async def _prepare_workers(self) -> list[dict[str, Any]]:
+        """Switch workers with our extension to exact log-probs, and return their descriptions."""
+        for result in await self._call_workers("agent_loop_scale_logprobs"):
+            if "error" in result:
+                raise ConfigError(f"vLLM cannot return exact log-probs: {result['error']}")
+        return await self._call_workers("agent_loop_hello")
+
+    async def _call_workers(self, method: str) -> list[dict[str, Any]]:
+        reply = await self._http.post_json("/collective_rpc", {"method": method}, timeout_s=PROBE_TIMEOUT_S)
+        with self._http.validating("/collective_rpc"):
+            return [dict[str, Any](result) for result in reply["results"]]
+
+    async def _set_weight_version(self, version: int) -> None:
+        """Set the weight version that the engine records for each token that it samples from now on."""
+        body = {"new_version": str(version)}
+        await self._http.post_json("/update_weight_version", body, timeout_s=PROBE_TIMEOUT_S)
 
 
-def mixed_weights(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return why the engine has a mix of old and new weights; empty if every worker has the new weights."""
-    errors = [result for result in results if "error" in result]
-    if not errors:
-        return ""
-    if len(errors) == len(results) and all(error["is_unchanged"] for error in errors):
-        raise WeightsError(errors[0]["error"])
-    return (
-        f"loading new weights failed half-way ({errors[0]['error']}), so the engine has a mix of old and new "
-        "weights; publish again, or start another server"
+class VLLMClient(VLLMEngine):
+    """Client of `vllm serve`. The server must run with `--enable-scale-out`, for token ids in and out.
+
+    The other `abilities` depend on how the server was started:
+
+    - With our worker extension and vLLM's development mode (`VLLM_SERVER_DEV_MODE=1`): exact log-probs for all sampling
+      parameters, and weight updates, also of requests in flight.
+    - Without them: no weight updates, and log-probs only where vLLM's own are exact, else None. They are exact at
+      temperatures 0 and 1 in vLLM's default mode, and without top-k and top-p with
+      `--logprobs-mode processed_logprobs`.
+    - With `--enable-prompt-tokens-details`: the number of prompt tokens that were cached.
+
+    `engine_kwargs` accepts `served_model_name`, the server's name for the model. The server may have other users:
+    `sleep` frees nothing, and `close` does not stop the server.
+    """
+
+    def __init__(self, spec: ServerSpec) -> None:
+        """Create a client that is not connected."""
+        refuse_unknown_options(spec.engine_kwargs, known=KNOWN_OPTIONS)
+        if spec.url is None:
+            raise ConfigError("rollout.server_urls is empty; give the URL of a vLLM server")
+        super().__init__(spec, HttpClient(spec.url, server=spec.name, timeout_s=GENERATE_TIMEOUT_S))
+
+    async def start(self) -> None:
+        """Connect, and check that the server fits the configuration."""
+        spec = self._spec
+        try:
+            model = await run_in_thread(ModelInfo.read, spec.model)
+            info = await run_bounded(self._inspect, timeout_s=spec.start_timeout_s)
+        except DeadlineExpired as error:
+            await self._http.close()
+            raise ServerTimeout(
+                f"{self._http.url} {error} to answer; check that the server runs, or raise rollout.start_timeout_s",
+                server=self.name,
+            ) from None
+        except BaseException:
+            await self._http.close()
+            raise
+        self._set_info(info, model, is_same_host=urlsplit(self._http.url).hostname in LOCAL_HOSTS)
+        self._trouble = ""
+
+    async def _inspect(self) -> EngineInfo:
+        """Find out what a server offers. If the server has our worker extension, switch it to exact log-probs."""
+        await self._check_version()
+        model, max_model_len = await self._find_model()
+        workers: list[dict[str, Any]] = []
+        version = 0
+        if await self._has_extension():
+            workers = await self._prepare_workers()
+            info = await self._http.get_json("/weight_info", timeout_s=PROBE_TIMEOUT_S)
+            with self._http.validating("/weight_info"):
+                version = as_version(info.get("weight_version"))
+            await self._set_weight_version(version)
+        num_logprobs = max(NUM_TOKENS, num_logprobs_of(self._spec.sampling))
+        plain = await self._probe(model, num_logprobs=num_logprobs, temperature=1.0, top_k=-1)
+        hot_top_1 = await self._probe(model, num_logprobs=num_logprobs, temperature=2.0, top_k=1)
+        with self._http.validating(GENERATE):
+            found = [
+                dict(top_tokens(reply["choices"][0]["logprobs"]["content"][0]))
+                for reply in (plain, hot_top_1)
+            ]
+        return EngineInfo(
+            model=model,
+            logprobs=identify_logprobs(*found),
+            reports_cached_tokens=cached_tokens(plain) is not None,
+            workers=workers,
+            weight_version=version,
+            max_model_len=max_model_len,
+        )
+
+    async def _check_version(self) -> None:
+        try:
+            version = str((await self._http.get_json("/version", timeout_s=PROBE_TIMEOUT_S))["version"])
+            is_supported = SpecifierSet(SUPPORTED, prereleases=True).contains(version)
+        except (HttpStatusError, BadServerReply, InvalidVersion, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self._http.url} does not report a version of vLLM ({error}); give the URL of a vLLM server, "
+                "without /v1"
+            ) from error
+        if not is_supported:
+            raise ConfigError(
+                f"{self._http.url} runs vLLM {version}, but only {SUPPORTED} is supported; install that version "
+                "there"
+            )
+
+    async def _find_model(self) -> tuple[str, int | None]:
+        """Return the server's name for the model, and its context length if the server reports it."""
+        reply = await self._http.get_json("/v1/models", timeout_s=PROBE_TIMEOUT_S)
+        with self._http.validating("/v1/models"):
+            served = [dict[str, Any](entry) for entry in reply["data"]]
+        wanted = self._spec.engine_kwargs.get("served_model_name")
+        base = PurePath(self._spec.model.path).name
+        for entry in served:
+            names = (str(entry.get("id")), str(entry.get("root")))
+            if wanted in names or (wanted is None and base in [PurePath(name).name for name in names]):
+                longest = entry.get("max_model_len")
+                if longest is not None and int(longest) < self._spec.max_model_len:
+                    raise ConfigError(
+                        f"{self._http.url} accepts contexts of {longest} tokens, but rollout.prompt_length and "
+                        f"rollout.response_length add up to {self._spec.max_model_len}; start it with --max-model-len "
+                        f"{self._spec.max_model_len}, or lower them"
+                    )
+                return names[0], None if longest is None else int(longest)
+        have = ", ".join(repr(entry.get("id")) for entry in served)
+        raise ConfigError(
+            f"{self._http.url} serves {have}, not {wanted or base!r}; start it with the model in model.path, or, "
+            "if it is the same model under another name, set rollout.engine_kwargs.served_model_name to that name"
+        )
+
+    async def _has_extension(self) -> bool:
+        """Return whether our worker extension is loaded and can be called.
+
+        The workers are not asked, because an engine dies if they are called with an unknown method.
+        """
+        try:
+            info = await self._http.get_json("/server_info?config_format=json", timeout_s=PROBE_TIMEOUT_S)
+            return info["vllm_config"]["parallel_config"]["worker_extension_cls"] == WORKER_EXTENSION
+        except (HttpStatusError, BadServerReply, KeyError, TypeError):
+            return False  # vLLM without its development mode has no such page
+
+    async def _probe(
+        self, model: str, *, num_logprobs: int, temperature: float, top_k: int
+    ) -> dict[str, Any]:
+        body = {
+            "model": model,
+            "token_ids": PROBE_PROMPT,
+            "sampling_params": {
+                "temperature": temperature,
+                "top_k": top_k,
+                "max_tokens": 1,
+                "seed": 0,
+                "logprobs": num_logprobs,
+                "ignore_eos": True,
+            },
+        }
+        try:
+            return await self._http.post_json(GENERATE, body, request_id="probe", timeout_s=PROBE_TIMEOUT_S)
+        except HttpStatusError as error:
+            if error.status == 400 and num_logprobs > NUM_TOKENS:
+                raise ConfigError(
+                    f"{self._http.url} does not return {num_logprobs} log-probs per token ({error}); start it with "
+                    f"--max-logprobs {num_logprobs}, or lower the number that the rollout asks for"
+                ) from error
+            if error.status != 404:
+                raise
+            raise ConfigError(
+                f"{self._http.url} has no {GENERATE}, the endpoint for token ids; start it with --enable-scale-out"
+            ) from error
+
+
+def read_load(page: str) -> EngineLoad:
+    """Read a metrics page in the text format of Prometheus. The share is that of the fullest engine."""
+    values: dict[str, list[float]] = {"kv_cache_usage_perc": [], "num_requests_waiting": []}
+    for name, value in GAUGE.findall(page):
+        values[name].append(float(value))
+    return EngineLoad(
+        kv_cache_share=max(values["kv_cache_usage_perc"], default=None),
+        num_waiting=round(sum(values["num_requests_waiting"])),
     )
-
-
-def _abilities(info: RemoteServerInfo) -> frozenset[Ability]:
-    found = {Ability.SEED, Ability.STREAMING, Ability.SCORE, *CONSTRAINT_ABILITIES}
-    if info.logprobs in (LogProbs.SCALED, LogProbs.PROCESSED):
-        found |= SAMPLING_ABILITIES
-    if info.reports_cached_tokens:
-        found.add(Ability.PREFIX_REUSE)
-    if info.workers:
-        found |= {Ability.WEIGHT_UPDATE, Ability.UPDATE_IN_FLIGHT}
-    return frozenset(found)

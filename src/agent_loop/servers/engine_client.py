@@ -1,0 +1,265 @@
+"""Base of the clients of engines with an HTTP API, which run elsewhere or in processes that this run starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any, Self
+
+from agent_loop.errors import ServerDied, ServerError
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
+from agent_loop.servers.http import HttpClient, HttpStatusError
+from agent_loop.servers.process import EngineProcess
+from agent_loop.servers.publishing import WeightPublisher
+
+if TYPE_CHECKING:
+    import torch
+
+    from agent_loop.weights.handle import WeightHandle
+
+CONTROL_TIMEOUT_S = 600.0
+HEALTH_TIMEOUT_S = 10.0
+ABORT_INTERVAL_S = 0.1
+POLL_S = 0.1
+NOT_STARTED = "the server was not started; await start() first"
+CLOSED = "the server was closed; create another server"
+
+
+@dataclass(slots=True, eq=False)
+class RunningRequest:
+    """Request in flight."""
+
+    id: str
+    """Id of the request in the engine."""
+    is_sent: bool = False
+    is_known: bool = False
+    """Whether the engine has sampled a token of it."""
+    is_aborted: bool = False
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Load that an engine reports."""
+
+    kv_cache_share: float | None = None
+    num_waiting: int = 0
+    """Queued requests of all clients."""
+
+
+class EngineClient(AsyncServerBase, ABC):
+    """Client of one engine. A subclass defines the requests and the control calls of an engine's API."""
+
+    _stop_grace_s = 0.0
+    """Seconds for the engine's process to end by itself."""
+    _publisher: WeightPublisher | None = None
+
+    def __init__(self, spec: ServerSpec, http: HttpClient, *, process: EngineProcess | None = None) -> None:
+        self.name = spec.name
+        self._spec = spec
+        self._http = http
+        self._process = process
+        self._running: dict[str, RunningRequest] = {}
+        """Requests in flight, by session."""
+        self._numbers = count()
+        self._control = asyncio.Lock()
+        self._weight_version = 0
+        self._is_asleep = False
+        self._trouble = NOT_STARTED
+        """Why the server cannot be used; empty if it can."""
+        self._mixed_weights = ""
+        """Why the server takes no requests until new weights are published; empty if it does."""
+
+    @classmethod
+    def create(cls, spec: ServerSpec) -> Self:
+        """Create a server from its specification."""
+        return cls(spec)  # pyright: ignore[reportCallIssue]  (subclasses create the HTTP client)
+
+    async def abort(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        running.is_aborted = True
+        while running.is_sent and not running.is_over.is_set():
+            # Repeated until a token comes, because the engine ignores an abort that arrives before its request. The end
+            # is not awaited: the caller may be the one who reads the stream.
+            is_known = running.is_known
+            with suppress(ServerError):  # the request itself fails with the same error
+                await self._send_abort(running)
+            if is_known:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_INTERVAL_S):
+                    await running.is_over.wait()
+
+    async def wake_up(self) -> None:
+        async with self._control:
+            await self._allocate()
+            self._is_asleep = False
+
+    async def sleep(self) -> None:
+        """Refuse requests until `wake_up`. Frees memory only with the ability `SLEEP`."""
+        async with self._control:
+            if self._running:
+                raise ServerError(
+                    f"{len(self._running)} requests are still running; await or abort them before sleep()",
+                    server=self.name,
+                )
+            was_asleep, self._is_asleep = self._is_asleep, True
+            if Ability.SLEEP in self.abilities and not was_asleep:
+                await self._release()
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
+    ) -> None:
+        async with self._control:
+            self._refuse_if_unusable(for_update=True)
+            assert self._publisher is not None, "a subclass refuses updates otherwise"
+            async with (
+                self._publisher.offer(weights, weight_version=weight_version) as handle,
+                self._typed_errors(""),
+                self._paused(),
+            ):
+                await self._load(handle)
+                self._weight_version = weight_version
+
+    async def health(self) -> ServerHealth:
+        detail, load = self._trouble or self._mixed_weights, EngineLoad()
+        if self._process is not None and self._process.ended.is_set() and not self._trouble:
+            detail = self._process.end
+        if not detail:
+            try:
+                load = await self._report_load()
+            except ServerError as error:
+                detail = str(error)
+        if detail:
+            return ServerHealth(False, 0, 0, self._weight_version, detail)
+        num_sent = sum(running.is_sent for running in self._running.values())
+        num_waiting = min(load.num_waiting, num_sent)
+        return ServerHealth(
+            is_alive=True,
+            num_running=num_sent - num_waiting,
+            num_waiting=num_waiting + len(self._running) - num_sent,
+            weight_version=self._weight_version,
+            kv_cache_share=load.kv_cache_share,
+        )
+
+    async def close(self) -> None:
+        """Close the connections, which aborts the requests in flight. An engine that runs elsewhere continues."""
+        self._trouble = CLOSED
+        if self._publisher is not None:
+            self._publisher.close()
+        await self._http.close()
+        if self._process is not None:
+            await self._process.close(grace_s=self._stop_grace_s)
+
+    # -- for subclasses --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def _send_abort(self, running: RunningRequest) -> None:
+        """Ask the engine to abort a request."""
+
+    async def _allocate(self) -> None:
+        """Make the engine allocate the memory that `_release` freed. Called by every `wake_up`."""
+
+    async def _release(self) -> None:
+        """Make the engine free memory. Called if the server has the ability `SLEEP`."""
+
+    @abstractmethod
+    def _paused(self) -> AbstractAsyncContextManager[None]:
+        """Pause the engine while the body runs. Requests in flight are kept, and all caches are emptied."""
+
+    @abstractmethod
+    async def _load(self, handle: WeightHandle) -> None:
+        """Load weights into the paused engine."""
+
+    @abstractmethod
+    async def _report_load(self) -> EngineLoad:
+        """Check the health of the engine, and return its load."""
+
+    async def _cause_of(self, error: ServerError, request_id: str) -> Exception:
+        """Return the cause of an error, which may be the error itself."""
+        return error
+
+    async def _launch(
+        self,
+        module: str,
+        options: Mapping[str, Any],
+        *,
+        inspect: Callable[[], Coroutine[Any, Any, None]],
+        environment: Mapping[str, str],
+    ) -> None:
+        """Start the engine's process, wait until the engine responds, and inspect it."""
+        process = self._process
+        assert process is not None
+
+        async def wait() -> None:
+            while True:
+                with suppress(ServerDied, HttpStatusError):  # it does not listen yet, or the engine starts
+                    await self._http.get_json("/health")
+                    break
+                await asyncio.sleep(POLL_S)
+            await inspect()
+
+        file = process.folder / "options.json"
+        file.write_text(json.dumps(options), encoding="utf-8")
+        process.start(module, str(file), devices=self._spec.devices, environment=environment)
+        try:
+            await process.ready(wait, timeout_s=self._spec.start_timeout_s)
+        except BaseException:
+            await self.close()
+            raise
+        self._trouble = ""
+
+    @contextmanager
+    def _running_as(self, request_id: str, engine_id: str) -> Generator[RunningRequest]:
+        """Register a request while the body runs. A session has at most one."""
+        if request_id in self._running:
+            raise ServerError(
+                "a request of this session is already running; await or abort it first",
+                server=self.name,
+                request_id=request_id,
+            )
+        running = self._running[request_id] = RunningRequest(engine_id)
+        try:
+            yield running
+        finally:
+            del self._running[request_id]
+            running.is_over.set()
+
+    def _refuse_if_unusable(self, request_id: str = "", *, for_update: bool = False) -> None:
+        if self._process is not None and self._process.ended.is_set() and not self._trouble:
+            raise ServerDied(self._process.end, server=self.name, request_id=request_id)
+        trouble = self._trouble
+        if not for_update:
+            asleep = "the server is asleep; call wake_up first" if self._is_asleep else ""
+            trouble = trouble or self._mixed_weights or asleep
+        if trouble:
+            raise ServerError(trouble, server=self.name, request_id=request_id)
+
+    @asynccontextmanager
+    async def _typed_errors(self, request_id: str) -> AsyncGenerator[None]:
+        """Name the cause of errors: the server was closed, or its engine has ended."""
+        try:
+            yield
+        except ServerError as error:
+            if self._trouble == CLOSED:
+                raise ServerError(CLOSED, server=self.name, request_id=request_id) from error
+            cause = await self._cause_of(error, request_id)
+            if (
+                isinstance(cause, ServerDied)
+                and self._process is not None
+                and await self._process.has_ended()
+            ):
+                cause = ServerDied(self._process.end, server=self.name, request_id=request_id)
+            if cause is error:
+                raise
+            raise cause from error
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        return await self._http.post_json(path, body, timeout_s=CONTROL_TIMEOUT_S)
