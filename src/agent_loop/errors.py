@@ -77,20 +77,16 @@ class WorkspaceFileMissing(WorkspaceError):
     """A file to copy out of a workspace does not exist there."""
 
 
-class InteractionBug(AgentLoopError):
-    """An interaction raised an exception, broke its contract or took too long. The episode fails."""
-
-
-class InteractionUnavailable(AgentLoopError):
-    """A resource of an interaction is unreachable, or refused a request. The episode fails."""
-
-
 class EnvironmentBug(AgentLoopError):
-    """An environment's `reset` or `get_reward` raised, broke its contract or took too long. The episode fails."""
+    """An environment or an interaction raised, broke its contract or took too long. The episode fails."""
 
 
 class EnvironmentUnavailable(AgentLoopError):
     """Something that an environment depends on cannot be reached, or ended. The episode fails without a reward."""
+
+
+class InteractionUnavailable(EnvironmentUnavailable):
+    """A resource of an interaction is unreachable, or refused a request. The episode fails."""
 
 
 class ContractError(AgentLoopError):

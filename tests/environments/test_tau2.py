@@ -132,11 +132,11 @@ def test_trajectories_of_one_row_have_data_bases_of_their_own(suite: Tau2Suite) 
 
     async def main() -> None:
         first, second = (
-            LiveEnvironment(EnvironmentFactory(suite.environment, where="tau2")) for _ in range(2)
+            LiveEnvironment(EnvironmentFactory(suite.environment, where="tau2"), row=row) for _ in range(2)
         )
         try:
-            await first.reset(row)
-            await second.reset(row)
+            await first.open()
+            await second.open()
             assert '"status":"cancelled"' in await first.call("call", *cancels)
             assert '"status":"cancelled"' in await first.call("call", *reads)
             assert '"status":"pending"' in await second.call("call", *reads)

@@ -1,22 +1,26 @@
+"""Interactions of single trajectories: their start, replies, score and end."""
+
 import asyncio
 from typing import Any
 
 import pytest
 
-from agent_loop.errors import InteractionBug
-from agent_loop.interactions.base import BaseInteraction
+from agent_loop.config import MultiTurnConfig
+from agent_loop.environments.live import LiveEnvironment
+from agent_loop.errors import EnvironmentBug
+from agent_loop.interactions.base import BaseInteraction, Reply
 from agent_loop.interactions.scripted import ScriptedInteraction
-from agent_loop.interactions.session import InteractionReply, InteractionSession, InteractionSessionConfig
+from agent_loop.rewards.function import Score
 from agent_loop.testing import run_virtual
-from agent_loop.trajectory import IncidentKind
 from agent_loop.types import Message
 
-CONFIG = InteractionSessionConfig(timeout_s=60, close_timeout_s=10)
+LIMITS = MultiTurnConfig(interaction_timeout_s=60, close_timeout_s=10)
 MESSAGES: list[Message] = [{"role": "assistant", "content": "4"}]
 
 
-def session_of(interaction: BaseInteraction, **interaction_kwargs: Any) -> InteractionSession:
-    return InteractionSession(interaction, config=CONFIG, interaction_kwargs=interaction_kwargs)
+def session_of(interaction: BaseInteraction, **interaction_kwargs: Any) -> LiveEnvironment:
+    row = {"trajectory": "1", "interaction_kwargs": interaction_kwargs}
+    return LiveEnvironment.of_interaction(interaction, row=row, limits=LIMITS)
 
 
 async def hang() -> None:
@@ -56,16 +60,16 @@ class Examiner(BaseInteraction):
 
 
 def test_a_scripted_interaction_sends_its_replies_in_order_and_then_ends() -> None:
-    interaction = ScriptedInteraction(["Again.", InteractionReply("Right.", score=1.0, is_over=True)])
+    interaction = ScriptedInteraction(["Again.", Reply("Right.", score=1.0, is_over=True)])
 
     async def main() -> None:
         session, other = session_of(interaction), session_of(interaction)
-        assert await session.respond(MESSAGES) == InteractionReply("Again.")
-        assert (await other.respond(MESSAGES)).content == "Again."
+        assert await session.reply(MESSAGES) == Reply("Again.")
+        assert (await other.reply(MESSAGES)).content == "Again."
         assert interaction.num_open == 2
-        assert await session.respond(MESSAGES) == InteractionReply("Right.", score=1.0, is_over=True)
-        assert await session.respond(MESSAGES) == InteractionReply("", is_over=True)
-        assert await session.calculate_score() is None
+        assert await session.reply(MESSAGES) == Reply("Right.", score=1.0, is_over=True)
+        assert await session.reply(MESSAGES) == Reply("", is_over=True)
+        assert await session.reward(MESSAGES) is None
         assert await session.close() == []
         assert await other.close() == []
         assert interaction.num_open == 0
@@ -78,14 +82,14 @@ def test_an_interaction_is_started_at_first_use_and_finalized_once() -> None:
 
     async def main() -> None:
         session = session_of(interaction, name="examiner", truth="4")
-        assert session.num_open == 0
-        await session.respond(MESSAGES)
-        await session.respond(MESSAGES)
-        assert session.num_open == 1
-        assert await session.calculate_score() == 0.5
+        assert not session.is_open
+        await session.reply(MESSAGES)
+        await session.reply(MESSAGES)
+        assert session.is_open
+        assert await session.reward(MESSAGES) == Score(0.5)
         await session.close()
         await session.close()
-        assert session.num_open == 0
+        assert not session.is_open
 
     run_virtual(main())
     given = {"truth": "4"}
@@ -102,9 +106,9 @@ def test_an_interaction_is_started_at_first_use_and_finalized_once() -> None:
 @pytest.mark.parametrize(
     ("outcome", "message"),
     [
-        (KeyError("level"), "interaction 'examiner' raised KeyError: 'level'"),
-        (TimeoutError("socket"), "interaction 'examiner' raised TimeoutError: socket"),
-        (hang, "took longer than 60 s; fix it, or raise interaction_timeout_s"),
+        (KeyError("level"), "of interaction 'examiner' raised KeyError: 'level'"),
+        (TimeoutError("socket"), "of interaction 'examiner' raised TimeoutError: socket"),
+        (hang, r"took longer than 60 s; fix it, or raise rollout\.multi_turn\.interaction_timeout_s"),
     ],
 )
 def test_an_interaction_that_raises_or_hangs_is_a_bug_and_is_finalized(
@@ -114,8 +118,8 @@ def test_an_interaction_that_raises_or_hangs_is_a_bug_and_is_finalized(
 
     async def main() -> None:
         session = session_of(interaction)
-        with pytest.raises(InteractionBug, match=message):
-            await session.respond(MESSAGES)
+        with pytest.raises(EnvironmentBug, match=message):
+            await session.reply(MESSAGES)
         assert await session.close() == []
 
     run_virtual(main())
@@ -137,8 +141,8 @@ def test_an_interaction_that_raises_or_hangs_is_a_bug_and_is_finalized(
 def test_a_malformed_reply_is_a_bug(returned: Any) -> None:
     async def main() -> None:
         session = session_of(Examiner(respond=returned))
-        with pytest.raises(InteractionBug, match=r"interaction 'examiner' returned .*; return "):
-            await session.respond(MESSAGES)
+        with pytest.raises(EnvironmentBug, match=r"returned .*; return "):
+            await session.reply(MESSAGES)
         await session.close()
 
     run_virtual(main())
@@ -147,17 +151,17 @@ def test_a_malformed_reply_is_a_bug(returned: Any) -> None:
 @pytest.mark.parametrize(
     ("outcome", "message"),
     [
-        (ValueError("no"), "calculate_score of interaction 'examiner' raised ValueError: no"),
-        (hang, "calculate_score of interaction 'examiner' took longer than 10 s"),
-        ("good", "calculate_score of interaction 'examiner' returned 'good'"),
+        (ValueError("no"), "reward of interaction 'examiner' raised ValueError: no"),
+        (hang, "reward of interaction 'examiner' took longer than 10 s"),
+        ("good", "reward of interaction 'examiner' returned 'good'"),
     ],
 )
 def test_an_error_in_calculate_score_is_a_bug(outcome: Any, message: str) -> None:
     async def main() -> None:
         session = session_of(Examiner(score=outcome))
-        await session.respond(MESSAGES)
-        with pytest.raises(InteractionBug, match=message):
-            await session.calculate_score()
+        await session.reply(MESSAGES)
+        with pytest.raises(EnvironmentBug, match=message):
+            await session.reward(MESSAGES)
         await session.close()
 
     run_virtual(main())
@@ -166,16 +170,15 @@ def test_an_error_in_calculate_score_is_a_bug(outcome: Any, message: str) -> Non
 @pytest.mark.parametrize(
     ("outcome", "detail"),
     [
-        (OSError("gone"), "closing interaction 'examiner' raised OSError: gone"),
-        (hang, "closing interaction 'examiner' took longer than 10 s"),
+        (OSError("gone"), "closing interaction 'examiner': OSError: gone"),
+        (hang, "closing interaction 'examiner': DeadlineExpired: took longer than 10 s"),
     ],
 )
-def test_an_error_in_finalize_becomes_an_incident(outcome: Any, detail: str) -> None:
+def test_an_error_in_finalize_is_returned(outcome: Any, detail: str) -> None:
     async def main() -> None:
         session = session_of(Examiner(finalize=outcome))
-        await session.respond(MESSAGES)
-        (incident,) = await session.close()
-        assert (incident.kind, incident.detail) == (IncidentKind.CLOSE_FAILED, detail)
+        await session.reply(MESSAGES)
+        assert await session.close() == [detail]
 
     run_virtual(main())
 
@@ -188,7 +191,7 @@ def test_an_interaction_cannot_change_the_conversation() -> None:
 
     async def main() -> None:
         session = session_of(Appender([]))
-        await session.respond(MESSAGES)
+        await session.reply(MESSAGES)
         await session.close()
 
     run_virtual(main())

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from agent_loop.config import AlgorithmConfig
-from agent_loop.errors import InteractionBug, RewardError, ToolBug
-from agent_loop.interactions.session import read_score as read_interaction_score
+from agent_loop.environments.live import check_reply
+from agent_loop.errors import EnvironmentBug, RewardError, ToolBug
+from agent_loop.interactions.base import Reply
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction, read_score
@@ -119,8 +120,8 @@ def test_every_source_of_rewards_refuses_values_that_a_batch_cannot_hold(reward:
         read_score({"reward": reward}, source="judge")
     with pytest.raises(ToolBug, match="return a finite number, or None"):
         read_reward(reward, where="tool 'add'")
-    with pytest.raises(InteractionBug, match="return a finite number"):
-        read_interaction_score(reward, where="interaction 'user'")
+    with pytest.raises(EnvironmentBug, match="return a finite number"):
+        check_reply(Reply(score=reward), where="interaction 'user'")
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])

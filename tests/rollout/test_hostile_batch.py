@@ -292,7 +292,7 @@ def make_kinds() -> list[Kind]:
     for deed in filter(None, DEEDS):
         abandoned = int(deed == "swallows")
         ends = "answered" if deed == "hangs" else "failed ToolBug"
-        bug, late = "failed InteractionBug", loop_ends.get(deed, "failed RuntimeError")
+        bug, late = "failed EnvironmentBug", loop_ends.get(deed, "failed RuntimeError")
         found += [
             tool("create", ends, abandoned, deed=deed),
             tool("execute", ends, abandoned, deed=deed),
@@ -311,13 +311,13 @@ def make_kinds() -> list[Kind]:
         found.append(Kind(f"row {value}", {"odd": VALUES[value]()}, "answered"))
     for value in ("nan", "huge_integer", "recursive"):
         found.append(tool("calc_reward", "failed ToolBug", returns=value))
-        found.append(interaction("failed InteractionBug", verdict=value))
+        found.append(interaction("failed EnvironmentBug", verdict=value))
         found.append(scored("failed RewardError", returns=value))
     found += [
         tool("execute", "failed ToolBug", returns=each) for each in ("nothing", "garbage", "nan_reward")
     ]
     found.append(tool("execute", "answered", returns="long_text"))
-    found += [interaction("failed InteractionBug", returns=each) for each in ("garbage", "short")]
+    found += [interaction("failed EnvironmentBug", returns=each) for each in ("garbage", "short")]
     found += [scored("failed RewardError", in_thread=each) for each in ("hangs", "exits", "returns_garbage")]
     found += [
         loop("failed EpisodeError", returns=each)

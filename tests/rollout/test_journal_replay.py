@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.config import MultiTurnConfig
 from agent_loop.environments.factory import EnvironmentFactory
+from agent_loop.interactions.base import Reply
 from agent_loop.interactions.scripted import ScriptedInteraction
-from agent_loop.interactions.session import InteractionReply
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.recording.record import RecordKind
@@ -67,7 +67,7 @@ def make_harness(
 ) -> tuple[WorkerHarness, Adder]:
     tool = Adder({"latency_s": 0.3, "reward": 0.25})
     tool.on_replay = on_replay
-    critic = ScriptedInteraction([InteractionReply("No.", score=0.5), "Still no."], name="critic")
+    critic = ScriptedInteraction([Reply("No.", score=0.5), "Still no."], name="critic")
     harness = WorkerHarness(
         RandomScript(seed=seed, per_turn=2),
         tools=[tool],

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 from uuid import uuid4
 
+from agent_loop.config import MultiTurnConfig
+from agent_loop.environments.live import LiveEnvironment
 from agent_loop.errors import ConfigError
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.describe import describe_value, one_line
 from agent_loop.runtime.incidents import IncidentCollector
@@ -138,22 +139,24 @@ async def check_interaction(
     """
     if not answers:
         raise ConfigError("check_interaction needs at least one answer of the model")
-    limits = InteractionSessionConfig(timeout_s=NO_LIMIT_S, close_timeout_s=NO_LIMIT_S)
+    limits = MultiTurnConfig(interaction_timeout_s=NO_LIMIT_S, close_timeout_s=NO_LIMIT_S)
 
     def start(trajectory: str) -> PlayedTrajectory:
-        session = InteractionSession(
-            interaction, config=limits, interaction_kwargs=interaction_kwargs, trajectory=trajectory
-        )
+        row = {"interaction_kwargs": interaction_kwargs or {}, "trajectory": trajectory}
+        live = LiveEnvironment.of_interaction(interaction, row=row, limits=limits)
         messages = list(prompt)
 
         async def reply(turn: Sequence[Message]) -> TurnResult:
             messages.extend(turn)
-            returned = await session.respond(messages)
+            returned = await live.reply(messages)
             messages.append({"role": "user", "content": returned.content})
             return TurnResult(returned.content, returned.score, returned.is_over)
 
-        opening = session.greet if interaction.opens_conversation else session.open
-        return PlayedTrajectory(trajectory, opening, reply, session.calculate_score, session.close)
+        async def score() -> float | None:
+            given = await live.reward(messages)
+            return None if given is None else given.reward
+
+        return PlayedTrajectory(trajectory, live.open, reply, score, live.close)
 
     subject = Checked(
         interaction,

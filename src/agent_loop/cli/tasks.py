@@ -132,9 +132,10 @@ async def _tool_schemas(suite: TaskSuite, row: Mapping[str, Any]) -> Sequence[Ma
     from agent_loop.environments.factory import EnvironmentFactory
     from agent_loop.environments.live import LiveEnvironment
 
-    live = LiveEnvironment(EnvironmentFactory(suite.environment, where=f"environment {suite.name!r}"))
+    factory = EnvironmentFactory(suite.environment, where=f"environment {suite.name!r}")
+    live = LiveEnvironment(factory, row=row)
     try:
-        await live.reset(row)
+        await live.open()
         return [tool.tool_schema for tool in (await live.tools()).values() if tool.is_shown]
     finally:
         await live.close()

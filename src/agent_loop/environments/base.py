@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+from agent_loop.interactions.base import Reply
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.base import ArgumentChecking, ToolResponse
 from agent_loop.types import Message
@@ -40,19 +41,6 @@ class EnvironmentTool:
     @property
     def name(self) -> str:
         return str(self.schema["function"]["name"])
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Reply of an environment to a model turn that calls no tool."""
-
-    content: str = ""
-    """The next user message. If the trajectory is over, it is recorded but not shown to the model."""
-    score: float = 0.0
-    """Score of the model's turn."""
-    is_over: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Values to record with the turn."""
 
 
 class Environment(ABC):

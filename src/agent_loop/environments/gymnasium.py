@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 from agent_loop.config import NotNegative, Section, parse_section
 from agent_loop.environments.base import Environment, Reply
 from agent_loop.environments.suite import SizedOptions, SolutionTurn, TaskSuite, option_value
-from agent_loop.errors import ConfigError, DataError, InteractionBug
+from agent_loop.errors import ConfigError, DataError, EnvironmentBug
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.registry import read_settings
 from agent_loop.interactions.simulated_user import text_of
@@ -299,7 +299,7 @@ class World:
         observation, reward, terminated, truncated, _ = self._env.step(action)
         score = as_reward(reward)
         if score is None:
-            raise InteractionBug(f"{self._settings.env_id} returned {describe_value(reward)} as its reward")
+            raise EnvironmentBug(f"{self._settings.env_id} returned {describe_value(reward)} as its reward")
         self._num_invalid_in_a_row = 0
         self.total += score
         return Reply(
@@ -337,7 +337,7 @@ def _rendered(env: Any) -> str:
     """Return the text that the environment renders, with brackets in place of colour, which marks positions."""
     drawn = env.render()
     if not isinstance(drawn, str):
-        raise InteractionBug(
+        raise EnvironmentBug(
             f"render() of {env} returned {describe_value(drawn)} instead of a str; set render_mode: ansi in "
             "env_kwargs, or set observation to file.py:function"
         )

@@ -17,8 +17,6 @@ from agent_loop.environments.suite import SolutionTurn, TaskSuite
 from agent_loop.errors import (
     ConfigError,
     DataError,
-    EnvironmentUnavailable,
-    InteractionUnavailable,
     ToolError,
 )
 from agent_loop.interactions.simulated_user import SimulatedUser, num_replies, text_of
@@ -247,18 +245,12 @@ class ModelUser:
         self._rules = rules
 
     async def opening(self) -> str:
-        try:
-            return await self._user.start_interaction(_ID, rules=self._rules) or ""
-        except InteractionUnavailable as error:
-            raise EnvironmentUnavailable(str(error)) from error
+        return await self._user.start_interaction(_ID, rules=self._rules) or ""
 
     async def reply(self, messages: Sequence[Message], *, is_solved: bool) -> Reply:
         # As in the benchmark, the user does not see what the agent writes next to its calls.
         seen = [message for message in messages if not message.get("tool_calls")]
-        try:
-            is_over, text, score, extra = await self._user.generate_response(_ID, seen)
-        except InteractionUnavailable as error:
-            raise EnvironmentUnavailable(str(error)) from error
+        is_over, text, score, extra = await self._user.generate_response(_ID, seen)
         return Reply(text, score, is_over, extra)
 
     async def close(self) -> None:

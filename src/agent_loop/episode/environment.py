@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+from agent_loop.environments.base import Reply
+from agent_loop.environments.live import LiveEnvironment
 from agent_loop.episode.deadlines import run_cancellable
 from agent_loop.errors import EpisodeError, ToolBug, WorkspaceError
-from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.recording.row_log import EpisodeLog, LoggedCall
 from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.concurrency import CallAborted, run_together
@@ -28,7 +29,7 @@ class TrajectoryEnvironment:
         self,
         *,
         tools: ToolSession | None,
-        interaction: InteractionSession | None,
+        interaction: LiveEnvironment | None,
         log: EpisodeLog,
         cancellation: asyncio.Event | None,
     ) -> None:
@@ -62,12 +63,20 @@ class TrajectoryEnvironment:
     def num_open(self) -> int:
         """Number of instances that were opened and not yet closed."""
         num_tools = 0 if self._tools is None else self._tools.num_open
-        return num_tools + (0 if self._interaction is None else self._interaction.num_open)
+        own = self._own_interaction
+        return num_tools + int(own is not None and own.is_open)
 
     @property
     def opens_conversation(self) -> bool:
         """Whether the interaction adds a greeting to the prompt."""
-        return self._interaction is not None and self._interaction.opens_conversation
+        own = self._own_interaction
+        return own is not None and own.interaction is not None and own.interaction.opens_conversation
+
+    @property
+    def _own_interaction(self) -> LiveEnvironment | None:
+        """The interaction, if it is not the environment of the loop."""
+        interaction = self._interaction
+        return None if interaction is None or interaction.interaction is None else interaction
 
     async def opened(self, messages: Sequence[Message]) -> list[Message]:
         """Return the prompt with the interaction's greeting."""
@@ -104,16 +113,16 @@ class TrajectoryEnvironment:
         ]
         return results
 
-    async def interact(self, messages: Sequence[Message], *, place: int | None) -> InteractionReply:
+    async def interact(self, messages: Sequence[Message], *, place: int | None) -> Reply:
         """Return the interaction's reply to the conversation."""
         if self._interaction is None:
             raise EpisodeError("the episode has no interaction; set interaction_kwargs.name in the row")
-        respond = partial(self._interaction.respond, messages)
+        respond = partial(self._interaction.reply, messages)
         reply = await self._reply_of(self._interaction, respond, num_messages=len(messages))
         self.feedback.append(Feedback(Origin.INTERACTION, place=place, reward=reply.score, extra=reply.extra))
         return reply
 
-    async def collect_verdicts(self) -> None:
+    async def collect_verdicts(self, messages: Sequence[Message]) -> None:
         """Collect the rewards of the whole trajectory from the tools and the interaction."""
         if self._tools is not None:
             verdicts = {name: v for name, v in self._log.kept_verdicts().items() if v is not None}
@@ -121,11 +130,11 @@ class TrajectoryEnvironment:
                 with waiting_for(WaitKind.REWARD, "of its tools"):
                     verdicts |= await self._tools.calc_rewards()
             self.verdicts += verdicts.values()
-        if self._interaction is not None:
+        if self._own_interaction is not None:
             with waiting_for(WaitKind.REWARD, "of its interaction"):
-                score = await self._interaction.calculate_score()
+                score = await self._own_interaction.reward(messages)
             if score is not None:
-                self.verdicts.append(score)
+                self.verdicts.append(score.reward)
 
     async def keep_verdicts(self) -> None:
         """Record the rewards of tools whose state cannot be restored when the cancelled episode is resumed.
@@ -139,11 +148,8 @@ class TrajectoryEnvironment:
 
     async def close(self) -> list[Incident]:
         """Close all open instances, even if the caller is cancelled. Return the incidents."""
-        incidents: list[Incident] = []
-        for session in (self._tools, self._interaction):
-            if session is not None:
-                incidents += await session.close()
-        return incidents
+        incidents = [] if self._tools is None else await self._tools.close()
+        return incidents if self._own_interaction is None else incidents + await self._own_interaction.close()
 
     async def _result_of(
         self, call: ToolCall, tools: ToolSession, *, turn: int, number: int, place: int | None
@@ -168,17 +174,17 @@ class TrajectoryEnvironment:
 
     async def _reply_of(
         self,
-        interaction: InteractionSession,
-        respond: Callable[[], Coroutine[Any, Any, InteractionReply]],
+        interaction: LiveEnvironment,
+        respond: Callable[[], Coroutine[Any, Any, Reply]],
         *,
         num_messages: int,
-    ) -> InteractionReply:
+    ) -> Reply:
         on_replay = interaction.on_replay
         with waiting_for(WaitKind.INTERACTION):
             logged = LoggedCall(
                 None,
                 num_messages=num_messages,
-                result_type=InteractionReply,
+                result_type=Reply,
                 on_replay=on_replay,
                 execute=partial(run_cancellable, respond, event=self._cancellation, on_replay=on_replay),
                 prepare=interaction.open,

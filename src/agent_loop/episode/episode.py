@@ -13,6 +13,8 @@ import numpy as np
 from msgspec import structs
 
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.environments.base import Reply
+from agent_loop.environments.live import LiveEnvironment
 from agent_loop.episode.deadlines import Deadlines, Stopwatch, TimeLimit
 from agent_loop.episode.environment import TrajectoryEnvironment
 from agent_loop.episode.limits import EpisodeLimits
@@ -20,7 +22,6 @@ from agent_loop.episode.sampling import TurnRequest, TurnSampler
 from agent_loop.episode.transcript import Transcript
 from agent_loop.episode.turns import Completion, EpisodeMark, EpisodeStopped
 from agent_loop.errors import EpisodeError
-from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.recording.row_log import EpisodeLog, RowLog
 from agent_loop.runtime.concurrency import CallAborted
 from agent_loop.servers.manager import AsyncLLMServerManager
@@ -62,7 +63,7 @@ class Episode:
         limits: EpisodeLimits,
         tools: ToolSession | None = None,
         tool_schemas: Sequence[Mapping[str, Any]] = (),
-        interaction: InteractionSession | None = None,
+        interaction: LiveEnvironment | None = None,
         request_id: str | None = None,
         log: EpisodeLog | None = None,
         cancellation: asyncio.Event | None = None,
@@ -127,7 +128,7 @@ class Episode:
 
         Raises:
             ToolBug: A tool's `calc_reward` raised or exceeded its time limit.
-            InteractionBug: The interaction's `calculate_score` raised or exceeded its time limit.
+            EnvironmentBug: The interaction's `calculate_score` raised or exceeded its time limit.
         """
         if self._is_closed:
             return
@@ -137,7 +138,7 @@ class Episode:
             if self.stop_reason is StopReason.CANCELLED:
                 await self._environment.keep_verdicts()
             else:
-                await self._environment.collect_verdicts()
+                await self._environment.collect_verdicts(self._transcript.messages)
         finally:
             await self._close(reason)
 
@@ -269,12 +270,12 @@ class Episode:
                 self.note(result.incident.kind, result.incident.detail)
         return results
 
-    async def interact(self) -> InteractionReply:
+    async def interact(self) -> Reply:
         """Return the interaction's reply to the conversation, and record the turn's score.
 
         Raises:
             EpisodeStopped: The episode was cancelled before the interaction replied.
-            InteractionBug: The interaction raised or exceeded its time limit.
+            EnvironmentBug: The interaction raised or exceeded its time limit.
         """
         messages, place = list(self._transcript.messages), self._transcript.ledger.last_sampled
         return await self._timed(self._environment.interact(messages, place=place))

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Reply of an environment or an interaction to a model turn that calls no tool."""
+
+    content: str = ""
+    """The next user message. If the trajectory is over, it is recorded but not shown to the model."""
+    score: float = 0.0
+    """Score of the model's turn."""
+    is_over: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Values to record with the turn."""
 
 
 class BaseInteraction(ABC):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agent_loop.interactions.base import BaseInteraction
-from agent_loop.interactions.session import InteractionReply
+from agent_loop.interactions.base import BaseInteraction, Reply
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.types import Message
 
@@ -21,11 +20,9 @@ class ScriptedInteraction(BaseInteraction):
 
     on_replay: OnReplay | str = OnReplay.RERUN
 
-    def __init__(self, replies: Sequence[InteractionReply | str], *, name: str = "scripted") -> None:
+    def __init__(self, replies: Sequence[Reply | str], *, name: str = "scripted") -> None:
         super().__init__({"name": name})
-        self.replies = tuple(
-            InteractionReply(reply) if isinstance(reply, str) else reply for reply in replies
-        )
+        self.replies = tuple(Reply(reply) if isinstance(reply, str) else reply for reply in replies)
         self._num_sent: dict[str, int] = {}
 
     @property

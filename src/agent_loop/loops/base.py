@@ -15,11 +15,11 @@ from agent_loop.chat.messages import shown_tool
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config, MultiTurnConfig
 from agent_loop.environments.factory import EnvironmentFactory
+from agent_loop.environments.live import LiveEnvironment
 from agent_loop.episode import Episode
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.registry import read_interaction_name
-from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
 from agent_loop.recording.row_log import EpisodeLog, RowLog
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.base import BaseTool
@@ -141,7 +141,7 @@ class AgentLoopBase(ABC):
             limits=self.context.limits,
             tools=session,
             tool_schemas=[shown_tool(tool.tool_schema) for tool in tools.values() if tool.is_shown],
-            interaction=self._interaction_session(interaction_kwargs, trajectory=trajectory),
+            interaction=self._interaction(interaction_kwargs, trajectory=trajectory),
             log=self.context.new_log(),
             cancellation=self.context.cancellation,
         )
@@ -162,21 +162,17 @@ class AgentLoopBase(ABC):
         """Return the token ids of a first prompt without images, for loops that work on token ids."""
         return self.template.open(messages, tools=tools).tolist()
 
-    def _interaction_session(
+    def _interaction(
         self, interaction_kwargs: Mapping[str, Any] | None, *, trajectory: str
-    ) -> InteractionSession | None:
+    ) -> LiveEnvironment | None:
+        """Return what replies to turns of an episode that call no tool."""
         name = read_interaction_name(
             interaction_kwargs, known=self.context.interactions, where="interaction_kwargs"
         )
         if name is None:
             return None
-        config = InteractionSessionConfig(
-            timeout_s=self.context.multi_turn.interaction_timeout_s,
-            close_timeout_s=self.context.multi_turn.close_timeout_s,
-        )
-        return InteractionSession(
+        return LiveEnvironment.of_interaction(
             self.context.interactions[name],
-            config=config,
-            interaction_kwargs=interaction_kwargs,
-            trajectory=trajectory,
+            row={"interaction_kwargs": interaction_kwargs, "trajectory": trajectory},
+            limits=self.context.multi_turn,
         )

@@ -25,7 +25,7 @@ from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import register
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.seeds import trajectory_seed
-from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind
+from agent_loop.trajectory import AgentLoopOutput, Failure, Incident
 from agent_loop.trajectory.branches import SEAT
 from agent_loop.types import Message, StopReason
 
@@ -73,9 +73,9 @@ class GameAgentLoop(AgentLoopBase):
         self, sampling_params: dict[str, Any], **row: Any
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
         factory = find_environment(row.get("environment"), known=self.context.environments)
-        game = LiveGame(factory, timeout_s=self.context.multi_turn.interaction_timeout_s)
+        game = LiveGame(factory, limits=self.context.multi_turn)
         players: dict[int, Player] = {}
-        problems: list[str] = []
+        incidents: list[Incident] = []
         try:
             num_seats = await game.reset(row)
             given = row.get("players") or self._given
@@ -84,10 +84,10 @@ class GameAgentLoop(AgentLoopBase):
                 players[seat] = self._player(seat, name, game, row=row, sampling_params=sampling_params)
             rewards = await self._play(game, players)
         finally:
-            problems += await self._close(game, players)
+            incidents += await self._close(game, players)
         outputs = self._outputs(rewards=rewards)
-        for problem in problems:
-            outputs[0] = outputs[0].noted(Incident(IncidentKind.CLOSE_FAILED, problem))
+        for incident in incidents:
+            outputs[0] = outputs[0].noted(incident)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def unfinished_output(
@@ -165,14 +165,14 @@ class GameAgentLoop(AgentLoopBase):
         self._seats.append(player)
         return player
 
-    async def _close(self, game: LiveGame, players: Mapping[int, Player]) -> list[str]:
+    async def _close(self, game: LiveGame, players: Mapping[int, Player]) -> list[Incident]:
         """Close the game and its players, shielded from cancellation, and return what went wrong."""
         timeout_s = self.context.multi_turn.close_timeout_s
-        problems = await run_close(game.close, what=game.where, timeout_s=timeout_s)
+        incidents = await game.close()
         for seat, player in players.items():
             what = f"the player of seat {seat}"
-            problems += await run_close(player.close, what=what, timeout_s=timeout_s)
-        return problems
+            incidents += await run_close(player.close, what=what, timeout_s=timeout_s)
+        return incidents
 
 
 def read_opponents(given: Mapping[str, Mapping[str, Any]] | None) -> dict[str, OpponentSettings]:

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from agent_loop.errors import DataError
-from agent_loop.interactions.session import InteractionReply
+from agent_loop.interactions.base import Reply
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import AgentLoopOutput, Feedback, Incident, IncidentKind, Segment, Trajectory
@@ -155,13 +155,13 @@ def _replies(
     output, found = trajectory.output, list[tuple[int, Mapping[str, Any]]]()
     greeting = _greeting(trajectory.row, messages_after[0])
     if greeting:
-        found.append((0, to_plain(InteractionReply(greeting))))
+        found.append((0, to_plain(Reply(greeting))))
     for feedback in output.feedback:
         if feedback.origin is Origin.INTERACTION:
             turn = _turn_at(feedback.place, ends)
             texts = [str(m["content"]) for m in messages_after[turn] if m["role"] == "user"]
             is_over = output.stop_reason is StopReason.INTERACTION_FINISHED and turn == len(ends)
-            reply = InteractionReply(
+            reply = Reply(
                 texts[0] if texts else "", score=feedback.reward or 0.0, is_over=is_over, extra=feedback.extra
             )
             found.append((turn, to_plain(reply)))

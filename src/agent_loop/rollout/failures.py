@@ -36,8 +36,8 @@ MAX_TRACEBACK = 100_000
 MAX_PROMPT = 80
 """Characters of a prompt in an error message."""
 UNAVAILABLE: tuple[tuple[type[AgentLoopError], FailureKind], ...] = (
-    (EnvironmentUnavailable, FailureKind.ENVIRONMENT),
     (InteractionUnavailable, FailureKind.INTERACTION),
+    (EnvironmentUnavailable, FailureKind.ENVIRONMENT),
     (WorkspaceError, FailureKind.WORKSPACE),
     (SandboxError, FailureKind.WORKSPACE),
     (ServerError, FailureKind.SERVER),

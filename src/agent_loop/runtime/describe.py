@@ -38,7 +38,10 @@ def short_repr(value: Any, *, max_length: int = 200) -> str:
     """Return the repr of a value, truncated; a placeholder if its repr raises an exception."""
     if isinstance(value, (str, bytes)):
         return repr(value[:max_length])
-    return _SHORT.repr(value)[:max_length]
+    try:
+        return _SHORT.repr(value)[:max_length]
+    except ValueError:  # an int with too many digits
+        return f"<a huge {type(value).__name__}>"
 
 
 def short_traceback(text: str) -> list[str]:
