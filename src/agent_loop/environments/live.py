@@ -197,7 +197,7 @@ class LiveEnvironment(Live[Environment]):
     async def greet(self) -> Reply:
         """Return the text with which an interaction opens the conversation, which is empty if there is none."""
         await self.open()
-        return Reply(self._start or "")
+        return Reply(str(self._start or ""))
 
     async def tools(self) -> dict[str, BaseTool]:
         """Return the environment's tools by name."""
