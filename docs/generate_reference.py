@@ -12,8 +12,8 @@ from pydantic import BaseModel
 
 from agent_loop.config import Config
 from agent_loop.config.optim import CriticConfig, OptimConfig
-from agent_loop.config.verl.rows import Ours, Values
-from agent_loop.config.verl.table import TABLE
+from agent_loop.config.verl.rows import Row
+from agent_loop.config.verl.translation import TABLE
 
 TARGET = Path(__file__).parent / "reference" / "config.md"
 
@@ -41,13 +41,13 @@ def render() -> str:
     ]
     lines += ["says of any other name why it is not needed, or what to do instead.", ""]
     lines += ["| name | here |", "|---|---|"]
-    for ours in dict.fromkeys(row.ours for row in TABLE.values() if callable(row.ours)):
-        keys = _joined([row.key for row in TABLE.values() if row.ours is ours])
-        lines.append(f"| {keys} | {_ours(ours)} |")
+    for function in dict.fromkeys(row.function for row in TABLE.values() if row.function):
+        keys = _joined([row.key for row in TABLE.values() if row.function is function])
+        lines.append(f"| {keys} | {(function.__doc__ or '').removeprefix('Return ').removesuffix('.')} |")
     lines += [
-        f"| `{row.key}` | {_ours(row.ours)}{': ' * bool(row.note)}{row.note} |"
+        f"| `{row.key}` | {_ours(row)}{': ' * bool(row.note)}{row.note} |"
         for row in TABLE.values()
-        if isinstance(row.ours, str | Values)
+        if row.target
     ]
     return "\n".join(lines) + "\n"
 
@@ -64,14 +64,10 @@ def _joined(keys: list[str]) -> str:
     )
 
 
-def _ours(ours: Ours) -> str:
+def _ours(row: Row) -> str:
     """Return what a key of verl sets."""
-    if isinstance(ours, str):
-        return f"`{ours}`"
-    if isinstance(ours, Values):
-        words = ", ".join(f"`{word}` is `{str(value).lower()}`" for word, value in ours.ours.items())
-        return f"`{ours.target}`; {words}"
-    return (ours.__doc__ or "").removeprefix("Return ").removesuffix(".")
+    words = ", ".join(f"`{word}` is `{str(value).lower()}`" for word, value in row.values.items())
+    return f"`{row.target}`" + (f"; {words}" if words else "")
 
 
 def _section(section: type[BaseModel], *, name: str) -> list[str]:

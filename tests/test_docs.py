@@ -20,7 +20,7 @@ import agent_loop.checks
 import agent_loop.training
 from agent_loop.cli import app
 from agent_loop.config import Config
-from agent_loop.config.verl.table import row_of
+from agent_loop.config.verl.translation import row_of
 from agent_loop.storage.schema import METADATA
 
 ROOT = Path(__file__).parent.parent

@@ -68,8 +68,7 @@ def convert(given: Sequence[str]) -> Translation:
     # late: keeps `--help` quick
     from agent_loop.config.verl.combined import ENGINES
     from agent_loop.config.verl.rows import value_at
-    from agent_loop.config.verl.table import GPU_DEFAULTS, VERL_DEFAULTS
-    from agent_loop.config.verl.translation import nested, translate
+    from agent_loop.config.verl.translation import GPU_DEFAULTS, VERL_DEFAULTS, nested, translate
 
     tree: dict[str, Any] = {}
     for each in given:

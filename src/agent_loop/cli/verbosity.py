@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import update_wrapper
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
 
 LOGGER = "agent_loop"
-OPTIONS: dict[str, Any] = {
-    "verbose": Annotated[
-        int,
-        typer.Option(
-            "-v",
-            "--verbose",
-            count=True,
-            help="Print the log, and whole tracebacks of errors; -vv prints more.",
-        ),
-    ],
-    "quiet": Annotated[
-        bool, typer.Option("-q", "--quiet", help="Print results and errors alone: no progress, no hints.")
-    ],
-}
-DEFAULTS: dict[str, Any] = {"verbose": 0, "quiet": False}
 
 
 @dataclass(slots=True)
@@ -45,24 +28,20 @@ VERBOSITY = Verbosity()
 LINE = logging.Formatter("%(levelname)s %(name)s: %(message)s")
 
 
-def add_verbosity(app: typer.Typer) -> None:
-    """Give `-v` and `-q` to every command of an app and of the apps in it."""
-    for command in app.registered_commands:
-        if command.callback is not None:
-            command.callback = _with_options(command.callback)
-    for group in app.registered_groups:
-        if group.typer_instance is not None:
-            add_verbosity(group.typer_instance)
-            itself = group.typer_instance.registered_callback
-            if (
-                itself is not None
-                and itself.callback is not None
-                and group.typer_instance.info.invoke_without_command is True
-            ):
-                itself.callback = _with_options(itself.callback)
-
-
-def set_verbosity(*, verbose: int, quiet: bool) -> None:
+def set_verbosity(
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "-v",
+            "--verbose",
+            count=True,
+            help="Print the log, and whole tracebacks of errors; -vv prints more.",
+        ),
+    ] = 0,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="Print results and errors alone: no progress, no hints.")
+    ] = False,
+) -> None:
     """Set how much the command prints: its log, and its progress and hints."""
     if verbose and quiet:
         raise typer.BadParameter("-v and -q exclude each other; give one of them")
@@ -79,6 +58,43 @@ def set_verbosity(*, verbose: int, quiet: bool) -> None:
         logger.addHandler(VERBOSITY.handler)
 
 
+_app = typer.Typer(add_completion=False)
+_app.command()(set_verbosity)
+_OPTIONS: list[Any] = typer.main.get_command(_app).params
+
+
+class VerbosityOptions:
+    """Part of a command that takes `-v` and `-q`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params: list[Any] = [*self.params, *_OPTIONS]
+
+    def invoke(self, ctx: Any) -> Any:
+        set_verbosity(verbose=ctx.params.pop("verbose"), quiet=ctx.params.pop("quiet"))
+        return super().invoke(ctx)  # pyright: ignore
+
+
+class Command(VerbosityOptions, TyperCommand):
+    """Command with `-v` and `-q`."""
+
+
+class Group(VerbosityOptions, TyperGroup):
+    """Group that is a command of its own, with `-v` and `-q`."""
+
+
+def add_verbosity(app: typer.Typer) -> None:
+    """Give `-v` and `-q` to every command of an app and of the apps in it."""
+    for command in app.registered_commands:
+        command.cls = Command
+    for group in app.registered_groups:
+        inner = group.typer_instance
+        if inner is not None:
+            add_verbosity(inner)
+            if inner.info.invoke_without_command is True:
+                inner.info.cls = Group
+
+
 def print_line(console: Console, text: str, *, style: str | None = None) -> None:
     """Print a text as it is: without markup, and on one line of any length."""
     console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
@@ -93,26 +109,3 @@ def print_hint(console: Console, text: str) -> None:
 def look_at(path: Path) -> str:
     """Return the hint for a file of trajectories."""
     return f"look at them with: agent-loop view {path}, or in the terminal: agent-loop show {path}"
-
-
-def _with_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    hints = {**get_type_hints(command, include_extras=True), **OPTIONS}
-    parameters = [
-        *inspect.signature(command).parameters.values(),
-        *(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-            for name, default in DEFAULTS.items()
-        ),
-    ]
-
-    def run(*, verbose: int, quiet: bool, **arguments: Any) -> Any:
-        set_verbosity(verbose=verbose, quiet=quiet)
-        return command(**arguments)
-
-    described: Any = update_wrapper(run, command)
-    del described.__wrapped__  # typer would read its signature
-    described.__annotations__ = hints
-    described.__signature__ = inspect.Signature(
-        [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
-    )
-    return run

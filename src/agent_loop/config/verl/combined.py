@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from agent_loop.config.validation import parse_value
 from agent_loop.config.values import Coefficient, NotNegative, Positive, Tokens
+from agent_loop.config.verl.rows import COMBINED as COMBINED
 from agent_loop.config.verl.rows import Given, together
 from agent_loop.errors import ConfigError
 
@@ -36,15 +37,6 @@ SET_ELSEWHERE = (
     "max_model_len", "dtype", "seed", "model", "model_path", "context_length", "skip_tokenizer_init", "logprobs_mode",
 )  # fmt: skip
 """Options of vLLM and SGLang that other settings of this package determine."""
-
-
-@together(ROLLOUT, "name", "hf and naive are the embedded engine")
-def engine(given: Given) -> Mapping[str, Any]:
-    """Return the engine."""
-    name = given.get(f"{ROLLOUT}.name")
-    if name in ("trtllm", "dynamo"):
-        raise ConfigError(f"{ROLLOUT}.name is {name!r}; set rollout.engine=vllm or sglang")
-    return {} if name is None else {"rollout.engine": "embedded" if name in ("hf", "naive") else name}
 
 
 @together(
@@ -88,16 +80,6 @@ def multi_turn(given: Given) -> Mapping[str, Any]:
     ):
         return {}
     return {"rollout.agent.default_agent_loop": "single_turn_agent"}
-
-
-@together(f"{ROLLOUT}.agent.custom_async_server", "path name")
-def custom_server(given: Given) -> Mapping[str, Any]:
-    """Return the server class."""
-    key = "agent.custom_async_server"
-    path, name = given.get(f"{ROLLOUT}.{key}.path"), given.get(f"{ROLLOUT}.{key}.name")
-    if path is None and name is None:
-        return {}
-    return {f"rollout.{key}.path": path, f"rollout.{key}.name": name}
 
 
 @together(ROLLOUT, "over_sample_rate")
@@ -386,20 +368,6 @@ def _bounds(given: Given, *keys: str) -> tuple[float | None, float | None]:
     )
 
 
-@together("algorithm", "adv_estimator")
-def estimator(given: Given) -> Mapping[str, Any]:
-    """Return the estimator of advantages."""
-    name = given.get("algorithm.adv_estimator")
-    if name in ("opo", "grpo_passk", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline"):
-        raise ConfigError(
-            f"algorithm.adv_estimator is {name!r}; choose grpo or rloo, or register the estimator with "
-            "@advantage_estimator"
-        )
-    if name in ("rloo_vectorized", "grpo_vectorized"):
-        name = name.removesuffix("_vectorized")
-    return {} if name is None else {"algorithm.adv_estimator": name}
-
-
 @together("algorithm", "gdpo_reward_keys gdpo_reward_weights")
 def gdpo(given: Given) -> Mapping[str, Any]:
     """Return the parts of the reward with their weights."""
@@ -435,7 +403,6 @@ OVERLONG = (
     "reward_model.overlong_buffer",
     "custom_reward_function.overlong_buffer",
 )
-ManagerName = Literal["naive", "batch", "dapo", "prime", "gdpo", "limited", "rate_limited", "remote"]
 
 
 @together("", " ".join(f"{s}.{name}" for s in REWARD_FUNCTIONS for name in ("path", "name", "reward_kwargs")))
@@ -451,14 +418,6 @@ def reward_function(given: Given) -> Mapping[str, Any]:
             name = given.get(f"{section}.name") or "compute_score"
             return {"reward.function": path if ":" in path else f"{path}:{name}"}
     return {}
-
-
-@together("", "reward_model.reward_manager reward.reward_manager.name")
-def reward_manager(given: Given) -> Mapping[str, Any]:
-    """Return whether the reward function takes a batch."""
-    keys = ("reward.reward_manager.name", "reward_model.reward_manager")
-    name = given.get(*keys, kind=ManagerName)
-    return {} if name is None else {"reward.batch": name == "batch"}
 
 
 @together(

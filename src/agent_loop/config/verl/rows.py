@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 from agent_loop.config.validation import parse_value
@@ -55,61 +54,43 @@ def default_settings() -> dict[str, Any]:
 Translate: TypeAlias = Callable[[Given], Mapping[str, Any]]
 
 
-class Effect(Enum):
-    """Effect of a key that sets nothing here."""
-
-    NONE = auto()
-    """The key is not needed. The note says why."""
-    OTHER = auto()
-    """The run differs from verl's. The note says what happens, and is logged when the settings are loaded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Values:
-    """A setting with other values here. Values that are not listed are the same."""
-
-    target: str
-    ours: Mapping[Any, Any]
-
-    def of(self, value: Any) -> Any:
-        """Return the value here of one of verl's values."""
-        return next((ours for theirs, ours in self.ours.items() if theirs == value), value)
-
-
-@dataclass(frozen=True, slots=True)
-class Only:
-    """A key that is accepted with these values, which set nothing. The note says what to do instead of others."""
-
-    accepted: tuple[Any, ...]
-
-
-Ours: TypeAlias = str | Values | Only | Effect | Translate
-"""Setting here with the same values, of a section that of all its keys; or a function of several keys."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Row of the table. That of a section applies to its keys too, unless a longer key has a row of its own."""
+    """Row of the table. That of a section applies to its keys too, unless a longer key has a row of its own.
+
+    A row with a key and a note alone is of a key that is not needed here, for the reason in the note.
+    """
 
     key: str
-    ours: Ours
     note: str = ""
+    target: str = ""
+    """Setting here, or for a section, that of all its keys."""
+    values: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
+    """Values of verl that are others here. Values that are not listed are the same."""
+    refused: Mapping[Any, str] = field(default_factory=dict[Any, str])
+    """Values of verl without a counterpart, and what to do instead."""
+    accepted: Sequence[Any] = ()
+    """Values that set nothing. The note says what to do instead of others."""
+    differs: bool = False
+    """Whether the run differs from verl's. The note says how, and is logged when the settings are loaded."""
+    function: Translate | None = None
+    """Function that translates the key together with others."""
 
 
 COMBINED: list[Row] = []
 """Rows of the keys that are translated together."""
 
 
-def rows(section: str, names: str, ours: Ours, note: str = "") -> Iterator[Row]:
-    """Yield a row for each of several keys of a section. A section "" is the whole configuration."""
-    return (Row(f"{section}.{name}" if section else name, ours, note) for name in names.split())
-
-
 def together(section: str, names: str, note: str = "") -> Callable[[Translate], Translate]:
     """Return a decorator that adds rows for keys of a section, which the function translates together."""
 
     def add(function: Translate) -> Translate:
-        COMBINED.extend(rows(section, names, function, note))
+        COMBINED.extend(Row(key=key, note=note, function=function) for key in keys_of(section, names))
         return function
 
     return add
+
+
+def keys_of(section: str, names: str) -> list[str]:
+    """Return the dotted keys of names in a section. A section "" is the whole configuration."""
+    return [f"{section}.{name}" if section else name for name in names.split()]

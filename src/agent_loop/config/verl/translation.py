@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any, Literal, TypeAlias, cast, get_args
 
+import yaml
+
 from agent_loop.config.validation import all_keys
-from agent_loop.config.verl.rows import (
-    MISSING,
-    Effect,
-    Given,
-    Only,
-    Row,
-    Translate,
-    Values,
-    default_settings,
-    value_at,
-)
-from agent_loop.config.verl.table import OFF, TABLE, row_of
+from agent_loop.config.verl.combined import COMBINED
+from agent_loop.config.verl.rows import MISSING, Given, Row, Translate, default_settings, keys_of, value_at
 from agent_loop.config.whole import Config
 from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import merge_mappings, resolve_interpolation, shown
@@ -26,7 +19,39 @@ from agent_loop.files.plain_values import merge_mappings, resolve_interpolation,
 Status: TypeAlias = Literal["taken over", "not needed", "different", "not supported", "unknown"]
 Path: TypeAlias = tuple[str, ...]
 
+OFF: tuple[Any, ...] = (None, False, 0, -1, "", "null", "none", "None", "disable", "disabled", {}, [])
+"""Values with which a key without a counterpart is accepted: it is switched off."""
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_DATA: Mapping[str, Mapping[str, Any]] = yaml.load(
+    (files("agent_loop.config.verl") / "table.yaml").read_text(encoding="utf-8"), _LOADER
+)
+VERL_DEFAULTS, GPU_DEFAULTS = _DATA["defaults"], _DATA["gpu_defaults"]
+
+
+def _all_rows() -> Iterator[Row]:
+    yield from COMBINED
+    for note, sections in _DATA["not_needed"].items():
+        for section, names in sections.items():
+            yield from (Row(key=key, note=note) for key in keys_of(section, names))
+    yield from (Row(key=key, note=remedy, accepted=OFF) for key, remedy in _DATA["unsupported"].items())
+    yield from (Row(key=key, target=target) for key, target in _DATA["renamed"].items())
+    yield from (Row(key=key, **columns) for key, columns in _DATA["values"].items())
+    yield from (Row(key=key, **columns) for key, columns in _DATA["only"].items())
+    yield from (Row(key=key, note=note, differs=True) for key, note in _DATA["different"].items())
+
+
+TABLE: Mapping[str, Row] = {row.key: row for row in _all_rows()}
+"""Rows of verl's settings by key."""
 _OWN_KEYS = frozenset(all_keys(Config))
+
+
+def row_of(key: str) -> Row | None:
+    """Return the row of a key, or that of the section that it is in; None if there is none."""
+    if key.endswith("_target_") or "@" in key:
+        return TABLE["hydra"]
+    parts = key.split(".")
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((TABLE[name] for name in names if name in TABLE), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +112,7 @@ def translate(sources: Sequence[Mapping[str, Any]], *, where: str) -> Translatio
         known = merge_mappings(default_settings(), _translated_singly(tree, given).settings)
         tree = _like(resolve_interpolation(merge_mappings(known, tree), where=where), tree)
     found = _translated_singly(tree, given)
-    for function in dict.fromkeys(row.ours for row in TABLE.values() if callable(row.ours)):
+    for function in dict.fromkeys(row.function for row in COMBINED if row.function):
         _translate_together(found, tree, given, function)
     steps, epochs = (found.sources.get(f"trainer.total_{name}", -1) for name in ("steps", "epochs"))
     if steps >= epochs >= 0:
@@ -110,49 +135,44 @@ def _translated_singly(tree: Mapping[str, Any], given: Mapping[Path, int]) -> Tr
     found = Translation()
     for path, source in given.items():
         value, row = value_at(tree, path), _row(path)
-        if value is not MISSING and not (row and callable(row.ours)):
+        if value is not MISSING and not (row and row.function):
             _translate(found, path, value, row, source=source)
     return found
 
 
 def _translate(found: Translation, path: Path, value: Any, row: Row | None, *, source: int) -> None:
-    key, ours = _name(path), row.ours if row else Values("", {})
-    note = row.note if row else ""
-    if isinstance(ours, str | Values):
-        target, value_here = path, value
-        if row is not None:
-            values = ours if isinstance(ours, Values) else Values(ours, {})
-            target = (*values.target.split("."), *path[row.key.count(".") + 1 :])
-            value_here = values.of(value)
-            is_set = found.sources.get(_name(target)) == source
-            if value_here is None and (not _accepts_none(target) or (value is None and is_set)):
-                found.reports.append(Report({key: value}, "not needed", note="no value", source=source))
-                return
-        if value_here == {} and not _is_own(target):
-            return
-        found.put(target, value_here, key=key, source=source)
-        status: Status = "taken over" if _is_own(target) else "unknown"
-        found.reports.append(Report({key: value}, status, {_name(target): value_here}, note, source))
-        return
-    if isinstance(ours, Only):
-        is_accepted = any(value == each for each in ours.accepted)
-        status = "not needed" if is_accepted else "not supported"
-        need = (
-            "which is not supported"
-            if ours.accepted[0] is None
-            else f"but only {ours.accepted[0]!r} is supported"
-        )
-        note = "as here, or switched off" if is_accepted else f"{key} is {shown(value)}, {need}; {note}"
-    else:
-        status = "different" if ours is Effect.OTHER and value not in OFF.accepted else "not needed"
-    found.reports.append(Report({key: value}, status, note=note, source=source))
+    key, target, here, usual = _name(path), path, value, row.note if row else ""
+
+    def report(status: Status, note: str = "", /, **settings: Any) -> None:
+        found.reports.append(Report({key: value}, status, settings, note or usual, source))
+
+    if row is not None and row.accepted:
+        if any(value == each for each in row.accepted):
+            return report("not needed", "as here, or switched off")
+        first = row.accepted[0]
+        need = "which is not supported" if first is None else f"but only {first!r} is supported"
+        return report("not supported", f"{key} is {shown(value)}, {need}; {row.note}")
+    if row is not None and not row.target:
+        return report("different" if row.differs and value not in OFF else "not needed")
+    if row is not None:
+        for theirs, remedy in row.refused.items():
+            if theirs == value:
+                return report("not supported", f"{key} is {value!r}; {remedy}")
+        target = (*row.target.split("."), *path[row.key.count(".") + 1 :])
+        here = next((ours for theirs, ours in row.values.items() if theirs == value), value)
+        is_set = found.sources.get(_name(target)) == source
+        if here is None and (not _accepts_none(target) or (value is None and is_set)):
+            return report("not needed", "no value")
+    if here != {} or _is_own(target):  # an empty mapping holds no unknown key
+        found.put(target, here, key=key, source=source)
+        report("taken over" if _is_own(target) else "unknown", **{_name(target): here})
 
 
 def _translate_together(
     found: Translation, tree: Mapping[str, Any], given: Mapping[Path, int], function: Translate
 ) -> None:
     """Translate the keys of a function."""
-    paths = [path for path in given if (row := _row(path)) is not None and row.ours is function]
+    paths = [path for path in given if (row := _row(path)) is not None and row.function is function]
     values = {_name(path): value_at(tree, path) for path in paths}
     values = {key: value for key, value in values.items() if value is not MISSING and value is not None}
     if not values:
@@ -167,7 +187,7 @@ def _translate_together(
         inner = _paths(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) and value else [()]
         for rest in inner:
             found.put((*target.split("."), *rest), value_at(value, rest), key=key, source=source)
-    row = next(row for row in TABLE.values() if row.ours is function)
+    row = next(row for row in TABLE.values() if row.function is function)
     status: Status = "taken over" if settings else "not needed"
     note = row.note if settings else "switched off, or another key decides"
     found.reports.append(Report(values, status, settings, note, source))
