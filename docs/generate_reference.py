@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from agent_loop.config import Config
-from agent_loop.config.optim import CriticConfig, OptimConfig
+from agent_loop.config.training import CriticConfig, OptimConfig
 from agent_loop.config.verl.rows import Row
 from agent_loop.config.verl.translation import TABLE
 

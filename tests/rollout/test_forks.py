@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from agent_loop.config import Config, RolloutConfig
-from agent_loop.config.algorithm import ForkConfig
+from agent_loop.config.training import ForkConfig
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.rewards.function import RewardFunction

@@ -3,14 +3,8 @@
 Unknown keys and invalid values are refused before the run starts.
 """
 
-from agent_loop.config.algorithm import AlgorithmConfig
-from agent_loop.config.data import DataConfig, SamplerConfig
-from agent_loop.config.distillation import DistillationConfig, TeacherConfig
 from agent_loop.config.load import load_config
-from agent_loop.config.model import ModelConfig
-from agent_loop.config.optim import ActorConfig, CorrectionConfig, CriticConfig, OptimConfig
-from agent_loop.config.placement import PlacementConfig, SplitConfig
-from agent_loop.config.reward import RewardConfig
+from agent_loop.config.placement import PlacementConfig, RayConfig, SplitConfig, TrainerConfig
 from agent_loop.config.rollout import (
     AgentConfig,
     CustomServerConfig,
@@ -19,8 +13,17 @@ from agent_loop.config.rollout import (
     TraceConfig,
     ValSamplingConfig,
 )
-from agent_loop.config.sft import SftConfig
-from agent_loop.config.trainer import RayConfig, TrainerConfig
+from agent_loop.config.task import DataConfig, ModelConfig, RewardConfig, SamplerConfig
+from agent_loop.config.training import (
+    ActorConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    DistillationConfig,
+    OptimConfig,
+    SftConfig,
+    TeacherConfig,
+)
 from agent_loop.config.validation import all_keys, parse_options, parse_section
 from agent_loop.config.values import (
     MAX_SAMPLES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, model_validator
 
 from agent_loop.config.values import (
     NotNegative,
@@ -24,6 +24,7 @@ from agent_loop.config.values import (
     TraceBackend,
     WeightTransfer,
 )
+from agent_loop.errors import ConfigError
 
 
 class ValSamplingConfig(Section):
@@ -209,19 +210,19 @@ class RolloutConfig(Section):
     deterministic: bool = False
     """Make two runs with the same settings equal to the last bit. Needs the embedded engine and `trainer.mode=sync`."""
 
-    @field_validator("deterministic")
-    @classmethod
-    def _can_be_deterministic(cls, value: bool, info: ValidationInfo) -> bool:
-        engine, over_sample = info.data.get("engine"), info.data.get("over_sample", 1.0)
-        if not value:
-            return value
-        if engine not in ("embedded", "embedded_process") or _custom_server(info) is not None:
-            raise ValueError("only the embedded engine is deterministic; set rollout.engine=embedded")
-        if over_sample > 1:
-            raise ValueError(
-                f"rollout.over_sample is {over_sample}, and the groups that end first are random; set it to 1"
+    @model_validator(mode="after")
+    def _is_deterministic_if_asked(self) -> RolloutConfig:
+        is_embedded = self.engine in ("embedded", "embedded_process") and not self.agent.custom_async_server
+        if self.deterministic and not is_embedded:
+            raise ConfigError(
+                "rollout.deterministic is True: only the embedded engine is deterministic; set rollout.engine=embedded"
             )
-        return value
+        if self.deterministic and self.over_sample > 1:
+            raise ConfigError(
+                f"rollout.deterministic is True: rollout.over_sample is {self.over_sample}, and the groups that end "
+                "first are random; set it to 1"
+            )
+        return self
 
     @property
     def default_agent_loop(self) -> str:
@@ -243,8 +244,3 @@ class RolloutConfig(Section):
         if validate and self.val.max_turn_tokens is not None:
             params["max_tokens"] = self.val.max_turn_tokens
         return params
-
-
-def _custom_server(info: ValidationInfo) -> CustomServerConfig | None:
-    agent: AgentConfig | None = info.data.get("agent")
-    return None if agent is None else agent.custom_async_server

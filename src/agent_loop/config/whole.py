@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from pydantic import model_validator
 
-from agent_loop.config.algorithm import AlgorithmConfig
-from agent_loop.config.data import DataConfig
-from agent_loop.config.distillation import DistillationConfig
-from agent_loop.config.model import ModelConfig
-from agent_loop.config.optim import ActorConfig, CriticConfig
-from agent_loop.config.placement import PlacementConfig, check_placement
-from agent_loop.config.reward import RewardConfig
+from agent_loop.config.placement import PlacementConfig, TrainerConfig, check_placement
 from agent_loop.config.rollout import RolloutConfig
-from agent_loop.config.sft import SftConfig
-from agent_loop.config.trainer import TrainerConfig
+from agent_loop.config.task import DataConfig, ModelConfig, RewardConfig
+from agent_loop.config.training import (
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    DistillationConfig,
+    SftConfig,
+)
 from agent_loop.config.values import Section
 from agent_loop.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import AfterValidator, Field, model_validator
 
 from agent_loop.config import Section, parse_section
-from agent_loop.config.reward import PartName
+from agent_loop.config.task import PartName
 from agent_loop.errors import ConfigError, RewardError, RewardUnavailable
 from agent_loop.files.plain_values import read_yaml
 from agent_loop.rewards.judge import (

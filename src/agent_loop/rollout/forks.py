@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 from msgspec import structs
 
-from agent_loop.config.algorithm import ForkConfig
+from agent_loop.config.training import ForkConfig
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.loops.base import LoopContext
 from agent_loop.recording.recorded_responses import RecordedResponses, extract_responses

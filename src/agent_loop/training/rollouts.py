@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 from msgspec import structs
 
 from agent_loop.config import AlgorithmConfig
-from agent_loop.config.algorithm import OUTCOME
+from agent_loop.config.training import OUTCOME
 from agent_loop.rollout.forks import Fork, as_branches, find_forks, own_segments
 from agent_loop.rollout.journal import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.rollout.manager import AgentLoopManager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agent_loop.config import AlgorithmConfig
-from agent_loop.config.algorithm import OUTCOME
+from agent_loop.config.training import OUTCOME
 from agent_loop.training.advantages.groups import (
     compared_rewards,
     grpo_advantages,

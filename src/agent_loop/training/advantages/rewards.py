@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agent_loop.config import AlgorithmConfig
-from agent_loop.config.algorithm import OUTCOME
+from agent_loop.config.training import OUTCOME
 from agent_loop.errors import DataError
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.runtime.numeric import as_reward
