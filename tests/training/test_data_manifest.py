@@ -71,12 +71,12 @@ def swap(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reported"),
     [
-        (add, "added: shards/c.jsonl (1 row, 16 bytes)"),
-        (add_many, "added: shards/g.jsonl (1 row, 16 bytes); and 2 more"),
-        (remove, "removed: shards/b.jsonl (5 rows, 90 bytes)"),
-        (change_a_byte, "changed: shards/b.jsonl (was 5 rows, 90 bytes; is 5 rows, 90 bytes)"),
-        (cut, "changed: shards/b.jsonl (was 5 rows, 90 bytes; is 1 row, 17 bytes)"),
-        (swap, "the files come in another order"),
+        (add, "added: shards/c.jsonl"),
+        (add_many, "added: shards/g.jsonl; and 2 more"),
+        (remove, "removed: shards/b.jsonl"),
+        (change_a_byte, "changed: shards/b.jsonl"),
+        (cut, "changed: shards/b.jsonl"),
+        (swap, "removed: shards/a.jsonl"),
     ],
 )
 def test_changes_are_reported_and_other_training_rows_are_refused(
@@ -104,6 +104,4 @@ def test_the_same_rows_in_other_files_are_not_a_change(folder: Path, tmp_path: P
 
     assert manifest("moved.jsonl.gz").changes_since(before) is None
     assert manifest(str(folder)).changes_since(before) is None
-    assert manifest("shards", "shards").changes_since(before) == (
-        "the files come in another order, or another number of times"
-    )
+    assert manifest("shards", "shards").changes_since(before) == ("the files come in another order or number")

@@ -28,7 +28,7 @@ import os
 import sys
 
 from agent_loop.cli import main
-from agent_loop.training.loop import TrainingLoop
+from agent_loop.training.ppo_trainer import TrainingLoop
 
 learn = TrainingLoop._learn
 

@@ -203,9 +203,7 @@ def test_a_resume_with_other_training_rows_is_refused_unless_it_is_allowed(
     config = changed(config, "trainer", total_steps=2)
     output = io.StringIO()
 
-    with pytest.raises(
-        CheckpointError, match=r"step-000001' \(added: .*1.jsonl \(1 row, 18 bytes\)\); put the files back"
-    ):
+    with pytest.raises(CheckpointError, match=r"step-000001' \(added: .*1.jsonl\); put the files back"):
         train(config, resume=True)
     allowed = changed(config, "data", allow_changed_rows=True)
     resumed = train(allowed, resume=True, console=Console(file=output, width=400))
@@ -213,7 +211,7 @@ def test_a_resume_with_other_training_rows_is_refused_unless_it_is_allowed(
     assert resumed.step == 2
     assert "the rows of data.train_files changed since that checkpoint (added: " in output.getvalue()
     rows = latest_checkpoint(resumed.run_dir).rows["train"]
-    assert [(Path(file.name).name, file.num_rows) for file in rows.files] == [("0.jsonl", 6), ("1.jsonl", 1)]
+    assert [Path(name).name for name in rows.files] == ["0.jsonl", "1.jsonl"]
 
 
 def test_a_step_without_signal_changes_no_weight_but_counts(config: Config) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from agent_loop.config import RewardConfig
 from agent_loop.errors import ConfigError, RewardError
@@ -19,10 +19,9 @@ from agent_loop.rewards.function import (
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.incidents import IncidentCollector, record_incident
 from agent_loop.runtime.numeric import REWARD_LIMIT, as_reward
-from agent_loop.trajectory import AgentLoopOutput, Incident
+from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Row
 
-ResultT = TypeVar("ResultT")
 NAME = "reward.functions"
 
 
@@ -74,16 +73,19 @@ class CombinedBatchReward(BatchRewardFunction):
         return [self._combined(results) for results in zip(*by_part, strict=True)]
 
     def _combined(self, results: Sequence[ScoreResult]) -> ScoreResult:
-        """Return the result of one trajectory, from those of its parts."""
-        incidents: list[Incident] = [incident for result in results for incident in result.incidents]
-        scores = [result.score for result in results if result.score is not None]
-        if len(scores) < len(results):
-            error = next(result.error for result in results if result.score is None)
+        """Return the weighted sum for one trajectory, from the results of its parts."""
+        incidents = [incident for result in results for incident in result.incidents]
+        reward, extra = 0.0, dict[str, Any]()
+        for (name, part), result in zip(self._parts.items(), results, strict=True):
+            if result.score is None:
+                return ScoreResult(error=result.error, incidents=incidents)
+            reward += part.weight * result.score.reward
+            extra[name] = result.score.reward
+            extra |= {f"{name}.{key}": value for key, value in result.score.extra.items()}
+        if as_reward(reward) is None:
+            error = RewardError(f"the sum of {NAME} is {reward}; give smaller weights {REWARD_LIMIT}")
             return ScoreResult(error=error, incidents=incidents)
-        try:
-            return ScoreResult(_combine(self._parts, scores), incidents=incidents)
-        except RewardError as error:
-            return ScoreResult(error=error, incidents=incidents)
+        return ScoreResult(Score(reward, extra), incidents=incidents)
 
 
 def load_rewards(config: RewardConfig) -> CombinedReward | CombinedBatchReward:
@@ -109,45 +111,26 @@ async def _results(
     async def score(output: AgentLoopOutput, row: Row) -> ScoreResult:
         assert isinstance(reward, RewardFunction)
         with IncidentCollector(name) as collector:
-            found = await _caught(name, reward(output, row))
-        if isinstance(found, RewardError):
-            return ScoreResult(error=found, incidents=collector.incidents)
-        return ScoreResult(found, incidents=collector.incidents)
+            try:
+                found = ScoreResult(await reward(output, row))
+            except RewardError as error:
+                found = ScoreResult(error=error)
+        return replace(found, incidents=collector.incidents)
 
     if isinstance(reward, RewardFunction):
-        return await run_together(score(output, row) for output, row in zip(outputs, rows, strict=True))
-    results = await _caught(name, reward(outputs, rows))
-    if isinstance(results, RewardError):
-        return [ScoreResult(error=results) for _ in outputs]
+        results = await run_together(score(output, row) for output, row in zip(outputs, rows, strict=True))
+    else:
+        try:
+            results = await reward(outputs, rows)
+        except RewardError as error:
+            results = [ScoreResult(error=error)] * len(outputs)
     return [
-        result
-        if result.error is None
-        else ScoreResult(error=_named(name, result.error), incidents=result.incidents)
+        result if result.error is None else replace(result, error=_named(name, result.error))
         for result in results
     ]
-
-
-async def _caught(name: str, call: Awaitable[ResultT]) -> ResultT | RewardError:
-    """Return the result of a part's call, or its error with the name of the part."""
-    try:
-        return await call
-    except RewardError as error:
-        return _named(name, error)
 
 
 def _named(name: str, error: RewardError) -> RewardError:
     named = RewardError(f"part {name!r}: {error}")
     named.__cause__ = error
     return named
-
-
-def _combine(parts: Mapping[str, Part], scores: Sequence[Score]) -> Score:
-    """Return the weighted sum."""
-    reward, extra = 0.0, dict[str, Any]()
-    for (name, part), score in zip(parts.items(), scores, strict=True):
-        reward += part.weight * score.reward
-        extra[name] = score.reward
-        extra |= {f"{name}.{key}": value for key, value in score.extra.items()}
-    if as_reward(reward) is None:
-        raise RewardError(f"the sum of {NAME} is {reward}; give smaller weights {REWARD_LIMIT}")
-    return Score(reward, extra)

@@ -173,14 +173,14 @@ class BatchRewardFunction(_UserFunction):
 def load_reward(reference: str, *, timeout_s: float) -> RewardFunction:
     """Load a reward function that is called for each trajectory."""
     if is_judged_file(reference):
-        return RewardFunction(load_rubric(reference).score, timeout_s=None, name=reference)
+        return RewardFunction(load_rubric(reference), timeout_s=None, name=reference)
     return RewardFunction(_load(reference, is_batch=False), timeout_s=timeout_s, name=reference)
 
 
 def load_batch_reward(reference: str, *, timeout_s: float) -> BatchRewardFunction:
     """Load a reward function that is called once for each group."""
     if is_judged_file(reference):
-        return BatchRewardFunction(load_ranking(reference).score, timeout_s=None, name=reference)
+        return BatchRewardFunction(load_ranking(reference), timeout_s=None, name=reference)
     return BatchRewardFunction(_load(reference, is_batch=True), timeout_s=timeout_s, name=reference)
 
 
@@ -223,11 +223,12 @@ def _result(value: Any, *, source: str) -> ScoreResult:
 
 
 def _load(reference: str, *, is_batch: bool) -> Callable[..., Any]:
-    own, other = ("outputs", "rows"), ("output", "row")
-    returns, remedy, names, other_names = "list of float | dict", "leave reward.batch=true out", BATCH, SINGLE
-    if not is_batch:
-        own, other, names, other_names = other, own, SINGLE, BATCH
-        returns, remedy = "float | dict", "set reward.batch=true"
+    forms = {
+        True: (("outputs", "rows"), BATCH, "list of float | dict", "set reward.batch=true"),
+        False: (("output", "row"), SINGLE, "float | dict", "leave reward.batch=true out"),
+    }
+    own, names, returns, _ = forms[is_batch]
+    other, other_names, _, remedy = forms[not is_batch]
     form = f"({', '.join(own)})"
     function = load_object(reference, key=FUNCTION_KEY)
     if not callable(function) or isinstance(function, type):

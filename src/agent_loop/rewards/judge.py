@@ -90,24 +90,15 @@ def criterion_question(
     text: str, *, messages: Sequence[Message], answer: YesNo | Scale, explains: bool
 ) -> Question:
     """Return the question whether, or how far, a trajectory meets a criterion."""
-    work = f"Criterion: {text}\n\nWork:\n{_as_json(list(messages))}"
-    if answer == "yes_no":
-        return _question(
-            GRADING,
-            work,
-            kind=Literal["yes", "no"],
-            form='"yes" or "no"',
-            explains=explains,
-            grade=lambda value: (float(value == "yes"),),
-        )
-    worst, best = answer
+    is_binary = answer == "yes_no"
+    worst, best = scale = (0, 1) if answer == "yes_no" else answer
     return _question(
         GRADING,
-        work,
-        kind=_integer(answer),
-        form=f"a whole number from {worst} (worst) to {best} (best)",
+        f"Criterion: {text}\n\nWork:\n{_as_json(list(messages))}",
+        kind=Literal["yes", "no"] if is_binary else _integer(scale),
+        form='"yes" or "no"' if is_binary else f"a whole number from {worst} (worst) to {best} (best)",
         explains=explains,
-        grade=lambda value: ((value - worst) / (best - worst),),
+        grade=lambda value: (float(value == "yes") if is_binary else (value - worst) / (best - worst),),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any, Literal, Self, cast
@@ -84,8 +84,8 @@ class _Jury:
         self._judges = [Judge(each, cache=cache) for each in settings.judges]
         self._vote = fmean if settings.vote == "mean" else median
 
-    async def ask(self, questions: dict[str, Question]) -> dict[str, Verdict]:
-        """Return the verdicts by the names of their questions. All judges end before an error is raised."""
+    async def ask(self, questions: dict[str, Question]) -> list[Verdict]:
+        """Return the verdicts in the order of the questions. All judges end before an error is raised."""
 
         async def ask(name: str, judge: Judge) -> Verdict | RewardUnavailable:
             try:
@@ -95,13 +95,14 @@ class _Jury:
                 named.__cause__ = error
                 return named
 
-        pairs = [(name, judge) for name in questions for judge in self._judges]
-        verdicts: dict[str, list[Verdict]] = {name: [] for name in questions}
-        for (name, _), verdict in zip(pairs, await run_together(ask(*pair) for pair in pairs), strict=True):
+        found = await run_together(ask(name, judge) for name in questions for judge in self._judges)
+        verdicts: list[Verdict] = []
+        for verdict in found:
             if isinstance(verdict, RewardUnavailable):
                 raise verdict
-            verdicts[name].append(verdict)
-        return {name: self._combine(each) for name, each in verdicts.items()}
+            verdicts.append(verdict)
+        count = len(self._judges)
+        return [self._combine(verdicts[start : start + count]) for start in range(0, len(verdicts), count)]
 
     def _combine(self, verdicts: Sequence[Verdict]) -> Verdict:
         values = zip(*(verdict.values for verdict in verdicts), strict=True)
@@ -109,18 +110,26 @@ class _Jury:
         return Verdict(tuple(float(self._vote(each)) for each in values), reasons)
 
 
-class Rubric:
-    """Reward function that asks judges about each criterion of a trajectory."""
+def is_judged_file(reference: str) -> bool:
+    """Return whether a reference to a reward function names a file with questions to judges."""
+    return reference.endswith(SUFFIXES)
 
-    def __init__(self, settings: JudgedFile) -> None:
-        self._settings = settings
-        self._jury = _Jury(settings)
 
-    async def score(self, output: AgentLoopOutput, row: Row) -> dict[str, Any]:
-        """Return the weighted mean of the criteria as `reward`, and the value of each criterion, from 0 to 1."""
-        settings = self._settings
+def load_rubric(reference: str) -> Callable[..., Any]:
+    """Return the reward function of a file with criteria, which asks judges about each criterion of a trajectory.
+
+    It returns the weighted mean of the criteria as `reward`, and the value of each criterion, from 0 to 1.
+    """
+    settings = _load(reference)
+    if settings.ranking is not None:
+        raise ConfigError(
+            f"{reference} has a ranking, which compares the trajectories of a row; set batch to true for it"
+        )
+    jury, criteria = _Jury(settings), settings.criteria
+
+    async def score(output: AgentLoopOutput, row: Row) -> dict[str, Any]:
         messages = _seen(output, shows=settings.shows)
-        verdicts = await self._jury.ask(
+        verdicts = await jury.ask(
             {
                 f"criterion {name!r}": criterion_question(
                     _filled(criterion.question, row, where=f"criterion {name!r}"),
@@ -128,64 +137,46 @@ class Rubric:
                     answer=criterion.answer,
                     explains=settings.explain,
                 )
-                for name, criterion in settings.criteria.items()
+                for name, criterion in criteria.items()
             }
         )
-        found = dict(zip(settings.criteria, verdicts.values(), strict=True))
-        values = {name: verdict.values[0] for name, verdict in found.items()}
-        weights = [criterion.weight for criterion in settings.criteria.values()]
-        reasons = {f"{name}.reason": verdict.reason for name, verdict in found.items()}
+        values = {name: each.values[0] for name, each in zip(criteria, verdicts, strict=True)}
+        reasons = {f"{name}.reason": each.reason for name, each in zip(criteria, verdicts, strict=True)}
+        weights = [criterion.weight for criterion in criteria.values()]
         return {
             "reward": fmean(values.values(), weights),
             **values,
             **(reasons if settings.explain else {}),
         }
 
+    return score
 
-class Ranking:
-    """Batch reward function that asks judges to compare the trajectories of a group."""
 
-    def __init__(self, settings: JudgedFile, text: str) -> None:
-        self._settings = settings
-        self._text = text
-        self._jury = _Jury(settings)
+def load_ranking(reference: str) -> Callable[..., Any]:
+    """Return the batch reward function of a file with a ranking, which asks judges to compare a group.
 
-    async def score(self, outputs: list[AgentLoopOutput], rows: list[Row]) -> list[dict[str, Any]]:
-        """Return for each trajectory its score from 0 to 1 as `reward`, and its `rank`, of which 1 is the best."""
+    It returns for each trajectory its score from 0 to 1 as `reward`, and its `rank`, of which 1 is the best.
+    """
+    settings = _load(reference)
+    text = settings.ranking
+    if text is None:
+        raise ConfigError(f"{reference} has criteria, which are asked about each trajectory; leave batch out")
+    jury = _Jury(settings)
+
+    async def score(outputs: list[AgentLoopOutput], rows: list[Row]) -> list[dict[str, Any]]:
         question = ranking_question(
-            _filled(self._text, rows[0], where="ranking"),
-            attempts=[_seen(output, shows=self._settings.shows) for output in outputs],
-            explains=self._settings.explain,
+            _filled(text, rows[0], where="ranking"),
+            attempts=[_seen(output, shows=settings.shows) for output in outputs],
+            explains=settings.explain,
         )
-        [verdict] = (await self._jury.ask({"ranking": question})).values()
-        reason = {"reason": verdict.reason} if self._settings.explain else {}
+        [verdict] = await jury.ask({"ranking": question})
+        reason = {"reason": verdict.reason} if settings.explain else {}
         return [
             {"reward": value, "rank": 1 + sum(other > value for other in verdict.values), **reason}
             for value in verdict.values
         ]
 
-
-def is_judged_file(reference: str) -> bool:
-    """Return whether a reference to a reward function names a file with questions to judges."""
-    return reference.endswith(SUFFIXES)
-
-
-def load_rubric(reference: str) -> Rubric:
-    """Load a file with criteria."""
-    settings = _load(reference)
-    if settings.ranking is not None:
-        raise ConfigError(
-            f"{reference} has a ranking, which compares the trajectories of a row; set batch to true for it"
-        )
-    return Rubric(settings)
-
-
-def load_ranking(reference: str) -> Ranking:
-    """Load a file with a ranking."""
-    settings = _load(reference)
-    if settings.ranking is None:
-        raise ConfigError(f"{reference} has criteria, which are asked about each trajectory; leave batch out")
-    return Ranking(settings, settings.ranking)
+    return score
 
 
 def _load(reference: str) -> JudgedFile:

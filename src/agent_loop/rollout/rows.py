@@ -38,8 +38,6 @@ class RowFile:
     """A file of rows, or another source, and its rows."""
 
     name: str
-    num_bytes: int | None
-    """Size of the file. None for other sources."""
     rows: Sequence[dict[str, Any]]
     """The rows, each with `raw_prompt`, a list of messages."""
 
@@ -139,16 +137,16 @@ def _load(source: str, *, prompt_key: str, workspace: Mapping[str, Any]) -> Iter
     located = environment_rows(source, workspace=workspace)
     if located is not None:
         rows = [_with_prompt(row, where=where, prompt_key=prompt_key) for where, row in located]
-        yield RowFile(source, None, rows)
+        yield RowFile(source, rows)
         return
     shards = find_shards(source)
     if shards is None:
         rows = [prepare(where, row) for where, row in number_rows(source, _call_row_function(source))]
-        yield RowFile(source, None, rows)
+        yield RowFile(source, rows)
         return
     for shard in shards:
         rows = [prepare(where, row) for where, row in shard.read(prompt_key=prompt_key)]
-        yield RowFile(str(shard.path), shard.path.stat().st_size, rows)
+        yield RowFile(str(shard.path), rows)
 
 
 def _call_row_function(source: str) -> Iterator[Any]:

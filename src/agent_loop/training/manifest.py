@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agent_loop.recording.values import digest
 from agent_loop.rollout.rows import RowFile
@@ -71,27 +70,11 @@ def _crc32_of(file: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class DataFile:
-    """File of rows, or function, as it was when a run read it."""
-
-    name: str
-    num_bytes: int | None
-    """None for a function."""
-    num_rows: int
-    digest: str
-    """Digest of the rows in order. Values that JSON cannot represent count by their type."""
-
-    @property
-    def size(self) -> str:
-        rows = "1 row" if self.num_rows == 1 else f"{self.num_rows} rows"
-        return rows + ("" if self.num_bytes is None else f", {self.num_bytes} bytes")
-
-
-@dataclass(frozen=True, slots=True)
 class DataManifest:
-    """Files of a data set, in order."""
+    """Files of a data set, as they were when a run read them."""
 
-    files: tuple[DataFile, ...]
+    files: Mapping[str, str]
+    """Digest of the rows of each file or function, by name. Values that JSON cannot represent count by their type."""
     digest: str
     """Digest of all rows in order, independent of their division into files."""
 
@@ -99,34 +82,21 @@ class DataManifest:
     def of(cls, files: Sequence[RowFile]) -> DataManifest:
         """Return the manifest of files that were read."""
         by_file = [[digest(row) for row in file.rows] for file in files]
-        described = (
-            DataFile(file.name, file.num_bytes, len(digests), digest(digests))
-            for file, digests in zip(files, by_file, strict=True)
-        )
-        return cls(tuple(described), digest([each for digests in by_file for each in digests]))
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> DataManifest:
-        """Return the manifest that `asdict` turned into these values."""
-        return cls(tuple(DataFile(**each) for each in values["files"]), str(values["digest"]))
+        named = {file.name: digest(digests) for file, digests in zip(files, by_file, strict=True)}
+        return cls(named, digest([each for digests in by_file for each in digests]))
 
     def changes_since(self, before: DataManifest) -> str | None:
-        """Return which files have changed, and how; None if the rows are the same.
+        """Return which files have changed; None if the rows are the same.
 
-        Files with other names or sizes but the same rows, such as compressed files, have not changed.
+        Files with other names but the same rows, such as compressed files, have not changed.
         """
         if self.digest == before.digest:
             return None
-        old, new = ({file.name: file for file in each.files} for each in (before, self))
-        kept = {file.digest for file in self.files} & {file.digest for file in before.files}
-        changes: list[str] = []
-        for name in sorted(old.keys() | new.keys()):
-            if name in old and name in new:
-                if old[name].digest != new[name].digest:
-                    changes.append(f"changed: {name} (was {old[name].size}; is {new[name].size})")
-            elif (file := old.get(name) or new[name]).digest not in kept:
-                changes.append(f"{'added' if name in new else 'removed'}: {name} ({file.size})")
-        if not changes:
-            return "the files come in another order, or another number of times"
+        old, new = before.files, self.files
+        changes = [
+            f"{'added' if name not in old else 'changed' if name in new else 'removed'}: {name}"
+            for name in sorted(old.keys() | new.keys())
+            if old.get(name) != new.get(name)
+        ]
         more = f"; and {len(changes) - _MAX_NAMED} more" if len(changes) > _MAX_NAMED else ""
-        return "; ".join(changes[:_MAX_NAMED]) + more
+        return "; ".join(changes[:_MAX_NAMED]) + more or "the files come in another order or number"

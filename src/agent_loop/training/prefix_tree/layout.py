@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -77,7 +76,7 @@ class TreeLayout:
             depth_T = cast(LongArray, self.depth_T.cpu().numpy())
             blocks = self.blocks
             if window is not None and window <= int(depth_T.max()):
-                blocks = tuple(_Windows(window, depth_T, blocks).divided())
+                blocks = tuple(_within_window(blocks, depth_T, window))
             self.masked[window] = _with_masks(blocks, self.depth_T, self.end_T, window=window)
         return self.masked[window]
 
@@ -178,50 +177,34 @@ def _small_groups(beside: Sequence[tuple[Node, int]]) -> Iterator[list[tuple[Nod
         yield group
 
 
-class _Windows:
-    """Division of blocks into pieces whose pairs are within a sliding window, or that need a small mask."""
+def _within_window(blocks: Blocks, depth_T: LongArray, window: int) -> Iterator[Block]:
+    """Yield blocks in pieces whose pairs are within a sliding window, or that need a small mask."""
+    for block in blocks:
+        is_inside = depth_T[block.queries].max() - depth_T[block.keys].min() < window
+        if (block.is_own and block.is_masked) or is_inside:
+            yield block
+            continue
+        for first in range(block.queries.start, block.queries.stop, PIECE):
+            queries, above = slice(first, min(first + PIECE, block.queries.stop)), block
+            if block.is_own:
+                yield _on_itself(first, queries.stop, is_causal=queries.stop - first <= window)
+                above = Block(queries, slice(block.keys.start, first))
+            yield from _keys_within(replace(above, queries=queries), depth_T, window)
 
-    def __init__(self, window: int, depth_T: LongArray, blocks: Blocks) -> None:
-        self._window = window
-        self._depth_T = depth_T
-        self._blocks = blocks
-        self._starts = np.array(sorted(block.queries.start for block in blocks if block.is_own))
 
-    def divided(self) -> Iterator[Block]:
-        for block in self._blocks:
-            if (block.is_own and block.is_masked) or self._is_inside(block):
-                yield block
-                continue
-            for queries in self._pieces(block.queries):
-                if block.is_own:
-                    is_short = queries.stop - queries.start <= self._window
-                    yield _on_itself(queries.start, queries.stop, is_causal=is_short)
-                    yield from self._cut(Block(queries, slice(block.keys.start, queries.start)))
-                else:
-                    yield from self._cut(replace(block, queries=queries))
-
-    def _is_inside(self, block: Block) -> bool:
-        return self._depth_T[block.queries].max() - self._depth_T[block.keys].min() < self._window
-
-    def _pieces(self, queries: slice) -> Iterator[slice]:
-        starts = self._starts[(self._starts > queries.start) & (self._starts < queries.stop)]
-        for start, end in pairwise([queries.start, *starts.tolist(), queries.stop]):
-            for first in range(start, end, PIECE):
-                yield slice(first, min(end, first + PIECE))
-
-    def _cut(self, block: Block) -> Iterator[Block]:
-        """Yield the parts of a block with keys of a path that some queries see, and that all queries see."""
-        keys, depths = block.keys, self._depth_T[block.queries]
-        if keys.start == keys.stop:
-            return
-        # Position of the first key that a query at depth 0 would see, if the path went on upwards.
-        origin = keys.start - int(self._depth_T[keys.start]) - self._window + 1
-        seen = max(keys.start, origin + int(depths.min()))
-        full = keys.stop if block.is_masked else min(keys.stop, max(seen, origin + int(depths.max())))
-        if seen < full:
-            yield replace(block, keys=slice(seen, full), is_masked=True)
-        if full < keys.stop and seen < keys.stop:
-            yield replace(block, keys=slice(full, keys.stop))
+def _keys_within(block: Block, depth_T: LongArray, window: int) -> Iterator[Block]:
+    """Yield the parts of a block with keys of a path that some queries see, and that all queries see."""
+    keys, depths = block.keys, depth_T[block.queries]
+    if keys.start == keys.stop:
+        return
+    # Position of the first key that a query at depth 0 would see, if the path went on upwards.
+    origin = keys.start - int(depth_T[keys.start]) - window + 1
+    seen = max(keys.start, origin + int(depths.min()))
+    full = keys.stop if block.is_masked else min(keys.stop, max(seen, origin + int(depths.max())))
+    if seen < full:
+        yield replace(block, keys=slice(seen, full), is_masked=True)
+    if full < keys.stop and seen < keys.stop:
+        yield replace(block, keys=slice(full, keys.stop))
 
 
 def _with_masks(blocks: Blocks, depth_T: Tensor, end_T: Tensor, *, window: int | None) -> Blocks:

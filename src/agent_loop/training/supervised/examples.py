@@ -89,7 +89,7 @@ def load_examples(sources: Sequence[str], *, config: SftConfig, template: ChatTe
                 tokenizer=template.tokenizer,
             )
             token_ids = [[int(each) for s in segments for each in s.token_ids] for segments in stored]
-            files.append(RowFile(source, None, [{"token_ids": ids} for ids in token_ids]))
+            files.append(RowFile(source, [{"token_ids": ids} for ids in token_ids]))
             found += map(_example, stored)
             continue
         chats = load_row_files([source], prompt_key=config.messages_key)

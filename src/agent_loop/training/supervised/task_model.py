@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,16 +58,6 @@ class TaskTexts:
         shown = next((row["tools"] for row in chats if row.get("tools")), no_tools)
         return cls(load_rows(rows, prompt_key=prompt_key), chats, tools=tools or shown)
 
-    def conversations(self) -> Iterator[Sequence[Message]]:
-        """Yield the conversations and the prompts."""
-        for row in (*self.demonstrations, *self.prompts):
-            yield row["raw_prompt"]
-
-    def supervised_rows(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the demonstrations as rows of `sft.files`."""
-        for row in self.demonstrations:
-            yield {"messages": row["raw_prompt"], "tools": row.get("tools") or list(self.tools)}
-
 
 async def make_task_model(
     out: Path, texts: TaskTexts, *, size: Size, num_steps: int, seed: int, console: Console
@@ -78,7 +67,8 @@ async def make_task_model(
     The tokenizer learns the phrases of the task. Without demonstrations, the weights stay random.
     """
     refuse_existing(out)
-    conversations = list(islice(texts.conversations(), NUM_TEXTS))
+    rows = [*texts.demonstrations, *texts.prompts][:NUM_TEXTS]
+    conversations: list[Sequence[Message]] = [row["raw_prompt"] for row in rows]
     try:
         tokenizer = train_tokenizer(conversations, tools=texts.tools, vocab_size=size.vocabulary)
     except TypeError as error:  # a message whose content is not text
@@ -108,7 +98,9 @@ def _supervised_config(
 ) -> Config:
     chats = folder / "demonstrations.jsonl"
     with chats.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in texts.supervised_rows())
+        for row in texts.demonstrations:
+            shown = {"messages": row["raw_prompt"], "tools": row.get("tools") or list(texts.tools)}
+            file.write(json.dumps(shown) + "\n")
     values = {
         "model": {"path": str(model), "device": "cpu"},
         "sft": {"files": [str(chats)]},
