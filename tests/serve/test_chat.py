@@ -12,8 +12,8 @@ from openai.types.chat import ChatCompletion
 
 from agent_loop.errors import ChatTemplateError, RequestError, ServerError
 from agent_loop.serve.chat import chat_completion, sample_chat
-from agent_loop.serve.chat_replies import ParsedChunk
 from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.completions import ReplyChunk
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
@@ -27,7 +27,7 @@ def request(**fields) -> dict:
     return {"model": "any", "messages": user("hi"), **fields}
 
 
-def chunks_of(manager: AsyncLLMServerManager, **fields) -> AsyncGenerator[ParsedChunk]:
+def chunks_of(manager: AsyncLLMServerManager, **fields) -> AsyncGenerator[ReplyChunk]:
     asked = ChatCompletionRequest.read(request(stream=True, **fields))
     return sample_chat(asked, template=TEMPLATE, sampler=manager)
 

@@ -12,8 +12,8 @@ import pytest
 
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
-from agent_loop.serve.chat_replies import joined
 from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.completions import ReplyChunk
 from agent_loop.serve.session import Session
 from agent_loop.serve.shared_completion import RetryInfo
 from agent_loop.testing import run_virtual
@@ -127,7 +127,7 @@ def test_the_memory_of_a_session_grows_linearly_with_its_turns() -> None:
                 )  # as each request brings it
                 request = ChatCompletionRequest.read(body)
                 chunks = [chunk async for chunk in session.submit(request, retry=RetryInfo())]
-                messages.append({"role": "assistant", "content": joined(chunks).delta.content})
+                messages.append({"role": "assistant", "content": ReplyChunk.joined(chunks).delta.content})
             harness.server.requests.clear()
             num_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()

@@ -19,16 +19,16 @@ from starlette.routing import Route
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import BadPrompt, RequestError
 from agent_loop.serve.chat import count_prompt_tokens, sample_chat
-from agent_loop.serve.chat_replies import ParsedChunk
+from agent_loop.serve.chat_replies import TextWriter
 from agent_loop.serve.chat_requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from agent_loop.serve.completions import ReplyChunk, Sampler
 from agent_loop.serve.errors import UnknownModel
 from agent_loop.serve.fields import without_none
 from agent_loop.serve.metrics import CONTENT_TYPE, Metrics, health_of
 from agent_loop.serve.responses_requests import CallRecord
 from agent_loop.serve.routes import check_api_key, model_app, read_json, route
-from agent_loop.serve.sampling import Sampler
 from agent_loop.serve.streams import ClientConnection, json_response, reply
-from agent_loop.serve.text import TextWriter, prompts_of, sample_text, score_prompts
+from agent_loop.serve.text import prompts_of, sample_text, score_prompts
 from agent_loop.serve.wishes import Wishes
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.trajectory import Incident
@@ -130,7 +130,7 @@ class _PoolApp:
             return json_response(scored)
         prompts = prompts_of(body, template=served.template)
         num_tokens = sum(map(len, prompts))
-        writer = TextWriter(body, template=served.template, num_prompt_tokens=num_tokens)
+        writer = TextWriter(body, served.template, num_prompt_tokens=num_tokens)
         chunks = completer.sample_text(body, prompts)
         return await reply(chunks, connection=connection, writer=writer, is_streamed=body.stream)
 
@@ -170,7 +170,7 @@ class _PoolCompleter:
     def note(self, incident: Incident) -> None:
         pass
 
-    def sample(self, chat: ChatCompletionRequest) -> AsyncGenerator[ParsedChunk]:
+    def sample(self, chat: ChatCompletionRequest) -> AsyncGenerator[ReplyChunk]:
         served = self.app.served
         if chat.tools_in_use and served.why_no_tools:
             raise RequestError(f"tools: {served.why_no_tools}", param="tools")
@@ -180,9 +180,7 @@ class _PoolCompleter:
         )
         return self._in_session(chat, sample)
 
-    def sample_text(
-        self, body: CompletionRequest, prompts: Sequence[IntArray]
-    ) -> AsyncGenerator[ParsedChunk]:
+    def sample_text(self, body: CompletionRequest, prompts: Sequence[IntArray]) -> AsyncGenerator[ReplyChunk]:
         served = self.app.served
         for prompt in prompts:
             served.check_prompt(prompt)
@@ -206,8 +204,8 @@ class _PoolCompleter:
         }
 
     async def _in_session(
-        self, body: SamplingRequestT, sample: Callable[[SamplingRequestT], AsyncGenerator[ParsedChunk]]
-    ) -> AsyncGenerator[ParsedChunk]:
+        self, body: SamplingRequestT, sample: Callable[[SamplingRequestT], AsyncGenerator[ReplyChunk]]
+    ) -> AsyncGenerator[ReplyChunk]:
         """Sample in the session that the client names."""
         with self.app.sessions.use(self.session or body.session_id) as session:
             chunks = sample(body.model_copy(update={"session_id": session}))

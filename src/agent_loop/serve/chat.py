@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
@@ -15,11 +14,11 @@ from agent_loop.chat.multimodal import Encoded
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import RequestError, UnsupportedParameter
 from agent_loop.runtime.concurrency import merged
-from agent_loop.serve.chat_replies import ChatWriter, JsonObject, ParsedChunk, ReplyHead
+from agent_loop.serve.chat_replies import ChatWriter, JsonObject
 from agent_loop.serve.chat_requests import ChatCompletionRequest, ChatMessage
-from agent_loop.serve.sampling import ChunkDecoder, Sampler, completion_session, token_chunks
-from agent_loop.serve.stream_parser import ContinuedParser, FirstCallEnd, ParsedDelta, StreamParser
-from agent_loop.types import IntArray, Message, TokenChunk, TokenIds, ToolCall, as_token_ids
+from agent_loop.serve.completions import CompletionReader, ReplyChunk, ReplyHead, Sampler, sample_completion
+from agent_loop.serve.stream_parser import ContinuedParser, FirstCallEnd, StreamParser
+from agent_loop.types import IntArray, Message, TokenIds, as_token_ids
 
 PROMPT_END_TOKENS = 16
 """Number of tokens at the end of the prompt that are searched for an opened reasoning block."""
@@ -47,69 +46,42 @@ class TurnPrefix:
 NO_PREFIX = TurnPrefix()
 
 
-class TurnReader:
-    """Reads the tokens of one completion as content, reasoning and calls."""
-
-    def __init__(
-        self,
-        request: ChatCompletionRequest,
-        *,
-        template: ChatTemplate,
-        context: IntArray,
-        prefix: TurnPrefix = NO_PREFIX,
-        index: int = 0,
-        new_call_id: Callable[[int], str] = lambda _: f"call_{uuid4().hex[:24]}",
-    ) -> None:
-        # Without a prefix, the head has a view: copies would grow with the square of the conversation.
-        prompt_ids = (
-            np.concatenate([context, as_token_ids(prefix.token_ids)]) if prefix.token_ids else context
-        )
-        self._head = ReplyHead(prompt_ids)
-        self._index = index
-        self._new_call_id = new_call_id
-        ends_after: FirstCallEnd | None = None
-        if request.has_one_call:
-            reasoning = template.opened_reasoning(context)
-            before = "" if reasoning is None else reasoning.opening
-            ends_after = FirstCallEnd(template, tools=request.tools_in_use, prefix=before + prefix.text)
-        self._decoder = ChunkDecoder(
-            template,
-            stops=request.stops,
-            keeps_end_tokens=template.tool_parser.reads_end_tokens,
-            prefix=prefix.token_ids,
-            ends_after=ends_after,
-            needs_logprobs=bool(request.logprobs),
-        )
-        self.is_token_by_token = self._decoder.is_token_by_token
-        """Whether the completion may end at any token, so that the server has to stream it."""
-        prompt_end = template.decode(context[-PROMPT_END_TOKENS:])
-        parser = StreamParser(template.tool_parser, tools=request.tools_in_use, prompt_end=prompt_end)
-        self._parser: StreamParser | ContinuedParser = parser
-        self._before = ParsedDelta()
-        """Part of the response that the prefix makes."""
-        if prefix.given is None:
-            self._before = parser.feed(prefix.text)
-        else:
-            self._parser = ContinuedParser(parser, begun=prefix.text, given=prefix.given)
-
-    def read(self, chunk: TokenChunk) -> Iterator[ParsedChunk]:
-        """Read a chunk, and yield the result. A result with a finish reason is the last one.
-
-        Raises `RequestError` if the request asks for log-probs and the server returns none.
-        """
-        for decoded in self._decoder.feed(chunk):
-            delta = self._before + self._parser.feed(decoded.text)
-            self._before = ParsedDelta()
-            if decoded.finish_reason is not None:
-                delta += self._parser.finish()
-            yield ParsedChunk(self._head, self._index, decoded, delta, self._with_ids(delta.tool_calls))
-
-    def _with_ids(self, calls: Sequence[ToolCall]) -> dict[str, ToolCall]:
-        """Return each call by a unique id, which is the model's own id if there is one."""
-        named: dict[str, ToolCall] = {}
-        for position, call in enumerate(calls):
-            named[call.id if call.id and call.id not in named else self._new_call_id(position)] = call
-        return named
+def turn_reader(
+    request: ChatCompletionRequest,
+    *,
+    template: ChatTemplate,
+    context: IntArray,
+    prefix: TurnPrefix = NO_PREFIX,
+    index: int = 0,
+    **options: Callable[[int], str],
+) -> CompletionReader:
+    """Return the reader of a completion that answers a chat request. `options` are further ones of the reader."""
+    # Without a prefix, the head has a view: copies would grow with the square of the conversation.
+    head = ReplyHead(
+        np.concatenate([context, as_token_ids(prefix.token_ids)]) if prefix.token_ids else context
+    )
+    ends_after: FirstCallEnd | None = None
+    if request.has_one_call:
+        reasoning = template.opened_reasoning(context)
+        opened = "" if reasoning is None else reasoning.opening
+        ends_after = FirstCallEnd(template, tools=request.tools_in_use, prefix=opened + prefix.text)
+    prompt_end = template.decode(context[-PROMPT_END_TOKENS:])
+    parser = StreamParser(template.tool_parser, tools=request.tools_in_use, prompt_end=prompt_end)
+    before = parser.feed(prefix.text) if prefix.given is None else None
+    return CompletionReader(
+        template,
+        head,
+        index=index,
+        parser=parser
+        if prefix.given is None
+        else ContinuedParser(parser, begun=prefix.text, given=prefix.given),
+        stops=request.stops,
+        prefix=prefix.token_ids,
+        before=before,
+        ends_after=ends_after,
+        needs_logprobs=bool(request.logprobs),
+        **options,
+    )
 
 
 async def chat_completion(
@@ -174,7 +146,7 @@ async def sample_chat(
     template: ChatTemplate,
     sampler: Sampler,
     check_prompt: Callable[[IntArray], None] | None = None,
-) -> AsyncGenerator[ParsedChunk]:
+) -> AsyncGenerator[ReplyChunk]:
     """Yield the chunks of all completions of a request as they are sampled. Closing the iterator aborts them.
 
     Text is sent immediately, unless it may be the start of a tool call. Tool calls are sent whole, at the end.
@@ -182,37 +154,26 @@ async def sample_chat(
     prompt = await ChatPrompt.rendered(request, template=template)
     if check_prompt is not None:
         check_prompt(prompt.token_ids)
-    choices = [_sample_choice(request, prompt, sampler, index=i) for i in range(request.num_choices)]
+    choices = [
+        sample_completion(
+            turn_reader(
+                request,
+                template=prompt.template,
+                context=prompt.encoded.token_ids,
+                prefix=prompt.prefix,
+                index=index,
+            ),
+            request.sampling_params(max_tokens=request.max_new_tokens, choice=index),
+            sampler=sampler,
+            session=None if index else request.session_id,
+            is_streamed=request.stream,
+            attachments=prompt.encoded.attachments,
+        )
+        for index in range(request.num_choices)
+    ]
     async with aclosing(merged(choices)) as chunks:
         async for chunk in chunks:
             yield chunk
-
-
-async def _sample_choice(
-    request: ChatCompletionRequest, prompt: ChatPrompt, sampler: Sampler, *, index: int
-) -> AsyncGenerator[ParsedChunk]:
-    reader = TurnReader(
-        request,
-        template=prompt.template,
-        context=prompt.encoded.token_ids,
-        prefix=prompt.prefix,
-        index=index,
-    )
-    with completion_session(sampler, None if index else request.session_id) as session:
-        chunks = token_chunks(
-            sampler,
-            prompt.token_ids,
-            request.sampling_params(max_tokens=request.max_new_tokens, choice=index),
-            session,
-            attachments=prompt.encoded.attachments,
-            is_streamed=bool(request.stream) or reader.is_token_by_token,
-        )
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                for parsed in reader.read(chunk):
-                    yield parsed
-                    if parsed.decoded.finish_reason is not None:
-                        return
 
 
 def conversation_of(messages: Sequence[ChatMessage]) -> list[Message]:

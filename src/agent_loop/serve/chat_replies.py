@@ -1,75 +1,24 @@
-"""Parsed chunks of completions, and the writer of replies of the chat completions API."""
+"""Writers of replies, and those of chat and text completions."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
-from uuid import uuid4
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Protocol, TypeAlias
 
 from pydantic_core import to_json
 
 from agent_loop.chat.byte_level import bytes_of_name
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.chat_requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from agent_loop.serve.completions import ReplyChunk, by_choice
 from agent_loop.serve.errors import ErrorReply
 from agent_loop.serve.fields import without_none
-from agent_loop.serve.sampling import DecodedChunk
-from agent_loop.serve.stream_parser import ParsedDelta
-from agent_loop.types import IntArray, ToolCall
+from agent_loop.types import ToolCall
 
-FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 JsonObject: TypeAlias = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyHead:
-    """Fields that all chunks of a completion share."""
-
-    prompt_ids: IntArray
-    """Tokens before the first sampled one."""
-    id: str = field(default_factory=lambda: uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedChunk:
-    """Chunk of one of a request's completions, decoded and parsed."""
-
-    head: ReplyHead
-    index: int
-    """Index of the completion."""
-    decoded: DecodedChunk
-    delta: ParsedDelta
-    calls: Mapping[str, ToolCall] = field(default_factory=dict[str, ToolCall])
-    """The delta's calls by their ids."""
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Reason why the completion ended; None if it did not."""
-        match self.decoded.finish_reason:
-            case None:
-                return None
-            case "length":
-                return "length"
-            case _:
-                return "tool_calls" if self.calls else "stop"
-
-
-def joined(chunks: Sequence[ParsedChunk]) -> ParsedChunk:
-    """Return the chunks of one completion as one chunk."""
-    calls = {call_id: call for chunk in chunks for call_id, call in chunk.calls.items()}
-    decoded = DecodedChunk.joined([chunk.decoded for chunk in chunks])
-    delta = ParsedDelta.joined([chunk.delta for chunk in chunks])
-    return ParsedChunk(chunks[0].head, chunks[0].index, decoded, delta, calls)
-
-
-def by_choice(chunks: Sequence[ParsedChunk]) -> list[ParsedChunk]:
-    """Return each of a request's completions as one chunk."""
-    indices = sorted({chunk.index for chunk in chunks})
-    return [joined([chunk for chunk in chunks if chunk.index == index]) for index in indices]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +31,12 @@ class Usage:
     """Tokens of the prompt that were in the server's prefix cache; None if the server does not say."""
 
     @classmethod
-    def of(cls, chunks: Sequence[ParsedChunk]) -> Usage:
+    def of(cls, chunks: Sequence[ReplyChunk]) -> Usage:
         """Return the token counts of a request from the chunks of all of its completions."""
-        cached = [c.decoded.num_cached_tokens for c in chunks if c.decoded.num_cached_tokens is not None]
+        cached = [c.tokens.num_cached_tokens for c in chunks if c.tokens.num_cached_tokens is not None]
         return cls(
             prompt_tokens=len(chunks[0].head.prompt_ids),
-            completion_tokens=sum(len(chunk.decoded.token_ids) for chunk in chunks),
+            completion_tokens=sum(len(chunk.tokens.token_ids) for chunk in chunks),
             cached_tokens=max(cached) if cached else None,
         )
 
@@ -105,11 +54,11 @@ class Usage:
 class ReplyWriter(Protocol):
     """Writes the reply to one request in the format of its API, either whole or as server-sent events."""
 
-    def whole(self, chunks: Sequence[ParsedChunk], /) -> Mapping[str, Any]:
+    def whole(self, chunks: Sequence[ReplyChunk], /) -> Mapping[str, Any]:
         """Return the reply from all chunks of its completions."""
         ...
 
-    def chunk(self, chunk: ParsedChunk, /) -> bytes:
+    def chunk(self, chunk: ReplyChunk, /) -> bytes:
         """Return the events of a chunk."""
         ...
 
@@ -136,79 +85,153 @@ def arguments_text(call: ToolCall) -> str:
 DONE = b"data: [DONE]\n\n"
 
 
-class ChatWriter:
-    """Writes a chat completion. Fields with `token_ids`, and `stop_reason`, are extensions of OpenAI's format."""
+class _OpenAIWriter:
+    """Base class of the writers of chat and text completions.
 
-    def __init__(self, request: ChatCompletionRequest, template: ChatTemplate) -> None:
-        self._request = request
+    Fields with `token_ids`, and `stop_reason`, are extensions of OpenAI's format.
+    """
+
+    def __init__(
+        self, request: SamplingRequest, template: ChatTemplate, *, kind: str, id_prefix: str
+    ) -> None:
+        self._base = request
         self._template = template
-        self._started: set[int] = set()
-        self._chunks: list[ParsedChunk] = []
-
-    def whole(self, chunks: Sequence[ParsedChunk]) -> JsonObject:
-        prompt_ids = chunks[0].head.prompt_ids.tolist() if self._request.return_token_ids else None
-        return {
-            **self._head(chunks[0], kind="chat.completion"),
-            "choices": [self._choice(choice, message=_message(choice)) for choice in by_choice(chunks)],
-            "usage": Usage.of(chunks).as_openai(),
-            **without_none({"prompt_token_ids": prompt_ids}),
-        }
-
-    def chunk(self, chunk: ParsedChunk) -> bytes:
-        self._chunks.append(chunk)
-        is_first = chunk.index not in self._started
-        has_tokens = bool(chunk.decoded.token_ids)
-        is_seen = bool(chunk.delta.content or chunk.delta.reasoning or chunk.calls or chunk.finish_reason)
-        shows_tokens = bool(self._request.return_token_ids or self._request.logprobs)
-        if not is_first and not is_seen and not (shows_tokens and has_tokens):
-            return b""
-        body = {
-            **self._head(self._chunks[0], kind="chat.completion.chunk"),
-            "choices": [self._choice(chunk, delta=_delta(chunk, is_first=is_first))],
-        }
-        if self._request.return_token_ids and not self._started:
-            body["prompt_token_ids"] = chunk.head.prompt_ids.tolist()
-        self._started.add(chunk.index)
-        return server_sent_event(body)
+        self._kind = kind
+        self._id_prefix = id_prefix
+        self._chunks: list[ReplyChunk] = []
 
     def error(self, error: ErrorReply) -> bytes:
         return server_sent_event(error.as_openai())
 
     def end(self) -> bytes:
-        options = self._request.stream_options
+        options = self._base.stream_options
         if options is None or not options.include_usage:
             return DONE
-        head = self._head(self._chunks[0], kind="chat.completion.chunk")
-        return server_sent_event({**head, "choices": [], "usage": Usage.of(self._chunks).as_openai()}) + DONE
+        usage = self._usage(self._chunks).as_openai()
+        return server_sent_event(self._body(self._chunks[0], choices=[], usage=usage)) + DONE
 
-    def _head(self, chunk: ParsedChunk, *, kind: str) -> JsonObject:
-        head = chunk.head
+    def _usage(self, chunks: Sequence[ReplyChunk]) -> Usage:
+        return Usage.of(chunks)
+
+    def _body(self, chunk: ReplyChunk, *, kind: str = "", **fields: Any) -> JsonObject:
         return {
-            "id": f"chatcmpl-{head.id}",
-            "object": kind,
-            "created": head.created,
-            "model": self._request.model,
+            "id": f"{self._id_prefix}-{chunk.head.id}",
+            "object": kind or self._kind,
+            "created": chunk.head.created,
+            "model": self._base.model,
+            **fields,
         }
 
-    def _choice(self, chunk: ParsedChunk, **message: JsonObject) -> JsonObject:
+
+class ChatWriter(_OpenAIWriter):
+    """Writes a chat completion."""
+
+    def __init__(self, request: ChatCompletionRequest, template: ChatTemplate) -> None:
+        super().__init__(request, template, kind="chat.completion.chunk", id_prefix="chatcmpl")
+        self._request = request
+        self._started: set[int] = set()
+
+    def whole(self, chunks: Sequence[ReplyChunk]) -> JsonObject:
+        prompt_ids = chunks[0].head.prompt_ids.tolist() if self._request.return_token_ids else None
+        return self._body(
+            chunks[0],
+            kind="chat.completion",
+            choices=[self._choice(choice, message=_message(choice)) for choice in by_choice(chunks)],
+            usage=Usage.of(chunks).as_openai(),
+            **without_none({"prompt_token_ids": prompt_ids}),
+        )
+
+    def chunk(self, chunk: ReplyChunk) -> bytes:
+        self._chunks.append(chunk)
+        is_first = chunk.index not in self._started
+        is_seen = bool(chunk.delta.content or chunk.delta.reasoning or chunk.calls or chunk.end)
+        shows_tokens = bool(self._request.return_token_ids or self._request.logprobs)
+        if not is_first and not is_seen and not (shows_tokens and chunk.tokens.token_ids):
+            return b""
+        body = self._body(
+            self._chunks[0], choices=[self._choice(chunk, delta=_delta(chunk, is_first=is_first))]
+        )
+        if self._request.return_token_ids and not self._started:
+            body["prompt_token_ids"] = chunk.head.prompt_ids.tolist()
+        self._started.add(chunk.index)
+        return server_sent_event(body)
+
+    def _choice(self, chunk: ReplyChunk, **message: JsonObject) -> JsonObject:
         has_logprobs = bool(self._request.logprobs)
         more = {
-            "logprobs": {"content": token_logprobs(chunk.decoded, self._template)} if has_logprobs else None,
-            "token_ids": chunk.decoded.token_ids if self._request.return_token_ids else None,
-            "stop_reason": chunk.decoded.stop_text,
+            "logprobs": {"content": token_logprobs(chunk, self._template)} if has_logprobs else None,
+            "token_ids": chunk.tokens.token_ids if self._request.return_token_ids else None,
+            "stop_reason": chunk.stop_text,
         }
         return {"index": chunk.index, **message, "finish_reason": chunk.finish_reason, **without_none(more)}
 
 
-def token_logprobs(decoded: DecodedChunk, template: ChatTemplate) -> list[JsonObject]:
+class TextWriter(_OpenAIWriter):
+    """Writes a text completion."""
+
+    def __init__(self, request: CompletionRequest, template: ChatTemplate, *, num_prompt_tokens: int) -> None:
+        super().__init__(request, template, kind="text_completion", id_prefix="cmpl")
+        self._request = request
+        self._num_prompt_tokens = num_prompt_tokens
+        self._offsets: dict[int, int] = {}
+        """Number of characters sent of each completion that has begun."""
+
+    def whole(self, chunks: Sequence[ReplyChunk]) -> JsonObject:
+        choices = [self._choice(choice) for choice in by_choice(chunks)]
+        return self._body(chunks[0], choices=choices, usage=self._usage(chunks).as_openai())
+
+    def chunk(self, chunk: ReplyChunk) -> bytes:
+        self._chunks.append(chunk)
+        shows_tokens = self._request.return_token_ids or self._request.wants_logprobs
+        if not chunk.delta.content and chunk.end is None and not (shows_tokens and chunk.tokens.token_ids):
+            return b""
+        return server_sent_event(self._body(self._chunks[0], choices=[self._choice(chunk)]))
+
+    def _usage(self, chunks: Sequence[ReplyChunk]) -> Usage:
+        return replace(Usage.of(chunks), prompt_tokens=self._num_prompt_tokens)
+
+    def _choice(self, chunk: ReplyChunk) -> JsonObject:
+        shows_ids = bool(self._request.return_token_ids)
+        is_first = chunk.index not in self._offsets
+        offset = self._offsets.get(chunk.index, 0)
+        self._offsets[chunk.index] = offset + len(chunk.delta.content)
+        more = {
+            "token_ids": chunk.tokens.token_ids if shows_ids else None,
+            "prompt_token_ids": chunk.head.prompt_ids.tolist() if shows_ids and is_first else None,
+        }
+        return {
+            "index": chunk.index,
+            "text": chunk.delta.content,
+            "finish_reason": chunk.end,
+            "logprobs": self._logprobs(chunk, offset=offset) if self._request.wants_logprobs else None,
+            **without_none(more),
+        }
+
+    def _logprobs(self, chunk: ReplyChunk, *, offset: int) -> JsonObject:
+        tokens = [self._template.decode([token]) for token in chunk.tokens.token_ids]
+        logprobs: JsonObject = {
+            "tokens": tokens,
+            "token_logprobs": list(chunk.tokens.logprobs or ()),
+            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else [],
+        }
+        if self._request.num_top_logprobs:
+            logprobs["top_logprobs"] = [
+                {self._template.decode([token]): logprob for token, logprob in reversed(top)}
+                for top in chunk.top_logprobs
+            ]
+        return logprobs
+
+
+def token_logprobs(chunk: ReplyChunk, template: ChatTemplate) -> list[JsonObject]:
     """Return the log-probs of a chunk's tokens in the form of the chat completions and the Responses API."""
-    tops = decoded.top_logprobs or [()] * len(decoded.token_ids)
+    token_ids = chunk.tokens.token_ids
+    tops = chunk.top_logprobs or [()] * len(token_ids)
     return [
         {
             **_candidate(token_id, logprob, template),
             "top_logprobs": [_candidate(*candidate, template) for candidate in top],
         }
-        for token_id, logprob, top in zip(decoded.token_ids, decoded.logprobs or (), tops, strict=True)
+        for token_id, logprob, top in zip(token_ids, chunk.tokens.logprobs or (), tops, strict=True)
     ]
 
 
@@ -220,7 +243,7 @@ def _candidate(token_id: int, logprob: float, template: ChatTemplate) -> JsonObj
     return {"token": token, "logprob": logprob, "bytes": list(encoded)}
 
 
-def _message(choice: ParsedChunk) -> JsonObject:
+def _message(choice: ReplyChunk) -> JsonObject:
     content = choice.delta.content
     more = {"reasoning_content": choice.delta.reasoning or None, "tool_calls": _calls(choice) or None}
     return {
@@ -230,7 +253,7 @@ def _message(choice: ParsedChunk) -> JsonObject:
     }
 
 
-def _delta(chunk: ParsedChunk, *, is_first: bool) -> JsonObject:
+def _delta(chunk: ReplyChunk, *, is_first: bool) -> JsonObject:
     calls = [{"index": position, **call} for position, call in enumerate(_calls(chunk))]
     return without_none(
         {
@@ -242,7 +265,7 @@ def _delta(chunk: ParsedChunk, *, is_first: bool) -> JsonObject:
     )
 
 
-def _calls(chunk: ParsedChunk) -> list[JsonObject]:
+def _calls(chunk: ReplyChunk) -> list[JsonObject]:
     return [
         {
             "id": call_id,

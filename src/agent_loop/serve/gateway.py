@@ -14,8 +14,8 @@ from starlette.requests import Request
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ConfigError
-from agent_loop.serve.chat_replies import ParsedChunk
 from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.completions import ReplyChunk
 from agent_loop.serve.process import listening
 from agent_loop.serve.responses_requests import CallRecord
 from agent_loop.serve.routes import check_api_key, model_app
@@ -99,7 +99,7 @@ class _SessionCompleter:
     def note(self, incident: Incident) -> None:
         self._incidents.append(incident)
 
-    def sample(self, chat: ChatCompletionRequest) -> AsyncGenerator[ParsedChunk]:
+    def sample(self, chat: ChatCompletionRequest) -> AsyncGenerator[ReplyChunk]:
         return self._session.submit(
             chat, retry=self._retry, incidents=self._incidents, trusts_call_ids=self._trusts_call_ids
         )

@@ -7,14 +7,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from agent_loop.serve.chat_replies import (
-    FinishReason,
     JsonObject,
-    ParsedChunk,
     Usage,
     arguments_text,
-    joined,
     server_sent_event,
 )
+from agent_loop.serve.completions import FinishReason, ReplyChunk
 from agent_loop.serve.errors import ErrorReply
 from agent_loop.serve.messages_requests import MessagesRequest, PromptRequest
 
@@ -33,13 +31,13 @@ class MessageWriter:
 
     def __init__(self, request: MessagesRequest) -> None:
         self._request = request
-        self._chunks: list[ParsedChunk] = []
+        self._chunks: list[ReplyChunk] = []
         self._num_blocks = 0
         self._open: str | None = None
         """Type of the open block."""
 
-    def whole(self, chunks: Sequence[ParsedChunk]) -> JsonObject:
-        turn = joined(chunks)
+    def whole(self, chunks: Sequence[ReplyChunk]) -> JsonObject:
+        turn = ReplyChunk.joined(chunks)
         content: list[JsonObject] = []
         if turn.delta.reasoning and self._request.shows_thinking:
             content.append({"type": "thinking", "thinking": self._shown(turn), "signature": ""})
@@ -51,7 +49,7 @@ class MessageWriter:
         ]
         return {**self._message(turn), "content": content, **self._ending(chunks)}
 
-    def chunk(self, chunk: ParsedChunk) -> bytes:
+    def chunk(self, chunk: ReplyChunk) -> bytes:
         events = b""
         if not self._chunks:
             unfinished: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None}
@@ -81,7 +79,7 @@ class MessageWriter:
     def error(self, error: ErrorReply) -> bytes:
         return _event("error", error=error.as_messages_detail())
 
-    def _message(self, chunk: ParsedChunk) -> JsonObject:
+    def _message(self, chunk: ReplyChunk) -> JsonObject:
         return {
             "id": f"msg_{chunk.head.id}",
             "type": "message",
@@ -89,16 +87,16 @@ class MessageWriter:
             "model": self._request.model,
         }
 
-    def _ending(self, chunks: Sequence[ParsedChunk]) -> JsonObject:
-        last = joined(chunks)
-        stop_text = last.decoded.stop_text
+    def _ending(self, chunks: Sequence[ReplyChunk]) -> JsonObject:
+        last = ReplyChunk.joined(chunks)
+        stop_text = last.stop_text
         reason = "stop_sequence" if stop_text is not None else _STOP_REASONS[last.finish_reason or "stop"]
         ending = {"stop_reason": reason, "stop_sequence": stop_text, "usage": _usage(Usage.of(chunks))}
         if self._request.context_management is not None:
             ending["context_management"] = {"applied_edits": []}
         return ending
 
-    def _shown(self, chunk: ParsedChunk) -> str:
+    def _shown(self, chunk: ReplyChunk) -> str:
         return chunk.delta.reasoning if self._request.shows_thoughts else ""
 
     def _add_text(self, kind: str, text: str) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from agent_loop.serve.chat_replies import ParsedChunk
+from agent_loop.serve.completions import ReplyChunk
 from agent_loop.servers.metric_names import ALIVE, COMPLETION_TOKENS, PROMPT_TOKENS, RUNNING, WAITING
 from agent_loop.servers.pool import ServerPool
 
@@ -51,8 +51,8 @@ class Metrics:
         self.duration.labels(route).observe(duration_s)
 
     async def counted(
-        self, chunks: AsyncGenerator[ParsedChunk], *, is_streamed: bool | None
-    ) -> AsyncGenerator[ParsedChunk]:
+        self, chunks: AsyncGenerator[ReplyChunk], *, is_streamed: bool | None
+    ) -> AsyncGenerator[ReplyChunk]:
         """Yield the chunks of a request, and count their tokens and those of their prompts."""
         started = time.perf_counter()
         begun: set[int] = set()
@@ -63,7 +63,7 @@ class Metrics:
                 if chunk.index not in begun:
                     self.prompt_tokens.inc(len(chunk.head.prompt_ids))
                     begun.add(chunk.index)
-                self.completion_tokens.inc(len(chunk.decoded.token_ids))
+                self.completion_tokens.inc(len(chunk.tokens.token_ids))
                 yield chunk
 
     def render(self, servers: Sequence[Mapping[str, Any]]) -> bytes:

@@ -9,13 +9,12 @@ from typing import Any
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.serve.chat_replies import (
     JsonObject,
-    ParsedChunk,
     Usage,
     arguments_text,
-    joined,
     server_sent_event,
     token_logprobs,
 )
+from agent_loop.serve.completions import ReplyChunk
 from agent_loop.serve.errors import ErrorReply
 from agent_loop.serve.fields import RequestModel
 from agent_loop.serve.responses_requests import CallRecord, TranslatedResponse, write_encrypted
@@ -45,7 +44,7 @@ class ResponseWriter:
         self._has_logprobs = bool(translated.chat.logprobs)
         self._template = template
         self._calls = calls
-        self._chunks: list[ParsedChunk] = []
+        self._chunks: list[ReplyChunk] = []
         self._items: list[JsonObject | None] = []
         """Finished items; None for an item that is still open."""
         self._reasoning: _OpenItem | None = None
@@ -56,13 +55,13 @@ class ResponseWriter:
 
     # -- whole and streamed ----------------------------------------------------------------------------------------
 
-    def whole(self, chunks: Sequence[ParsedChunk]) -> JsonObject:
+    def whole(self, chunks: Sequence[ReplyChunk]) -> JsonObject:
         self._chunks = list(chunks)
-        self._add(joined(chunks))
+        self._add(ReplyChunk.joined(chunks))
         self._finish()
         return self._response(self._status)
 
-    def chunk(self, chunk: ParsedChunk) -> bytes:
+    def chunk(self, chunk: ReplyChunk) -> bytes:
         is_first = not self._chunks
         self._chunks.append(chunk)
         events: list[JsonObject] = []
@@ -135,9 +134,9 @@ class ResponseWriter:
 
     # -- items -----------------------------------------------------------------------------------------------------
 
-    def _add(self, chunk: ParsedChunk) -> list[JsonObject]:
+    def _add(self, chunk: ReplyChunk) -> list[JsonObject]:
         if self._has_logprobs:
-            self._logprobs += token_logprobs(chunk.decoded, self._template)
+            self._logprobs += token_logprobs(chunk, self._template)
         events = self._add_reasoning(chunk.delta.reasoning) if chunk.delta.reasoning else []
         if chunk.delta.content:
             events += self._add_text(chunk.delta.content)

@@ -20,8 +20,9 @@ from starlette.routing import Route
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import AgentLoopError, RequestError
 from agent_loop.serve.chat import sample_chat
-from agent_loop.serve.chat_replies import ChatWriter, ParsedChunk, ReplyWriter
+from agent_loop.serve.chat_replies import ChatWriter, ReplyWriter
 from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.completions import ReplyChunk, Sampler
 from agent_loop.serve.errors import ErrorReply, status_of
 from agent_loop.serve.fields import RequestModel
 from agent_loop.serve.messages_replies import MessageWriter, model_info, model_info_list, token_count
@@ -29,7 +30,6 @@ from agent_loop.serve.messages_requests import CountTokensRequest, MessagesReque
 from agent_loop.serve.middleware import MISDIRECTED, HostGuard, RequestObserver
 from agent_loop.serve.responses_replies import ResponseWriter
 from agent_loop.serve.responses_requests import CallRecord, ResponsesRequest, renamed, translate_response
-from agent_loop.serve.sampling import Sampler
 from agent_loop.serve.streams import ClientConnection, ClientDisconnected, json_response, reply
 from agent_loop.serve.wishes import Wishes
 from agent_loop.trajectory import Incident, IncidentKind
@@ -70,7 +70,7 @@ class Completer(Protocol):
         """Record what was lost in reading the request."""
         ...
 
-    def sample(self, chat: ChatCompletionRequest) -> AsyncGenerator[ParsedChunk]:
+    def sample(self, chat: ChatCompletionRequest) -> AsyncGenerator[ReplyChunk]:
         """Yield the completions of a chat request as they are sampled."""
         ...
 

@@ -16,9 +16,9 @@ from agent_loop.errors import AgentLoopError, ChatTemplateError, JournalError, R
 from agent_loop.loops.base import LoopContext
 from agent_loop.recording.row_log import ReplayMismatch
 from agent_loop.runtime.concurrency import merged, run_shielded
-from agent_loop.serve.chat import TurnReader, count_prompt_tokens
-from agent_loop.serve.chat_replies import ParsedChunk
+from agent_loop.serve.chat import count_prompt_tokens, turn_reader
 from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.completions import ReplyChunk
 from agent_loop.serve.conversation_tree import Branch, ConversationTree, TurnNode, message_keys
 from agent_loop.serve.responses_requests import CallRecord
 from agent_loop.serve.shared_completion import (
@@ -146,7 +146,7 @@ class Session:
         retry: RetryInfo,
         incidents: Sequence[Incident] = (),
         trusts_call_ids: bool = False,
-    ) -> AsyncGenerator[ParsedChunk]:
+    ) -> AsyncGenerator[ReplyChunk]:
         """Start the completions of a request and yield their chunks. A retry gets those of the original request.
 
         Args:
@@ -387,7 +387,7 @@ class Session:
         # Ids of calls stay the same when the turn is replayed. Some chat templates accept only ids of nine letters and
         # digits, which these are with fewer than 100 branches, 1,000 turns and 10 calls.
         turn_name = f"L{branch.number:02}T{episode.assistant_turns:03}"
-        reader = TurnReader(
+        reader = turn_reader(
             request,
             template=plan.template,
             context=context,
@@ -402,7 +402,7 @@ class Session:
                 return True
             for parsed in reader.read(chunk):
                 shared.add(parsed)
-                if parsed.decoded.finish_reason is not None:
+                if parsed.end is not None:
                     return chunk.stop_reason is not None
             return True
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from agent_loop.errors import AgentLoopError
-from agent_loop.serve.chat_replies import ParsedChunk
 from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.completions import ReplyChunk
 from agent_loop.serve.conversation_tree import MessageKey, digest
 
 
@@ -24,7 +24,7 @@ class SharedCompletion:
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
         """Task that samples the completion."""
-        self.chunks: list[ParsedChunk] = []
+        self.chunks: list[ReplyChunk] = []
         self.error: AgentLoopError | None = None
         self.is_finished = False
         self._num_followers = 0
@@ -35,7 +35,7 @@ class SharedCompletion:
         """Whether a retry may follow this completion: it is running, or it finished without an error."""
         return self.error is None and not (self.task is not None and self.task.cancelling())
 
-    def add(self, chunk: ParsedChunk) -> None:
+    def add(self, chunk: ReplyChunk) -> None:
         """Append a chunk and wake all followers."""
         self.chunks.append(chunk)
         self._wake_followers()
@@ -46,7 +46,7 @@ class SharedCompletion:
             self.error, self.is_finished = error, True
             self._wake_followers()
 
-    async def follow(self) -> AsyncGenerator[ParsedChunk]:
+    async def follow(self) -> AsyncGenerator[ReplyChunk]:
         """Yield all chunks, oldest first, and wait for new ones until the completion is finished."""
         self._num_followers += 1
         try:

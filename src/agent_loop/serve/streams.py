@@ -14,7 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agent_loop.errors import AgentLoopError, ServerError
 from agent_loop.runtime.concurrency import run_while
-from agent_loop.serve.chat_replies import ParsedChunk, ReplyWriter
+from agent_loop.serve.chat_replies import ReplyWriter
+from agent_loop.serve.completions import ReplyChunk
 from agent_loop.serve.errors import ErrorReply
 
 ResultT = TypeVar("ResultT")
@@ -57,7 +58,7 @@ class ClientConnection:
 
 
 async def reply(
-    chunks: AsyncGenerator[ParsedChunk],
+    chunks: AsyncGenerator[ReplyChunk],
     *,
     connection: ClientConnection,
     writer: ReplyWriter,
@@ -70,12 +71,12 @@ async def reply(
     return json_response(writer.whole(await connection.run(_all(chunks))))
 
 
-async def _all(chunks: AsyncGenerator[ParsedChunk]) -> list[ParsedChunk]:
+async def _all(chunks: AsyncGenerator[ReplyChunk]) -> list[ReplyChunk]:
     async with aclosing(chunks):
         return [chunk async for chunk in chunks]
 
 
-async def _first(chunks: AsyncGenerator[ParsedChunk]) -> ParsedChunk:
+async def _first(chunks: AsyncGenerator[ReplyChunk]) -> ReplyChunk:
     try:
         return await anext(chunks)
     except BaseException:
@@ -93,8 +94,8 @@ class _EventStream(Response):
 
     def __init__(
         self,
-        first: ParsedChunk,
-        rest: AsyncGenerator[ParsedChunk],
+        first: ReplyChunk,
+        rest: AsyncGenerator[ReplyChunk],
         *,
         connection: ClientConnection,
         writer: ReplyWriter,

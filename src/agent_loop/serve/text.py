@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import RequestError
 from agent_loop.runtime.concurrency import merged, run_together
-from agent_loop.serve.chat_replies import (
-    DONE,
-    JsonObject,
-    ParsedChunk,
-    ReplyHead,
-    Usage,
-    by_choice,
-    server_sent_event,
-)
+from agent_loop.serve.chat_replies import JsonObject, Usage
 from agent_loop.serve.chat_requests import CompletionRequest
-from agent_loop.serve.errors import ErrorReply
-from agent_loop.serve.fields import without_none
-from agent_loop.serve.sampling import ChunkDecoder, DecodedChunk, Sampler, completion_session, token_chunks
-from agent_loop.serve.stream_parser import ParsedDelta
+from agent_loop.serve.completions import (
+    CompletionReader,
+    ReplyChunk,
+    ReplyHead,
+    Sampler,
+    sample_completion,
+)
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scores import MINUS_INFINITY, TokenScores, checked_text
 from agent_loop.types import IntArray, as_token_ids
@@ -53,119 +47,31 @@ def prompts_of(request: CompletionRequest, *, template: ChatTemplate) -> list[In
     return prompts
 
 
-async def sample_text(
+def sample_text(
     request: CompletionRequest, prompts: Sequence[IntArray], *, template: ChatTemplate, sampler: Sampler
-) -> AsyncGenerator[ParsedChunk]:
+) -> AsyncGenerator[ReplyChunk]:
     """Complete each prompt `n` times, and yield the chunks as they are sampled. Closing the iterator aborts them.
 
     Choice `p * n + i` is the i-th completion of prompt `p`. Sessions are those of `chat_completion`.
     """
     heads = [ReplyHead(prompt) for prompt in prompts for _ in range(request.num_choices)]
-    choices = [
-        _sample_choice(request, head, template, sampler, index=index) for index, head in enumerate(heads)
-    ]
-    async with aclosing(merged(choices)) as chunks:
-        async for chunk in chunks:
-            yield chunk
-
-
-async def _sample_choice(
-    request: CompletionRequest, head: ReplyHead, template: ChatTemplate, sampler: Sampler, *, index: int
-) -> AsyncGenerator[ParsedChunk]:
     max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
-    params = request.sampling_params(max_tokens=max_tokens, choice=index % request.num_choices)
-    decoder = ChunkDecoder(template, stops=request.stops, needs_logprobs=request.wants_logprobs)
-    with completion_session(sampler, None if index else request.session_id) as session:
-        is_streamed = bool(request.stream) or decoder.is_token_by_token
-        chunks = token_chunks(sampler, head.prompt_ids, params, session, is_streamed=is_streamed)
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                for decoded in decoder.feed(chunk):
-                    yield ParsedChunk(head, index, decoded, ParsedDelta(decoded.text))
-                    if decoded.finish_reason is not None:
-                        return
-
-
-class TextWriter:
-    """Writes a text completion."""
-
-    def __init__(self, request: CompletionRequest, *, template: ChatTemplate, num_prompt_tokens: int) -> None:
-        self._request = request
-        self._template = template
-        self._num_prompt_tokens = num_prompt_tokens
-        self._chunks: list[ParsedChunk] = []
-        self._offsets: dict[int, int] = {}
-        """Number of characters sent of each completion that has begun."""
-
-    def whole(self, chunks: Sequence[ParsedChunk]) -> JsonObject:
-        choices = [self._choice(choice) for choice in by_choice(chunks)]
-        return self._body(chunks[0], choices=choices, usage=self._usage(chunks))
-
-    def chunk(self, chunk: ParsedChunk) -> bytes:
-        self._chunks.append(chunk)
-        decoded = chunk.decoded
-        shows_tokens = self._request.return_token_ids or self._request.wants_logprobs
-        if not decoded.text and decoded.finish_reason is None and not (shows_tokens and decoded.token_ids):
-            return b""
-        return server_sent_event(self._body(self._chunks[0], choices=[self._choice(chunk)]))
-
-    def error(self, error: ErrorReply) -> bytes:
-        return server_sent_event(error.as_openai())
-
-    def end(self) -> bytes:
-        options = self._request.stream_options
-        if options is None or not options.include_usage:
-            return DONE
-        usage = self._usage(self._chunks)
-        return server_sent_event(self._body(self._chunks[0], choices=[], usage=usage)) + DONE
-
-    def _usage(self, chunks: Sequence[ParsedChunk]) -> JsonObject:
-        usage = Usage.of(chunks)
-        return Usage(self._num_prompt_tokens, usage.completion_tokens, usage.cached_tokens).as_openai()
-
-    def _body(self, chunk: ParsedChunk, **fields: Any) -> JsonObject:
-        return {
-            "id": f"cmpl-{chunk.head.id}",
-            "object": "text_completion",
-            "created": chunk.head.created,
-            "model": self._request.model,
-            **fields,
-        }
-
-    def _choice(self, chunk: ParsedChunk) -> JsonObject:
-        decoded, shows_ids = chunk.decoded, bool(self._request.return_token_ids)
-        is_first = chunk.index not in self._offsets
-        offset = self._offsets.get(chunk.index, 0)
-        self._offsets[chunk.index] = offset + len(decoded.text)
-        more = {
-            "token_ids": decoded.token_ids if shows_ids else None,
-            "prompt_token_ids": chunk.head.prompt_ids.tolist() if shows_ids and is_first else None,
-        }
-        return {
-            "index": chunk.index,
-            "text": decoded.text,
-            "finish_reason": decoded.finish_reason,
-            "logprobs": self._logprobs(decoded, offset=offset) if self._request.wants_logprobs else None,
-            **without_none(more),
-        }
-
-    def _logprobs(self, decoded: DecodedChunk, *, offset: int) -> JsonObject:
-        tokens = [self._template.decode([token]) for token in decoded.token_ids]
-        offsets: list[int] = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        logprobs: JsonObject = {
-            "tokens": tokens,
-            "token_logprobs": list(decoded.logprobs or ()),
-            "text_offset": offsets,
-        }
-        if self._request.num_top_logprobs:
-            logprobs["top_logprobs"] = [
-                {self._template.decode([token]): logprob for token, logprob in reversed(top)}
-                for top in decoded.top_logprobs or ()
-            ]
-        return logprobs
+    return merged(
+        sample_completion(
+            CompletionReader(
+                template,
+                head,
+                index=index,
+                stops=request.stops,
+                needs_logprobs=request.wants_logprobs,
+            ),
+            request.sampling_params(max_tokens=max_tokens, choice=index % request.num_choices),
+            sampler=sampler,
+            session=None if index else request.session_id,
+            is_streamed=request.stream,
+        )
+        for index, head in enumerate(heads)
+    )
 
 
 async def score_prompts(

@@ -16,8 +16,8 @@ from agent_loop.episode import Episode
 from agent_loop.errors import RequestError
 from agent_loop.runtime.describe import one_line
 from agent_loop.serve.chat import TurnPrefix, begin_turn, conversation_of, split_prefill, template_of
-from agent_loop.serve.chat_replies import ParsedChunk
 from agent_loop.serve.chat_requests import ChatCompletionRequest
+from agent_loop.serve.completions import ReplyChunk
 from agent_loop.serve.conversation_tree import (
     ConversationTree,
     MessageKey,
@@ -140,7 +140,7 @@ def with_model_call_ids(position: TreePosition) -> list[Message]:
     return written
 
 
-def sent_message(plan: TurnPlan, chunks: Sequence[ParsedChunk]) -> Message:
+def sent_message(plan: TurnPlan, chunks: Sequence[ReplyChunk]) -> Message:
     """Return the assistant message of a turn as the client has it, with what the turn continues."""
     delta = ParsedDelta.joined([chunk.delta for chunk in chunks])
     begun = "" if plan.begun is None else str(plan.begun["content"])
