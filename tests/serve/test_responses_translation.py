@@ -110,7 +110,6 @@ def test_parameters_have_the_names_of_chat_requests() -> None:
     assert (chat.logprobs, chat.top_logprobs, chat.temperature, chat.top_p) == (True, 2, 0.5, 0.9)
     assert '"properties"' in chat.json_schema
     assert chat.stream
-    assert chat.metadata is None
 
 
 def test_a_grammar_is_shown_to_the_model() -> None:

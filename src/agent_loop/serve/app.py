@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,15 +23,13 @@ from agent_loop.serve.chat_replies import TextWriter
 from agent_loop.serve.chat_requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from agent_loop.serve.completions import ReplyChunk, Sampler
 from agent_loop.serve.errors import UnknownModel
-from agent_loop.serve.fields import without_none
 from agent_loop.serve.metrics import CONTENT_TYPE, Metrics, health_of
 from agent_loop.serve.responses_requests import CallRecord
-from agent_loop.serve.routes import check_api_key, model_app, read_json, route
+from agent_loop.serve.routes import Completer, check_api_key, model_app, model_card, read_json, route
 from agent_loop.serve.streams import ClientConnection, json_response, reply
 from agent_loop.serve.text import prompts_of, sample_text, score_prompts
 from agent_loop.serve.wishes import Wishes
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.trajectory import Incident
 from agent_loop.types import IntArray
 
 SamplingRequestT = TypeVar("SamplingRequestT", bound=SamplingRequest)
@@ -102,36 +100,80 @@ class _PoolApp:
             route("GET", "/metrics", self._metrics_text),
         ]
 
-    def open(self, request: Request) -> _PoolCompleter:
+    def open(self, request: Request) -> Completer:
         """Check the API key and the session's name of a request."""
+        session = self._session_of(request)
+        return Completer(
+            self.served.template,
+            self.calls,
+            partial(self._sample_chat, session=session),
+            self._count_tokens,
+            self._model_card,
+            Wishes(are_offered=False),
+        )
+
+    def _session_of(self, request: Request) -> str | None:
         if self.served.api_key is not None:
             check_api_key(request, self.served.api_key)
         session = request.headers.get("x-session-id")
         if session is not None and not 1 <= len(session) <= 256:
             raise RequestError("x-session-id: give between 1 and 256 characters", param="x-session-id")
-        return _PoolCompleter(self, session)
+        return session
+
+    def _model_card(self, name: str | None) -> Mapping[str, Any]:
+        served = self.served
+        if name is not None:
+            served.check_name(name)
+        return model_card(served.model, created=served.created, max_model_len=served.max_model_len)
+
+    async def _count_tokens(self, chat: ChatCompletionRequest) -> int:
+        self.served.check_name(chat.model)
+        return await count_prompt_tokens(chat, template=self.served.template)
+
+    def _sample_chat(self, chat: ChatCompletionRequest, *, session: str | None) -> AsyncGenerator[ReplyChunk]:
+        served = self.served
+        if chat.tools_in_use and served.why_no_tools:
+            raise RequestError(f"tools: {served.why_no_tools}", param="tools")
+        served.check_name(chat.model)
+        sample = partial(
+            sample_chat, template=served.template, sampler=served.manager, check_prompt=served.check_prompt
+        )
+        return self._in_session(chat, sample, session=session)
+
+    async def _in_session(
+        self,
+        body: SamplingRequestT,
+        sample: Callable[[SamplingRequestT], AsyncGenerator[ReplyChunk]],
+        *,
+        session: str | None,
+    ) -> AsyncGenerator[ReplyChunk]:
+        """Sample in the session that the client names."""
+        with self.sessions.use(session or body.session_id) as session_id:
+            chunks = sample(body.model_copy(update={"session_id": session_id}))
+            async with aclosing(self.metrics.counted(chunks, is_streamed=body.stream)) as counted:
+                async for chunk in counted:
+                    yield chunk
 
     async def _complete_text(self, request: Request, *, stopping: asyncio.Event) -> Response:
         """Complete a text or token ids, or score them."""
-        completer, served = self.open(request), self.served
+        session, served = self._session_of(request), self.served
+        template, manager = served.template, served.manager
         body = CompletionRequest.read(await read_json(request))
         served.check_name(body.model)
         connection = ClientConnection(request.receive, stopping)
         if body.is_scored:
+            limit = served.max_model_len
             scored = await connection.run(
-                score_prompts(
-                    body,
-                    template=served.template,
-                    manager=served.manager,
-                    max_model_len=served.max_model_len,
-                )
+                score_prompts(body, template=template, manager=manager, max_model_len=limit)
             )
             self.metrics.prompt_tokens.inc(scored["usage"]["prompt_tokens"])
             return json_response(scored)
-        prompts = prompts_of(body, template=served.template)
-        num_tokens = sum(map(len, prompts))
-        writer = TextWriter(body, served.template, num_prompt_tokens=num_tokens)
-        chunks = completer.sample_text(body, prompts)
+        prompts = prompts_of(body, template=template)
+        for prompt in prompts:
+            served.check_prompt(prompt)
+        writer = TextWriter(body, template, num_prompt_tokens=sum(map(len, prompts)))
+        sample = partial(sample_text, prompts=prompts, template=template, sampler=manager)
+        chunks = self._in_session(body, sample, session=session)
         return await reply(chunks, connection=connection, writer=writer, is_streamed=body.stream)
 
     async def _health(self, request: Request) -> Response:
@@ -145,73 +187,6 @@ class _PoolApp:
         """Return metrics for Prometheus."""
         text = self.metrics.render(await health_of(self.served.manager.pool))
         return Response(text, media_type=CONTENT_TYPE)
-
-
-@dataclass(frozen=True, slots=True)
-class _PoolCompleter:
-    """Completes one request with the servers of a pool."""
-
-    app: _PoolApp
-    session: str | None
-    """Value of the header `x-session-id`."""
-
-    @property
-    def template(self) -> ChatTemplate:
-        return self.app.served.template
-
-    @property
-    def calls(self) -> CallRecord:
-        return self.app.calls
-
-    @property
-    def wishes(self) -> Wishes:
-        return Wishes(are_offered=False)
-
-    def note(self, incident: Incident) -> None:
-        pass
-
-    def sample(self, chat: ChatCompletionRequest) -> AsyncGenerator[ReplyChunk]:
-        served = self.app.served
-        if chat.tools_in_use and served.why_no_tools:
-            raise RequestError(f"tools: {served.why_no_tools}", param="tools")
-        served.check_name(chat.model)
-        sample = partial(
-            sample_chat, template=served.template, sampler=served.manager, check_prompt=served.check_prompt
-        )
-        return self._in_session(chat, sample)
-
-    def sample_text(self, body: CompletionRequest, prompts: Sequence[IntArray]) -> AsyncGenerator[ReplyChunk]:
-        served = self.app.served
-        for prompt in prompts:
-            served.check_prompt(prompt)
-        sample = partial(sample_text, prompts=prompts, template=served.template, sampler=served.manager)
-        return self._in_session(body, sample)
-
-    async def count_tokens(self, chat: ChatCompletionRequest) -> int:
-        self.app.served.check_name(chat.model)
-        return await count_prompt_tokens(chat, template=self.template)
-
-    def model_card(self, name: str | None) -> Mapping[str, Any]:
-        served = self.app.served
-        if name is not None:
-            served.check_name(name)
-        return {
-            "id": served.model,
-            "object": "model",
-            "created": served.created,
-            "owned_by": "agent-loop",
-            **without_none({"max_model_len": served.max_model_len}),
-        }
-
-    async def _in_session(
-        self, body: SamplingRequestT, sample: Callable[[SamplingRequestT], AsyncGenerator[ReplyChunk]]
-    ) -> AsyncGenerator[ReplyChunk]:
-        """Sample in the session that the client names."""
-        with self.app.sessions.use(self.session or body.session_id) as session:
-            chunks = sample(body.model_copy(update={"session_id": session}))
-            async with aclosing(self.app.metrics.counted(chunks, is_streamed=body.stream)) as counted:
-                async for chunk in counted:
-                    yield chunk
 
 
 class _SessionTable:

@@ -26,7 +26,6 @@ from agent_loop.serve.fields import (
     MAX_STOPS,
     DataUrl,
     FiniteFloat,
-    Ignored,
     RequestModel,
     StopText,
     ToolName,
@@ -187,13 +186,19 @@ MAX_TOP_LOGPROBS = 20
 
 
 class StreamOptions(RequestModel):
+    ignored = ("include_obfuscation",)
+
     include_usage: bool | None = None
     """End the stream with a chunk that holds the token counts."""
-    include_obfuscation: Ignored = None
 
 
 class SamplingRequest(RequestModel):
     """Fields of both chat and text completion requests."""
+
+    ignored = (
+        *("user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+    )
 
     model: str
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -227,14 +232,6 @@ class SamplingRequest(RequestModel):
     """Extension: factor by which tokens of the context become less likely; 1 is none."""
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     """Extension: smallest probability of a candidate, relative to the likeliest one."""
-
-    user: Ignored = None
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
 
     logit_bias: Annotated[Any, only({})] = None
     best_of: Annotated[Any, only(1)] = None

@@ -17,7 +17,6 @@ from agent_loop.errors import (
     SamplingParamsError,
     ServerTimeout,
 )
-from agent_loop.serve.messages_requests import MessagesRequest
 from agent_loop.servers.http import HttpStatusError
 
 _BAD_REQUESTS = (
@@ -69,20 +68,12 @@ class ErrorReply:
         return {"error": error}
 
     def as_messages_detail(self) -> dict[str, Any]:
-        """Return the error in Anthropic's format. Its `code` is an extension: the code in OpenAI's format.
-
-        Errors about the chat request get the name that its parameter has in the Messages API.
-        """
-        message, param = self.message, self.param or ""
-        if param in MessagesRequest.names_here and message.startswith(param):
-            message = MessagesRequest.names_here[param] + message.removeprefix(param)
-        detail: dict[str, Any] = {
-            "type": _MESSAGES_KINDS.get(self.status, "api_error"),
-            "message": message,
-        }
+        """Return the error in Anthropic's format. Its `code` is an extension: the code in OpenAI's format."""
+        kind = _MESSAGES_KINDS.get(self.status, "api_error")
+        detail: dict[str, Any] = {"type": kind, "message": self.message}
         if self.code is not None:
             detail["code"] = self.code
-        if param == "thread":  # tells clients to send whole conversations
+        if self.param == "thread":  # tells clients to send whole conversations
             detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         return detail
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self, TypeAlias, cast
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -20,8 +21,6 @@ MAX_STOPS = 16
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 ToolName = Annotated[str, Field(pattern=r"^\S+$", max_length=256)]
-Ignored: TypeAlias = Any
-"""Field that is accepted and has no effect."""
 
 
 class RequestModel(BaseModel):
@@ -31,11 +30,16 @@ class RequestModel(BaseModel):
 
     names_here: ClassVar[Mapping[str, str]] = {}
     """Fields of this model, by what other APIs call them. Errors about unknown fields suggest them."""
+    ignored: ClassVar[Collection[str]] = ()
+    """Fields that are accepted and have no effect."""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        return without_none(cast(dict[str, Any], value)) if isinstance(value, dict) else value
+    def _without_ignored(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        given = cast(dict[str, Any], value)
+        return {name: each for name, each in given.items() if each is not None and name not in cls.ignored}
 
     @classmethod
     def read(cls, body: Mapping[str, Any] | Self) -> Self:
@@ -46,6 +50,20 @@ class RequestModel(BaseModel):
             return cls.model_validate(body)
         except ValidationError as invalid:
             raise request_error(invalid, body, known=cls) from None
+
+    @classmethod
+    @contextmanager
+    def naming_errors(cls) -> Generator[None]:
+        """Give errors about the translated chat request the names that its parameters have here."""
+        try:
+            yield
+        except RequestError as error:
+            name = parameter_of(error)
+            if error.param is not None and name in cls.names_here:
+                param = cls.names_here[name] + error.param.removeprefix(name)
+                error.args = (str(error).replace(error.param, param, 1),)
+                error.param = param
+            raise
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields that the client gave."""

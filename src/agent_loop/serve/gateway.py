@@ -7,21 +7,17 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ConfigError
-from agent_loop.serve.chat_requests import ChatCompletionRequest
-from agent_loop.serve.completions import ReplyChunk
 from agent_loop.serve.process import listening
-from agent_loop.serve.responses_requests import CallRecord
-from agent_loop.serve.routes import check_api_key, model_app
+from agent_loop.serve.routes import Completer, check_api_key, model_app, model_card
 from agent_loop.serve.session import Session
 from agent_loop.serve.shared_completion import RetryInfo
-from agent_loop.serve.wishes import Wishes
 from agent_loop.trajectory import Incident
 
 if TYPE_CHECKING:
@@ -64,52 +60,31 @@ async def reachable(session: Session) -> AsyncGenerator[Endpoint]:
 def create_session_app(session: Session) -> Starlette:
     """Return an ASGI application that serves one session."""
 
-    def open_completer(request: Request) -> _SessionCompleter:
+    def open_completer(request: Request) -> Completer:
         check_api_key(request, session.api_key)
-        return _SessionCompleter(session, request)
-
-    return model_app(open_completer, hosts=None, on_refused=session.note_failure)
-
-
-class _SessionCompleter:
-    """Completes one request as a turn of a session."""
-
-    def __init__(self, session: Session, request: Request) -> None:
-        self._session = session
-        self._incidents: list[Incident] = []
-        self._trusts_call_ids = request.headers.get("user-agent", "").startswith(CLAUDE_CODE)
         num_retries = request.headers.get("x-stainless-retry-count", "")
-        self._retry = RetryInfo(
+        retry = RetryInfo(
             num_retries=int(num_retries) if num_retries.isdecimal() and len(num_retries) < 10 else 0,
             idempotency_key=request.headers.get("idempotency-key"),
         )
-
-    @property
-    def template(self) -> ChatTemplate:
-        return self._session.template
-
-    @property
-    def calls(self) -> CallRecord:
-        return self._session.calls
-
-    @property
-    def wishes(self) -> Wishes:
-        return self._session.wishes
-
-    def note(self, incident: Incident) -> None:
-        self._incidents.append(incident)
-
-    def sample(self, chat: ChatCompletionRequest) -> AsyncGenerator[ReplyChunk]:
-        return self._session.submit(
-            chat, retry=self._retry, incidents=self._incidents, trusts_call_ids=self._trusts_call_ids
+        incidents: list[Incident] = []
+        sample = partial(
+            session.submit,
+            retry=retry,
+            incidents=incidents,
+            trusts_call_ids=request.headers.get("user-agent", "").startswith(CLAUDE_CODE),
+        )
+        return Completer(
+            session.template,
+            session.calls,
+            sample,
+            session.count_tokens,
+            lambda name: model_card(name or MODEL_NAME, created=int(time.time())),
+            session.wishes,
+            incidents,
         )
 
-    async def count_tokens(self, chat: ChatCompletionRequest) -> int:
-        return await self._session.count_tokens(chat)
-
-    def model_card(self, name: str | None) -> Mapping[str, Any]:
-        created = int(time.time())
-        return {"id": name or MODEL_NAME, "object": "model", "created": created, "owned_by": "agent-loop"}
+    return model_app(open_completer, hosts=None, on_refused=session.note_failure)
 
 
 # -- clients in the same process ---------------------------------------------------------------------------------------

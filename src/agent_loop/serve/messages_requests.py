@@ -16,7 +16,6 @@ from agent_loop.serve.chat_requests import ChatCompletionRequest
 from agent_loop.serve.fields import (
     MAX_STOPS,
     FiniteFloat,
-    Ignored,
     RequestModel,
     StopText,
     ToolName,
@@ -36,14 +35,12 @@ def _text(text: str) -> Part:
 
 
 class Block(RequestModel):
-    cache_control: Ignored = None
+    ignored = ("cache_control", "citations", "signature")
 
 
 class TextBlock(Block):
     type: Literal["text"]
     text: str
-    citations: Ignored = None
-    """Passages that an earlier answer cited."""
 
     def parts(self) -> list[Part]:
         return [_text(self.text)]
@@ -139,14 +136,14 @@ class ToolUseBlock(Block):
 class ThinkingBlock(Block):
     type: Literal["thinking"]
     thinking: str
-    signature: Ignored = None
 
 
 class RedactedThinkingBlock(Block):
     """Encrypted reasoning of another model, which is left out."""
 
+    ignored = ("cache_control", "data")
+
     type: Literal["redacted_thinking"]
-    data: Ignored = None
 
 
 UserBlock: TypeAlias = ContentBlock | ToolResultBlock
@@ -216,13 +213,13 @@ InputMessage: TypeAlias = Annotated[
 class ToolDefinition(RequestModel):
     """Tool that the client executes."""
 
+    ignored = ("cache_control", "eager_input_streaming")
+
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     type: Annotated[Any, only("custom")] = None
     strict: bool | None = None
-    cache_control: Ignored = None
-    eager_input_streaming: Ignored = None
     allowed_callers: Annotated[Any, only(["direct"], [])] = None
     defer_loading: Annotated[Any, only(False)] = None
     input_examples: Annotated[Any, only([])] = None
@@ -314,6 +311,8 @@ class ContextManagement(RequestModel):
 class PromptRequest(RequestModel):
     """Fields that both a message and a count of its tokens have."""
 
+    ignored = ("cache_control", "billing_policy", "speed")
+
     model: str
     messages: Annotated[list[InputMessage], Field(min_length=1)]
     system: str | list[TextBlock] | None = None
@@ -324,9 +323,6 @@ class PromptRequest(RequestModel):
     output_format: OutputFormat | None = None
     """Older name of `output_config.format`."""
     context_management: ContextManagement | None = None
-    cache_control: Ignored = None
-    billing_policy: Ignored = None
-    speed: Ignored = None
     mcp_servers: Annotated[Any, only([])] = None
 
     @property
@@ -360,6 +356,11 @@ def _refuse_thread(thread: Any) -> Any:
 class MessagesRequest(PromptRequest):
     """Body of `/v1/messages`."""
 
+    ignored = (
+        *PromptRequest.ignored,
+        *("metadata", "service_tier", "inference_geo", "diagnostics", "fallback_credit_token"),
+    )
+
     names_here = {  # noqa: RUF012  (pydantic's ClassVar of the base class)
         "input": "messages",
         "instructions": "system",
@@ -377,11 +378,6 @@ class MessagesRequest(PromptRequest):
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     stream: bool | None = None
-    metadata: Ignored = None
-    service_tier: Ignored = None
-    inference_geo: Ignored = None
-    diagnostics: Ignored = None
-    fallback_credit_token: Ignored = None
     fallbacks: Annotated[Any, only([], "default")] = None
     thread: Annotated[Any, AfterValidator(_refuse_thread)] = None
     """Conversations are not stored. Clients that try it learn so from the error, and send whole conversations."""

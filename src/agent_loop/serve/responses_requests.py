@@ -15,14 +15,13 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from agent_loop.chat.parsers.json_calls import JsonFault, decode_json
-from agent_loop.errors import RequestError
 from agent_loop.serve.chat_requests import (
     ChatCompletionRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
     TextFormat,
 )
-from agent_loop.serve.fields import DataUrl, FiniteFloat, Ignored, RequestModel, ToolName, only
+from agent_loop.serve.fields import DataUrl, FiniteFloat, RequestModel, ToolName, only
 from agent_loop.serve.responses_tools import (
     CUSTOM_INPUT,
     Tool,
@@ -45,14 +44,6 @@ Includable = Literal[
 """Additional output. Only the first two have an effect, because the others belong to hosted tools."""
 SummaryKind = Literal["auto", "concise", "detailed"]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
-_CHAT_NAMES: Mapping[str, str] = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "logprobs": "include",
-}
-"""Names of parameters in this API, by their names in chat requests."""
 
 
 # -- items -------------------------------------------------------------------------------------------------------------
@@ -112,27 +103,28 @@ def _chat_content(content: InputContent) -> str | list[dict[str, Any]]:
 
 
 class InputItem(RequestModel):
+    ignored = ("status",)
+
     id: Annotated[str, Field(max_length=256)] | None = None
-    status: Ignored = None
 
 
 class MessageItem(InputItem):
+    ignored = ("status", "phase")
+
     type: Literal["message"] | None = None
     role: Literal["user", "system", "developer"]
     content: InputContent
-    phase: Ignored = None
 
     def message(self) -> dict[str, Any]:
         return {"role": self.role, "content": _chat_content(self.content)}
 
 
 class CallOutput(InputItem):
+    ignored = ("status", "name", "namespace", "caller")
+
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId
     output: InputContent
-    name: Ignored = None
-    namespace: Ignored = None
-    caller: Ignored = None
 
     def message(self) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id, "content": _chat_content(self.output)}
@@ -281,7 +273,7 @@ class TextOptions(RequestModel):
 
 
 class ResponsesStreamOptions(RequestModel):
-    include_obfuscation: Ignored = None
+    ignored = ("include_obfuscation",)
 
 
 def _refuse_stored(value: Any) -> Any:
@@ -297,9 +289,15 @@ Stored = Annotated[Any, AfterValidator(_refuse_stored)]
 class ResponsesRequest(RequestModel):
     """Body of `/v1/responses`."""
 
+    # max_tool_calls limits the calls of hosted tools only, which are not supported.
+    ignored = (
+        *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("service_tier", "max_tool_calls", "client_metadata"),
+    )
+
     names_here = {  # noqa: RUF012  (pydantic's ClassVar of the base class)
         "functions": "tools",
-        "logprobs": 'include: ["message.output_text.logprobs"]',
+        "logprobs": "include",
         "max_completion_tokens": "max_output_tokens",
         "max_tokens": "max_output_tokens",
         "messages": "input",
@@ -332,16 +330,6 @@ class ResponsesRequest(RequestModel):
     """Returned unchanged."""
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-
-    user: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_options: Ignored = None
-    prompt_cache_retention: Ignored = None
-    service_tier: Ignored = None
-    max_tool_calls: Ignored = None
-    """Limits the calls of hosted tools only, which are not supported."""
-    client_metadata: Ignored = None
 
     context_management: Annotated[Any, only([])] = None
 
@@ -451,21 +439,7 @@ def translate_response(request: ResponsesRequest, *, calls: CallRecord) -> Trans
         "response_format": None if text.format is None else text.format.as_chat(),
         "stream": request.stream,
     }
-    try:
-        return TranslatedResponse(request, ChatCompletionRequest.read(fields), origins)
-    except RequestError as error:
-        raise renamed(error) from None
-
-
-def renamed(error: RequestError) -> RequestError:
-    """Return an error about a chat request with the names of this API."""
-    first, dot, rest = (error.param or "").partition(".")
-    base, bracket, index = first.partition("[")
-    name = _CHAT_NAMES.get(base)
-    if name is None:
-        return error
-    param = f"{name}{bracket}{index}{dot}{rest}"
-    return RequestError(str(error).replace(error.param or "", param, 1), param=param, code=error.code)
+    return TranslatedResponse(request, ChatCompletionRequest.read(fields), origins)
 
 
 def _messages_of(

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from agent_loop.errors import RequestError
 from agent_loop.runtime.describe import one_line
-from agent_loop.serve.fields import Ignored, RequestModel, ToolName, only, unsupported, without_none
+from agent_loop.serve.fields import RequestModel, ToolName, only, unsupported, without_none
 
 CUSTOM_INPUT = "input"
 """Parameter of the function that stands for a custom tool."""
@@ -32,7 +32,7 @@ class FunctionTool(ClientTool):
     type: Literal["function"]
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    output_schema: Ignored = None
+    output_schema: Any = None
 
     def function(self) -> dict[str, Any]:
         return without_none({"parameters": self.parameters, "strict": self.strict})

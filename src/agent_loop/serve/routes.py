@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic_core import from_json
 from starlette.applications import Starlette
@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.errors import AgentLoopError, RequestError
+from agent_loop.errors import AgentLoopError
 from agent_loop.serve.chat import sample_chat
 from agent_loop.serve.chat_replies import ChatWriter, ReplyWriter
 from agent_loop.serve.chat_requests import ChatCompletionRequest
@@ -29,7 +29,7 @@ from agent_loop.serve.messages_replies import MessageWriter, model_info, model_i
 from agent_loop.serve.messages_requests import CountTokensRequest, MessagesRequest, translate_messages
 from agent_loop.serve.middleware import MISDIRECTED, HostGuard, RequestObserver
 from agent_loop.serve.responses_replies import ResponseWriter
-from agent_loop.serve.responses_requests import CallRecord, ResponsesRequest, renamed, translate_response
+from agent_loop.serve.responses_requests import CallRecord, ResponsesRequest, translate_response
 from agent_loop.serve.streams import ClientConnection, ClientDisconnected, json_response, reply
 from agent_loop.serve.wishes import Wishes
 from agent_loop.trajectory import Incident, IncidentKind
@@ -48,39 +48,23 @@ _UNKNOWN_PATH = ("Not Found", "Method Not Allowed")
 """Details of errors that the router raises, and not a route."""
 
 
-class Completer(Protocol):
-    """Completer of one HTTP request: a pool of servers, or a session that records."""
+@dataclass(frozen=True, slots=True)
+class Completer:
+    """What completes one HTTP request: a pool of servers, or a session that records."""
 
-    @property
-    def template(self) -> ChatTemplate:
-        """Chat template of the model."""
-        ...
-
-    @property
-    def calls(self) -> CallRecord:
-        """Calls that the model made, for the Responses API."""
-        ...
-
-    @property
-    def wishes(self) -> Wishes:
-        """Parameters that the client may send although they cannot be honoured."""
-        ...
-
-    def note(self, incident: Incident) -> None:
-        """Record what was lost in reading the request."""
-        ...
-
-    def sample(self, chat: ChatCompletionRequest) -> AsyncGenerator[ReplyChunk]:
-        """Yield the completions of a chat request as they are sampled."""
-        ...
-
-    async def count_tokens(self, chat: ChatCompletionRequest) -> int:
-        """Return the number of tokens of a chat request's prompt."""
-        ...
-
-    def model_card(self, name: str | None) -> Mapping[str, Any]:
-        """Return the description of a model; without a name, of the one that is served."""
-        ...
+    template: ChatTemplate
+    calls: CallRecord
+    """Calls that the model made, for the Responses API."""
+    sample: Callable[[ChatCompletionRequest], AsyncGenerator[ReplyChunk]]
+    """Yields the completions of a chat request as they are sampled."""
+    count_tokens: Callable[[ChatCompletionRequest], Awaitable[int]]
+    """Returns the number of tokens of a chat request's prompt."""
+    model_card: Callable[[str | None], Mapping[str, Any]]
+    """Returns the description of a model; without a name, of the one that is served."""
+    wishes: Wishes
+    """Parameters that the client may send although they cannot be honoured."""
+    incidents: list[Incident] = field(default_factory=list[Incident])
+    """What was lost in reading the request."""
 
 
 def model_app(
@@ -124,6 +108,12 @@ def model_app(
     return app
 
 
+def model_card(name: str, *, created: int, max_model_len: int | None = None) -> Mapping[str, Any]:
+    """Return the description of a model in OpenAI's format."""
+    card = {"id": name, "object": "model", "created": created, "owned_by": "agent-loop"}
+    return card if max_model_len is None else {**card, "max_model_len": max_model_len}
+
+
 def route(method: str, path: str, handle: Callable[[Request], Awaitable[Response]]) -> Route:
     """Return a route whose requests are measured under its path."""
 
@@ -149,27 +139,27 @@ class _ModelApis:
     async def responses(self, request: Request) -> Response:
         completer = self.open(request)
         body = await _read(ResponsesRequest, request, completer)
-        translated = translate_response(body, calls=completer.calls)
-        writer = ResponseWriter(translated, template=completer.template, calls=completer.calls)
-        try:
+        with ResponsesRequest.naming_errors():
+            translated = translate_response(body, calls=completer.calls)
+            writer = ResponseWriter(translated, template=completer.template, calls=completer.calls)
             return await self._reply(request, completer, translated.chat, writer=writer)
-        except RequestError as error:
-            raise renamed(error) from None
 
     async def messages(self, request: Request) -> Response:
         completer = self.open(request)
         body = await _read(MessagesRequest, request, completer)
-        chat = translate_messages(body, template=completer.template)
         for edit in body.unapplied_edits:
             detail = f"context_management: the edit {edit!r} is not applied"
-            completer.note(Incident(IncidentKind.DROPPED_PARAMETER, detail))
-        return await self._reply(request, completer, chat, writer=MessageWriter(body))
+            completer.incidents.append(Incident(IncidentKind.DROPPED_PARAMETER, detail))
+        with MessagesRequest.naming_errors():
+            chat = translate_messages(body, template=completer.template)
+            return await self._reply(request, completer, chat, writer=MessageWriter(body))
 
     async def count_tokens(self, request: Request) -> Response:
         completer = self.open(request)
         body = await _read(CountTokensRequest, request, completer)
-        chat = translate_messages(body, template=completer.template)
-        return json_response(token_count(await completer.count_tokens(chat), request=body))
+        with MessagesRequest.naming_errors():
+            chat = translate_messages(body, template=completer.template)
+            return json_response(token_count(await completer.count_tokens(chat), request=body))
 
     async def models(self, request: Request) -> Response:
         card = self.open(request).model_card(None)
@@ -191,8 +181,7 @@ class _ModelApis:
 
 async def _read(model: type[RequestT], request: Request, completer: Completer) -> RequestT:
     body, incidents = completer.wishes.read(model, await read_json(request))
-    for incident in incidents:
-        completer.note(incident)
+    completer.incidents.extend(incidents)
     return body
 
 
