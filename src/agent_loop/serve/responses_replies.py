@@ -23,11 +23,17 @@ from agent_loop.types import ToolCall
 
 
 @dataclass(slots=True)
-class _OpenItem:
-    """Output item whose text grows."""
+class _TextItem:
+    """Output item whose text grows: the message, or reasoning."""
 
     index: int
     id: str
+    part_event: str
+    """Beginning of the types of the events of its only part."""
+    text_event: str
+    """Beginning of the types of the events of the part's text."""
+    part_index: str
+    """Name of the index of the part."""
     text: str = ""
 
 
@@ -35,7 +41,7 @@ class ResponseWriter:
     """Writes one response.
 
     Reasoning ends when text follows. The message stays open until the first call or the end, so that a turn has one
-    message. The private methods return the events that they cause.
+    message.
     """
 
     def __init__(self, translated: TranslatedResponse, *, template: ChatTemplate, calls: CallRecord) -> None:
@@ -47,13 +53,13 @@ class ResponseWriter:
         self._chunks: list[ReplyChunk] = []
         self._items: list[JsonObject | None] = []
         """Finished items; None for an item that is still open."""
-        self._reasoning: _OpenItem | None = None
-        self._message: _OpenItem | None = None
+        self._reasoning: _TextItem | None = None
+        self._message: _TextItem | None = None
         self._logprobs: list[JsonObject] = []
         self._num_logprobs_sent = 0
+        self._events: list[JsonObject] = []
+        """Events that are not written yet."""
         self._num_events = 0
-
-    # -- whole and streamed ----------------------------------------------------------------------------------------
 
     def whole(self, chunks: Sequence[ReplyChunk]) -> JsonObject:
         self._chunks = list(chunks)
@@ -62,36 +68,33 @@ class ResponseWriter:
         return self._response(self._status)
 
     def chunk(self, chunk: ReplyChunk) -> bytes:
-        is_first = not self._chunks
         self._chunks.append(chunk)
-        events: list[JsonObject] = []
-        if is_first:
-            started = self._response("in_progress")
-            events = [
-                {"type": f"response.{kind}", "response": started} for kind in ("created", "in_progress")
-            ]
-        return self._encoded([*events, *self._add(chunk)])
+        if len(self._chunks) == 1:
+            self._emit("response.created", response=self._response("in_progress"))
+            self._emit("response.in_progress", response=self._response("in_progress"))
+        self._add(chunk)
+        return self._written()
 
     def end(self) -> bytes:
-        events = self._finish()
-        last = {"type": f"response.{self._status}", "response": self._response(self._status)}
-        return self._encoded([*events, last])
+        self._finish()
+        self._emit(f"response.{self._status}", response=self._response(self._status))
+        return self._written()
 
     def error(self, error: ErrorReply) -> bytes:
-        if not self._chunks:
-            fields = {"code": error.code, "message": error.message, "param": error.param}
-            return self._encoded([{"type": "error", **fields}])
-        failure = {"code": error.code or error.kind, "message": error.message}
-        response = {**self._response("failed"), "error": failure}
-        return self._encoded([{"type": "response.failed", "response": response}])
+        if self._chunks:
+            failure = {"code": error.code or error.kind, "message": error.message}
+            self._emit("response.failed", response={**self._response("failed"), "error": failure})
+        else:
+            self._emit("error", code=error.code, message=error.message, param=error.param)
+        return self._written()
 
-    def _encoded(self, events: Sequence[JsonObject]) -> bytes:
-        written = b""
-        for event in events:
-            numbered = {**event, "sequence_number": self._num_events}
-            written += server_sent_event(numbered, kind=event["type"])
-            self._num_events += 1
-        return written
+    def _emit(self, kind: str, **fields: Any) -> None:
+        self._events.append({"type": kind, **fields, "sequence_number": self._num_events})
+        self._num_events += 1
+
+    def _written(self) -> bytes:
+        events, self._events = self._events, []
+        return b"".join(server_sent_event(event, kind=event["type"]) for event in events)
 
     @property
     def _status(self) -> str:
@@ -134,19 +137,35 @@ class ResponseWriter:
 
     # -- items -----------------------------------------------------------------------------------------------------
 
-    def _add(self, chunk: ReplyChunk) -> list[JsonObject]:
+    def _add(self, chunk: ReplyChunk) -> None:
         if self._has_logprobs:
             self._logprobs += token_logprobs(chunk, self._template)
-        events = self._add_reasoning(chunk.delta.reasoning) if chunk.delta.reasoning else []
+        if chunk.delta.reasoning:
+            if self._reasoning is None:
+                is_summary = self._request.has_reasoning_summary
+                names = ("reasoning_summary_part", "reasoning_summary_text", "summary_index")
+                self._reasoning = self._begin(
+                    "rs", *(names if is_summary else ("content_part", "reasoning_text", "content_index"))
+                )
+            self._extend(self._reasoning, chunk.delta.reasoning)
         if chunk.delta.content:
-            events += self._add_text(chunk.delta.content)
+            self._add_text(chunk.delta.content)
         for call_id, call in chunk.calls.items():
-            events += self._add_call(call_id, call)
-        return events
+            self._add_call(call_id, call)
 
-    def _add_call(self, call_id: str, call: ToolCall) -> list[JsonObject]:
+    def _add_text(self, text: str) -> None:
+        self._end_reasoning("completed")
+        if self._message is None:
+            self._message = self._begin("msg", "content_part", "output_text", "content_index")
+        if text:
+            new = self._logprobs[self._num_logprobs_sent :]
+            self._num_logprobs_sent += len(new)
+            self._extend(self._message, text, logprobs=new)
+
+    def _add_call(self, call_id: str, call: ToolCall) -> None:
         """Add a call, which is complete."""
-        events = [*self._end_reasoning("completed"), *self._end_message("completed")]
+        self._end_reasoning("completed")
+        self._end_message("completed")
         origin = self._origins.get(call.name) or ToolOrigin(call.name)
         kind, value_name, value = "function_call", "arguments", arguments_text(call)
         delta = "response.function_call_arguments"
@@ -156,134 +175,98 @@ class ResponseWriter:
             text = call.arguments.get(CUSTOM_INPUT) if len(call.arguments) == 1 else None
             value, arguments = (text, None) if isinstance(text, str) else (value, call.arguments)
         self._calls.add(call_id, response_id=self._id, text=value, arguments=arguments)
-        opened = self._open("ctc" if origin.is_custom else "fc")
-        item = {
-            "id": opened.id,
-            "type": kind,
-            "call_id": call_id,
-            "name": origin.name,
-            **({} if origin.namespace is None else {"namespace": origin.namespace}),
-        }
-        where = {"item_id": opened.id, "output_index": opened.index}
-        return [
-            *events,
-            _added(opened, {**item, "status": "in_progress", value_name: ""}),
-            {"type": f"{delta}.delta", **where, "delta": value},
-            {"type": f"{delta}.done", **where, value_name: value},
-            self._done(opened, {**item, "status": "completed", value_name: value}),
-        ]
+        index, item_id = self._new_item("ctc" if origin.is_custom else "fc")
+        namespace = {} if origin.namespace is None else {"namespace": origin.namespace}
+        item = {"id": item_id, "type": kind, "call_id": call_id, "name": origin.name, **namespace}
+        self._emit(
+            "response.output_item.added",
+            output_index=index,
+            item={**item, "status": "in_progress", value_name: ""},
+        )
+        self._emit(f"{delta}.delta", item_id=item_id, output_index=index, delta=value)
+        self._emit(f"{delta}.done", item_id=item_id, output_index=index, **{value_name: value})
+        self._end(index, {**item, "status": "completed", value_name: value})
 
-    def _finish(self) -> list[JsonObject]:
+    def _finish(self) -> None:
         """End the open items. A completion without calls always has a message, which may be empty."""
         has_calls = any(item is not None and "call_id" in item for item in self._items)
-        events = self._end_reasoning("completed" if self._message else self._status)
+        self._end_reasoning("completed" if self._message else self._status)
         if not has_calls:
-            events += self._add_text("")
-        return [*events, *self._end_message(self._status)]
+            self._add_text("")
+        self._end_message(self._status)
 
-    def _open(self, prefix: str) -> _OpenItem:
+    def _end_reasoning(self, status: str) -> None:
+        item, self._reasoning = self._reasoning, None
+        if item is not None:
+            self._end_text(item, self._reasoning_item(item, status=status), part=self._part_of(item))
+
+    def _end_message(self, status: str) -> None:
+        item, self._message = self._message, None
+        if item is not None:
+            logprobs = {"logprobs": self._logprobs} if self._has_logprobs else {}
+            part = {**self._part_of(item), **logprobs}
+            self._end_text(
+                item, _message_item(item, status=status, content=[part]), part=part, logprobs=self._logprobs
+            )
+
+    def _new_item(self, prefix: str) -> tuple[int, str]:
+        """Return the index and the id of a new item."""
         index = len(self._items)
         self._items.append(None)
-        return _OpenItem(index, f"{prefix}_{self._chunks[0].head.id}{index:02}")
+        return index, f"{prefix}_{self._chunks[0].head.id}{index:02}"
 
-    def _done(self, opened: _OpenItem, item: JsonObject) -> JsonObject:
-        self._items[opened.index] = item
-        return {"type": "response.output_item.done", "output_index": opened.index, "item": item}
-
-    # -- reasoning -------------------------------------------------------------------------------------------------
-
-    def _add_reasoning(self, text: str) -> list[JsonObject]:
-        events: list[JsonObject] = []
-        if self._reasoning is None:
-            opened = self._reasoning = self._open("rs")
-            events = [
-                _added(opened, self._reasoning_item(opened, status="in_progress")),
-                self._reasoning_event(opened, "part.added", part=self._reasoning_part("")),
-            ]
-        self._reasoning.text += text
-        return [*events, self._reasoning_event(self._reasoning, "text.delta", delta=text)]
-
-    def _end_reasoning(self, status: str) -> list[JsonObject]:
-        opened, self._reasoning = self._reasoning, None
-        if opened is None:
-            return []
-        return [
-            self._reasoning_event(opened, "text.done", text=opened.text),
-            self._reasoning_event(opened, "part.done", part=self._reasoning_part(opened.text)),
-            self._done(opened, self._reasoning_item(opened, status=status)),
-        ]
-
-    def _reasoning_item(self, opened: _OpenItem, *, status: str) -> JsonObject:
-        request, part = self._request, [self._reasoning_part(opened.text)] if opened.text else []
-        item: JsonObject = {"id": opened.id, "type": "reasoning", "status": status, "summary": []}
-        if request.has_reasoning_summary:
-            item["summary"] = part
-        elif part:
-            item["content"] = part
-        if request.includes("reasoning.encrypted_content") and status != "in_progress":
-            item["encrypted_content"] = write_encrypted(opened.text)
+    def _begin(self, prefix: str, part_event: str, text_event: str, part_index: str) -> _TextItem:
+        item = _TextItem(*self._new_item(prefix), part_event, text_event, part_index)
+        is_message = text_event == "output_text"
+        shown = (
+            _message_item(item, status="in_progress", content=[])
+            if is_message
+            else self._reasoning_item(item, status="in_progress")
+        )
+        self._emit("response.output_item.added", output_index=item.index, item=shown)
+        self._emit(f"response.{part_event}.added", **_place(item), part=self._part_of(item))
         return item
 
-    def _reasoning_part(self, text: str) -> JsonObject:
+    def _extend(self, item: _TextItem, text: str, **more: Any) -> None:
+        item.text += text
+        self._emit(f"response.{item.text_event}.delta", **_place(item), delta=text, **more)
+
+    def _end_text(self, item: _TextItem, shown: JsonObject, *, part: JsonObject, **more: Any) -> None:
+        self._emit(f"response.{item.text_event}.done", **_place(item), text=item.text, **more)
+        self._emit(f"response.{item.part_event}.done", **_place(item), part=part)
+        self._end(item.index, shown)
+
+    def _end(self, index: int, item: JsonObject) -> None:
+        self._items[index] = item
+        self._emit("response.output_item.done", output_index=index, item=item)
+
+    def _part_of(self, item: _TextItem) -> JsonObject:
+        if item.text_event == "output_text":
+            return {"type": "output_text", "text": item.text, "annotations": []}
         is_summary = self._request.has_reasoning_summary
-        return {"type": "summary_text" if is_summary else "reasoning_text", "text": text}
+        return {"type": "summary_text" if is_summary else "reasoning_text", "text": item.text}
 
-    def _reasoning_event(self, opened: _OpenItem, name: str, **fields: Any) -> JsonObject:
-        is_summary, is_part = self._request.has_reasoning_summary, name.startswith("part")
-        prefix = "reasoning_summary_" if is_summary else "content_" if is_part else "reasoning_"
-        return {
-            "type": f"response.{prefix}{name}",
-            "item_id": opened.id,
-            "output_index": opened.index,
-            "summary_index" if is_summary else "content_index": 0,
-            **fields,
+    def _reasoning_item(self, item: _TextItem, *, status: str) -> JsonObject:
+        parts = [self._part_of(item)] if item.text else []
+        is_summary = self._request.has_reasoning_summary
+        shown: JsonObject = {
+            "id": item.id,
+            "type": "reasoning",
+            "status": status,
+            "summary": parts if is_summary else [],
+            **({"content": parts} if parts and not is_summary else {}),
         }
-
-    # -- message ---------------------------------------------------------------------------------------------------
-
-    def _add_text(self, text: str) -> list[JsonObject]:
-        events = self._end_reasoning("completed")
-        if self._message is None:
-            opened = self._message = self._open("msg")
-            events += [
-                _added(opened, _message_item(opened, status="in_progress", content=[])),
-                _part_event("response.content_part.added", opened, part=_text_part("")),
-            ]
-        if not text:
-            return events
-        self._message.text += text
-        new = self._logprobs[self._num_logprobs_sent :] if self._has_logprobs else []
-        self._num_logprobs_sent += len(new)
-        delta = _part_event("response.output_text.delta", self._message, delta=text, logprobs=new)
-        return [*events, delta]
-
-    def _end_message(self, status: str) -> list[JsonObject]:
-        opened, self._message = self._message, None
-        if opened is None:
-            return []
-        logprobs = self._logprobs if self._has_logprobs else []
-        part = _text_part(opened.text, **({"logprobs": logprobs} if self._has_logprobs else {}))
-        return [
-            _part_event("response.output_text.done", opened, text=opened.text, logprobs=logprobs),
-            _part_event("response.content_part.done", opened, part=part),
-            self._done(opened, _message_item(opened, status=status, content=[part])),
-        ]
+        if self._request.includes("reasoning.encrypted_content") and status != "in_progress":
+            shown["encrypted_content"] = write_encrypted(item.text)
+        return shown
 
 
-def _added(opened: _OpenItem, item: JsonObject) -> JsonObject:
-    return {"type": "response.output_item.added", "output_index": opened.index, "item": item}
+def _message_item(item: _TextItem, *, status: str, content: list[JsonObject]) -> JsonObject:
+    return {"id": item.id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def _message_item(opened: _OpenItem, *, status: str, content: list[JsonObject]) -> JsonObject:
-    return {"id": opened.id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-
-def _text_part(text: str, **more: Any) -> JsonObject:
-    return {"type": "output_text", "text": text, "annotations": [], **more}
-
-
-def _part_event(kind: str, opened: _OpenItem, **fields: Any) -> JsonObject:
-    return {"type": kind, "item_id": opened.id, "output_index": opened.index, "content_index": 0, **fields}
+def _place(item: _TextItem) -> JsonObject:
+    return {"item_id": item.id, "output_index": item.index, item.part_index: 0}
 
 
 def _usage(usage: Usage) -> JsonObject:
