@@ -47,14 +47,12 @@ class PlaceholderTurns:
     """The assistant calls a tool with the sentinel as the argument. Otherwise the sentinel is its text."""
     calls_each: bool = True
     """One call per tool message. Otherwise one call for all, for templates that refuse parallel calls."""
-    has_text: bool = True
-    """A message with calls has an empty text. Otherwise it has no text."""
     arguments_as_json: bool = False
     """Arguments are a JSON string. Otherwise they are a mapping."""
     fills_in: bool = False
     """Tool messages without a name or an id get one, for templates that demand both."""
-    has_system: bool = False
     has_schema: bool = False
+    """The schema of a tool is given, which selects another of a tokenizer's templates."""
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -62,13 +60,12 @@ class PlaceholderTurns:
 
     def messages(self, answered: Sequence[CallKey]) -> list[Message]:
         """Return the messages before replies to these calls; the assistant's message is the last."""
-        messages: list[Message] = [{"role": "system", "content": "-"}] if self.has_system else []
-        messages.append({"role": "user", "content": "-"})
+        question: Message = {"role": "user", "content": "-"}
         if not self.has_calls:
-            return [*messages, {"role": "assistant", "content": SENTINEL}]
+            return [question, {"role": "assistant", "content": SENTINEL}]
         kept = answered if self.calls_each else answered[-1:]
         calls = [ToolCall(call.name, {_PARAMETER: SENTINEL}, id=call.id) for call in kept]
-        return [*messages, self._message(calls)]
+        return [question, self._message(calls)]
 
     def filled(self, replies: Sequence[Message], answered: Sequence[CallKey]) -> list[Message]:
         """Return the replies, with names and ids where the template demands them."""
@@ -108,11 +105,7 @@ class PlaceholderTurns:
             ToolCall(c["function"]["name"], c["function"]["arguments"], id=c.get("id") or _generated_id(i))
             for i, c in enumerate(calls)
         ]
-        return {
-            **message,
-            **self._message(accepted),
-            "content": message.get("content") or ("" if self.has_text else None),
-        }
+        return {**message, **self._message(accepted), "content": message.get("content") or ""}
 
     def _message(self, calls: Sequence[ToolCall]) -> Message:
         messages = [call.as_message() for call in calls]
@@ -121,8 +114,7 @@ class PlaceholderTurns:
                 arguments = message["function"]["arguments"]
                 if not isinstance(arguments, str):
                     message["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        content: Message = {"content": ""} if self.has_text else {}
-        return {"role": "assistant", **content, "tool_calls": messages}
+        return {"role": "assistant", "content": "", "tool_calls": messages}
 
 
 _NAMES = ("first.tool", "other.tool")
@@ -386,21 +378,13 @@ def _tool_replies(replies: Sequence[Message]) -> Iterator[Message]:
 
 def _candidates(*, for_tools: bool) -> Iterator[PlaceholderTurns]:
     """Yield the placeholders to try for tool replies or for other replies, the simplest first."""
-    with_system_and_schema = list(product((False, True), repeat=2))
     if for_tools:
-        for (has_system, has_schema), as_json, has_text, calls_each in product(
-            with_system_and_schema, (False, True), (True, False), (True, False)
-        ):
+        for has_schema, as_json, calls_each in product((False, True), (False, True), (True, False)):
             yield PlaceholderTurns(
-                has_calls=True,
-                calls_each=calls_each,
-                has_text=has_text,
-                arguments_as_json=as_json,
-                has_system=has_system,
-                has_schema=has_schema,
+                has_calls=True, calls_each=calls_each, arguments_as_json=as_json, has_schema=has_schema
             )
-    for has_system, has_schema in with_system_and_schema:
-        yield PlaceholderTurns(has_system=has_system, has_schema=has_schema)
+    yield PlaceholderTurns()
+    yield PlaceholderTurns(has_schema=True)
 
 
 def _generated_id(number: int) -> str:

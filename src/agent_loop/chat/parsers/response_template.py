@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from agent_loop.chat.parsers.completion_walker import malformed
 from agent_loop.chat.parsers.json_calls import JsonFault, as_call, decode_json, is_too_deep
@@ -60,6 +60,7 @@ class ResponseTemplateParser(ToolParser):
         self._process_field: Any = cast(Any, content_parsers).process_field
         self._fields: Mapping[str, Any] = spec.fields
         self._implicit = cast("str | None", spec.implicit)
+        self._openings = {name: field for name, field in self._fields.items() if field.open_re is not None}
         has_anchor = spec.start_anchor_re.search(prompt) is not None
         self._opened = cast(str, spec.truncate_past_last_anchor(prompt)) if has_anchor else ""
         literals = getattr(self._fields.get(CALLS), "open_literals", None)
@@ -69,129 +70,95 @@ class ResponseTemplateParser(ToolParser):
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[ToolCall | MalformedCall] = []
-        walk = _Walk(self._opened + text, fields=self._fields, implicit=self._implicit)
+        text = self._opened + text
+        searches = _Searches(text)
+        position = 0
         try:
-            for region in walk.regions():
-                if region.field is None or region.name not in (CALLS, *REASONING):
-                    content.append(region.body)
-                elif region.name == CALLS:
-                    calls += self._read_calls(region, tools=tools, walk=walk)
+            while position < len(text):
+                opening, field = searches.first(self._openings, position)
+                start = opening.start() if opening else len(text)
+                content.append(self._content(text[position:start], searches))
+                if opening is None:
+                    break
+                closing = field.close_re and searches.next(field.close_re, opening.end())
+                end = closing.end() if closing else len(text)
+                position = max(end, start + 1)
+                body = text[opening.end() : closing.start() if closing else end]
+                if end == start:  # the region opens and closes on nothing
+                    content.append(self._content(text[start:position], searches))
+                elif field.name in REASONING:
+                    reasoning.append(body.strip())
+                elif field.name != CALLS:
+                    content.append(body)
+                elif closing:
+                    captures = {key: value for key, value in opening.groupdict().items() if value is not None}
+                    calls += self._read_calls(body, field, captures, tools=tools, searches=searches)
                 else:
-                    reasoning.append(region.body.strip())
+                    calls.append(malformed(text[start:], "the call is not closed"))
         except TimeoutError:
-            rest = walk.text[walk.position :]
-            calls.append(malformed(rest, f"the completion took over {MAX_SECONDS:g} s to read; write less"))
+            error = f"the completion took over {MAX_SECONDS:g} s to read; write less"
+            calls.append(malformed(text[position:], error))
         return ParsedCompletion(
             "".join(content).strip(), tuple(calls), "\n".join(reasoning) if reasoning else None
         )
 
+    def _content(self, text: str, searches: _Searches) -> str:
+        """Return the text between regions, without the text that closes the message."""
+        closing = None if self._implicit is None else self._fields[self._implicit].close_re
+        return text if closing is None else closing.sub("", text, timeout=searches.seconds_left())
+
     def _read_calls(
-        self, region: _Region, *, tools: Sequence[Mapping[str, Any]], walk: _Walk
+        self,
+        body: str,
+        field: Any,
+        captures: Mapping[str, str],
+        *,
+        tools: Sequence[Mapping[str, Any]],
+        searches: _Searches,
     ) -> list[ToolCall | MalformedCall]:
-        body, field = region.body, region.field
-        if not region.is_closed:
-            return [malformed(region.text, "the call is not closed")]
         if len(body) > MAX_BODY_CHARS:
             error = f"the call is longer than {MAX_BODY_CHARS} characters; write less"
-            return [malformed(region.text[:MAX_BODY_CHARS], error)]
-        if fault := _fault_in(body, field, walk):
-            return [malformed(region.text, fault)]
+            return [malformed(body[:MAX_BODY_CHARS], error)]
+        if fault := _fault_in(body, field, searches):
+            return [malformed(body, fault)]
         try:
-            value = self._process_field(body, field, region.captures)
+            value = self._process_field(body, field, captures)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            return [malformed(region.text, f"the call cannot be read: {' '.join(str(error).split())[:300]}")]
+            return [malformed(body, f"the call cannot be read: {' '.join(str(error).split())[:300]}")]
         values = cast(list[Any], value) if isinstance(value, list) else [value]
-        return [_call_in(each, text=region.text, field=field, tools=tools) for each in values]
+        return [_call_in(each, text=body, field=field, tools=tools) for each in values]
 
 
-class _Region(NamedTuple):
-    """Region of a completion."""
+class _Searches:
+    """Searches in one completion, all within the time limit. Each opening is searched once."""
 
-    field: Any
-    """Field of the template; None for text outside of all fields."""
-    body: str
-    text: str
-    """Text of the region, its opening and closing included."""
-    captures: Mapping[str, str]
-    is_closed: bool
-
-    @property
-    def name(self) -> str:
-        return "" if self.field is None else str(self.field.name)
-
-
-class _Walk:
-    """Splits a completion into regions, left to right. Each opening is searched once."""
-
-    def __init__(self, text: str, *, fields: Mapping[str, Any], implicit: str | None) -> None:
-        self.text = text
-        self.position = 0
-        self._implicit = None if implicit is None else fields[implicit]
-        self._openings = {name: field for name, field in fields.items() if field.open_re is not None}
-        self._found: dict[str, Any] = {}
+    def __init__(self, text: str) -> None:
+        self._text = text
         self._deadline = time.monotonic() + MAX_SECONDS
+        self._found: dict[str, Any] = {}
 
-    def regions(self) -> Iterator[_Region]:
-        """Yield all regions."""
-        while self.position < len(self.text):
-            start, field, opening = self._next_opening()
-            if start > self.position:
-                yield from self._outside(self.position, start)
-            if opening is None:
-                self.position = len(self.text)
-                return
-            closing = None if field.close_re is None else self.search(field.close_re, opening.end())
-            body_end, end = (closing.start(), closing.end()) if closing else (len(self.text),) * 2
-            captures = {key: value for key, value in opening.groupdict().items() if value is not None}
-            body = self.text[opening.end() : body_end]
-            if end > start:
-                self.position = end
-                yield _Region(field, body, self.text[start:end], captures, closing is not None)
-            else:  # (it opens and closes on nothing)
-                self.position = start + 1
-                yield from self._outside(start, start + 1)
-
-    def search(self, pattern: Any, start: int) -> Any:
+    def next(self, pattern: Any, start: int) -> Any:
         """Return a match at or after a position, or None."""
-        return pattern.search(self.text, start, timeout=self._seconds_left())
+        return pattern.search(self._text, start, timeout=self.seconds_left())
 
-    def leftover(self, pattern: str, body: str) -> str:
-        """Return the text of a body that no match of a pattern covers."""
-        import regex  # late: comes with transformers
+    def first(self, openings: Mapping[str, Any], position: int) -> tuple[Any, Any]:
+        """Return the match and the field of the next opening, the longest of several at one position, or None."""
+        for name, field in openings.items():
+            known = self._found.get(name, self)
+            if known is self or (known is not None and known.start() < position):
+                self._found[name] = self.next(field.open_re, position)
+        found = [(match.start(), -match.end(), name) for name, match in self._found.items() if match]
+        _, _, name = min(found, default=(0, 0, ""))
+        return self._found.get(name), openings.get(name)
 
-        compiled: Any = cast(Any, regex).compile(pattern, cast(Any, regex).DOTALL)
-        return cast(str, compiled.sub("", body, timeout=self._seconds_left()))
-
-    def _seconds_left(self) -> float:
+    def seconds_left(self) -> float:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
         return left
 
-    def _next_opening(self) -> tuple[int, Any, Any]:
-        """Return the start, the field and the match of the next opening; the longest of several at one position."""
-        for name, field in self._openings.items():
-            known = self._found.get(name, self)
-            if known is self or (known is not None and known.start() < self.position):
-                self._found[name] = self.search(field.open_re, self.position)
-        found = [
-            (match.start(), match.start() - match.end(), name) for name, match in self._found.items() if match
-        ]
-        if not found:
-            return len(self.text), None, None
-        start, _, name = min(found)
-        return start, self._openings[name], self._found[name]
 
-    def _outside(self, start: int, end: int) -> Iterator[_Region]:
-        """Yield the text between regions, without the text that closes the message."""
-        text = self.text[start:end]
-        closing = None if self._implicit is None else self._implicit.close_re
-        if closing is not None:
-            text = cast(str, closing.sub("", text, timeout=self._seconds_left()))
-        yield _Region(self._implicit, text, text, {}, is_closed=True)
-
-
-def _fault_in(body: str, field: Any, walk: _Walk) -> str:
+def _fault_in(body: str, field: Any, searches: _Searches) -> str:
     """Return the error of a body that `transformers` would ignore, or "" if there is none."""
     arguments = cast(Mapping[str, Any], field.content_args or {})
     if field.content == "json" and not arguments.keys() & {
@@ -204,7 +171,11 @@ def _fault_in(body: str, field: Any, walk: _Walk) -> str:
         except JsonFault as fault:
             return f"the call is not valid JSON: {fault}"
     if field.content == "xml-inline" and "tag_pattern" in arguments:
-        left = _CLOSING_TAG.sub("", walk.leftover(str(arguments["tag_pattern"]), body)).strip(" \t\r\n,;")
+        import regex  # late: comes with transformers
+
+        pattern: Any = cast(Any, regex).compile(str(arguments["tag_pattern"]), cast(Any, regex).DOTALL)
+        left = pattern.sub("", body, timeout=searches.seconds_left())
+        left = _CLOSING_TAG.sub("", left).strip(" \t\r\n,;")
         return f"the arguments hold {left[:60]!r}, which belongs to none of them" if left else ""
     if field.content == "kv-lines":
         separator = str(arguments.get("kv_sep", ":"))
