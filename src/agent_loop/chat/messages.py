@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -222,10 +222,6 @@ def _without_nulls(value: Any) -> Any:
 _SHAPE = 'give text, or messages like [{"role": "user", "content": "..."}]'
 _PARTS = 'give text, or a list of parts like {"type": "text", "text": "..."}'
 
-_TEXTS = ("text.of.the.first", "text.of.the.second", "text.of.the.third", "text.of.the.fourth")
-_PROMPTS = (("system", "system", "user"), ("system", "user", "system"), ("user", "system", "user", "system"))
-_BRIDGES = (("system",), ("system", "user"), ("user", "system"), ("tool", "system"))
-
 
 def settle_system_messages(messages: Sequence[Message], template: ChatTemplate) -> list[Message]:
     """Return the conversation in a form in which the template renders all of its system messages in their order.
@@ -254,35 +250,20 @@ def settle_system_messages(messages: Sequence[Message], template: ChatTemplate) 
     return settled
 
 
+@lru_cache(maxsize=64)
 def renders_system_messages(template: ChatTemplate) -> bool:
     """Return whether the template renders a system message at its place, wherever it is."""
-    known = _KNOWN.get(template)
-    if known is None:
-        known = _KNOWN[template] = _all_rendered(template)
-    return known
-
-
-_KNOWN: WeakKeyDictionary[ChatTemplate, bool] = WeakKeyDictionary()
-
-
-def _all_rendered(template: ChatTemplate) -> bool:
-    return all(_is_in_order(template.open, template, roles) for roles in _PROMPTS) and all(
-        _is_in_order(template.bridge, template, roles)
-        for roles in _BRIDGES
-        if "tool" not in roles or not isinstance(template.bridges.tool, ChatTemplateError)
-    )
-
-
-def _is_in_order(encode: Any, template: ChatTemplate, roles: Sequence[str]) -> bool:
-    """Return whether the texts of messages with these roles are in what the template renders, in their order."""
-    texts = _TEXTS[: len(roles)]
-    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    roles = ("system", "system", "user", "system", "assistant", "system", "user", "system")
+    messages = [{"role": role, "content": f"text.of.message.{index}"} for index, role in enumerate(roles)]
     try:
-        rendered = template.decode(encode(messages))
+        for added, encode in ((messages, template.open), (messages[5:], template.bridge)):
+            rendered = template.decode(encode(added))
+            found = [rendered.find(message["content"]) for message in added]
+            if found != sorted(found) or found[0] < 0:
+                return False
     except ChatTemplateError:
         return False
-    found = [rendered.find(text) for text in texts]
-    return found == sorted(found) and found[0] >= 0
+    return True
 
 
 def _is_user(message: Message) -> bool:
