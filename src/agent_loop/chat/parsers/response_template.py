@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agent_loop.chat.parsers.completion_walker import malformed
-from agent_loop.chat.parsers.json_calls import JsonFault, as_call, decode_json, is_too_deep
+from agent_loop.chat.parsers.json_calls import JsonFault, as_call, decode_json
 from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.chat.parsers.untyped_values import parameter_schemas, read_value
 from agent_loop.errors import ConfigError
@@ -191,12 +191,10 @@ def _call_in(
     call = as_call(value, text=text)
     if isinstance(call, MalformedCall):
         return call
-    if is_too_deep(call.arguments):
-        return malformed(text, "the arguments are nested too deep")
     try:
-        json.dumps(call.arguments, allow_nan=False, ensure_ascii=False).encode()
-    except (ValueError, TypeError):  # (half surrogates are a ValueError too)
-        return malformed(text, "the arguments hold a number or a character that JSON cannot write")
+        decode_json(json.dumps(call.arguments))
+    except (ValueError, TypeError, RecursionError) as error:
+        return malformed(text, f"the arguments are not JSON: {error}")
     if field.content == "json":
         return call
     schemas = parameter_schemas(tools, name=call.name)
