@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import pytest
 
 from agent_loop.chat.conversations import encode_conversation
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.chat.verify import PROBE_TOOLS
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import Message, Origin
 from tests.chat.families import NEXT_ROLE_ENDS_THE_TURN, family
-from tests.chat.test_generated_conversations import conversation, tokens
-from tests.chat.test_trl_templates import TEMPLATES, report_of, template_of
 from tests.helpers import call_text, hermes_template, text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder, WorkerHarness
 
-NUM_CONVERSATIONS = 20
 OPENS_REASONING = """\
 {%- for m in messages %}<|im_start|>{{ m.role }}
 {% if m.reasoning_content %}<think>
@@ -34,42 +29,6 @@ OPENS_REASONING = """\
 def texts(template: ChatTemplate, messages: list[Message], origin: Origin, **options: Any) -> list[str]:
     runs = encode_conversation(template, messages, **options)
     return [template.decode(run.token_ids) for run in runs if run.origin is origin]
-
-
-@pytest.mark.nightly(keep=4)
-@pytest.mark.parametrize("has_tools", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("qwen3_vl", "lfm2_v2") else pytest.param(name, marks=pytest.mark.slow)
-        for name in TEMPLATES
-    ],
-)
-def test_every_template_encodes_conversations_as_prompts_completions_and_bridges(
-    name: str, has_tools: bool
-) -> None:
-    template, tools = template_of(name), PROBE_TOOLS if has_tools else ()
-    has_reasoning = report_of(name).has_reasoning
-    num_equal = 0
-    for seed in range(NUM_CONVERSATIONS):
-        first, turns = conversation(Random(seed), has_tools=has_tools, has_reasoning=has_reasoning)
-        messages = [*first, *(each for message, replies in turns for each in (message, *replies))]
-        try:
-            kept, _ = tokens(template, first, turns, tools=tools)
-        except (ChatTemplateError, AssertionError):
-            continue  # the template refuses the messages, or renders a turn without its generation prompt
-        try:
-            runs = encode_conversation(template, messages, tools=tools)
-        except ChatTemplateError:
-            assert has_reasoning  # the template leaves it out, and the format has no marks for it
-            continue
-        found = [token_id for run in runs for token_id in run.token_ids.tolist()]
-        assert found == kept[: len(found)]
-        assert [run.message for run in runs if run.origin is Origin.MODEL] == [
-            index for index, message in enumerate(messages) if message["role"] == "assistant"
-        ]
-        num_equal += 1
-    assert num_equal or has_tools or name.startswith(("deepseek", "gemma4", "diffusion"))
 
 
 def test_the_tokens_are_those_of_the_rollout_that_recorded_the_messages() -> None:

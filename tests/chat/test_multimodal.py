@@ -55,13 +55,6 @@ def test_a_prompt_with_images_has_the_tokens_of_the_processor(template: ChatTemp
     assert [a.num_tokens for a in encoded.attachments] == [12, 40]
 
 
-def test_each_attachment_covers_its_placeholders(template: ChatTemplate) -> None:
-    ids, attachments = template.open_encoded(image_message("a", picture(0), picture(1)))
-    runs = [set(range(a.start, a.end)) for a in attachments]
-    assert set(np.flatnonzero(ids == pad_id(template)).tolist()) == runs[0] | runs[1]
-    assert not runs[0] & runs[1]
-
-
 def test_a_bridge_with_several_images_equals_the_end_of_the_full_prompt(template: ChatTemplate) -> None:
     before = [*user("look"), {"role": "assistant", "content": "ok"}]
     replies = tool_image_message(picture(0), picture(1, width=16), text="two views")

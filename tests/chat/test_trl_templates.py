@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -142,40 +141,6 @@ def test_reasoning_that_a_template_strips_is_kept_and_reported(name: str) -> Non
     results = {result.name: result for result, _ in report_of(name).examples(Cause.STRIPPED_REASONING)}
     assert results["thinking"].is_bridge_exact
     assert results["thinking"].num_kept_tokens > 0
-
-
-ASSISTANT_FIELDS = ("content", "reasoning_content", "calls")
-
-
-def echoed(text: str, fields: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a conversation in which the given fields of the assistant's message are the text."""
-    assistant: dict[str, Any] = {"role": "assistant", "content": text if "content" in fields else "x"}
-    if "reasoning_content" in fields:
-        assistant["reasoning_content"] = text
-    if "calls" not in fields:
-        return [USER, assistant, USER]
-    function = {"name": text, "arguments": {text: text, "nested": {text: [text, {text: text}]}}}
-    assistant["tool_calls"] = [{"type": "function", "id": text, "function": function}]
-    return [USER, assistant, {"role": "tool", "content": text, "name": text, "tool_call_id": text}, USER]
-
-
-@every_template
-def test_no_field_of_an_assistant_message_forges_control_tokens(name: str) -> None:
-    template = template_of(name)
-
-    def controls(text: str, fields: Sequence[str]) -> Counter[int]:
-        messages = [template.bridges.adapted(message) for message in echoed(text, fields)]
-        ids = template.open(messages).tolist()
-        assert "@mask" not in template.decode(ids)
-        return Counter(token_id for token_id in ids if token_id in template.encoder.control_ids)
-
-    for fields in (*[[field] for field in ASSISTANT_FIELDS], ASSISTANT_FIELDS):
-        try:
-            plain = controls("x" * 9, fields)
-        except ChatTemplateError:
-            continue  # The template has no calls.
-        for forged in (*template.encoder.control_texts, "".join(template.encoder.control_texts)):
-            assert controls(forged, fields) <= plain
 
 
 @every_template

@@ -69,19 +69,6 @@ def test_patches_match_the_formula(num_frames: int, width: int, height: int) -> 
     assert made["pixel_values_videos"] == pytest.approx(reference_patches(frames), abs=1e-5)
 
 
-def test_a_still_video_repeats_the_patches_of_its_image_at_each_time_step() -> None:
-    image = picture(width=40, height=24)
-    still = vision_processor().image_processor(images=[image], return_tensors="np")["pixel_values"]
-    made = patches([image] * 6)["pixel_values_videos"]
-    assert np.array_equal(made, np.concatenate([still] * 3))
-
-
-def test_an_odd_number_of_frames_repeats_the_last_one() -> None:
-    frames = video_frames(num_frames=3)
-    odd, even = patches(frames), patches([*frames, frames[-1]])
-    assert np.array_equal(odd["pixel_values_videos"], even["pixel_values_videos"])
-
-
 def test_frames_are_resized_to_the_size_of_videos_not_of_images() -> None:
     frames = video_frames(num_frames=2, width=96, height=64)
     _, height, width = patches(frames)["video_grid_thw"][0].tolist()
@@ -121,15 +108,6 @@ def test_images_and_videos_keep_their_order(template: ChatTemplate) -> None:
     _, attachments = template.open_encoded(messages)
     assert [a.kind for a in attachments] == ["image", "video", "image"]
     assert [a.num_tokens for a in attachments] == [12, 36, 12]
-
-
-def test_a_bridge_with_a_video_equals_the_end_of_the_full_prompt(template: ChatTemplate) -> None:
-    before = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "ok"}]
-    reply = [{**video_message("seen", video_frames())[0], "role": "tool", "name": "look"}]
-    whole, bridge = template.open_encoded([*before, *reply]), template.bridge_encoded(reply)
-    start = len(whole.token_ids) - len(bridge.token_ids)
-    assert whole.token_ids[start:].tolist() == bridge.token_ids.tolist()
-    assert [a.start for a in whole.attachments] == [a.start + start for a in bridge.attachments]
 
 
 @pytest.mark.parametrize("content", [PAD, "<|image_pad|>"])

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from agent_loop.chat.sources import load_image
 from agent_loop.errors import ConfigError
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
@@ -28,10 +26,9 @@ from agent_loop.tools.registry import load_tools
 from agent_loop.tools.results import ToolResult
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.trajectory import IncidentKind, Trajectory
-from agent_loop.types import StopReason, ToolCall
-from tests.helpers import small_tokenizer, text_reply, tool_call_reply, user
+from agent_loop.types import ToolCall
+from tests.helpers import text_reply, tool_call_reply, user
 from tests.rollout.harness import WorkerHarness
-from tests.tools.mcp_server import PIXEL
 from tests.tools.sandboxes import descendants
 
 pytestmark = pytest.mark.slow
@@ -164,10 +161,6 @@ def test_an_output_schema_of_the_server_does_not_block_the_event_loop(stdio_tool
     asyncio.run(main())
 
 
-def test_an_image_has_the_form_that_chat_templates_expect() -> None:
-    assert load_image(f"data:image/png;base64,{PIXEL}").size == (1, 1)
-
-
 def test_a_shared_session_is_reopened_after_its_server_died(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THE_SECRET", "xyzzy")
     tools = mcp_tools({**STDIO, "session": "shared", "env": {"SECRET": "$THE_SECRET"}})
@@ -253,41 +246,6 @@ def test_sixty_four_rows_share_one_server(http: HttpServer, is_remote: bool, ses
         answers = [m["content"] for m in trajectory.output.messages if m["role"] == "tool"]
         assert answers == ["1", "2", "3"]
         assert trajectory.output.incidents == ()
-
-
-def test_killing_a_server_during_a_call_fails_only_its_own_calls(
-    stdio_tools: list[BaseTool],
-) -> None:
-    """Two trajectories, each with a server of its own. One server is killed while it answers."""
-
-    def fates(request: ScriptedRequest) -> ScriptedReply:
-        is_doomed = "doomed" in small_tokenizer().decode(request.prompt_ids)
-        if request.turn == 0:
-            return tool_call_reply("add", a=1, b=1)
-        if request.turn == 1:
-            return tool_call_reply("die") if is_doomed else tool_call_reply("note", text="alive")
-        return tool_call_reply("add", a=2, b=2) if request.turn == 2 else text_reply("done")
-
-    harness = WorkerHarness(fates, tools=stdio_tools)
-
-    async def main() -> list[Trajectory]:
-        rows = [{"raw_prompt": user(fate)} for fate in ("doomed", "spared")]
-        trajectories = await harness.worker.run(harness.jobs(rows))
-        harness.assert_nothing_is_left()
-        return trajectories
-
-    doomed, spared = asyncio.run(main())
-    assert doomed.output.stop_reason is spared.output.stop_reason is StopReason.ANSWERED
-    kinds = Counter(incident.kind for incident in doomed.output.incidents)
-    assert kinds == {IncidentKind.TOOL_UNAVAILABLE: 2}
-    assert [f.incident for f in doomed.output.feedback] == [
-        None,
-        IncidentKind.TOOL_UNAVAILABLE,
-        IncidentKind.TOOL_UNAVAILABLE,
-    ]
-    assert spared.output.incidents == ()
-    assert [m["content"] for m in spared.output.messages if m["role"] == "tool"] == ["2", "1 notes", "4"]
-    assert not started()
 
 
 def test_a_session_is_reopened_when_an_http_server_restarts(http: HttpServer) -> None:
