@@ -122,8 +122,8 @@ def test_a_workspace_that_cannot_start_is_a_problem_of_its_task(tmp_path: Path) 
     settings = {"provider": f"{__name__}:NeverStarts"}
     (report,) = asyncio.run(check_tasks(tmp_path, settings=settings))
     assert report.problems == (
-        "the tests could not run: the cloud is closed",
-        "the tests could not run after the solution: the cloud is closed",
+        "doing nothing has no reward: the cloud is closed",
+        "the solution has no reward: the cloud is closed",
     )
 
 

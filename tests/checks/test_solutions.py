@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agent_loop.checks.solutions import play_turns, solution_template
+from agent_loop.checks.solutions import check_named_tasks, play_turns, solution_template
 from agent_loop.environments.base import Environment, EnvironmentTool, Reply
 from agent_loop.environments.suite import SolutionTurn, TaskSuite
 from agent_loop.errors import ConfigError
@@ -102,8 +102,5 @@ def test_control_tokens_in_texts_and_arguments_are_text() -> None:
 
 
 def test_rows_of_another_loop_are_refused() -> None:
-    class Elsewhere(SpellerSuite):
-        agent_name = "verifiers"
-
-    with pytest.raises(ConfigError, match="rows of 'speller' are played by 'verifiers', which needs a model"):
-        asyncio.run(play_turns(Elsewhere(), ROW, []))
+    with pytest.raises(ConfigError, match="its rows are played by the loop 'verifiers', which needs a model"):
+        asyncio.run(check_named_tasks("verifiers:any"))

@@ -236,7 +236,7 @@ def test_checks_of_methods_that_a_server_lacks_are_skipped() -> None:
     report = run_virtual(check_server(Parrot(), max_model_len=128, vocab_size=300, timeout_s=5))
     skipped = {result.name for result in report.results if "does not define" in result.detail}
     assert "an aborted request returns the tokens sampled so far" in skipped
-    assert "a sleeping server refuses requests, and wakes up unchanged" in skipped
+    assert "a server sleeps only without requests, refuses requests asleep, and wakes up unchanged" in skipped
 
 
 def test_a_starlette_chat_request_returns_json_or_an_event_stream() -> None:

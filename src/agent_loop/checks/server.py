@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from agent_loop.checks.reference import Reference
 from agent_loop.errors import ConfigError, ServerError, WeightsError
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.base import Ability, AsyncServerBase
-from agent_loop.servers.scores import TokenScores, checked_scores
+from agent_loop.servers.reply_check import ReplyCheck
+from agent_loop.servers.scores import checked_scores
 from agent_loop.testing.conformance import (
     CheckFailed,
     CheckFunction,
@@ -26,7 +28,7 @@ from agent_loop.testing.conformance import (
     OnResult,
     require,
 )
-from agent_loop.types import FloatArray, IntArray, SamplingParams, TokenOutput, as_token_ids
+from agent_loop.types import FloatArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
 MIN_MODEL_LEN = 64
 LONGEST_TRUE = len("true") + 1
@@ -37,7 +39,7 @@ NUM_TRIALS = 3
 MAX_SHARE = 0.5
 """Share of a whole completion's time in which the engine must be idle again after a request was cancelled."""
 MAX_ATTEMPTS = 5
-"""Attempts to abort a completion before it ends by itself; those of small models end soon."""
+"""Attempts to find a completion that is running; those of small models end soon."""
 
 
 async def check_server(
@@ -70,18 +72,13 @@ async def check_server(
         raise ConfigError("check_server needs to know the vocabulary; give vocab_size or a reference")
     if max_model_len < MIN_MODEL_LEN:
         raise ConfigError(f"max_model_len is {max_model_len}; the checks need at least {MIN_MODEL_LEN}")
-    subject = CheckedServer(
-        server=server,
-        vocab_size=vocab_size or (reference.vocab_size if reference else 0),
-        max_model_len=max_model_len,
-        given_reference=reference,
-        tolerance=tolerance,
-    )
+    vocab_size = vocab_size or (reference.vocab_size if reference else 0)
+    subject = CheckedServer(server, vocab_size, max_model_len, reference, tolerance)
     name = f"server {server.name!r}"
     return await SERVER_CHECKS.run(subject, name=name, timeout_s=timeout_s, on_result=on_result)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class CheckedServer:
     """Server under check, and the limits of the requests that it accepts."""
 
@@ -91,7 +88,6 @@ class CheckedServer:
     given_reference: Reference | None
     tolerance: float
     """Largest accepted difference of log-probs, in nats."""
-    _sessions: count[int] = field(default_factory=count)
 
     @property
     def reference(self) -> Reference:
@@ -105,55 +101,56 @@ class CheckedServer:
         """Number of tokens of a completion that is long enough to be interrupted."""
         return self.max_model_len - 24
 
-    def prompt(self, num_tokens: int, *, seed: int = 0) -> IntArray:
-        """Return random tokens, the same for the same arguments."""
-        random = np.random.default_rng([seed, num_tokens])
-        return random.integers(0, self.vocab_size, num_tokens, dtype=np.int32)
+    @cached_property
+    def _reply_check(self) -> ReplyCheck:
+        return ReplyCheck(self.vocab_size)
 
-    def session(self) -> str:
-        """Return a new request id."""
-        return f"check-{next(self._sessions)}"
+    def prompt(self, num_tokens: int, *, seed: int = 0) -> list[int]:
+        """Return random tokens, the same for the same arguments."""
+        return Random(f"{seed} {num_tokens}").choices(range(self.vocab_size), k=num_tokens)
 
     async def generate(
-        self, prompt_ids: IntArray | Sequence[int], *, session: str | None = None, **params: Any
+        self, prompt: Sequence[int], *, session: str | None = None, **params: Any
     ) -> TokenOutput:
-        """Return a completion. The session stays open if one is given. `params` are those of `SamplingParams`."""
-        request_id = session or self.session()
+        """Return a valid completion. The session stays open if one is given. `params` are those of `SamplingParams`."""
+        request_id = session or uuid4().hex
         try:
-            return await self.server.generate(as_token_ids(prompt_ids), SamplingParams(**params), request_id)
+            output = await self.server.generate(as_token_ids(prompt), SamplingParams(**params), request_id)
         finally:
             if session is None:
                 self.server.end_session(request_id)
+        return self.valid(output.chunks)
+
+    def valid(self, chunks: Sequence[TokenChunk]) -> TokenOutput:
+        """Return the completion of chunks. Fail the check if a rollout would reject it, or if log-probs are missing."""
+        for chunk in chunks:
+            self._reply_check.chunk(chunk, server=self.server.name, request_id="")
+        output = TokenOutput.from_chunks(chunks)
+        has_logprobs = output.log_probs is not None or Ability.LOG_PROBS not in self.server.abilities
+        require(has_logprobs, "no log-probs were returned, although the server claims them")
+        return output
 
     async def greedy(
-        self, prompt_ids: IntArray | Sequence[int], num_tokens: int, *, session: str | None = None
-    ) -> list[int]:
+        self, prompt: Sequence[int], num_tokens: int, *, session: str | None = None
+    ) -> TokenOutput:
         """Return a greedy completion of `num_tokens` tokens that end tokens do not stop."""
-        output = await self.generate(
-            prompt_ids, session=session, temperature=0.0, max_tokens=num_tokens, ignore_eos=True
-        )
-        return output.token_ids
-
-    async def long(self, prompt: IntArray, *, session: str) -> TokenOutput:
-        """Return a completion of `long_tokens` tokens."""
-        return await self.generate(
-            prompt, session=session, temperature=0.0, max_tokens=self.long_tokens, ignore_eos=True
-        )
+        params: dict[str, Any] = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
+        return await self.generate(prompt, session=session, **params)
 
     async def start_long(
-        self, prompt: IntArray, *, session: str, group: asyncio.TaskGroup
+        self, prompt: Sequence[int], *, session: str, group: asyncio.TaskGroup
     ) -> asyncio.Task[TokenOutput]:
-        """Start a long completion and return its task once the engine runs it.
+        """Start a completion that is long enough to be interrupted, and return its task once the engine runs it.
 
         The completions of a small model may all end before `health` shows them. The last attempt then returns at once.
         """
-        task = group.create_task(self.long(prompt, session=session))
         for _ in range(MAX_ATTEMPTS):
+            task = group.create_task(self.greedy(prompt, self.long_tokens, session=session))
             while not task.done():
                 if (await self.server.health()).num_running:
                     return task
                 await asyncio.sleep(POLL_S)
-            task = group.create_task(self.long(prompt, session=session))
+        task = group.create_task(self.greedy(prompt, self.long_tokens, session=session))
         await asyncio.sleep(0)
         return task
 
@@ -166,30 +163,23 @@ class CheckedServer:
                 return
             await asyncio.sleep(POLL_S)
 
-    async def score(self, text: IntArray, *, start: int = 1) -> TokenScores:
-        """Return the scores of a text."""
-        return checked_scores(
-            await self.server.score(text, start=start),
-            num_scores=len(text) - start,
-            top_logprobs=0,
-            server=self.server.name,
-            vocab_size=self.vocab_size,
-        )
+    async def scores(self, text: Sequence[int], *, start: int = 1) -> FloatArray:
+        """Return the log-probs of a text."""
+        scores = await self.server.score(as_token_ids(text), start=start)
+        name, num_scores = self.server.name, len(text) - start
+        return checked_scores(scores, num_scores=num_scores, top_logprobs=0, server=name).logprobs
 
-    def require_same(self, got: Sequence[int], wanted: Sequence[int], *, prompt: IntArray, what: str) -> None:
+    def require_same(self, got: list[int], wanted: list[int], *, prompt: Sequence[int], what: str) -> None:
         """Fail the check unless two greedy completions are equal, except after a near tie of the reference."""
-        if list(got) == list(wanted):
-            return
         reason = ""
-        if self.given_reference is not None and len(got) == len(wanted):
-            reason = self.given_reference.disagreement(prompt.tolist(), got)
-            if not reason:
-                return
-        raise CheckFailed(f"{what}: got {list(got)}, not {list(wanted)}; {reason}".rstrip("; "))
+        if got != wanted and self.given_reference is not None and len(got) == len(wanted):
+            reason = self.given_reference.disagreement(prompt, got)
+            wanted = wanted if reason else got
+        require(got == wanted, f"{what}: got {got}, not {wanted}; {reason}".rstrip("; "))
 
-    def require_close(self, found: FloatArray, wanted: FloatArray, what: str) -> float:
+    def require_close(self, found: FloatArray | Sequence[float], wanted: FloatArray, what: str) -> float:
         """Fail the check unless log-probs are equal up to the tolerance, and return the largest difference."""
-        difference = float(np.abs(found - wanted).max(initial=0.0))
+        difference = float(np.abs(np.array(found, np.float32) - wanted).max(initial=0.0))
         require(
             difference <= self.tolerance,
             f"{what} differ by up to {difference:.2g} nats; return log_softmax(logits / temperature), before top-k and "
@@ -197,33 +187,22 @@ class CheckedServer:
         )
         return difference
 
-    def require_valid(self, output: TokenOutput) -> None:
-        """Fail the check if a completion has invalid token ids or log-probs."""
-        invalid = [token for token in output.token_ids if not 0 <= token < self.vocab_size]
-        require(not invalid, f"token ids {invalid[:3]} are not below the vocabulary size {self.vocab_size}")
-        if Ability.LOG_PROBS not in self.server.abilities:
-            return
-        if output.log_probs is None:
-            raise CheckFailed("no log-probs were returned, although the server claims them")
-        wrong = [p for p in output.log_probs if not math.isfinite(p) or p > 1e-4]
-        require(not wrong, f"{wrong[:3]} are not log-probs; they must be finite and at most 0")
-
-    async def require_refusal(self, prompt: IntArray, *, session: str, what: str) -> None:
+    async def require_refusal(self, prompt: Sequence[int], *, session: str, what: str) -> None:
         """Fail the check unless a request raises a `ServerError` that names the server and the request."""
         try:
             await self.generate(prompt, session=session, max_tokens=2)
         except ServerError as error:
-            require(error.server == self.server.name, f"{what}: the error does not name the server: {error}")
-            require(error.request_id == session, f"{what}: the error does not name the request: {error}")
+            is_named = error.server == self.server.name and error.request_id == session
+            require(is_named, f"{what}: the error does not name the server and the request: {error}")
         except Exception as error:
             raise CheckFailed(f"{what}: {type(error).__name__} instead of ServerError: {error}") from error
         else:
             raise CheckFailed(f"{what} was not refused")
 
-    async def require_model(self, model: Reference, *, prompt: IntArray, version: int) -> float:
+    async def require_model(self, model: Reference, *, prompt: Sequence[int], version: int) -> float:
         """Fail the check unless completions come from `model` and carry `version`. Return the largest difference."""
-        output = await self.generate(prompt, temperature=0.0, max_tokens=12, ignore_eos=True)
-        reason = model.disagreement(prompt.tolist(), output.token_ids)
+        output = await self.greedy(prompt, 12)
+        reason = model.disagreement(prompt, output.token_ids)
         require(not reason, f"version {version}: {reason}")
         reported = (await self.server.health()).weight_version
         require(
@@ -232,10 +211,8 @@ class CheckedServer:
         )
         if output.log_probs is None:
             return 0.0
-        wanted = model.logprobs(prompt.tolist(), output.token_ids)
-        return self.require_close(
-            np.array(output.log_probs, np.float32), wanted, f"log-probs of version {version}"
-        )
+        wanted = model.logprobs(prompt, output.token_ids)
+        return self.require_close(output.log_probs, wanted, f"log-probs of version {version}")
 
 
 SERVER_CHECKS = CheckSuite[CheckedServer]()
@@ -243,7 +220,7 @@ ServerCheck = CheckFunction[CheckedServer]
 
 
 def _check(
-    name: str, *, ability: Ability | None = None, method: str | None = None
+    name: str, *, ability: Ability | None = None, method: str = ""
 ) -> Callable[[ServerCheck], ServerCheck]:
     """Return a decorator that adds a check, which is skipped if the server lacks an ability or an optional method."""
 
@@ -252,9 +229,7 @@ def _check(
         async def check(subject: CheckedServer) -> str | None:
             if ability is not None and ability not in subject.server.abilities:
                 raise CheckSkipped(f"the server does not claim {ability}")
-            if method is not None and getattr(type(subject.server), method) is getattr(
-                AsyncServerBase, method
-            ):
+            if method and getattr(type(subject.server), method) is getattr(AsyncServerBase, method):
                 raise CheckSkipped(f"the server does not define {method}")
             return await function(subject)
 
@@ -266,7 +241,7 @@ def _check(
 # -- completions -------------------------------------------------------------------------------------------------------
 
 
-@_check("a completion has valid token ids and ends at max_tokens")
+@_check("a completion is valid, and ends at max_tokens or at the end of the context")
 async def _length(subject: CheckedServer) -> None:
     for num_tokens in (1, 5):
         output = await subject.generate(subject.prompt(9), max_tokens=num_tokens, ignore_eos=True)
@@ -274,22 +249,19 @@ async def _length(subject: CheckedServer) -> None:
         require(
             got == (num_tokens, "length"), f"max_tokens is {num_tokens}, but it returned and ended with {got}"
         )
-        subject.require_valid(output)
-
-
-@_check("without max_tokens, a completion runs to the end of the context")
-async def _to_the_end(subject: CheckedServer) -> None:
-    prompt = subject.prompt(max(1, subject.max_model_len - 12))
-    output = await subject.generate(prompt, ignore_eos=True)
-    require(output.stop_reason == "length", f"stop reason is {output.stop_reason!r}, not 'length'")
-    room, got = subject.max_model_len - len(prompt), len(output.token_ids)
-    require(room - 1 <= got <= room, f"the context has room for {room} tokens, but {got} were returned")
+    room = 12
+    output = await subject.generate(subject.prompt(subject.max_model_len - room), ignore_eos=True)
+    got = len(output.token_ids), output.stop_reason
+    require(
+        got in ((room - 1, "length"), (room, "length")),
+        f"the context has room for {room} tokens, but it returned and ended with {got} without max_tokens",
+    )
 
 
 @_check("a stop token ends the completion and is returned")
 async def _stop_token(subject: CheckedServer) -> None:
     prompt = subject.prompt(11, seed=1)
-    tokens = await subject.greedy(prompt, 12)
+    tokens = (await subject.greedy(prompt, 12)).token_ids
     position = max(tokens.index(token) for token in tokens)
     unseen = next(token for token in range(subject.vocab_size) if token not in tokens)
     stops = (tokens[position], unseen)
@@ -304,21 +276,12 @@ async def _stop_token(subject: CheckedServer) -> None:
         subject.require_same(got, tokens[: position + 1], prompt=prompt, what=f"ignore_eos={ignore_eos}")
 
 
-@_check("tokens sent back in a prompt are read as the same tokens")
-async def _continuity(subject: CheckedServer) -> None:
-    for seed in range(3):
-        prompt = subject.prompt(24, seed=seed)
-        whole = await subject.greedy(prompt, 12)
-        context = as_token_ids([*prompt.tolist(), *whole[:5]])
-        rest = await subject.greedy(context, 7)
-        subject.require_same(rest, whole[5:], prompt=context, what="after 5 sampled tokens in the prompt")
-
-
 @_check("greedy completions match the reference model")
 async def _greedy(subject: CheckedServer) -> None:
     for seed, num_tokens in ((0, 1), (1, 17), (2, 64)):
         prompt = subject.prompt(num_tokens, seed=seed)
-        reason = subject.reference.disagreement(prompt.tolist(), await subject.greedy(prompt, 16))
+        tokens = (await subject.greedy(prompt, 16)).token_ids
+        reason = subject.reference.disagreement(prompt, tokens)
         require(not reason, f"prompt of {num_tokens} tokens: {reason}")
 
 
@@ -339,11 +302,9 @@ async def _logprobs(subject: CheckedServer) -> str:
             require(len(variant) > 1, f"no log-probs were returned with {variant}")
             num_without += 1
             continue
-        wanted = subject.reference.logprobs(prompt.tolist(), output.token_ids, temperature=temperature)
-        found = np.array(output.log_probs, np.float32)
-        worst = max(
-            worst, subject.require_close(found, wanted, f"log-probs with {variant} and the reference")
-        )
+        wanted = subject.reference.logprobs(prompt, output.token_ids, temperature=temperature)
+        what = f"log-probs with {variant} and the reference"
+        worst = max(worst, subject.require_close(output.log_probs, wanted, what))
     suffix = "; no log-probs with top-k or top-p" if num_without else ""
     return f"largest difference {worst:.1g} nats{suffix}"
 
@@ -356,18 +317,15 @@ async def _top_logprobs(subject: CheckedServer) -> None:
         output = await subject.generate(
             prompt, max_tokens=4, ignore_eos=True, temperature=temperature, top_logprobs=num_top
         )
-        shape, extras = (len(output.token_ids), num_top), output.extras
-        for name in ("top_token_ids", "top_logprobs"):
-            found = extras[name].shape if name in extras else None
-            require(found == shape, f"the extra {name} has shape {found}, not {shape}")
-        for place, (tokens, logprobs) in enumerate(
-            zip(extras["top_token_ids"].tolist(), extras["top_logprobs"].tolist(), strict=True)
-        ):
-            context = [*prompt.tolist(), *output.token_ids[:place]]
+        top = [output.extras.get(name, np.zeros(0)) for name in ("top_token_ids", "top_logprobs")]
+        shapes, shape = [each.shape for each in top], (len(output.token_ids), num_top)
+        require(shapes == [shape, shape], f"top_token_ids and top_logprobs have shapes {shapes}, not {shape}")
+        for place, (tokens, logprobs) in enumerate(zip(*(each.tolist() for each in top), strict=True)):
+            context = [*prompt, *output.token_ids[:place]]
             wanted = [subject.reference.logprobs(context, [t], temperature=temperature)[0] for t in tokens]
-            subject.require_close(np.array(logprobs), np.array(wanted), "log-probs of the likeliest tokens")
-            require(len(set(tokens)) == num_top, f"the tokens {tokens} are not different")
-            require(logprobs == sorted(logprobs, reverse=True), f"log-probs {logprobs} do not decrease")
+            subject.require_close(logprobs, np.array(wanted), "log-probs of the likeliest tokens")
+            is_ordered = len(set(tokens)) == num_top and logprobs == sorted(logprobs, reverse=True)
+            require(is_ordered, f"the tokens {tokens} repeat, or their log-probs {logprobs} do not decrease")
             best = subject.reference.disagreement(context, tokens[:1])
             require(not best, f"the first of the likeliest tokens after {place} tokens: {best}")
 
@@ -383,7 +341,6 @@ async def _json_schema(subject: CheckedServer) -> None:
             f"the schema allows only 'true', but the completion has {len(output.token_ids)} tokens and the stop "
             f"reason {output.stop_reason!r}; remove the tokens that the schema does not allow before sampling",
         )
-        subject.require_valid(output)
 
 
 @_check("a seed makes a completion reproducible", ability=Ability.SEED)
@@ -405,7 +362,7 @@ async def _continued_seed(subject: CheckedServer) -> None:
         prompt = subject.prompt(17, seed=seed % 100)
         params: dict[str, Any] = {"seed": seed, "ignore_eos": True}
         whole = (await subject.generate(prompt, max_tokens=20, **params)).token_ids
-        context = as_token_ids([*prompt.tolist(), *whole[:kept]])
+        context = [*prompt, *whole[:kept]]
         rest = await subject.generate(context, max_tokens=20 - kept, num_sampled=kept, **params)
         what = f"resumed after {kept} tokens, it samples {rest.token_ids}, not {whole[kept:]}"
         require(rest.token_ids == whole[kept:], what)
@@ -415,29 +372,36 @@ async def _continued_seed(subject: CheckedServer) -> None:
 async def _concurrency(subject: CheckedServer) -> None:
     prompts = [subject.prompt(5 + 3 * i, seed=i) for i in range(16)]
     together = await run_together(subject.greedy(prompt, 6 + i) for i, prompt in enumerate(prompts))
-    for i, (prompt, tokens) in enumerate(zip(prompts, together, strict=True)):
+    for i, (prompt, output) in enumerate(zip(prompts, together, strict=True)):
         alone = await subject.greedy(prompt, 6 + i)
-        subject.require_same(tokens, alone, prompt=prompt, what=f"request {i} of {len(prompts)}")
+        what = f"request {i} of {len(prompts)}"
+        subject.require_same(output.token_ids, alone.token_ids, prompt=prompt, what=what)
 
 
 @_check("the next turn of a session sees all earlier tokens")
 async def _session(subject: CheckedServer) -> None:
-    session, prompt = subject.session(), subject.prompt(40, seed=6)
-    first = await subject.greedy(prompt, 8, session=session)
-    context = as_token_ids([*prompt.tolist(), *first, *subject.prompt(7, seed=7).tolist()])
-    second = await subject.greedy(context, 8, session=session)
-    subject.server.end_session(session)
-    subject.require_same(second, await subject.greedy(context, 8), prompt=context, what="the second turn")
+    for seed in range(3):
+        session, prompt = uuid4().hex, subject.prompt(24, seed=seed)
+        whole = (await subject.greedy(prompt, 12)).token_ids
+        await subject.greedy(prompt, 5, session=session)
+        context = [*prompt, *whole[:5]]
+        rest = (await subject.greedy(context, 7, session=session)).token_ids
+        subject.require_same(rest, whole[5:], prompt=context, what="after 5 sampled tokens in the prompt")
+        context = [*context, *rest, *subject.prompt(7, seed=7)]
+        later = (await subject.greedy(context, 8, session=session)).token_ids
+        subject.server.end_session(session)
+        alone = (await subject.greedy(context, 8)).token_ids
+        subject.require_same(later, alone, prompt=context, what="the turn after other tokens")
 
 
 @_check("the next turn of a session reuses the cached prefix", ability=Ability.PREFIX_REUSE)
 async def _prefix_reuse(subject: CheckedServer) -> str:
     cached, num_prompt = 0, subject.max_model_len // 2
     for seed in (8, 80):  # a working cache may evict one prefix, but not two in a row
-        session, prompt = subject.session(), subject.prompt(num_prompt, seed=seed)
-        first = await subject.greedy(prompt, 8, session=session)
-        context = as_token_ids([*prompt.tolist(), *first, *subject.prompt(5, seed=9).tolist()])
-        output = await subject.generate(context, session=session, temperature=0.0, max_tokens=2)
+        session, prompt = uuid4().hex, subject.prompt(num_prompt, seed=seed)
+        first = (await subject.greedy(prompt, 8, session=session)).token_ids
+        context = [*prompt, *first, *subject.prompt(5, seed=9)]
+        output = await subject.greedy(context, 2, session=session)
         subject.server.end_session(session)
         require(output.num_cached_tokens is not None, "num_cached_tokens is None; return their number")
         cached = max(cached, output.num_cached_tokens or 0)
@@ -448,45 +412,39 @@ async def _prefix_reuse(subject: CheckedServer) -> str:
 
 @_check("a stream returns the whole completion in chunks")
 async def _stream(subject: CheckedServer) -> str:
-    prompt, session = subject.prompt(15, seed=10), subject.session()
+    prompt, session = subject.prompt(15, seed=10), uuid4().hex
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    chunks = [chunk async for chunk in subject.server.stream(prompt, params, session)]
+    chunks = [chunk async for chunk in subject.server.stream(as_token_ids(prompt), params, session)]
     subject.server.end_session(session)
-    output = TokenOutput.from_chunks(chunks)
-    subject.require_valid(output)
-    subject.require_same(output.token_ids, await subject.greedy(prompt, 24), prompt=prompt, what="the stream")
-    *others, last = [chunk.stop_reason for chunk in chunks]
+    tokens, whole = subject.valid(chunks).token_ids, (await subject.greedy(prompt, 24)).token_ids
+    subject.require_same(tokens, whole, prompt=prompt, what="the stream")
+    reasons = [chunk.stop_reason for chunk in chunks]
     require(
-        not any(others) and last == "length",
-        f"the stop reasons of the chunks are {[*others, last]}; set 'length' on the last one and None on the others",
+        reasons == [None] * (len(chunks) - 1) + ["length"],
+        f"the stop reasons of the chunks are {reasons}; set 'length' on the last one and None on the others",
     )
     if Ability.STREAMING in subject.server.abilities:
         require(len(chunks) > 1, "24 tokens were returned in a single chunk")
     return f"{len(chunks)} chunks"
 
 
-@_check("scores begin at start, and do not depend on it or on other requests", ability=Ability.SCORE)
-async def _score_start(subject: CheckedServer) -> None:
-    texts = [subject.prompt(20 + 3 * number, seed=number) for number in range(4)]
-    whole = await run_together(subject.score(text) for text in texts)
+@_check("scores of a text are its log-probs, from start on and beside other requests", ability=Ability.SCORE)
+async def _scores(subject: CheckedServer) -> None:
+    texts: list[list[int]] = []
+    for seed in range(4):
+        prompt = subject.prompt(19, seed=seed)
+        output = await subject.greedy(prompt, 4 + 3 * seed)
+        texts.append([*prompt, *output.token_ids])
+        if output.log_probs is not None:
+            found = await subject.scores(texts[-1], start=len(prompt))
+            wanted = np.array(output.log_probs, np.float32)
+            subject.require_close(found, wanted, "scores and log-probs of a completion")
+    whole = await run_together(subject.scores(text) for text in texts)
     for text, scores in zip(texts, whole, strict=True):
         for start in (1, len(text) // 2, len(text) - 1):
-            part = await subject.score(text, start=start)
+            part = await subject.scores(text, start=start)
             what = f"log-probs of a text from start={start} on and of the whole text"
-            subject.require_close(part.logprobs, scores.logprobs[start - 1 :], what)
-
-
-@_check("scores of a completion are its log-probs", ability=Ability.SCORE)
-async def _score_completion(subject: CheckedServer) -> None:
-    for seed in range(2):
-        prompt = subject.prompt(19, seed=seed)
-        output = await subject.generate(prompt, temperature=0.0, max_tokens=12, ignore_eos=True)
-        if output.log_probs is None:
-            raise CheckSkipped("the server returns no log-probs of completions")
-        scores = await subject.score(as_token_ids([*prompt.tolist(), *output.token_ids]), start=len(prompt))
-        subject.require_close(
-            scores.logprobs, np.array(output.log_probs, np.float32), "scores and log-probs of a completion"
-        )
+            subject.require_close(part, scores[start - 1 :], what)
 
 
 # -- abort, refusal, sleep, weights, close -----------------------------------------------------------------------------
@@ -494,7 +452,7 @@ async def _score_completion(subject: CheckedServer) -> None:
 
 @_check("an aborted request returns the tokens sampled so far", method="abort")
 async def _abort(subject: CheckedServer) -> str:
-    session, prompt = subject.session(), subject.prompt(10, seed=20)
+    session, prompt = uuid4().hex, subject.prompt(10, seed=20)
     await subject.server.abort("check-never-seen")  # without an effect
     got, reason = list[int](), ""
     for _ in range(MAX_ATTEMPTS):
@@ -505,11 +463,10 @@ async def _abort(subject: CheckedServer) -> str:
         if reason != "length":  # otherwise it ended by itself
             break
     require(reason == "aborted", f"stop reason is {reason!r}, not 'aborted'")
-    wanted = await subject.greedy(prompt, max(1, len(got)))
-    subject.require_same(got, wanted[: len(got)], prompt=prompt, what="the partial completion")
+    wanted = (await subject.greedy(prompt, max(1, len(got)))).token_ids[: len(got)]
+    subject.require_same(got, wanted, prompt=prompt, what="the partial completion")
     await subject.until_idle()
-    again = await subject.greedy(prompt, 3, session=session)
-    require(len(again) == 3, "the session could not continue after an abort")
+    await subject.greedy(prompt, 3, session=session)  # the session continues
     subject.server.end_session(session)
     return f"{len(got)} tokens kept"
 
@@ -517,9 +474,9 @@ async def _abort(subject: CheckedServer) -> str:
 @_check("cancelling a request frees its slot")
 async def _cancel(subject: CheckedServer) -> str:
     clock = asyncio.get_running_loop().time
-    session, prompt = subject.session(), subject.prompt(10, seed=22)
+    session, prompt = uuid4().hex, subject.prompt(10, seed=22)
     started = clock()
-    await subject.long(prompt, session=session)
+    await subject.greedy(prompt, subject.long_tokens, session=session)
     whole_s, share = clock() - started, 1.0
     for _ in range(NUM_TRIALS):
         async with asyncio.TaskGroup() as group:
@@ -535,19 +492,18 @@ async def _cancel(subject: CheckedServer) -> str:
     require(
         share <= MAX_SHARE, f"the engine kept running for {share:.0%} of the time of the whole completion"
     )
-    again = await subject.greedy(prompt, 2, session=session)
-    require(len(again) == 2, "the session could not continue after a cancellation")
+    await subject.greedy(prompt, 2, session=session)  # the session continues
     subject.server.end_session(session)
     return f"idle after {share:.0%} of the time of the whole completion"
 
 
 @_check("a second request of a session is refused while the first runs")
 async def _second(subject: CheckedServer) -> None:
-    session, prompt = subject.session(), subject.prompt(10, seed=23)
+    session, prompt = uuid4().hex, subject.prompt(10, seed=23)
     what = "a second request of the session"
     # Both are sent at once: even a fast server cannot finish the first before the second arrives.
     async with asyncio.TaskGroup() as group:
-        first = group.create_task(subject.long(prompt, session=session))
+        first = group.create_task(subject.greedy(prompt, subject.long_tokens, session=session))
         group.create_task(subject.require_refusal(prompt, session=session, what=what))
     require(len(first.result().token_ids) == subject.long_tokens, "the first request was cut short")
     subject.server.end_session(session)
@@ -556,35 +512,33 @@ async def _second(subject: CheckedServer) -> None:
 @_check("invalid requests are refused, and the server keeps running")
 async def _refusals(subject: CheckedServer) -> None:
     for what, prompt in (
-        ("an empty prompt", as_token_ids([])),
+        ("an empty prompt", []),
         ("a prompt longer than the context", subject.prompt(subject.max_model_len + 1, seed=24)),
-        ("a token id outside the vocabulary", as_token_ids([1, subject.vocab_size + 7, 2])),
-        ("a negative token id", as_token_ids([3, -1])),
+        ("a token id outside the vocabulary", [1, subject.vocab_size + 7, 2]),
+        ("a negative token id", [3, -1]),
     ):
-        await subject.require_refusal(prompt, session=subject.session(), what=what)
+        await subject.require_refusal(prompt, session=uuid4().hex, what=what)
     health = await subject.server.health()
     require(health.is_alive, f"an invalid request stopped the server: {health.detail}")
-    require(len(await subject.greedy(subject.prompt(5), 2)) == 2, "the next request returned no tokens")
+    await subject.greedy(subject.prompt(5), 2)
 
 
-@_check("a sleeping server refuses requests, and wakes up unchanged", method="sleep")
+@_check(
+    "a server sleeps only without requests, refuses requests asleep, and wakes up unchanged", method="sleep"
+)
 async def _sleep(subject: CheckedServer) -> None:
-    prompt = subject.prompt(12, seed=25)
-    before = await subject.greedy(prompt, 6)
+    prompt, session = subject.prompt(12, seed=25), uuid4().hex
+    before = (await subject.greedy(prompt, 6)).token_ids
     await subject.server.sleep()
     try:
-        await subject.require_refusal(prompt, session=subject.session(), what="a request while asleep")
+        await subject.require_refusal(prompt, session=session, what="a request while asleep")
     finally:
         await subject.server.wake_up()
     await subject.server.wake_up()
-    subject.require_same(await subject.greedy(prompt, 6), before, prompt=prompt, what="after waking up")
-
-
-@_check("a server with requests in flight refuses to sleep", method="sleep")
-async def _busy_sleep(subject: CheckedServer) -> None:
-    session = subject.session()
+    after = (await subject.greedy(prompt, 6)).token_ids
+    subject.require_same(after, before, prompt=prompt, what="after waking up")
     async with asyncio.TaskGroup() as group:
-        await subject.start_long(subject.prompt(9, seed=26), session=session, group=group)
+        await subject.start_long(prompt, session=session, group=group)
         try:
             await subject.server.sleep()
         except ServerError:
@@ -634,7 +588,7 @@ async def _bad_weights(subject: CheckedServer) -> None:
 async def _in_flight(subject: CheckedServer) -> str:
     version = (await subject.server.health()).weight_version
     weights = [] if subject.given_reference is None else subject.given_reference.weights()
-    session = subject.session()
+    session = uuid4().hex
     async with asyncio.TaskGroup() as group:
         task = await subject.start_long(subject.prompt(10, seed=29), session=session, group=group)
         await subject.server.update_weights(weights, weight_version=version + 1)
@@ -655,7 +609,7 @@ async def _close(subject: CheckedServer) -> None:
 
     async def request() -> BaseException | None:
         try:
-            await subject.long(prompt, session=subject.session())
+            await subject.greedy(prompt, subject.long_tokens)
         except Exception as error:  # noqa: BLE001  (the check looks at the type)
             return error
         return None
@@ -669,7 +623,7 @@ async def _close(subject: CheckedServer) -> None:
     require(
         isinstance(ended, ServerError | None), f"a request in flight ended with {ended!r}, no ServerError"
     )
-    await subject.require_refusal(prompt, session=subject.session(), what="a request")
+    await subject.require_refusal(prompt, session=uuid4().hex, what="a request")
     health = await subject.server.health()
     require(
         not health.is_alive and bool(health.detail),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,6 @@ from agent_loop.environments.harbor import (
     task_workspace,
 )
 from agent_loop.errors import AgentLoopError, ConfigError, DataError, WorkspaceError
-from agent_loop.runtime.child_process import CommandResult
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.workspaces.base import Workspace
 from agent_loop.workspaces.check import check_reward
@@ -59,13 +58,12 @@ class TaskReport:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One run of a task's tests."""
+    """One trajectory of a task."""
 
     reward: float | None = None
-    """None if the tests did not run."""
     output: str = ""
-    """Output of the tests, or why they did not run."""
-    solution_problem: str = ""
+    """Output of the tests, or why there is no reward."""
+    problem: str = ""
     """Error of the solution; empty if it ran without one."""
 
 
@@ -97,7 +95,7 @@ async def check_tasks(
             f"{str(path)!r} is neither a task nor a folder of tasks; give a folder with a task.toml, or a name "
             "such as suite:task"
         )
-    checks = (partial(check_task, folder, settings=settings or {}) for folder in folders)
+    checks = (partial(_check_task, folder, settings=settings or {}) for folder in folders)
     return await run_checks(checks, concurrency=concurrency, on_report=on_report)
 
 
@@ -108,11 +106,12 @@ async def run_checks(
     on_report: Callable[[TaskReport], None] | None,
 ) -> list[TaskReport]:
     """Run checks, `concurrency` of them at once, and return their reports in order."""
-    slots = asyncio.Semaphore(concurrency)
+    slots, clock = asyncio.Semaphore(concurrency), asyncio.get_running_loop().time
 
     async def run(check: Callable[[], Awaitable[TaskReport]]) -> TaskReport:
         async with slots:
-            report = await check()
+            started = clock()
+            report = replace(await check(), seconds=clock() - started)
         if on_report is not None:
             on_report(report)
         return report
@@ -120,10 +119,19 @@ async def run_checks(
     return await run_together(map(run, checks))
 
 
-async def check_task(folder: Path, *, settings: Mapping[str, Any]) -> TaskReport:
+def problems_of(what: str, attempt: Attempt, *, wanted: str, accepts: Callable[[float], bool]) -> list[str]:
+    """Return what is wrong with an attempt, whose reward should be `wanted`."""
+    problems = [f"{what} {attempt.problem}"] if attempt.problem else []
+    if attempt.reward is None:
+        problems.append(f"{what} has no reward: {attempt.output}")
+    elif not accepts(attempt.reward):
+        problems.append(f"{what} scores {attempt.reward:g} instead of {wanted}{_shown(attempt.output)}")
+    return problems
+
+
+async def _check_task(folder: Path, *, settings: Mapping[str, Any]) -> TaskReport:
     """Run a task's tests twice, each time in a new workspace: at once, and after its solution."""
-    clock = asyncio.get_running_loop().time
-    started, name = clock(), folder_name(folder)
+    name = folder_name(folder)
     try:
         task = read_task(folder)
         workspace = read_workspace(task_workspace(task, settings=settings))
@@ -135,15 +143,11 @@ async def check_task(folder: Path, *, settings: Mapping[str, Any]) -> TaskReport
         return TaskReport(task.name, folder, problems=(problem,), ignored=task.ignored)
     nothing = await _attempt(task, workspace)
     solved = await _attempt(task, workspace, solution_env=solution_env)
-    return TaskReport(
-        task.name,
-        folder,
-        nothing=nothing.reward,
-        solution=solved.reward,
-        problems=(*_problems_of_nothing(nothing), *_problems_of_solution(solved)),
-        ignored=task.ignored,
-        seconds=clock() - started,
+    problems = (
+        *problems_of("doing nothing", nothing, wanted="0", accepts=lambda reward: reward == 0),
+        *problems_of("the solution", solved, wanted="1", accepts=lambda reward: reward == 1),
     )
+    return TaskReport(task.name, folder, nothing.reward, solved.reward, problems, task.ignored)
 
 
 async def _attempt(
@@ -175,28 +179,10 @@ async def _solve(task: HarborTask, workspace: Workspace, *, env: Mapping[str, st
         env={"DEBIAN_FRONTEND": "noninteractive", **env},
         timeout_s=task.file.agent.timeout_sec or SOLUTION_TIMEOUT_S,
     )
-    if result.timed_out:
-        return f"the solution did not end within its time limit{_shown(_output_of(result))}"
-    if result.exit_code != 0:
-        return f"the solution ended with exit status {result.exit_code}{_shown(_output_of(result))}"
-    return ""
-
-
-def _problems_of_nothing(attempt: Attempt) -> list[str]:
-    if attempt.reward is None:
-        return [f"the tests could not run: {attempt.output}"]
-    if attempt.reward != 0:
-        return [f"doing nothing scores {attempt.reward:g} instead of 0{_shown(attempt.output)}"]
-    return []
-
-
-def _problems_of_solution(attempt: Attempt) -> list[str]:
-    problems = [attempt.solution_problem] if attempt.solution_problem else []
-    if attempt.reward is None:
-        problems.append(f"the tests could not run after the solution: {attempt.output}")
-    elif attempt.reward != 1:
-        problems.append(f"the solution scores {attempt.reward:g} instead of 1{_shown(attempt.output)}")
-    return problems
+    if not result.timed_out and result.exit_code == 0:
+        return ""
+    how = "its time limit" if result.timed_out else f"exit status {result.exit_code}"
+    return f"ended with {how}{_shown(f'{result.stdout}{result.stderr}')}"
 
 
 async def _test_output(workspace: Workspace) -> str:
@@ -207,10 +193,6 @@ async def _test_output(workspace: Workspace) -> str:
             return target.read_text(errors="replace")
         except (WorkspaceError, OSError):
             return ""
-
-
-def _output_of(result: CommandResult) -> str:
-    return f"{result.stdout}{result.stderr}"
 
 
 def _shown(output: str) -> str:

@@ -40,7 +40,7 @@ def test_an_image_that_cannot_be_built_is_a_problem_of_its_task(tmp_path: Path) 
     folder = write_task(tmp_path / "broken")
     (folder / "environment/Dockerfile").write_text("FROM localhost/agent-loop-busybox\nRUN no_such_program\n")
     (report,) = asyncio.run(check_tasks(folder, settings=SETTINGS))
-    assert report.problems[0].startswith("the tests could not run")
+    assert report.problems[0].startswith("doing nothing has no reward")
     assert "no_such_program" in report.problems[0]
 
 
