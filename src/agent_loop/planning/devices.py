@@ -12,7 +12,12 @@ from functools import cache
 from typing import TypeAlias
 
 from agent_loop.config import Config
-from agent_loop.config.placement import IN_PROCESS, TENSOR_PARALLEL_OPTIONS, devices_per_server
+from agent_loop.config.placement import (
+    IN_PROCESS,
+    TENSOR_PARALLEL_OPTIONS,
+    SplitConfig,
+    devices_per_server,
+)
 from agent_loop.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -109,14 +114,13 @@ def assign(config: Config, *, devices: Sequence[str], trains: bool = True) -> As
     every part is left as it is. Names of devices such as `1:0` have the node before the colon; a server does not span
     nodes. Rollouts alone (`trains=False`) need no devices for the trainer.
     """
-    placement, rollout = config.placement, config.rollout
+    placement, rollout, processes = config.placement, config.rollout, config.trainer.num_processes
     if config.model.device == "cpu" or not (placement.is_set or devices):
         return UNASSIGNED
-    per_server, processes = devices_per_server(placement, rollout), config.trainer.num_processes
-    split = placement.split
+    per_server = devices_per_server(placement, rollout)
     if placement.colocated is not None:
         wanted = processes if placement.colocated == "all" else placement.colocated
-        _require(wanted, devices, what=f"placement.colocated is {placement.colocated}, which takes")
+        _require(wanted, devices, what=f"placement.colocated={placement.colocated} takes")
         if placement.colocated == "all" and wanted < len(devices):
             raise ConfigError(
                 f"placement.colocated is 'all', but {len(devices)} devices are visible and trainer.num_processes is "
@@ -126,37 +130,32 @@ def assign(config: Config, *, devices: Sequence[str], trains: bool = True) -> As
         taken = tuple(devices[:wanted])
         servers = None if rollout.engine in IN_PROCESS else _groups(taken, size=per_server)
         return Assignment(servers, taken, is_colocated=True)
-    if split is not None:
-        total = split.servers + (split.trainer + split.reference if trains else 0)
-        _require(total, devices, what="placement.split takes")
-        for_servers, rest = tuple(devices[: split.servers]), tuple(devices[split.servers :])
-        num_servers = len(rollout.server_urls) or rollout.num_servers
-        return Assignment(
-            servers=_groups(for_servers, size=per_server) if split.servers else ((),) * num_servers,
-            trainer=rest[: split.trainer],
-            reference=rest[split.trainer] if split.reference and len(rest) > split.trainer else None,
-        )
-    if rollout.engine not in (*TENSOR_PARALLEL_OPTIONS, "embedded_process") or rollout.server_urls:
-        return UNASSIGNED
-    num_servers = rollout.num_servers
-    taken_by_servers = num_servers * per_server
-    _require(taken_by_servers, devices, what=f"{num_servers} servers of {per_server} devices each take")
-    rest = tuple(devices[taken_by_servers:])
-    if trains and len(rest) < processes:
-        raise ConfigError(
-            f"{num_servers} servers take {taken_by_servers} devices and the trainer {processes}, but "
-            f"{len(devices)} are visible ({', '.join(devices)}); set placement=colocated to share them, with the "
-            "servers asleep while the trainer works, or lower rollout.num_servers or trainer.num_processes"
-        )
-    return Assignment(_groups(tuple(devices[:taken_by_servers]), size=per_server), rest[:processes])
+    split, num_servers = placement.split, rollout.num_servers
+    if split is None:
+        if rollout.engine not in (*TENSOR_PARALLEL_OPTIONS, "embedded_process") or rollout.server_urls:
+            return UNASSIGNED
+        split = SplitConfig(servers=num_servers * per_server, trainer=processes)
+    what = f"{split.servers // per_server} servers of {per_server} devices each"
+    if trains:
+        what += f" and {split.trainer + split.reference} devices of the trainer"
+    _require(split.servers + (split.trainer + split.reference if trains else 0), devices, what=f"{what} take")
+    for_servers, rest = tuple(devices[: split.servers]), tuple(devices[split.servers :])
+    return Assignment(
+        servers=_groups(for_servers, size=per_server)
+        if split.servers
+        else ((),) * (len(rollout.server_urls) or num_servers),
+        trainer=rest[: split.trainer],
+        reference=rest[split.trainer] if split.reference and len(rest) > split.trainer else None,
+    )
 
 
 def _require(wanted: int, devices: Sequence[str], *, what: str) -> None:
     if wanted > len(devices):
         found = f"{len(devices)} are visible ({', '.join(devices)})" if devices else "this machine has none"
         raise ConfigError(
-            f"{what} {wanted} devices, but {found}; lower the number, unset placement to run on a CPU, or name the "
-            "devices in AGENT_LOOP_DEVICES"
+            f"{what} {wanted} devices, but {found}; set placement=colocated to share devices, with the servers asleep "
+            "while the trainer works, lower rollout.num_servers or trainer.num_processes, unset placement to run on a "
+            "CPU, or name the devices in AGENT_LOOP_DEVICES"
         )
 
 

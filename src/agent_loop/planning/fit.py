@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import TypeAlias
@@ -106,8 +106,6 @@ def make_plan(config: Config, shape: ModelShape, *, machine: Machine) -> Plan:
     assignment = assign(config, devices=machine.devices)
     has_gpu = bool(machine.devices) and config.model.device != "cpu"
     update = update_memory(shape, config, on_gpu=has_gpu)
-    if has_gpu and config.placement.reference == "cpu":
-        update = replace(update, reference=0.0)
     server = _server_parts(shape, config, capacity=machine.memory if has_gpu else 0.0)
     loads = (
         _device_loads(config, assignment, machine, update, server)
@@ -173,7 +171,6 @@ def _device_loads(
     server: Mapping[str, float],
 ) -> list[Load]:
     capacity, context = machine.memory, {"process": PROCESS_BYTES}
-    peak, resting = update.parts(is_peak=True), update.parts(is_peak=False)
     in_process = config.rollout.engine in IN_PROCESS
     trainer = assignment.trainer or (machine.devices[: config.trainer.num_processes] if in_process else ())
     shares = assignment.is_colocated or in_process
@@ -188,11 +185,13 @@ def _device_loads(
             loading = {"float32 weights": update.loading, **context, **asleep}
             loads.append(Load(trainer, "load", loading, capacity))
         if shares:
-            loads.append(Load(trainer, "rollout", {**server, **resting, **context}, capacity))
-        own = {name: value for name, value in peak.items() if not assignment.reference or name != "reference"}
+            loads.append(Load(trainer, "rollout", {**server, **update.at_rest, **context}, capacity))
+        own = dict(update.at_peak)
+        if assignment.reference:
+            own.pop("reference", None)
         loads.append(Load(trainer, "update", {**own, **asleep, **context}, capacity))
     if assignment.reference is not None:
-        parts = {"reference": update.reference, "logits": update.logits, **context}
+        parts = {"reference": update.at_rest.get("reference", 0.0), "logits": update.logits, **context}
         loads.append(Load((assignment.reference,), "update", parts, capacity))
     return loads
 
@@ -200,8 +199,7 @@ def _device_loads(
 def _host_load(config: Config, machine: Machine, update: UpdateMemory, server: Mapping[str, float]) -> Load:
     """Return the load of a machine without GPUs, where all parts share the memory and nothing sleeps."""
     servers = {name: value * config.rollout.num_servers for name, value in server.items() if value}
-    trainer = update.parts(is_peak=True)
-    processes = {name: value * config.trainer.num_processes for name, value in trainer.items()}
+    processes = {name: value * config.trainer.num_processes for name, value in update.at_peak.items()}
     return Load(("cpu",), "update", {**servers, **processes}, machine.memory)
 
 

@@ -200,40 +200,21 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class UpdateMemory:
-    """Bytes of one training process at the peak of an update."""
+    """Bytes of one training process, by what takes them."""
 
-    weights: float
-    """Weights, with the copies in lower precision."""
-    optimizer: float
-    """Both moments of AdamW."""
-    reference: float
-    """Weights of the reference model."""
-    gradients: float
-    activations: float
-    """Activations that the layers keep for the backward pass of a micro-batch."""
+    at_rest: Mapping[str, float]
+    """Weights, both moments of AdamW, and the weights of the reference model."""
+    at_peak: Mapping[str, float]
+    """The same, gradients, and what is larger: the passes over a micro-batch, or the optimiser step after them."""
     logits: float
-    """Logits, log-probs and their gradients."""
-    working: float
-    """Layers that FSDP has gathered, and gradients that are not added up yet."""
-    step: float
-    """Temporary tensors of the optimiser step, when activations and logits are free."""
+    """Logits, log-probs and their gradients, which a reference model computes too."""
     loading: float
     """The model in float32, in which a single process loads it to its device; 0 for processes that shard it, and for a
     base in 4 bits."""
 
-    def parts(self, *, is_peak: bool) -> dict[str, float]:
-        """Return what a training process holds, at rest or at the peak of an update."""
-        names = ["weights", "optimizer", "reference"]
-        passes = ["activations", "logits", "working"]
-        if is_peak and self.step > sum(getattr(self, name) for name in passes):
-            passes = ["step"]
-        names += ["gradients", *passes] if is_peak else []
-        shown = {"step": "optimizer step"}
-        return {shown.get(name, name): value for name in names if (value := getattr(self, name))}
-
     @property
     def peak(self) -> float:
-        return sum(self.parts(is_peak=True).values())
+        return sum(self.at_peak.values())
 
 
 def row_tokens(config: Config) -> int:
@@ -276,16 +257,27 @@ def update_memory(shape: ModelShape, config: Config, *, on_gpu: bool) -> UpdateM
     has_penalty = bool(actor.kl_loss_coef or config.algorithm.kl_reward_coef)
     # The policy without its adapters is a reference model that needs no memory.
     has_reference = has_penalty and not (rank and actor.reference_path is None)
+    if on_gpu and config.placement.reference == "cpu":
+        has_reference = False
+    at_rest = {
+        "weights": weights,
+        "optimizer": 0.0 if on_host else 2 * trained * actor.optimizer_bits / 8 / processes,
+        "reference": reference if has_reference else 0.0,
+    }
+    passes = {
+        "activations": rows * row_tokens(config) * _activations(shape, config, size),
+        "logits": _head(shape, rows * config.rollout.response_length, size, on_gpu=on_gpu),
+        "working": gathered + gradient,  # layers that FSDP gathers, and gradients that are not added up yet
+    }
+    step = {"optimizer step": 0.0 if on_host else (trained / processes if on_gpu else largest) * FULL}
+    if sum(step.values()) < sum(passes.values()):
+        step = passes
+    at_peak = {**at_rest, "gradients": 0.0 if on_host else trained * FULL / processes, **step}
     return UpdateMemory(
-        weights=weights,
-        optimizer=0.0 if on_host else 2 * trained * actor.optimizer_bits / 8 / processes,
-        reference=reference if has_reference else 0.0,
-        gradients=0.0 if on_host else trained * FULL / processes,
-        activations=rows * row_tokens(config) * _activations(shape, config, size),
-        logits=_head(shape, rows * config.rollout.response_length, size, on_gpu=on_gpu),
-        working=gathered + gradient,
+        {name: size for name, size in at_rest.items() if size},
+        {name: size for name, size in at_peak.items() if size},
+        logits=passes["logits"],
         loading=shape.parameters * FULL if processes == 1 and not bits else 0.0,
-        step=0.0 if on_host else (trained / processes if on_gpu else largest) * FULL,
     )
 
 
