@@ -100,7 +100,7 @@ def test_supervised_training_is_checked_before_anything_is_loaded(command: Comma
     Path("chats.jsonl").write_text(CHAT, encoding="utf-8")
     result = command("sft", "config.yaml", "sft.files=[chats.jsonl]", "sft.where=reward>=1", "--dry-run")
     assert result.exit_code == 0, result.err + result.out
-    for line in ("sft.files: 1 conversations of chats.jsonl", "sft.where: reward>=1", "run folder: run, new"):
+    for line in ("sft.files: 1 rows of chats.jsonl", "sft.where: reward>=1", "run folder: run, new"):
         assert line in result.out
     assert not Path("run").exists()
 

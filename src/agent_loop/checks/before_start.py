@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.environments.factory import load_environments
-from agent_loop.errors import AgentLoopError, ChatTemplateError, ConfigError, DataError, did_you_mean
+from agent_loop.errors import ChatTemplateError, ConfigError, DataError, did_you_mean
 from agent_loop.files.file_kinds import MODEL, kind_of, model_in
 from agent_loop.files.plain_values import parse_json
 from agent_loop.interactions.registry import load_interactions
@@ -65,18 +65,6 @@ class PlannedRun:
     load functions of the algorithm, connect to servers, and compute the memory too."""
     rows: list[Row] = field(default_factory=list[Row])
     """Rows that were read."""
-
-
-def findings(checks: Checks) -> Iterator[tuple[str, str, AgentLoopError | None]]:
-    """Run checks one after the other. Yield the name, the result and the error of each one that applies."""
-    for name, check in checks.items():
-        try:
-            found = check()
-        except AgentLoopError as error:
-            yield name, str(error), error
-        else:
-            if found:
-                yield name, found, None
 
 
 def checks_of(run: PlannedRun) -> Checks:
@@ -131,14 +119,38 @@ def supervised_checks(run: PlannedRun) -> Checks:
 
 def _check_conversations(run: PlannedRun, sources: list[str]) -> str:
     stored = [source for source in sources if is_stored(source)]
-    chats = [source for source in sources if source not in stored]
-    read = chats if run.is_thorough else _small_sources(chats)
-    found = [f"trajectories of {source}" for source in stored]
-    if read:
-        rows = load_rows(read, prompt_key=run.config.sft.messages_key)
-        found.append(f"{len(rows)} conversations of {', '.join(read)}")
-    found += [f"{source}, not read" for source in chats if source not in read]
-    return ", ".join(found)
+    _, found = _load(
+        run, [source for source in sources if source not in stored], key=run.config.sft.messages_key
+    )
+    return ", ".join(filter(None, [*(f"trajectories of {source}" for source in stored), found]))
+
+
+def _check_rows(run: PlannedRun, sources: Sequence[str], *, where: str) -> str:
+    if not sources:
+        raise ConfigError(f"{where} is empty; give at least one file, or file.py:function")
+    data = run.config.data
+    rows, found = _load(run, sources, key=data.prompt_key)
+    is_complete = run.is_thorough or all(map(_is_small, sources))
+    if where == "data.train_files" and is_complete and len(rows) < data.train_batch_size:
+        raise DataError(
+            f"the data set has {len(rows)} rows, fewer than data.train_batch_size={data.train_batch_size}; "
+            "give more rows or lower the batch size"
+        )
+    run.rows.extend(rows)
+    return found
+
+
+def _load(run: PlannedRun, sources: Sequence[str], *, key: str) -> tuple[Sequence[Row], str]:
+    """Return the rows of the sources that are read before a start, and what was read."""
+    read = sources if run.is_thorough else [source for source in sources if _is_small(source)]
+    rows = load_rows(read, prompt_key=key, workspace=run.config.data.workspace) if read else []
+    found = [f"{len(rows)} rows of {', '.join(read)}"] if read else []
+    return rows, ", ".join([*found, *(f"{source}, not read" for source in sources if source not in read)])
+
+
+def _is_small(source: str) -> bool:
+    files = find_shards(source)
+    return files is not None and sum(file.path.stat().st_size for file in files) <= QUICK_BYTES
 
 
 def _starts_engines(rollout: RolloutConfig) -> bool:
@@ -192,33 +204,6 @@ def _check_reachable(url: str) -> None:
         raise ConfigError(
             f"rollout.server_urls has {url!r}, which does not answer ({error}); start the server, or correct the URL"
         ) from error
-
-
-def _check_rows(run: PlannedRun, sources: Sequence[str], *, where: str) -> str:
-    if not sources:
-        raise ConfigError(f"{where} is empty; give at least one file, or file.py:function")
-    data = run.config.data
-    read = sources if run.is_thorough else _small_sources(sources)
-    if not read:
-        return f"{', '.join(sources)}, not read"
-    rows = load_rows(read, prompt_key=data.prompt_key, workspace=data.workspace)
-    run.rows.extend(rows)
-    if where == "data.train_files" and len(read) == len(sources) and len(rows) < data.train_batch_size:
-        raise DataError(
-            f"the data set has {len(rows)} rows, fewer than data.train_batch_size={data.train_batch_size}; "
-            "give more rows or lower the batch size"
-        )
-    return f"{len(rows)} rows of {', '.join(read)}"
-
-
-def _small_sources(sources: Sequence[str]) -> list[str]:
-    """Return the sources of at most `QUICK_BYTES` each."""
-    shards = {source: find_shards(source) for source in sources}
-    return [
-        source
-        for source, files in shards.items()
-        if files is not None and sum(file.path.stat().st_size for file in files) <= QUICK_BYTES
-    ]
 
 
 def _check_reward(run: PlannedRun) -> str:
@@ -301,21 +286,19 @@ NOT_HERE = "not on this machine; it will be loaded from the hub"
 
 def _check_model(config: Config, *, loads_weights: bool = True) -> str:
     """Return where the model is. Its weights are needed unless `loads_weights` is false."""
-    model = config.model
-    folder = _folder(model.path, key="model.path")
+    folder = _folder(config.model.path, key="model.path")
     if folder is None:
-        return f"{model.path}, {NOT_HERE}"
+        return f"{config.model.path}, {NOT_HERE}"
     if loads_weights and not (folder / CONFIG_FILE).is_file():
         inner = model_in(folder)
         such_as = f", such as {str(inner)!r}" if inner is not None else ""
         raise ConfigError(
-            f"model.path is {model.path!r}, which has no {CONFIG_FILE}; give the folder of a model{such_as}"
+            f"model.path is {str(folder)!r}, which has no {CONFIG_FILE}; give the folder of a model{such_as}"
         )
-    tokenizer = _tokenizer_folder(config)
+    key, tokenizer = _tokenizer(config)
     if tokenizer is not None and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
-        key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
         raise ConfigError(
-            f"{key} is {model.tokenizer_path or model.path!r}, where there is no tokenizer ({TOKENIZER_FILES[0]}); set "
+            f"{key} is {str(tokenizer)!r}, where there is no tokenizer ({TOKENIZER_FILES[0]}); set "
             "model.tokenizer_path to a folder or a hub name with one"
         )
     return str(folder)
@@ -328,7 +311,7 @@ def _check_template(config: Config) -> str:
         if not Path(path).is_file():
             raise ConfigError(f"model.chat_template_path is {path!r}: no such file")
         return path
-    folder = _tokenizer_folder(config)
+    _, folder = _tokenizer(config)
     if folder is None:
         return NOT_HERE
     has_file = (folder / "chat_template.jinja").is_file()
@@ -347,9 +330,10 @@ def _has_template(file: Path) -> bool:
     return isinstance(values, dict) and bool(cast(dict[str, Any], values).get("chat_template"))
 
 
-def _tokenizer_folder(config: Config) -> Path | None:
+def _tokenizer(config: Config) -> tuple[str, Path | None]:
+    """Return the setting that names the tokenizer, and its folder."""
     key = "model.tokenizer_path" if config.model.tokenizer_path else "model.path"
-    return _folder(config.model.tokenizer_path or config.model.path, key=key)
+    return key, _folder(config.model.tokenizer_path or config.model.path, key=key)
 
 
 def _folder(name: str, *, key: str) -> Path | None:

@@ -19,6 +19,7 @@ from rich.progress import (
 
 from agent_loop.cli.verbosity import VERBOSITY, print_line
 from agent_loop.config import Config
+from agent_loop.errors import AgentLoopError
 from agent_loop.runtime.garbage_collection import frozen_objects
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
@@ -48,18 +49,19 @@ def check_rollout(config: Config, *, rows: Sequence[Row], is_dry_run: bool) -> N
 
 def run_checks(checks: Checks, *, is_dry_run: bool) -> None:
     """Run checks. A dry run prints one line for each, and exits with code 2 if one fails."""
-    from agent_loop.checks.before_start import findings  # late: keeps `--help` quick
-
     console, num_faults = Console(highlight=False, soft_wrap=True), 0
-    for name, found, error in findings(checks):
-        if not is_dry_run:
-            if error is not None:
-                raise error
-            continue
-        num_faults += error is not None
-        mark, style = ("ok", "green") if error is None else ("ERROR", "bold red")
-        console.print(f"{mark:5}", style=style, end=" ")
-        print_line(console, f"{name}: {found}")
+    for name, check in checks.items():
+        mark, style = "ok", "green"
+        try:
+            found = check()
+        except AgentLoopError as error:
+            if not is_dry_run:
+                raise
+            mark, style, found = "ERROR", "bold red", str(error)
+            num_faults += 1
+        if is_dry_run and found:
+            console.print(f"{mark:5}", style=style, end=" ")
+            print_line(console, f"{name}: {found}")
     if num_faults:
         noun = "error" if num_faults == 1 else "errors"
         print_line(console, f"{num_faults} {noun}; nothing was started")
