@@ -125,7 +125,12 @@ SHORT: list[tuple[Any, dict[str, Any], list[str], str]] = [
     ({"split": {"servers": 1, "trainer": 1}}, {}, ["0"], "take 2 devices, but 1 are visible (0)"),
     ("colocated", {}, ["0", "1"], "set trainer.num_processes=2 and rollout.num_servers=2"),
     (None, {}, ["0"], "set placement=colocated"),
-    (None, {"num_servers": 9}, EIGHT, "9 servers of 1 devices each and 1 devices of the trainer take 10 devices"),
+    (
+        None,
+        {"num_servers": 9},
+        EIGHT,
+        "9 servers of 1 devices each and 1 devices of the trainer take 10 devices",
+    ),
     (
         {"split": {"servers": 2}, "tensor_parallel_size": 2},
         {},

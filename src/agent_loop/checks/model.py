@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from agent_loop.checks.reference import Reference
 from agent_loop.rollout.batch import assemble
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.embedded.model_types import (
@@ -26,11 +26,11 @@ from agent_loop.servers.embedded.model_types import (
 )
 from agent_loop.testing.conformance import (
     Check,
-    CheckFailed,
     CheckReport,
     CheckSkipped,
     CheckSuite,
     OnResult,
+    require,
 )
 from agent_loop.training.forward import response_logprobs
 from agent_loop.training.micro_batches import Layout, micro_batches
@@ -45,8 +45,14 @@ TOLERANCE = 1e-3
 """Largest difference of float32 log-probs that counts as rounding, in nats."""
 MARGIN = 3.0
 """Accepted difference in other types, in units of what rounding to the type does to a plain forward."""
+Compared: TypeAlias = tuple[list[Any], list[Any]]
+"""Log-probs of texts, and those of plain forwards."""
 SHORT_TEXT = 64
 """Tokens of the longest text for a model without a window in its context."""
+
+
+Way: TypeAlias = Callable[["CheckedModel"], Awaitable[Compared]]
+"""Way of computing the model."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +83,25 @@ class CheckedModel:
         exact = self._plain(copy.deepcopy(self.model).float())
         return max(TOLERANCE, MARGIN * _largest(exact, self.expected))
 
-    def require_equal(self, found: list[Any], expected: list[Any], *, is_used: bool) -> str:
-        """Return the largest difference."""
+    async def compare(self, way: Way, *, is_used: bool) -> str:
+        """Return the largest difference between the log-probs of a way and those of plain forwards.
+
+        Fail the check if they differ by more than rounding or the way raises; skip it if the way is not used.
+        """
+        try:
+            found, expected = await way(self)
+        except Exception as error:
+            if is_used:
+                raise
+            raise CheckSkipped(f"not used for this type: {error}") from error
         difference = _largest(found, expected)
         measured = f"log-probs differ by {difference:.2g}, rounding is up to {self.tolerance:.2g}"
+        if is_used:
+            require(difference <= self.tolerance, measured)
+            return measured
         if not difference <= self.tolerance:
-            raise CheckFailed(measured) if is_used else CheckSkipped(f"not used for this type: {measured}")
-        return measured if is_used else f"not used for this type, but exact: {measured}"
+            raise CheckSkipped(f"not used for this type: {measured}")
+        return f"not used for this type, but exact: {measured}"
 
     def _plain(self, model: Any) -> list[Any]:
         reference = Reference(model)
@@ -108,25 +126,17 @@ async def check_model(
     make_exact(model, gradient_checkpointing=False)
     proved = proved_cache(model)
     is_shared = proved == "shared" and short_window(model.config, length=max_model_len) is None
+    ways: list[tuple[str, Way, bool]] = [
+        ("a token does not depend on the tokens after it", _cut, True),
+        ("cache=shared is exact", partial(_converse, cache="shared"), is_shared),
+        ("cache=per_request is exact", partial(_converse, cache="per_request"), proved != "none"),
+        ("cache=none is exact", partial(_converse, cache="none"), True),
+        ("the head in blocks is exact", partial(_train, layout="alone"), logit_scaling(model) is not None),
+        ("padded rows are exact", partial(_train, layout="padded"), can_pad(model)),
+        ("share_prefixes is exact", partial(_train, layout="tree"), can_share_prefixes(model)),
+    ]
     suite = CheckSuite(
-        [
-            Check("a token does not depend on the tokens after it", _check_causal),
-            Check("cache=shared is exact", partial(_check_cache, kind="shared", is_used=is_shared)),
-            Check(
-                "cache=per_request is exact",
-                partial(_check_cache, kind="per_request", is_used=proved != "none"),
-            ),
-            Check("cache=none is exact", partial(_check_cache, kind="none", is_used=True)),
-            Check(
-                "the head in blocks is exact",
-                partial(_check_rows, layout="alone", is_used=logit_scaling(model) is not None),
-            ),
-            Check("padded rows are exact", partial(_check_rows, layout="padded", is_used=can_pad(model))),
-            Check(
-                "share_prefixes is exact",
-                partial(_check_rows, layout="tree", is_used=can_share_prefixes(model)),
-            ),
-        ]
+        [Check(name, partial(CheckedModel.compare, way=way, is_used=is_used)) for name, way, is_used in ways]
     )
     subject = CheckedModel(model, max_model_len)
     return await suite.run(
@@ -134,49 +144,42 @@ async def check_model(
     )
 
 
-async def _check_causal(subject: CheckedModel) -> str:
-    def compare() -> str:
-        cut = [text[:-1] for text in subject.texts]
-        reference = Reference(subject.model)
-        found = [reference.logprobs(text[: 1 - NUM_SAMPLED], text[1 - NUM_SAMPLED :]) for text in cut]
-        return subject.require_equal(found, [each[:-1] for each in subject.expected], is_used=True)
-
-    return await run_in_thread(compare)
-
-
-async def _check_cache(subject: CheckedModel, *, kind: Any, is_used: bool) -> str:
-    """Compare two turns of several sessions at once."""
-    config = EmbeddedConfig(max_model_len=subject.max_model_len, max_slots=NUM_ROWS, cache=kind)
-    model = copy.deepcopy(subject.model)
-    server = await _unless_unused(lambda: EmbeddedServer(model, config=config, eos_token_ids=()), is_used)
+async def _cut(subject: CheckedModel) -> Compared:
+    """Return the log-probs of texts without their last token."""
     reference = Reference(subject.model)
-    found: list[Any] = []
-    expected: list[Any] = []
+
+    def compute() -> Compared:
+        found = [reference.logprobs(text[:-NUM_SAMPLED], text[-NUM_SAMPLED:-1]) for text in subject.texts]
+        return found, [each[:-1] for each in subject.expected]
+
+    return await run_in_thread(compute)
+
+
+async def _converse(subject: CheckedModel, *, cache: Any) -> Compared:
+    """Return the log-probs of two turns of several sessions at once."""
+    config = EmbeddedConfig(max_model_len=subject.max_model_len, max_slots=NUM_ROWS, cache=cache)
+    server = EmbeddedServer(copy.deepcopy(subject.model), config=config, eos_token_ids=())
+    reference, found, expected = Reference(subject.model), list[Any](), list[Any]()
 
     async def converse(number: int) -> None:
         prompt = subject.texts[number]
         for turn in range(2):
             params = SamplingParams(max_tokens=NUM_SAMPLED, seed=number)
             output = await server.generate(np.array(prompt, dtype=np.int32), params, f"session-{number}")
-            plain = await run_in_thread(partial(reference.logprobs, prompt, list(output.token_ids)))
+            expected.append(await run_in_thread(reference.logprobs, prompt, output.token_ids))
             found.append(np.array(output.log_probs))
-            expected.append(plain)
             prompt = [*prompt, *output.token_ids, *subject.texts[0][: turn + 1]]
 
     try:
-        async with asyncio.TaskGroup() as group:
-            for number in range(NUM_ROWS):
-                group.create_task(converse(number))
+        await run_together(map(converse, range(NUM_ROWS)))
     finally:
         await server.close()
-    return subject.require_equal(found, expected, is_used=is_used)
+    return found, expected
 
 
-async def _check_rows(subject: CheckedModel, *, layout: Layout, is_used: bool) -> str:
-    """Compare the log-probs of a training batch."""
+async def _train(subject: CheckedModel, *, layout: Layout) -> Compared:
+    """Return the log-probs of a training batch."""
     model = copy.deepcopy(subject.model)
-    if layout == "tree":
-        await _unless_unused(lambda: use_tree_attention(model), is_used)
     rows = [
         AgentLoopOutput(
             prompt_ids=text[:-NUM_SAMPLED], response_ids=text[-NUM_SAMPLED:], response_mask=[1] * NUM_SAMPLED
@@ -186,32 +189,20 @@ async def _check_rows(subject: CheckedModel, *, layout: Layout, is_used: bool) -
     batch = assemble([Trajectory(row, {}, 0, n, 0.0, {}) for n, row in enumerate(rows)], pad_token_id=0)
 
     @torch.no_grad()
-    def compute() -> list[Any]:
+    def compute() -> Compared:
+        if layout == "tree":
+            use_tree_attention(model)
         found: list[Any] = [None] * NUM_ROWS
+        max_tokens, numbers = NUM_ROWS * subject.max_model_len, torch.arange(NUM_ROWS)
         for part in micro_batches(
-            batch,
-            rows=torch.arange(NUM_ROWS),
-            max_tokens=NUM_ROWS * subject.max_model_len,
-            device=model.device,
-            layout=layout,
+            batch, rows=numbers, max_tokens=max_tokens, device=model.device, layout=layout
         ):
             logprobs_BR = response_logprobs(model, part, temperature=1.0).sampled_BR.float().cpu().numpy()
             for row, logprobs_R in zip(part.rows_B, logprobs_BR, strict=True):
                 found[int(row)] = logprobs_R
-        return found
+        return found, subject.expected
 
-    found = await _unless_unused(compute, is_used)
-    return subject.require_equal(found, subject.expected, is_used=is_used)
-
-
-async def _unless_unused(compute: Callable[[], Any], is_used: bool) -> Any:
-    """Return the result of a function. If it raises and the package does not use this way, skip the check."""
-    try:
-        return await run_in_thread(compute)
-    except Exception as error:
-        if is_used:
-            raise
-        raise CheckSkipped(f"not used for this type: {error}") from error
+    return await run_in_thread(compute)
 
 
 def _largest(found: list[Any], expected: list[Any]) -> float:
