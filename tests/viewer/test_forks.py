@@ -124,7 +124,7 @@ def test_a_fork_has_the_turns_before_and_continues_after_the_text(
         file="run/rollout.parquet",
         split="rollout",
         step=0,
-        trajectory_id="group=2/rollout=0",
+        id="group=2/rollout=0",
         turn=1,
         text=CALL,
         config="run/config.yaml",

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_loop.errors import DataError, did_you_mean
-from agent_loop.storage.columns import SCALARS, SCHEMA
+from agent_loop.storage.columns import JSON_COLUMNS, SCALARS, SCHEMA
 from agent_loop.storage.run import KEY, Key, StoredRun
 from agent_loop.storage.schema import compute, pa
 
 SEARCHED = ("messages", "answer", "failure", "feedback", "incidents")
 """Columns of text in which a query searches."""
 _CONDITION = re.compile(r"\s*(\w+)\s*(<=|>=|!=|==|=|<|>)\s*(.*?)\s*")
+_JSON_KEY = r'\\*"\w+\\*":'
+"""Key of an object in a JSON document, or in a text in it that is JSON too."""
 _OPERATIONS = {
     "<": "less",
     "<=": "less_equal",
@@ -105,7 +107,7 @@ def find(
     """
     table = run.scalars(split=split, step=step)
     if text is not None:
-        table = table.filter(_contains(run.scalars(split=split, step=step, columns=SEARCHED), text))
+        table = table.filter(contains(run.scalars(split=split, step=step, columns=SEARCHED), text))
     for condition in where:
         table = table.filter(condition.holds(table))
     if sort is not None:
@@ -132,13 +134,17 @@ def _value(text: str, kind: Any) -> Any:
     return text.strip("'\"")
 
 
-def _contains(table: Any, text: str) -> Any:
-    """Return a mask of the rows that contain the text, either unchanged or as JSON escapes it."""
-    forms = {text, json.dumps(text, ensure_ascii=False)[1:-1]}
+def contains(table: Any, text: str) -> Any:
+    """Return a mask of the rows that contain a text, in any case. The keys of JSON documents are not searched."""
+    escaped = json.dumps(text, ensure_ascii=False)[1:-1]
+    forms = {text, escaped, json.dumps(escaped, ensure_ascii=False)[1:-1]}
     mask: Any = pa.array([False] * table.num_rows)
     for name in table.column_names:
+        column = table[name]
+        if name in JSON_COLUMNS:
+            column = compute.replace_substring_regex(column, _JSON_KEY, "")
         for form in forms:
-            found = compute.match_substring(table[name], form, ignore_case=True)
+            found = compute.match_substring(column, form, ignore_case=True)
             mask = compute.or_(mask, compute.fill_null(found, False))
     return mask
 

@@ -74,6 +74,12 @@ def parquet_files(path: Path) -> list[Path]:
     return sorted(paths, key=lambda path: (_number_in(path.name), path.name))
 
 
+def run_folder(path: Path) -> Path:
+    """Return the folder of the run at a path, which may be that of a file of trajectories, or of their folder."""
+    folder = path.parent if path.is_file() else path
+    return folder.parent if folder.name == FOLDER else folder
+
+
 def drop_steps_after(run_dir: Path, *, step: int) -> None:
     """Remove the files of later steps. A resumed run writes them again."""
     _remove(file for file in step_files(run_dir) if file.step > step)
@@ -127,10 +133,8 @@ class StoredRun:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.folder = self.path.parent if self.path.is_file() else self.path
+        self.folder = run_folder(self.path)
         """Folder of the vocabulary and the metrics."""
-        if self.folder.name == FOLDER:
-            self.folder = self.folder.parent
         if not self.path.exists():
             raise DataError(f"{str(path)!r} is not there; give the folder of a run")
         if not parquet_files(self.path):

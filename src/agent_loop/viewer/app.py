@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from starlette.applications import Starlette
@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agent_loop.serve.middleware import MISDIRECTED, HostGuard
 from agent_loop.storage.metrics_file import METRICS_FILE
 from agent_loop.training.evaluation.summary import SUMMARY_FILE
-from agent_loop.viewer.collection import PromptIndex, RunCollection, metric_names, seed_curves
+from agent_loop.viewer.collection import RunCollection, metric_names, seed_curves
 from agent_loop.viewer.evaluations import Evaluations
-from agent_loop.viewer.forks import Forks, fork_routes
+from agent_loop.viewer.forks import Forks
 from agent_loop.viewer.packets import encode_json
 from agent_loop.viewer.pages import (
     FIRST_PAGE,
@@ -33,6 +33,7 @@ from agent_loop.viewer.pages import (
 )
 from agent_loop.viewer.source import RunSource
 
+SubjectT = TypeVar("SubjectT")
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -59,18 +60,25 @@ def create_viewer_app(
     forks = forks or Forks(source, server=None, host="")
     evaluations = Evaluations(lambda: {"": source.path})
     routes = [
-        *run_routes(lambda _: source),
-        *evaluation_routes(lambda _: evaluations),
-        *fork_routes(forks),
+        *run_routes(lambda _: source, lambda _: evaluations),
+        Route("/api/what-if", forks.state),
+        Route("/api/fork", forks.fork, methods=["POST"]),
     ]
     return finished_app(routes, hosts=hosts)
 
 
-def run_routes(source_of: Callable[[Request], RunSource], *, prefix: str = "", up: str = "") -> list[Route]:
+def run_routes(
+    source_of: Callable[[Request], RunSource],
+    evaluations_of: Callable[[Request], Evaluations],
+    *,
+    prefix: str = "",
+    up: str = "",
+) -> list[Route]:
     """Return the routes of the page of a run.
 
     Args:
         source_of: Returns the data of the run that a request names.
+        evaluations_of: Returns the evaluations of that run.
         prefix: Start of the paths.
         up: Address of the page of all runs; empty if there is none.
     """
@@ -81,26 +89,26 @@ def run_routes(source_of: Callable[[Request], RunSource], *, prefix: str = "", u
         text = first_page(home="evaluations" if is_evaluation else "", up=up)
         return Response(text, media_type=media_type(FIRST_PAGE))
 
-    def reader(handler: Callable[[RunSource, Request], Any]) -> Callable[[Request], Any]:
-        return lambda request: handler(source_of(request), request)
-
     return [
         Route(f"{prefix}/", endpoint(page)),
         Route(f"{prefix}/static/{{name}}", static_file),
-        *(Route(f"{prefix}/api/{name}", endpoint(reader(handler))) for name, handler in HANDLERS.items()),
+        *api_routes(HANDLERS, source_of, prefix=prefix),
+        *api_routes(EVALUATION_HANDLERS, evaluations_of, prefix=prefix),
     ]
 
 
-def evaluation_routes(evaluations_of: Callable[[Request], Evaluations], *, prefix: str = "") -> list[Route]:
-    """Return the routes of the pages of the evaluations that a request is about."""
+def api_routes(
+    handlers: Mapping[str, Callable[[SubjectT, Request], Any]],
+    subject_of: Callable[[Request], SubjectT],
+    *,
+    prefix: str = "",
+) -> list[Route]:
+    """Return a route for each handler, which gets what a request is about."""
 
-    def reader(handler: Callable[[Evaluations, Request], Any]) -> Callable[[Request], Any]:
-        return lambda request: handler(evaluations_of(request), request)
+    def reader(handler: Callable[[SubjectT, Request], Any]) -> Callable[[Request], Any]:
+        return lambda request: handler(subject_of(request), request)
 
-    return [
-        Route(f"{prefix}/api/{name}", endpoint(reader(handler)))
-        for name, handler in EVALUATION_HANDLERS.items()
-    ]
+    return [Route(f"{prefix}/api/{name}", endpoint(reader(handler))) for name, handler in handlers.items()]
 
 
 def finished_app(routes: Sequence[Route], *, hosts: Iterable[str] | None) -> Starlette:
@@ -178,6 +186,17 @@ EVALUATION_HANDLERS: dict[str, Callable[[Evaluations, Request], Any]] = {
     ),
 }
 
+COLLECTION_HANDLERS: dict[str, Callable[[RunCollection, Request], Any]] = {
+    "runs": lambda collection, _: collection.runs(),
+    "metric-names": lambda collection, _: metric_names(collection),
+    "curves": lambda collection, request: seed_curves(collection, request.query_params.getlist("name")),
+    "prompt-index": lambda collection, request: collection.prompts.add_run(
+        _given(request, "run"), collection.source(_given(request, "run")).path
+    ),
+    "prompts": lambda collection, request: collection.prompts.listed(_given(request, "text")),
+    "prompt": lambda collection, request: collection.prompts.prompt(_given(request, "digest")),
+}
+
 
 def _on_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
@@ -202,7 +221,6 @@ def create_collection_app(collection: RunCollection, *, hosts: Iterable[str] | N
     """
     evaluations = Evaluations(collection.folders)
     by_run: dict[str, Evaluations] = {}
-    prompts = PromptIndex()
 
     def source_of(request: Request) -> RunSource:
         return collection.source(request.path_params["run"])
@@ -218,24 +236,13 @@ def create_collection_app(collection: RunCollection, *, hosts: Iterable[str] | N
             return RedirectResponse(f"{RUN_PATH.format(run=quote(keys[0]))}/")
         return Response(first_page(RUNS_PAGE, home="runs"), media_type=media_type(RUNS_PAGE))
 
-    readers: dict[str, Callable[[Request], Any]] = {
-        "runs": lambda _: collection.runs(),
-        "metric-names": lambda _: metric_names(collection),
-        "curves": lambda request: seed_curves(collection, request.query_params.getlist("name")),
-        "prompt-index": lambda request: prompts.add_run(
-            _given(request, "run"), collection.source(_given(request, "run")).path
-        ),
-        "prompts": lambda request: prompts.listed(_given(request, "text")),
-        "prompt": lambda request: prompts.prompt(_given(request, "digest")),
-    }
     routes = [
         Route("/", page),
         Route("/static/{name}", static_file),
-        *(Route(f"/api/{name}", endpoint(read)) for name, read in readers.items()),
-        *evaluation_routes(lambda _: evaluations),
+        *api_routes(COLLECTION_HANDLERS, lambda _: collection),
+        *api_routes(EVALUATION_HANDLERS, lambda _: evaluations),
         Route(RUN_PATH, _redirect),
-        *run_routes(source_of, prefix=RUN_PATH, up="../../"),
-        *evaluation_routes(evaluations_of_run, prefix=RUN_PATH),
+        *run_routes(source_of, evaluations_of_run, prefix=RUN_PATH, up="../../"),
         Route(f"{RUN_PATH}/api/what-if", endpoint(lambda _: {"problem": NO_FORKS, "token": None})),
     ]
     return finished_app(routes, hosts=hosts)

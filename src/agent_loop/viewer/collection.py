@@ -39,6 +39,7 @@ class RunCollection:
         self._names: dict[Path, str] = {}
         self._sources: dict[str, RunSource] = {}
         self._records: dict[str, RunRecord] = {}
+        self.prompts = PromptIndex()
 
     def folders(self) -> dict[str, Path]:
         """Return the folders of the runs that exist now, by key. A key is part of the addresses of a run."""

@@ -7,15 +7,18 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.storage.exclusive import whole_file
+from agent_loop.storage.run import KEY, Key
 from agent_loop.viewer.packets import encode_json
 from agent_loop.viewer.pages import static_files, style_names
+from agent_loop.viewer.run_files import RunFile
 from agent_loop.viewer.source import RunSource
 
 MAX_ROWS = 50_000
@@ -38,17 +41,6 @@ class _EmbeddedParts:
         return name
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """Trajectory that may be exported in full."""
-
-    split: str
-    step: int
-    trajectory_id: str
-    file: int
-    row: int
-
-
 def write_export(run: Path, *, target: Path, max_trajectories: int) -> str:
     """Write the file and return a line that describes its contents.
 
@@ -60,13 +52,13 @@ def write_export(run: Path, *, target: Path, max_trajectories: int) -> str:
     source = RunSource(run)
     parts = _EmbeddedParts()
     files = _newest_files(source)
-    parts.add("data-table", source.table([file for file, _ in files]))
-    num_rows = sum(count for _, count in files)
-    chosen = list(_candidates(source, {file for file, _ in files}))
-    trajectories = _add_trajectories(source, chosen[:max_trajectories], parts)
-    timelines = _add_timelines(source, [(one.split, one.step) for one in chosen[:max_trajectories]], parts)
+    parts.add("data-table", source.table([file.number for file in files]))
+    num_rows = sum(source.files.scalars(file).num_rows for file in files)
+    chosen = list(islice(_candidates(source, files), max_trajectories))
+    trajectories = _add_trajectories(source, chosen, parts)
+    timelines = _add_timelines(source, [(split, step) for _, _, (split, step, _) in chosen], parts)
     omitted = _omitted(source, num_rows=num_rows, num_full=len(trajectories), num_steps=len(timelines))
-    state = source.state() | {"files": [file for file, _ in files], "path": source.path.resolve().name}
+    state = source.state() | {"files": [file.number for file in files], "path": source.path.resolve().name}
     head = {
         "state": state,
         "config": source.config(),
@@ -91,9 +83,9 @@ def write_export(run: Path, *, target: Path, max_trajectories: int) -> str:
     )
 
 
-def _newest_files(source: RunSource) -> list[tuple[int, int]]:
-    """Return the number and row count of each file that fits into the table, oldest first."""
-    fitting: list[tuple[int, int]] = []
+def _newest_files(source: RunSource) -> list[RunFile]:
+    """Return the files that fit into the table, oldest first."""
+    fitting: list[RunFile] = []
     num_rows = 0
     for file in reversed(source.files.refresh()):
         table = source.files.scalars(file)
@@ -102,39 +94,33 @@ def _newest_files(source: RunSource) -> list[tuple[int, int]]:
         num_rows += table.num_rows
         if fitting and num_rows > MAX_ROWS:
             break
-        fitting.append((file.number, table.num_rows))
+        fitting.append(file)
     return fitting[::-1]
 
 
-def _candidates(source: RunSource, numbers: set[int]) -> Iterator[_Candidate]:
-    """Yield the trajectories of these files, newest file first."""
-    for file in reversed(source.files.refresh()):
-        table = source.files.scalars(file) if file.number in numbers else None
-        if table is None or not {"split", "step", "trajectory_id"} <= {*table.column_names}:
-            continue
-        rows = zip(*(table[name].to_pylist() for name in ("split", "step", "trajectory_id")), strict=True)
-        for row, (split, step, trajectory_id) in enumerate(rows):
-            yield _Candidate(split, step, trajectory_id, file.number, row)
+def _candidates(source: RunSource, files: Sequence[RunFile]) -> Iterator[tuple[int, int, Key]]:
+    """Yield the number of the file, the row and the key of each trajectory, newest file first."""
+    for file in reversed(files):
+        table = source.files.scalars(file)
+        if {*KEY} <= {*table.column_names}:
+            for row, key in enumerate(zip(*(table[name].to_pylist() for name in KEY), strict=True)):
+                yield file.number, row, key
 
 
 def _add_trajectories(
-    source: RunSource, chosen: list[_Candidate], parts: _EmbeddedParts
+    source: RunSource, chosen: Sequence[tuple[int, int, Key]], parts: _EmbeddedParts
 ) -> dict[str, dict[str, Any]]:
     added: dict[str, dict[str, Any]] = {}
-    for one in chosen:
+    for file, row, (split, step, trajectory_id) in chosen:
         try:
-            data = source.trajectory(split=one.split, step=one.step, trajectory_id=one.trajectory_id)
+            data = source.trajectory(split=split, step=step, trajectory_id=trajectory_id)
         except DataError as error:  # the file is damaged, or a running run has removed it
-            source.files.problems.setdefault(one.file, str(error))
+            source.files.problems.setdefault(file, str(error))
             continue
         if parts.num_bytes + len(data) > MAX_BYTES:
             break
         part = parts.add(f"data-trajectory-{len(added)}", data)
-        added[f"{one.split} {one.step} {one.trajectory_id}"] = {
-            "part": part,
-            "file": one.file,
-            "row": one.row,
-        }
+        added[f"{split} {step} {trajectory_id}"] = {"part": part, "file": file, "row": row}
     return added
 
 

@@ -39,7 +39,7 @@ def run_fork(job: ForkJob) -> None:
     """Run a fork and write its trajectory."""
     config = load_config(Path(job.config))
     config = load_config(Path(job.config), overrides=_overrides(config, job))
-    stored = StoredRun(Path(job.file)).trajectory(job.split, job.step, job.trajectory_id)
+    stored = StoredRun(Path(job.file)).trajectory(job.split, job.step, job.id)
     old = to_trajectory(stored)
     recorded = _with_text(extract_responses(old), job, config)
     fork, *_ = run_to_end(replay_trajectory(config, old, recorded=recorded, continue_live=True))
@@ -69,9 +69,7 @@ def _with_text(recorded: RecordedResponses, job: ForkJob, config: Config) -> Rec
     """Return the responses before the turn, and the text as the completion of the turn."""
     num_turns = len(recorded.completions)
     if not 1 <= job.turn <= num_turns:
-        raise DataError(
-            f"turn {job.turn} does not exist; {job.trajectory_id} has {num_turns} turns of the model"
-        )
+        raise DataError(f"turn {job.turn} does not exist; {job.id} has {num_turns} turns of the model")
     template = load_template(config)
     turn = recorded.completions[job.turn - 1]
     sampled = decode_completion(turn).token_ids

@@ -6,16 +6,14 @@ import asyncio
 import secrets
 import sys
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from agent_loop.errors import AgentLoopError, ConfigError, DataError
 from agent_loop.runtime.describe import one_line
@@ -70,15 +68,10 @@ class Forks:
     def _config(self) -> Path:
         return self._source.folder / CONFIG_FILE
 
-    @property
-    def problem(self) -> str:
-        """Reason why there are no forks; empty if there are."""
-        return NO_SERVER if self._server is None else ""
-
     async def state(self, request: Request) -> Response:
         """Return the token of the page and what continues a fork, or why there are no forks."""
         if self._server is None:
-            return JSONResponse({"problem": self.problem, "token": None, "server": ""})
+            return JSONResponse({"problem": NO_SERVER, "token": None, "server": ""})
         server = f"The model of {self._server} continues it."
         if self._server == RUN_ENGINE:
             server = "Each fork starts the engine of the run's settings, with the run's last checkpoint if it has one."
@@ -95,30 +88,25 @@ class Forks:
 
     def _check_origin(self, request: Request) -> None:
         """Refuse requests that pages of other sites may have caused."""
-        if self.problem:
-            raise HTTPException(503, self.problem)
+        if self._server is None:
+            raise HTTPException(503, NO_SERVER)
         origin = request.headers.get("origin")
         is_own = origin is None or origin == f"{request.url.scheme}://{request.headers.get('host')}"
         token = request.headers.get(TOKEN_HEADER, "")
         if not is_own or not secrets.compare_digest(token.encode(), self.token.encode()):
             raise HTTPException(403, "only the page of this viewer may start a fork; reload the page")
 
-    async def _run(self, given: Mapping[str, Any], request: Request) -> bytes:
-        split, step, trajectory_id = given["split"], given["step"], given["id"]
-        rows = self._source.files.find(split=split, step=step, trajectory_id=trajectory_id)
-        if not rows:
+    async def _run(self, given: ForkRequest, request: Request) -> bytes:
+        file = self._source.files.file_of(given.split, given.step, given.id)
+        if file is None:
             raise HTTPException(
-                404, f"no trajectory {trajectory_id[:80]} of {split[:80]} step {step} is stored"
+                404, f"no trajectory {given.id[:80]} of {given.split[:80]} step {given.step} is stored"
             )
         with tempfile.TemporaryDirectory(prefix="agent-loop-fork-") as folder:
             out = Path(folder) / "fork.parquet"
             job = ForkJob(
-                file=str(rows[-1].file.path),
-                split=split,
-                step=step,
-                trajectory_id=trajectory_id,
-                turn=given["turn"],
-                text=given["text"],
+                **msgspec.structs.asdict(given),
+                file=str(file.path),
                 config=str(self._config),
                 server_url=None if self._server == RUN_ENGINE else self._server,
                 out=str(out),
@@ -169,8 +157,7 @@ def _kill(process: asyncio.subprocess.Process) -> None:
             process.kill()
 
 
-async def _body(request: Request) -> Mapping[str, Any]:
-    """Return the fields of a request: `split`, `step`, `id`, `turn` and `text`."""
+async def _body(request: Request) -> ForkRequest:
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         raise HTTPException(415, "give JSON")
     data = bytearray()
@@ -179,40 +166,29 @@ async def _body(request: Request) -> Mapping[str, Any]:
         if len(data) > MAX_BODY_BYTES:
             raise HTTPException(413, f"the text is too long; give at most {MAX_BODY_BYTES} bytes")
     try:
-        fields = msgspec.json.decode(data, type=_Fields)
+        return msgspec.json.decode(data, type=ForkRequest)
     except msgspec.DecodeError as error:
         raise HTTPException(400, one_line(str(error), max_length=MAX_MESSAGE)) from error
-    return msgspec.structs.asdict(fields)
 
 
-class _Fields(msgspec.Struct):
+class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Fork that the page asks for."""
+
     split: str
     step: int
     id: str
-    turn: int
-    text: str
-
-
-def fork_routes(forks: Forks) -> list[Route]:
-    """Return the routes of what-if forks."""
-    return [
-        Route("/api/what-if", forks.state),
-        Route("/api/fork", forks.fork, methods=["POST"]),
-    ]
-
-
-class ForkJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A fork to run."""
-
-    file: str
-    """Parquet file with the trajectory."""
-    split: str
-    step: int
-    trajectory_id: str
+    """Id of the trajectory."""
     turn: int
     """Turn of the model that gets the text; 1 is the first."""
     text: str
     """Text of the turn, with the control tokens of tool calls. The end of the turn may be left out."""
+
+
+class ForkJob(ForkRequest, frozen=True, kw_only=True):
+    """A fork to run."""
+
+    file: str
+    """Parquet file with the trajectory."""
     config: str
     """YAML file with the settings of the run."""
     server_url: str | None

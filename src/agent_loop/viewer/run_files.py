@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,14 +24,6 @@ class RunFile:
     number: int
     """Number that the viewer assigned. A file that is rewritten gets a new number."""
     path: Path
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRow:
-    """Location of a stored trajectory: file and row."""
-
-    file: RunFile
-    row: int
 
 
 class RunFiles:
@@ -91,17 +83,23 @@ class RunFiles:
 
         return self._read(file, is_wanted)
 
-    def find(self, *, split: str, step: int, trajectory_id: str | None = None) -> list[StoredRow]:
-        """Return the locations of a step's trajectories, or of one trajectory."""
+    def find(
+        self, *, split: str, step: int, trajectory_id: str | None = None
+    ) -> Iterator[tuple[RunFile, list[int]]]:
+        """Yield the files with trajectories of a step, or with one trajectory, and the rows of these."""
         wanted = {"split": split, "step": step, "trajectory_id": trajectory_id}
         wanted = {name: value for name, value in wanted.items() if value is not None}
-        stored_rows: list[StoredRow] = []
         for file in self.refresh():
             table = self.scalars(file)
             if table is not None and wanted.keys() <= {*table.column_names}:
                 rows = compute.indices_nonzero(mask_of_rows(table, **wanted)).to_pylist()
-                stored_rows += [StoredRow(file, row) for row in rows]
-        return stored_rows
+                if rows:
+                    yield file, rows
+
+    def file_of(self, split: str, step: int, trajectory_id: str) -> RunFile | None:
+        """Return the newest file with a trajectory; None if it is not stored."""
+        found = [file for file, _ in self.find(split=split, step=step, trajectory_id=trajectory_id)]
+        return found[-1] if found else None
 
     def _read(self, file: RunFile, is_wanted: Callable[[Any], bool]) -> Any:
         try:
@@ -184,24 +182,14 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     return metrics if isinstance(metrics.get("step"), int) else None
 
 
-JSON_COLUMNS = frozenset({"messages", "incidents", "feedback", "row", "reward_extra"})
-KEY = r'\\*"\w+\\*":'
-"""Key of an object in a JSON document, or in a text in it that is JSON too."""
-TEXT_COLUMNS = frozenset({"answer", "failure", "failure_traceback", *JSON_COLUMNS})
-
-
-def rows_with(text: str, table: Any) -> list[int]:
-    """Return the rows of a table that contain a text, in any case. The keys of JSON documents are not searched."""
-    if not text or table is None:
-        return []
-    escaped = json.dumps(text, ensure_ascii=False)[1:-1]
-    forms = {text, escaped, json.dumps(escaped, ensure_ascii=False)[1:-1]}
-    mask: Any = pa.array([False] * table.num_rows)
-    for name in table.column_names:
-        column = table[name]
-        if name in JSON_COLUMNS:
-            column = compute.replace_substring_regex(column, KEY, "")
-        for form in forms:
-            found = compute.match_substring(column, form, ignore_case=True)
-            mask = compute.or_(mask, compute.fill_null(found, False))
-    return compute.indices_nonzero(mask).to_pylist()
+TEXT_COLUMNS = (
+    "answer",
+    "failure",
+    "failure_traceback",
+    "messages",
+    "incidents",
+    "feedback",
+    "row",
+    "reward_extra",
+)
+"""Columns in which the page searches."""

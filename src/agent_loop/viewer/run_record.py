@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -31,10 +30,7 @@ class RunRecord:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock = threading.Lock()
         self._kept: dict[str, tuple[Any, Any]] = {}
-        self._curves: dict[str, dict[int, float]] = {}
-        self._cursor = ""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings by their dotted names; empty if there are none."""
@@ -60,18 +56,7 @@ class RunRecord:
 
     def curves(self) -> Mapping[str, Mapping[int, float]]:
         """Return the finite values of each metric by step."""
-        with self._lock:
-            new = read_new_lines(self.folder / METRICS_FILE, self._cursor)
-            curves = {} if new.is_new else {name: {**curve} for name, curve in self._curves.items()}
-            if not new.lines and not new.is_new:
-                return self._curves
-            self._cursor = new.cursor
-            for line in new.lines:
-                step = line.pop(STEP)
-                for name, value in _numbers(line).items():
-                    curves.setdefault(name, {})[step] = value
-            self._curves = curves
-            return curves
+        return self._read(METRICS_FILE, _read_curves)
 
     def training_run(self) -> TrainingRun:
         """Return the metrics as `agent-loop compare` uses them."""
@@ -107,6 +92,11 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return flat(cast(dict[str, Any], loaded)) if isinstance(loaded, dict) else {}
 
 
-def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    numbers = ((name, as_finite_number(value)) for name, value in line.items())
-    return {name: number for name, number in numbers if number is not None}
+def _read_curves(path: Path) -> dict[str, dict[int, float]]:
+    curves: dict[str, dict[int, float]] = {}
+    for line in read_new_lines(path).lines:
+        step = line.pop(STEP)
+        for name, value in line.items():
+            if (number := as_finite_number(value)) is not None:
+                curves.setdefault(name, {})[step] = number
+    return curves

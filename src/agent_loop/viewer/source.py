@@ -14,11 +14,12 @@ import yaml
 from agent_loop.errors import DataError
 from agent_loop.storage import StoredRun
 from agent_loop.storage.metrics_file import METRICS_FILE
-from agent_loop.storage.run import FOLDER
-from agent_loop.storage.schema import VOCABULARY_FILE, pa
+from agent_loop.storage.query import contains
+from agent_loop.storage.run import run_folder
+from agent_loop.storage.schema import VOCABULARY_FILE, compute, pa
 from agent_loop.storage.vocabulary import Piece
 from agent_loop.viewer.packets import packet
-from agent_loop.viewer.run_files import TEXT_COLUMNS, RunFiles, read_new_lines, rows_with
+from agent_loop.viewer.run_files import TEXT_COLUMNS, RunFiles, read_new_lines
 from agent_loop.viewer.trajectory import timeline, trajectory_packet
 
 CONFIG_FILE = "config.yaml"
@@ -40,8 +41,7 @@ class RunSource:
             )
         self.path = path
         self.files = RunFiles(path)
-        folder = path if path.is_dir() else path.parent
-        self.folder = folder.parent if folder.name == FOLDER else folder
+        self.folder = run_folder(path)
         """Folder of the settings, the metrics and the vocabulary."""
         if (
             not self.files.refresh()
@@ -93,12 +93,12 @@ class RunSource:
 
     def trajectory(self, *, split: str, step: int, trajectory_id: str) -> bytes:
         """Return one trajectory in full as a packet."""
-        stored_rows = self.files.find(split=split, step=step, trajectory_id=trajectory_id)
-        if not stored_rows:
+        file = self.files.file_of(split, step, trajectory_id)
+        if file is None:
             raise DataError(
                 f"no trajectory {trajectory_id} of {split} step {step} is stored; it may have been removed"
             )
-        row = StoredRun(stored_rows[-1].file.path).trajectory(split, step, trajectory_id)
+        row = StoredRun(file.path).trajectory(split, step, trajectory_id)
         return trajectory_packet(row, self.pieces())
 
     def timeline(self, *, split: str, step: int) -> list[dict[str, Any]]:
@@ -109,7 +109,13 @@ class RunSource:
         """Return the rows of these files that contain a text, by the number of the file."""
         wanted = set(numbers)
         files = [file for file in self.files.refresh() if file.number in wanted]
-        return {file.number: rows_with(text, self.files.columns(file, TEXT_COLUMNS)) for file in files}
+        tables = {file.number: self.files.columns(file, TEXT_COLUMNS) for file in files}
+        return {
+            number: []
+            if not text or table is None
+            else compute.indices_nonzero(contains(table, text)).to_pylist()
+            for number, table in tables.items()
+        }
 
     def pieces(self) -> Sequence[Piece]:
         """Return the vocabulary, reloaded when its file changes; empty until the file exists."""

@@ -83,22 +83,16 @@ COLUMNS = (
 
 def timeline(files: RunFiles, *, split: str, step: int) -> list[dict[str, Any]]:
     """Return one entry per traced trajectory. The branches of a row share one entry."""
-    stored_rows = files.find(split=split, step=step)
-    tables = {stored_row.file.number: files.columns(stored_row.file, COLUMNS) for stored_row in stored_rows}
     entries: dict[tuple[Any, Any], dict[str, Any]] = {}
-    for stored_row in stored_rows:
-        table = tables[stored_row.file.number]
-        if table is None or stored_row.row >= table.num_rows:
+    for file, rows in files.find(split=split, step=step):
+        table = files.columns(file, COLUMNS)
+        if table is None or rows[-1] >= table.num_rows:  # a running run has just replaced the file
             continue
-        row = _row(table, stored_row.row)
-        key = row.get("group"), row.get("rollout")
-        if row.get("spans") is not None and key not in entries:
-            entries[key] = _entry(row)
+        for row in table.take(rows).to_pylist():
+            key = row.get("group"), row.get("rollout")
+            if row.get("spans") is not None and key not in entries:
+                entries[key] = _entry(row)
     return list(entries.values())
-
-
-def _row(table: Any, row: int) -> dict[str, Any]:
-    return {name: table[name][row].as_py() for name in table.column_names}
 
 
 def _entry(row: Mapping[str, Any]) -> dict[str, Any]:
