@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -27,10 +27,8 @@ from agent_loop.files.file_kinds import (
     only_run,
     runs_in,
 )
-
-if TYPE_CHECKING:
-    from agent_loop.storage.run import StoredRun
-
+from agent_loop.storage.json_lines import stored_copy
+from agent_loop.storage.run import StoredRun
 
 WIDTH_WITHOUT_TERMINAL = 160
 """Characters per line of tables if the output is not a terminal."""
@@ -114,8 +112,6 @@ def find_run(path: Path) -> Path:
     path = only_run(path)
     kind = kind_of(path)
     if kind is RECORDS:
-        from agent_loop.storage.json_lines import stored_copy  # late: keeps `--help` quick
-
         folder = tempfile.mkdtemp(prefix="agent-loop-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return stored_copy(path, folder=Path(folder))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -22,18 +22,25 @@ from agent_loop.cli.arguments import (
     load_named_rows,
     read_config,
 )
-from agent_loop.cli.eval_folder import SPLIT, EvalFolder
 from agent_loop.cli.eval_tables import print_summary
-from agent_loop.cli.running import EXIT_INTERRUPTED, DryRunOption, check_rollout, key_of, run_rows
+from agent_loop.cli.running import EXIT_INTERRUPTED, DryRunOption, by_id, check_rollout, key_of, run_rows
 from agent_loop.cli.verbosity import print_hint, print_line
 from agent_loop.config import Config
-from agent_loop.errors import ConfigError, DataError, RolloutError
+from agent_loop.errors import ConfigError, DataError, JournalError, OutputError, RolloutError
+from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.storage.exclusive import exclusive_folder
+from agent_loop.storage.json_lines import write_lines, writing_lines
+from agent_loop.storage.writer import write_trajectories
 from agent_loop.training.evaluation.scores import categories_of, prompt_digest, summarise
-from agent_loop.training.evaluation.summary import EvaluationSummary, read_summary
+from agent_loop.training.evaluation.summary import SUMMARY_FILE, EvaluationSummary, read_summary
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
+
+if TYPE_CHECKING:
+    from agent_loop.rollout.journal import StepKey
+
+SPLIT = "eval"
 
 
 def eval_command(
@@ -116,12 +123,9 @@ def eval_command(
     num_samples = n or settings.rollout.val.n
     key = key_of(settings, rows=rows, num_samples=num_samples)
     folder, console = EvalFolder(out), Console(stderr=as_json)
-    if resume:
-        folder.require_evaluation()
     with exclusive_folder(out, name="--out"):
+        folder.begin(resume=resume, overwrite=overwrite)
         finished = folder.finished(key) if resume else None
-        if not resume:
-            folder.begin(overwrite=overwrite)
         print_line(console, f"rows of {rows_of}: {', '.join(sources)}")
         trajectories: Sequence[Trajectory] = ()
         if finished is None:
@@ -156,6 +160,89 @@ def eval_command(
         f"look at the trajectories with: agent-loop view {out}; compare another evaluation with: "
         f"agent-loop eval {config} --out OTHER --compare {out}",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class EvalFolder:
+    """Folder of an evaluation.
+
+    It holds `trajectories.jsonl`, in the order in which they end, and the turns in `rollout.journal` during the
+    evaluation. The sorted `trajectories.parquet` and the scores in `summary.json` take their place at the end.
+    """
+
+    path: Path
+
+    @property
+    def summary(self) -> Path:
+        return self.path / SUMMARY_FILE
+
+    @property
+    def trajectories(self) -> Path:
+        return self.path / "trajectories.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "rollout.journal"
+
+    def begin(self, *, resume: bool, overwrite: bool) -> None:
+        """Prepare the folder. A new evaluation may replace another one with `overwrite` alone."""
+        files = [file for file in (self.summary, self.journal) if file.exists()]
+        if resume:
+            if files:
+                return
+            raise JournalError(
+                f"{str(self.path)!r} holds no evaluation to resume; run the command without --resume, or give the "
+                "evaluation's folder with --out"
+            )
+        if files and not overwrite:
+            what = "a finished" if self.summary in files else "an unfinished"
+            raise ConfigError(
+                f"{str(self.path)!r} holds {what} evaluation; resume it with --resume, replace it with --overwrite, or "
+                "give another folder with --out"
+            )
+        for file in files:
+            file.unlink()
+
+    def finished(self, key: StepKey) -> EvaluationSummary | None:
+        """Return the summary of a finished evaluation, or None if the evaluation can be resumed."""
+        from agent_loop.rollout.journal import StepKey  # late: keeps `--help` quick
+
+        if not self.summary.exists():
+            return None
+        summary = read_summary(self.summary)
+        changed = key.differences(StepKey(**summary.settings))
+        if changed:
+            raise JournalError(
+                f"{str(self.path)!r} holds another evaluation: {', '.join(changed)} changed; restore the settings to "
+                "show it, or give another folder with --out"
+            )
+        return summary
+
+    def finish(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        summary: EvaluationSummary,
+        success_threshold: float,
+        as_jsonl: bool,
+    ) -> None:
+        """Write the sorted trajectories and the summary. With `as_jsonl`, keep JSON lines too."""
+        in_order, stored = sorted(trajectories, key=by_id), self.trajectories.with_suffix(".parquet")
+        try:
+            write_trajectories(stored, in_order, step=0, split=SPLIT, success_threshold=success_threshold)
+            if as_jsonl:
+                write_lines(self.trajectories, in_order, split=SPLIT)
+            else:
+                self.trajectories.unlink(missing_ok=True)
+            summary.write(self.summary)
+            self.journal.unlink(missing_ok=True)
+        except OSError as error:
+            kept = f"the finished trajectories are in {str(self.trajectories)!r}"
+            if self.journal.exists():
+                kept += " and in the journal. Free the disk, and run the same command with --resume"
+            raise OutputError(
+                f"{str(self.path)!r} cannot be written ({describe_error(error)}); {kept}"
+            ) from error
 
 
 def _sources(
@@ -220,8 +307,6 @@ def _run(
     console: Console,
 ) -> list[Trajectory]:
     """Run the rows. A resumed evaluation runs only the unfinished rows."""
-    from agent_loop.storage.json_lines import writing_lines  # late: keeps `--help` quick
-
     finished: list[Trajectory] = []
     try:
         with writing_lines(folder.trajectories, split=SPLIT) as write:

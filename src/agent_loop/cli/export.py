@@ -10,6 +10,10 @@ from rich.console import Console
 
 from agent_loop.cli.arguments import WhereOption, find_checkpoint_source, find_run
 from agent_loop.cli.verbosity import print_hint
+from agent_loop.storage.columns import to_json
+from agent_loop.storage.exclusive import whole_file
+from agent_loop.storage.query import Condition, preference_pairs
+from agent_loop.storage.run import StoredRun
 
 
 def export_command(
@@ -69,11 +73,6 @@ def export_command(
 
 
 def _export_pairs(source: Path, out: Path, *, where: list[str] | None) -> None:
-    from agent_loop.storage import StoredRun
-    from agent_loop.storage.columns import to_json
-    from agent_loop.storage.exclusive import whole_file
-    from agent_loop.storage.query import Condition, preference_pairs
-
     conditions = [Condition.parse(each) for each in where or ()]
     count = 0
     out.parent.mkdir(parents=True, exist_ok=True)

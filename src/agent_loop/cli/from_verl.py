@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 import yaml
 
 from agent_loop.config import Config, parse_section
+from agent_loop.config.verl.combined import ENGINES
+from agent_loop.config.verl.rows import value_at
+from agent_loop.config.verl.translation import (
+    GPU_DEFAULTS,
+    VERL_DEFAULTS,
+    Report,
+    Translation,
+    nested,
+    translate,
+)
 from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import merge_mappings, parse_override, read_yaml, shown
-
-if TYPE_CHECKING:
-    from agent_loop.config.verl.translation import Report, Translation
 
 TITLES = {
     "not supported": "not supported; what to do",
@@ -65,11 +72,6 @@ def convert(given: Sequence[str]) -> Translation:
     Args:
         given: YAML files, and `key=value` arguments.
     """
-    # late: keeps `--help` quick
-    from agent_loop.config.verl.combined import ENGINES
-    from agent_loop.config.verl.rows import value_at
-    from agent_loop.config.verl.translation import GPU_DEFAULTS, VERL_DEFAULTS, nested, translate
-
     tree: dict[str, Any] = {}
     for each in given:
         tree = merge_mappings(tree, _read(each))

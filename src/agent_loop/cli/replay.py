@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,13 +24,15 @@ from agent_loop.cli.show import find_row
 from agent_loop.cli.verbosity import look_at, print_hint, print_line
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.runtime.event_loop import run_to_end
+from agent_loop.storage.columns import to_trajectory
+from agent_loop.storage.json_lines import write_lines
+from agent_loop.storage.metrics_file import CONFIG_FILE
+from agent_loop.storage.run import StoredRun
+from agent_loop.storage.vocabulary import Piece, text_of
+from agent_loop.storage.writer import write_trajectories
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 
-if TYPE_CHECKING:
-    from agent_loop.storage.vocabulary import Piece
-
-CONFIG_FILE = "config.yaml"
 ENDED_FROM_OUTSIDE = (StopReason.FAILED, StopReason.CANCELLED, StopReason.DEADLINE)
 """Stop reasons that a replay does not reproduce."""
 
@@ -69,13 +71,10 @@ def replay_command(
 
         agent-loop replay runs/train group=3/rollout=1 --from-turn 2 rollout.temperature=0 --out again.parquet
     """
+
     # late: keeps `--help` quick
     from agent_loop.recording.recorded_responses import extract_responses
     from agent_loop.rollout.replay import replay_trajectory
-    from agent_loop.storage.columns import to_trajectory
-    from agent_loop.storage.json_lines import write_lines
-    from agent_loop.storage.run import StoredRun
-    from agent_loop.storage.writer import write_trajectories
 
     stored, console = StoredRun(find_run(run)), Console()
     file = config or stored.folder / CONFIG_FILE
@@ -110,9 +109,7 @@ def replay_command(
 
 def _compare(old: Trajectory, new: Trajectory, console: Console, *, pieces: Sequence[Piece] | None) -> bool:
     """Print where two trajectories differ, and return whether they are the same."""
-    # late: keeps `--help` quick
-    from agent_loop.recording.recorded_responses import first_difference
-    from agent_loop.storage.vocabulary import text_of
+    from agent_loop.recording.recorded_responses import first_difference  # late: keeps `--help` quick
 
     def show(token_ids: Sequence[int]) -> str:
         return f"{list(token_ids)}" + ("" if pieces is None else f"  {text_of(token_ids, pieces)!r}")

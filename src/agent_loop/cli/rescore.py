@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,14 +25,22 @@ from agent_loop.cli.arguments import (
 )
 from agent_loop.cli.verbosity import look_at, print_hint, print_line
 from agent_loop.errors import ConfigError, OutputError, RewardError
+from agent_loop.rewards.function import (
+    BatchRewardFunction,
+    RewardFunction,
+    ScoreResult,
+    load_batch_reward,
+    load_reward,
+)
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.event_loop import run_to_end
+from agent_loop.storage.columns import to_json, to_trajectory
 from agent_loop.storage.exclusive import exclusive_file
+from agent_loop.storage.run import StoredRun
+from agent_loop.storage.writer import write_rows
 from agent_loop.trajectory import mean_over_rollouts
 from agent_loop.types import StopReason
-
-if TYPE_CHECKING:
-    from agent_loop.rewards.function import BatchRewardFunction, RewardFunction
 
 MAX_AT_ONCE = 32
 UNSCORED = (StopReason.FAILED, StopReason.CANCELLED)
@@ -76,12 +84,6 @@ def rescore_command(
 
         agent-loop rescore runs/eval --reward task.py:reward --out rescored.parquet
     """
-    # late: keeps `--help` quick
-    from agent_loop.rewards.function import load_batch_reward, load_reward
-    from agent_loop.storage.columns import to_json
-    from agent_loop.storage.run import StoredRun
-    from agent_loop.storage.writer import write_rows
-
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out is {str(out)!r}; give a file that ends in .parquet")
     function = (load_batch_reward if batch else load_reward)(reward, timeout_s=timeout_s)
@@ -130,11 +132,6 @@ class NewReward:
 async def _score_all(
     rows: Sequence[Mapping[str, Any]], function: RewardFunction | BatchRewardFunction
 ) -> list[NewReward]:
-    # late: keeps `--help` quick
-    from agent_loop.rewards.function import RewardFunction, ScoreResult
-    from agent_loop.runtime.concurrency import run_together
-    from agent_loop.storage.columns import to_trajectory
-
     calls = asyncio.Semaphore(MAX_AT_ONCE)
     trajectories = [to_trajectory(row) for row in rows]
     results = [NewReward(t.output.answer, t.reward, t.reward_extra) for t in trajectories]

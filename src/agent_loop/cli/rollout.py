@@ -30,6 +30,8 @@ from agent_loop.errors import AgentLoopError, ConfigError, JournalError, OutputE
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.storage.exclusive import exclusive_file
+from agent_loop.storage.json_lines import write_lines
+from agent_loop.storage.writer import write_trajectories
 from agent_loop.trajectory import Trajectory, group_branches, mean_reward
 
 SPLIT = "rollout"
@@ -137,10 +139,6 @@ def _write(
     out: Path, trajectories: Sequence[Trajectory], *, journal: Path, as_jsonl: bool, threshold: float
 ) -> None:
     """Write the trajectories."""
-    # late: keeps `--help` quick
-    from agent_loop.storage.json_lines import write_lines
-    from agent_loop.storage.writer import write_trajectories
-
     try:
         if as_jsonl:
             write_lines(out, trajectories, split=SPLIT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,12 +19,13 @@ from agent_loop.cli.arguments import (
     find_run,
     nothing_stored,
 )
+from agent_loop.cli.show_trajectory import print_trajectory
 from agent_loop.cli.verbosity import print_line
 from agent_loop.errors import DataError
+from agent_loop.storage.query import HEADINGS, Condition, find
+from agent_loop.storage.row_texts import ANSWER, PART_PREFIX, PROMPT, SOURCES, TARGET, text_columns
+from agent_loop.storage.run import KEY, StoredRun
 from agent_loop.trajectory import mean_over_rollouts
-
-if TYPE_CHECKING:
-    from agent_loop.storage.run import StoredRun
 
 COLUMNS = (
     "step",
@@ -85,11 +86,6 @@ def show_command(
 
         agent-loop show runs/train --step 12 --row group=3/rollout=1 --tokens
     """
-    # late: keeps `--help` quick
-    from agent_loop.cli.show_trajectory import print_trajectory
-    from agent_loop.storage.query import Condition, find
-    from agent_loop.storage.run import StoredRun
-
     stored, console = StoredRun(find_run(run)), Console()
     if not console.is_terminal:
         console.width = WIDTH_WITHOUT_TERMINAL
@@ -141,11 +137,6 @@ def _summary(found: Any, *, num_shown: int) -> str:
 
 def _table(found: Any, run: StoredRun, console: Console) -> Table:
     """Return the table of trajectories: numbers, parts of the reward, and texts if the console is wide enough."""
-    # late: keeps `--help` quick
-    from agent_loop.storage.query import HEADINGS
-    from agent_loop.storage.row_texts import ANSWER, PART_PREFIX, PROMPT, TARGET
-    from agent_loop.storage.run import KEY
-
     texts = _texts_of(run, list(zip(*(found[name].to_pylist() for name in KEY), strict=True)))
     names = [name for name in COLUMNS if name in ALWAYS or any(found[name].to_pylist())]
     rows = [{**row, **more} for row, more in zip(found.select(names).to_pylist(), texts, strict=True)]
@@ -175,10 +166,6 @@ def _table(found: Any, run: StoredRun, console: Console) -> Table:
 
 def _texts_of(run: StoredRun, keys: Sequence[tuple[str, int, str]]) -> list[Mapping[str, Any]]:
     """Return the texts and the parts of the reward of trajectories."""
-    # late: keeps `--help` quick
-    from agent_loop.storage.row_texts import SOURCES, text_columns
-    from agent_loop.storage.run import KEY
-
     found: dict[tuple[str, int, str], Mapping[str, Any]] = {}
     for split, step in dict.fromkeys((split, step) for split, step, _ in keys):
         stored = run.scalars(split=split, step=step, columns=(*KEY, *SOURCES))

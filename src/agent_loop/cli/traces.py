@@ -8,8 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from agent_loop.config import TraceConfig
 from agent_loop.errors import DataError
 from agent_loop.files.file_kinds import TRACES, explain, kind_of
+from agent_loop.tracing.trace_files import event_lines, read_traces
 
 
 def traces_command(
@@ -43,11 +45,6 @@ def traces_command(
 
         agent-loop traces runs/train/traces.jsonl --to mlflow --at http://127.0.0.1:5000 --project maths
     """
-    # late: keeps `--help` quick
-    from agent_loop.config import TraceConfig
-    from agent_loop.tracing.trace_files import event_lines, read_traces
-    from agent_loop.tracing.tracer import make_writer, send_traces
-
     is_empty = path.is_file() and not path.stat().st_size
     if kind_of(path) is not TRACES and not is_empty:
         raise DataError(explain(path, wanted="a trace file, as in rollout.trace.path"))
@@ -60,6 +57,8 @@ def traces_command(
         for document in documents:
             sys.stdout.buffer.writelines(event_lines(document))
         return
+    from agent_loop.tracing.tracer import make_writer, send_traces  # late: keeps `--help` quick
+
     config = TraceConfig(backend=to, tracking_uri=at, otlp_endpoint=at, project_name=project)
     count = send_traces(documents, writer=make_writer(to, config))
     typer.echo(f"{count} trajectories are in {to}")
