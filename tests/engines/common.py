@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -39,12 +40,6 @@ MAX_REQUESTS_AT_ONCE = 96
 """Concurrent requests of the engines, so that 64 requests and a few more run without a queue."""
 LOG_PROB_TOLERANCE = 2e-5
 """Largest difference between two float32 implementations of one forward."""
-TOP_LOGPROBS_CASES = [
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_k": 5},
-    {"temperature": 0.0},
-    {"temperature": 2.0, "top_p": 0.5},
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,22 +183,6 @@ def reference_logprobs(
     return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
 
 
-def assert_top_logprobs_of_the_reference(
-    model: Any, prompt_ids: IntArray, output: TokenOutput, *, num_top: int, temperature: float
-) -> None:
-    """Compare the likeliest tokens of a completion with one forward over all tokens."""
-    ids = torch.tensor([*prompt_ids.tolist(), *output.token_ids])
-    with torch.no_grad():
-        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
-    logprobs, token_ids = (logits.double() / (temperature or 1.0)).log_softmax(-1).topk(num_top)
-    assert output.extras["top_token_ids"].tolist() == token_ids.tolist()
-    assert (output.extras["top_token_ids"].dtype, output.extras["top_logprobs"].dtype) == (
-        np.int32,
-        np.float32,
-    )
-    np.testing.assert_allclose(output.extras["top_logprobs"], logprobs.numpy(), atol=LOG_PROB_TOLERANCE)
-
-
 async def assert_scores_are_those_of_the_reference(
     server: AsyncServerBase,
     model: Any,
@@ -241,15 +220,6 @@ async def assert_scores_are_those_of_the_reference(
     print(f"{server.name}: scores differ from those of transformers by at most {worst:.2g}")
     assert worst < LOG_PROB_TOLERANCE
     return worst
-
-
-async def generate_and_stream(
-    server: AsyncServerBase, prompt_ids: IntArray, params: SamplingParams
-) -> list[TokenOutput]:
-    """Return a completion, and another one joined from its stream."""
-    output = await server.generate(prompt_ids, params, "generate")
-    chunks = [chunk async for chunk in server.stream(prompt_ids, params, "stream")]
-    return [output, TokenOutput.from_chunks(chunks)]
 
 
 def reference_greedy(model: Any, prompt_ids: IntArray, *, max_tokens: int) -> list[int]:
@@ -298,6 +268,43 @@ async def assert_matches_the_reference(
             worst = max(worst, largest_difference(model, prompt, output, temperature=1.0))
     assert worst < LOG_PROB_TOLERANCE
     return worst
+
+
+async def assert_a_request_in_flight_gets_new_weights(server: AsyncServerBase, model_path: Path) -> None:
+    """Update the weights during a completion. Compare its log-probs with both models, and restore the weights."""
+    version = (await server.health()).weight_version
+    old, new = load_reference(model_path), load_reference(model_path)
+    weights = changed_weights(old, seed=31)
+    load_into(new, weights)
+    prompt, other_prompt = prompts(2, seed=30)
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(server.generate(prompt, params, "in flight"))
+        await server.generate(other_prompt, SamplingParams(max_tokens=10, ignore_eos=True), "other")
+        assert 0 < ((await server.health()).kv_cache_share or 0) < 1
+        await server.update_weights(weights.items(), weight_version=version + 1)
+    output = task.result()
+    assert [chunk.weight_version for chunk in output.chunks] == [version, version + 1]
+    assert (len(output.token_ids), output.num_preempted) == (150, 1)
+    first = len(output.chunks[0].token_ids)
+    context = np.concatenate([prompt, np.asarray(output.token_ids[:first], dtype=np.int32)])
+    expected = [
+        *reference_logprobs(old, prompt, output.token_ids[:first]),
+        *reference_logprobs(new, context, output.token_ids[first:]),
+    ]
+    np.testing.assert_allclose(output.log_probs, expected, atol=LOG_PROB_TOLERANCE)
+    await server.update_weights(old.named_parameters(), weight_version=version + 2)
+    await assert_matches_the_reference(server, old)
+
+
+async def assert_adapters_are_merged(server: AsyncServerBase, base: Any, *, first_version: int) -> None:
+    """Publish two versions of adapters, and compare the completions with the merged model."""
+    merged = deepcopy(base)
+    for version in (first_version, first_version + 1):
+        weights = adapted_weights_of(base, seed=version, base_id="adapted")
+        await server.update_weights(weights, weight_version=version)
+        load_into(merged, dict(weights))
+        await assert_matches_the_reference(server, merged, seed=version)
 
 
 async def roll_out(case: EngineCase, model_path: Path, *, num_rows: int = 64) -> list[Trajectory]:

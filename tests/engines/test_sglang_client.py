@@ -15,25 +15,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from agent_loop.checks import Reference, check_server
-from agent_loop.errors import ConfigError, ServerDied
+from agent_loop.errors import ConfigError
 from agent_loop.servers.base import Ability
 from agent_loop.servers.sglang import SGLangClient
-from agent_loop.types import SamplingParams
 from tests.engines.common import (
-    LOG_PROB_TOLERANCE,
     MAX_MODEL_LEN,
     EngineCase,
-    assert_matches_the_reference,
-    changed_weights,
-    load_into,
-    load_reference,
+    assert_a_request_in_flight_gets_new_weights,
     make_model_folder,
-    prompts,
-    reference_logprobs,
 )
 
 pytestmark = pytest.mark.timeout(600)
@@ -117,29 +109,7 @@ def test_requests_in_flight_continue_with_new_weights_from_files(
     async def scenario() -> None:
         client = await connect(case[0], model_path)
         assert Ability.LOG_PROBS in client.abilities
-        version = (await client.health()).weight_version
-        old, new = load_reference(model_path), load_reference(model_path)
-        weights = changed_weights(old, seed=31)
-        load_into(new, weights)
-        prompt, other_prompt = prompts(2, seed=30)
-        params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(client.generate(prompt, params, "in flight"))
-            await client.generate(other_prompt, SamplingParams(max_tokens=10, ignore_eos=True), "other")
-            assert 0 < ((await client.health()).kv_cache_share or 0) < 1
-            await client.update_weights(weights.items(), weight_version=version + 1)
-        output = task.result()
-        assert [chunk.weight_version for chunk in output.chunks] == [version, version + 1]
-        first = len(output.chunks[0].token_ids)
-        context = np.concatenate([prompt, np.asarray(output.token_ids[:first], dtype=np.int32)])
-        expected = [
-            *reference_logprobs(old, prompt, output.token_ids[:first]),
-            *reference_logprobs(new, context, output.token_ids[first:]),
-        ]
-        np.testing.assert_allclose(output.log_probs, expected, atol=LOG_PROB_TOLERANCE)
-        await client.update_weights(old.named_parameters(), weight_version=version + 2)
-        await assert_matches_the_reference(client, old)
+        await assert_a_request_in_flight_gets_new_weights(client, model_path)
         await client.close()
 
     asyncio.run(scenario())
@@ -152,34 +122,3 @@ def test_the_client_keeps_the_contract_of_servers(case: tuple[EngineCase, object
         report.raise_if_failed()
 
     asyncio.run(scenario())
-
-
-def test_killing_the_server_fails_all_64_requests_at_once(
-    case: tuple[EngineCase, subprocess.Popen[bytes]], model_path: Path
-) -> None:
-    """Must be the last test, because the server is not restarted."""
-
-    async def scenario() -> list[BaseException | None]:
-        client = await connect(case[0], model_path)
-        params = SamplingParams(max_tokens=150, ignore_eos=True)
-
-        async def generate(index: int) -> BaseException | None:
-            try:
-                await client.generate(prompts(1, seed=index)[0], params, f"victim-{index}")
-            except ServerDied as error:
-                return error
-            return None
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(generate(index)) for index in range(64)]
-            await client.generate(prompts(1)[0], SamplingParams(max_tokens=3, ignore_eos=True), "other")
-            os.killpg(case[1].pid, signal.SIGKILL)
-            killed = time.monotonic()
-        assert time.monotonic() - killed < 10
-        assert not (await client.health()).is_alive
-        await client.close()
-        return [task.result() for task in tasks]
-
-    for index, error in enumerate(asyncio.run(scenario())):
-        assert isinstance(error, ServerDied)
-        assert error.request_id == f"victim-{index}"

@@ -16,14 +16,9 @@ from agent_loop.servers.vllm import VLLMServer
 from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
 from tests.engines.common import (
     LOG_PROB_TOLERANCE,
-    TOP_LOGPROBS_CASES,
-    adapted_weights_of,
+    assert_adapters_are_merged,
     assert_matches_the_reference,
-    assert_scores_are_those_of_the_reference,
-    assert_top_logprobs_of_the_reference,
     changed_weights,
-    generate_all,
-    generate_and_stream,
     largest_difference,
     load_into,
     load_reference,
@@ -82,44 +77,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[Engine]:
     with started(server) as runner:
         print(f"vLLM started in {time.monotonic() - began:.1f} s")
         yield Engine(server, runner, path)
-
-
-def test_scores_are_those_of_the_reference(engine: Engine) -> None:
-    engine.run(assert_scores_are_those_of_the_reference(engine.server, engine.reference))
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.7},
-        {"temperature": 0.0},
-        {"temperature": 1.0, "top_p": 0.9},
-        {"temperature": 0.7, "top_k": 5},
-        {"temperature": 2.0, "top_p": 0.5, "top_k": 40},
-    ],
-)
-def test_logprobs_are_of_the_scaled_distribution_before_top_k_and_top_p(
-    engine: Engine, sampling: dict[str, Any]
-) -> None:
-    all_prompts = prompts(8, seed=1)
-    params = SamplingParams(max_tokens=32, ignore_eos=True, **sampling)
-    outputs = engine.run(generate_all(engine.server, all_prompts, params))
-    for prompt, output in zip(all_prompts, outputs, strict=True):
-        difference = largest_difference(engine.reference, prompt, output, temperature=sampling["temperature"])
-        assert difference < LOG_PROB_TOLERANCE
-
-
-@pytest.mark.parametrize("sampling", TOP_LOGPROBS_CASES)
-def test_the_likeliest_tokens_are_those_of_the_scaled_distribution(
-    engine: Engine, sampling: dict[str, Any]
-) -> None:
-    prompt = prompts(1, seed=5)[0]
-    params = SamplingParams(max_tokens=16, ignore_eos=True, top_logprobs=7, **sampling)
-    for output in engine.run(generate_and_stream(engine.server, prompt, params)):
-        assert_top_logprobs_of_the_reference(
-            engine.reference, prompt, output, num_top=7, temperature=sampling["temperature"]
-        )
 
 
 def test_logprobs_under_a_schema_are_of_the_allowed_tokens(engine: Engine) -> None:
@@ -182,39 +139,10 @@ def test_an_abort_returns_the_tokens_so_far_even_right_after_the_request(engine:
     engine.run(main())
 
 
-@pytest.mark.parametrize("seed", [11, 12])
-def test_completions_match_the_new_model_after_an_update_of_tied_weights(engine: Engine, seed: int) -> None:
-    async def main() -> None:
-        prompt = prompts(1, length=100, seed=4)[0]
-        before = await engine.server.generate(prompt, SamplingParams(max_tokens=1), "stale")
-        began = time.monotonic()
-        weights = await engine.publish(seed=seed)
-        print(f"the update took {time.monotonic() - began:.3f} s")
-        load_into(engine.reference, weights)
-        worst = await assert_matches_the_reference(engine.server, engine.reference, seed=seed)
-        print(f"largest difference after it: {worst:.1e}")
-        after = await engine.server.generate(prompt, SamplingParams(max_tokens=1), "stale")
-        assert (before.weight_version, after.weight_version) == (engine.version - 1, engine.version)
-        assert after.num_cached_tokens == 0
-
-    engine.run(main())
-
-
 def test_completions_match_the_merged_model_after_updates_of_adapters(engine: Engine) -> None:
-    async def main() -> None:
-        merged = load_reference(engine.path)
-        for seed in (61, 62):
-            engine.version += 1
-            weights = adapted_weights_of(engine.reference, seed=seed, base_id="adapted")
-            began = time.monotonic()
-            await engine.server.update_weights(weights, weight_version=engine.version)
-            print(f"the update took {time.monotonic() - began:.3f} s")
-            load_into(merged, dict(weights))
-            worst = await assert_matches_the_reference(engine.server, merged, seed=seed)
-            print(f"largest difference after it: {worst:.1e}")
-        load_into(engine.reference, dict(weights))
-
-    engine.run(main())
+    engine.run(assert_adapters_are_merged(engine.server, engine.reference, first_version=engine.version + 1))
+    engine.version += 2
+    engine.run(engine.publish_weights(dict(engine.reference.named_parameters())))
 
 
 def test_requests_in_flight_continue_with_new_weights_and_each_token_has_its_version(engine: Engine) -> None:
