@@ -66,7 +66,7 @@ def test_no_cache_of_old_weights_is_reused(model: Any) -> None:
             "no weight 'model.norm.wait'; did you mean 'model.norm.weight'",
         ),
         ({"model.norm.weight": torch.zeros(65)}, r"shape \(65,\), but the model's is \(64,\)"),
-        ({"model.norm.weight": None}, "'model.norm.weight' is missing"),
+        ({"model.norm.weight": None}, "weights are missing, 'model.norm.weight' first"),
         ({"model.norm.weight": torch.zeros(64, device="meta")}, "holds no data"),
         ({"model.norm.weight": 3}, "is a int; give a torch.Tensor"),
     ],

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from agent_loop.config import ModelConfig, WeightTransfer
@@ -69,11 +68,11 @@ class WeightPublisher:
         if iter(weights) is weights:
             weights = list(weights)
         adapted = adapted_weights(weights)
-        tensors = list(weights if adapted is None else adapted.base.items())
+        tensors = dict(weights if adapted is None else adapted.base.items())
         self._check(tensors, adapted)
         transport = choose_transport(
             self._transfer,
-            weights_on_gpu=any(weight.is_cuda for _, weight in tensors) or self._merges_on_gpu(adapted),
+            weights_on_gpu=any(weight.is_cuda for weight in tensors.values()) or self._merges_on_gpu(adapted),
             same_host=self._is_same_host,
         )
         if self._sender is None or self._sender.transport != transport:
@@ -84,7 +83,7 @@ class WeightPublisher:
                 like=self._model_folder if self._as_checkpoints else None,
                 folder=self._folder,
             )
-        if new_names := self._embeddings({name for name, _ in tensors}):
+        if new_names := self._embeddings(tensors):
             weights = [(new_names.get(name, name), weight) for name, weight in weights]
         async with offered(weights, sender=self._sender, weight_version=weight_version) as handle:
             yield handle
@@ -100,10 +99,7 @@ class WeightPublisher:
         device = None if adapted is None else adapted.device
         return self._transfer == "cuda_ipc" and device is not None and device.type == "cuda"
 
-    def _check(self, weights: Sequence[tuple[str, Tensor]], adapted: AdaptedWeights | None) -> None:
-        for name, weight in weights:
-            if not torch.is_tensor(weight):
-                raise WeightsError(f"weight {name!r} is a {type(weight).__name__}; give a torch.Tensor")
+    def _check(self, weights: Mapping[str, Tensor], adapted: AdaptedWeights | None) -> None:
         if self._expected is None:
             folder = local_folder(self._model)
             if folder is None:
@@ -113,17 +109,8 @@ class WeightPublisher:
                 )
             self._expected, self._tied = expected_weights(folder), tied_weights(folder)
             self._model_folder = folder
-        check_weights(self._expected, [(name, weight.shape) for name, weight in weights], tied=self._tied)
-        given = dict(weights)
-        value_of = given.__getitem__ if adapted is None else adapted.merged
-        for group in self._tied:
-            first, *others = [name for name in group if name in given] or [""]
-            for name in others:
-                if not torch.equal(value_of(name), value_of(first)):
-                    raise WeightsError(
-                        f"weights {first!r} and {name!r} are tied in this model but were published with different "
-                        "values; publish one of them, or untie them in the model's config"
-                    )
+        value_of = None if adapted is None else adapted.merged
+        check_weights(self._expected, weights, tied=self._tied, value_of=value_of)
 
     def _embeddings(self, names: Collection[str]) -> dict[str, str]:
         """Return the names by which engines load tied weights, for those published under another name."""

@@ -6,11 +6,13 @@ They are needed for engines that fuse weights, because the engine's tensors cann
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from agent_loop.errors import WeightsError, did_you_mean
 
@@ -19,6 +21,7 @@ HEADS = ("lm_head.weight",)
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
 Shape = tuple[int, ...]
+NO_SHAPES: Mapping[str, Shape] = {}
 
 
 def expected_weights(model_path: str | Path) -> dict[str, Shape]:
@@ -49,44 +52,55 @@ def tied_weights(model_path: str | Path) -> tuple[tuple[str, ...], ...]:
 
 def check_weights(
     expected: Mapping[str, Shape],
-    given: Iterable[tuple[str, Iterable[int]]],
+    given: Mapping[str, Tensor],
     *,
-    tied: Iterable[Iterable[str]] = (),
+    tied: Iterable[Sequence[str]] = (),
+    optional: Mapping[str, Shape] = NO_SHAPES,
+    value_of: Callable[[str], Tensor] | None = None,
 ) -> None:
-    """Compare published names and shapes with those of the model.
+    """Compare published weights with those of a model. One of several tied weights is enough.
 
     Args:
-        expected: Result of `expected_weights`.
-        given: Published names and shapes, as in `WeightHandle.shapes`.
-        tied: Result of `tied_weights`. One name of each group is enough.
+        expected: Names and shapes of the weights that must be given.
+        tied: Groups of names that share one weight.
+        optional: Names and shapes of weights that may be given too.
+        value_of: Returns the value of a given weight, if it is another than the tensor.
     """
-    shapes = dict(expected)
     groups = [tuple(group) for group in tied]
+    shapes = {**optional, **expected}
     for group in groups:
         known = [name for name in group if name in expected]
         shapes |= {name: expected[known[0]] for name in group if known}
-    seen: set[str] = set()
-    for name, sizes in given:
-        shape = tuple(sizes)
+    for name, weight in given.items():
+        if not torch.is_tensor(weight):
+            raise WeightsError(f"weight {name!r} is a {type(weight).__name__}; give a torch.Tensor")
         if name not in shapes:
             raise WeightsError(f"the model has no weight {name!r}{did_you_mean(name, shapes)}")
-        if name in seen:
-            raise WeightsError(f"weight {name!r} was published twice; publish each weight once")
-        if shape != shapes[name]:
+        if tuple(weight.shape) != shapes[name]:
             raise WeightsError(
-                f"weight {name!r} has shape {shape}, but the model's is {shapes[name]}; publish the weights of the "
-                "model that the server runs"
+                f"weight {name!r} has shape {tuple(weight.shape)}, but the model's is {shapes[name]}; publish the "
+                "weights of the model that the server runs"
             )
-        seen.add(name)
-    for group in groups:
-        if seen.intersection(group):
-            seen.update(group)
-    missing = [name for name in expected if name not in seen]
+        if weight.is_meta:
+            raise WeightsError(
+                f"weight {name!r} is on the meta device and holds no data; materialize it first"
+            )
+    covered = {name for group in groups if not given.keys().isdisjoint(group) for name in group}
+    missing = [name for name in expected if name not in given and name not in covered]
     if missing:
         raise WeightsError(
             f"{len(missing)} of the model's {len(expected)} weights are missing, {missing[0]!r} first; publish all of "
             "them at once"
         )
+    value_of = value_of or given.__getitem__
+    for group in groups:
+        first, *others = [name for name in group if name in given] or [""]
+        for name in others:
+            if not torch.equal(value_of(name), value_of(first)):
+                raise WeightsError(
+                    f"weights {first!r} and {name!r} are tied in this model but were published with different "
+                    "values; publish one of them, or untie them in the model's config"
+                )
 
 
 def _weight_files(folder: Path) -> list[Path]:

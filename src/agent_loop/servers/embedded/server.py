@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from agent_loop.config import parse_options
-from agent_loop.errors import BadPrompt, ConfigError, WeightsError
+from agent_loop.errors import BadPrompt, ConfigError
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import (
     Ability,
@@ -238,9 +238,6 @@ class EmbeddedServer(AsyncServerBase):
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
     ) -> None:
         collected = dict(weights)
-        for name, weight in collected.items():
-            if not torch.is_tensor(weight):
-                raise WeightsError(f"weight {name!r} is a {type(weight).__name__}; give a torch.Tensor")
         await self._thread.call(
             lambda engine: engine.update_weights(collected, weight_version=weight_version)
         )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 
-from agent_loop.errors import WeightsError, did_you_mean
+from agent_loop.errors import WeightsError
+from agent_loop.weights.expected import Shape, check_weights
 
 _loading: Any = core_model_loading
 
@@ -28,18 +29,18 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     One name is enough for tied weights, such as an embedding that is also the output head. If several names are given,
     their values must be equal. Buffers may be missing.
     """
+    for name, weight in weights.items():
+        if not torch.is_tensor(weight):
+            raise WeightsError(f"weight {name!r} is a {type(weight).__name__}; give a torch.Tensor")
     weights = from_file_weights(model, weights)
     state: dict[str, Any] = cast(Any, model).state_dict()
     targets = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    for name, weight in weights.items():
-        if name not in targets:
-            raise WeightsError(f"the model has no weight {name!r}{did_you_mean(name, targets)}")
-        _check_shape(name, weight, targets[name].shape)
-        if weight.is_meta:
-            raise WeightsError(
-                f"weight {name!r} is on the meta device and holds no data; materialize it first"
-            )
-    _check_tied(model, weights=weights)
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    shapes = {name: tuple(target.shape) for name, target in targets.items()}
+    expected = {names[0]: shapes[names[0]] for names in names_of.values()}
+    check_weights(expected, weights, tied=names_of.values(), optional=shapes)
     with torch.no_grad():
         for name, weight in weights.items():
             targets[name].copy_(weight)
@@ -95,47 +96,19 @@ def _check_parts(
 ) -> None:
     """Compare weights with those that the files would have. Weights under the model's own names are checked later."""
 
-    def shapes_of(own: Iterable[tuple[str, Tensor]]) -> dict[str, torch.Size]:
+    def shapes_of(own: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
         empty = ((name, tensor.detach().to("meta")) for name, tensor in own)
-        return {name: tensor.shape for name, tensor in to_file_weights(model, empty)}
+        return {name: tuple(tensor.shape) for name, tensor in to_file_weights(model, empty)}
 
-    shapes = shapes_of(state.items())
-    for name, weight in weights.items():
-        if name not in shapes and name not in state:
-            raise WeightsError(f"the model has no weight {name!r}{did_you_mean(name, shapes)}")
-        if name in shapes:
-            _check_shape(name, weight, shapes[name])
-    needed = shapes_of(model.named_parameters())  # names tied weights once
-    missing = [name for name in needed if name not in weights and name not in state]
-    if missing:
-        raise WeightsError(
-            f"{len(missing)} of the model's {len(needed)} weights are missing, {missing[0]!r} first; publish all of "
-            "them at once"
-        )
-
-
-def _check_shape(name: str, weight: Tensor, expected: torch.Size) -> None:
-    if weight.shape != expected:
-        raise WeightsError(
-            f"weight {name!r} has shape {tuple(weight.shape)}, but the model's is {tuple(expected)}; publish the "
-            "weights of the model that the server runs"
-        )
-
-
-def _check_tied(model: PreTrainedModel, *, weights: Mapping[str, Tensor]) -> None:
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
-    for names in names_of.values():
-        given = [name for name in names if name in weights]
-        if not given:
-            raise WeightsError(f"weight {names[0]!r} is missing; publish all {len(names_of)} weights at once")
-        for name in given[1:]:
-            if not torch.equal(weights[name], weights[given[0]]):
-                raise WeightsError(
-                    f"weights {given[0]!r} and {name!r} are tied in this model but were published with different "
-                    "values; publish only one of them, or untie them in the model's config"
-                )
+    check_weights(
+        {
+            name: shape
+            for name, shape in shapes_of(model.named_parameters()).items()  # names tied weights once
+            if name not in state
+        },
+        {name: weight for name, weight in weights.items() if name not in state},
+        optional=shapes_of(state.items()),
+    )
 
 
 def _layer_of(name: str) -> str:
