@@ -131,10 +131,15 @@ def unsupported_params(params: SamplingParams, abilities: Collection[Ability]) -
     ]
 
 
-def refuse_params_of_request(params: SamplingParams, *, abilities: Collection[Ability], server: str) -> None:
+def refuse_params_of_request(
+    params: SamplingParams, *, abilities: Collection[Ability], server: str, resumes_schemas: bool = True
+) -> None:
     """Refuse a request whose sampling parameters a server does not support.
 
     A seed is not refused here, because a server without seeds still samples a valid completion.
+
+    Args:
+        resumes_schemas: Whether a completion under a schema may have tokens that were sampled before the request.
     """
     if params.stop:
         raise SamplingParamsError(
@@ -146,6 +151,11 @@ def refuse_params_of_request(params: SamplingParams, *, abilities: Collection[Ab
                 f"{name} is {getattr(params, name)!r:.80}, which server {server!r} does not support; leave it out, or "
                 f"use a server with the ability {ABILITY_FOR[name].value!r}{HINTS.get(name, '')}"
             )
+    if params.json_schema and params.num_sampled and not resumes_schemas:
+        raise SamplingParamsError(
+            f"json_schema is set for a completion of which {params.num_sampled} tokens were sampled before, but the "
+            f"grammars of server {server!r} begin with the request; sample the completion again from its start"
+        )
 
 
 def refuse_sampling_params(server: AsyncServerBase, params: SamplingParams) -> None:

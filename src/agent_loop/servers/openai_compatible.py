@@ -17,7 +17,6 @@ from agent_loop.errors import (
     BadPrompt,
     BadServerReply,
     ConfigError,
-    SamplingParamsError,
     ServerError,
     WeightsError,
 )
@@ -272,12 +271,7 @@ class OpenAIServer(AsyncServerBase):
                 yield event
 
     def _body(self, prompt_ids: IntArray, params: SamplingParams, request_id: str) -> dict[str, Any]:
-        refuse_params_of_request(params, abilities=self.abilities, server=self.name)
-        if params.json_schema and params.num_sampled:
-            raise SamplingParamsError(
-                f"json_schema is set for a completion of which {params.num_sampled} tokens were sampled before, but "
-                "the server's grammars begin with the request; sample the completion again from its start"
-            )
+        refuse_params_of_request(params, abilities=self.abilities, server=self.name, resumes_schemas=False)
         wanted: dict[str, Any] = {
             "model": self._model,
             "prompt": prompt_ids.tolist(),

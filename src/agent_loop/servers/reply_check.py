@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Annotated, Any, TypeAlias, cast
 
 import numpy as np
-from msgspec import Meta, Struct, ValidationError, convert, defstruct
+from msgspec import Meta, Struct, ValidationError, convert, structs
 
 from agent_loop.errors import BadServerReply
-from agent_loop.runtime.describe import describe_error, describe_value
+from agent_loop.runtime.describe import describe_value
 from agent_loop.servers.base import ServerHealth
 from agent_loop.types import ServerStopReason, TokenArrays, TokenChunk
 
-MAX_TOKEN_ID = 2**31 - 1
-MAX_WEIGHT_VERSION = 2**31 - 1
-"""The largest integer in the batch's column of weight versions."""
 MIN_LOG_PROB = -10_000.0
 """Lowest allowed log-prob. Engines that cannot represent minus infinity return -9999."""
 LOG_PROB_ROUNDING = 1e-3
 """Log-probs may exceed 0 by this much from rounding; they are set to 0."""
 
+Int32: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+LogProb: TypeAlias = Annotated[float, Meta(ge=MIN_LOG_PROB, le=LOG_PROB_ROUNDING)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 CountOrNone: TypeAlias = Count | None
 PositiveOrNone: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)] | None
+
+
+class _Chunk(Struct):
+    """Contract of `TokenChunk`, without extras."""
+
+    token_ids: list[Int32]
+    logprobs: list[LogProb] | None
+    weight_version: Int32
+    stop_reason: ServerStopReason | None
+    num_preempted: Count
+    num_cached_tokens: CountOrNone
+    prefill_s: PositiveOrNone
+
+
+class _Health(Struct):
+    """Contract of `ServerHealth`."""
+
+    is_alive: bool
+    num_running: Count
+    num_waiting: Count
+    weight_version: int
+    detail: str
+    kv_cache_share: PositiveOrNone
 
 
 class ReplyCheck:
@@ -39,7 +59,7 @@ class ReplyCheck:
     """
 
     def __init__(self, vocab_size: int | None = None) -> None:
-        self._contract = _contract_of(vocab_size)
+        self._vocab_size = vocab_size or 2**31
 
     def chunk(self, reply: Any, *, server: str, request_id: str, max_tokens: int | None = None) -> TokenChunk:
         """Return a checked copy of one chunk of a completion.
@@ -47,32 +67,34 @@ class ReplyCheck:
         Args:
             max_tokens: Number of tokens that the request has left.
         """
-        try:
-            if not isinstance(reply, TokenChunk):
-                raise _Invalid(f"stream yielded {describe_value(reply)}, not a TokenChunk")
-            fields = self._fields(reply)
-            num_tokens = len(fields["token_ids"])
-            if fields["logprobs"] is not None and len(fields["logprobs"]) != num_tokens:
-                raise _Invalid(f"it has {num_tokens} token ids but {len(fields['logprobs'])} log-probs")
-            if max_tokens is not None and num_tokens > max_tokens:
-                raise _Invalid(f"it has {num_tokens} tokens where max_tokens was {max_tokens}")
-            extras = _checked_extras(reply.extras, num_tokens=num_tokens)
-        except _Invalid as error:
-            raise bad_reply(str(error), server=server, request_id=request_id) from error.__cause__
-        return TokenChunk(**fields, extras=extras)
 
-    def _fields(self, reply: TokenChunk) -> dict[str, Any]:
-        """Return the fields without extras."""
-        names = self._contract.__struct_fields__
-        plain = {name: _plain(getattr(reply, name, None)) for name in names}
+        def require(is_valid: bool, problem: str) -> None:
+            if not is_valid:
+                raise bad_reply(problem, server=server, request_id=request_id)
+
+        require(isinstance(reply, TokenChunk), f"stream yielded {describe_value(reply)}, not a TokenChunk")
+        plain = {name: _plain(getattr(reply, name, None)) for name in _Chunk.__struct_fields__}
         try:
-            checked = convert(plain, self._contract)
-        except ValidationError as error:
-            raise _Invalid(_described(error, plain)) from error
-        fields = {name: getattr(checked, name) for name in names}
-        if fields["logprobs"] and max(fields["logprobs"]) > 0:
-            fields["logprobs"] = [min(logprob, 0.0) for logprob in fields["logprobs"]]
-        return fields
+            fields = convert(plain, _Chunk)
+            extras = _checked_extras(reply.extras, num_tokens=len(fields.token_ids))
+        except (ValidationError, ValueError, TypeError) as error:
+            raise bad_reply(f"a field of its chunk: {error}", server=server, request_id=request_id) from error
+        num_tokens, logprobs = len(fields.token_ids), fields.logprobs
+        largest = max(fields.token_ids, default=0)
+        require(
+            largest < self._vocab_size, f"token id {largest} is outside a vocabulary of {self._vocab_size}"
+        )
+        require(
+            logprobs is None or len(logprobs) == num_tokens,
+            f"it has {num_tokens} token ids but {len(logprobs or ())} log-probs",
+        )
+        require(
+            max_tokens is None or num_tokens <= max_tokens,
+            f"it has {num_tokens} tokens where max_tokens was {max_tokens}",
+        )
+        if logprobs and max(logprobs) > 0:
+            fields.logprobs = [min(logprob, 0.0) for logprob in logprobs]
+        return TokenChunk(**structs.asdict(fields), extras=extras)
 
 
 def bad_reply(what: str, *, server: str, request_id: str) -> BadServerReply:
@@ -100,49 +122,15 @@ def checked_health(reply: Any) -> ServerHealth:
     return reply
 
 
-class _Health(Struct):
-    is_alive: bool
-    num_running: Count
-    num_waiting: Count
-    weight_version: int
-    detail: str
-    kv_cache_share: PositiveOrNone
-
-
-class _Invalid(Exception):
-    """A reply breaks its contract."""
-
-
-@lru_cache(maxsize=16)
-def _contract_of(vocab_size: int | None) -> type[Any]:
-    largest_id = MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
-    logprobs: Any = list[Annotated[float, Meta(ge=MIN_LOG_PROB, le=LOG_PROB_ROUNDING)]]
-    fields: dict[str, Any] = {
-        "token_ids": list[Annotated[int, Meta(ge=0, le=largest_id)]],
-        "logprobs": logprobs | None,
-        "weight_version": Annotated[int, Meta(ge=0, le=MAX_WEIGHT_VERSION)],
-        "stop_reason": ServerStopReason | None,
-        "num_preempted": Count,
-        "num_cached_tokens": CountOrNone,
-        "prefill_s": PositiveOrNone,
-    }
-    return defstruct("Chunk", list(fields.items()))
-
-
 def _checked_extras(extras: Any, *, num_tokens: int) -> TokenArrays:
     """Return read-only copies of the arrays."""
-    if isinstance(extras, dict) and not extras:
-        return {}
     if not isinstance(extras, Mapping):
-        raise _Invalid(f"its extras are {describe_value(extras)}, not a mapping of arrays")
+        raise TypeError(f"its extras are {describe_value(extras)}, not a mapping of arrays")
     checked: dict[str, Any] = {}
     for name, given in cast("Mapping[Any, Any]", extras).items():
-        try:
-            array = np.array(given)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise _Invalid(f"its extras {name!r:.60} are not an array: {describe_error(error)}") from error
+        array = np.array(given)
         if not isinstance(name, str) or array.dtype.kind not in "biuf" or array.shape[:1] != (num_tokens,):
-            raise _Invalid(
+            raise ValueError(
                 f"its extras {name!r:.60} are an array of {array.dtype} of shape {list(array.shape)} for {num_tokens} "
                 "tokens; return arrays of numbers by name, with one entry for each token"
             )
@@ -159,16 +147,3 @@ def _plain(value: Any) -> Any:
         elements = cast("list[Any]", value)
         return [each.item() if isinstance(each, np.generic) else each for each in elements]
     return value
-
-
-def _described(error: ValidationError, fields: dict[str, Any]) -> str:
-    """Return the name of the invalid field, its value and the expected value."""
-    expected, _, path = str(error).partition(" - at ")
-    found = re.search(r"\$\.(\w+)(?:\[(\d+)\])?", path)
-    if found is None:
-        return str(error)
-    value = fields.get(found[1])
-    if found[2] is not None and isinstance(value, list):
-        value = cast("list[Any]", value)[int(found[2])]
-    expected = expected.replace("`", "").replace("Expected", "expected", 1)
-    return f"{path.strip('`').removeprefix('$.')} is {describe_value(value)}, {expected}"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_loop.config import Positive, parse_options
 from agent_loop.errors import ConfigError, ServerDied, ServerError
 from agent_loop.loading import load_object
 from agent_loop.servers.base import (
@@ -20,7 +19,6 @@ from agent_loop.servers.base import (
     ServerHealth,
     ServerSpec,
     refuse_params_of_request,
-    refuse_unknown_options,
 )
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.scores import TokenScores, checked_text
@@ -76,17 +74,6 @@ Script: TypeAlias = Callable[[ScriptedRequest], ScriptedReply] | Sequence[Script
 Scorer: TypeAlias = Callable[[IntArray], FloatArray | Sequence[float]]
 """Function from the n tokens of a text to the log-probs of all tokens but the first, shape [n - 1], or to those of
 every token of the vocabulary at their places, shape [n - 1, vocab_size]."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptedOptions:
-    """Options of this engine in `rollout.engine_kwargs`, except `script` and `scorer`. See `ScriptedServer`."""
-
-    vocab_size: Positive | None = None
-    max_model_len: Positive | None = None
-    max_concurrent: Positive | None = None
-    streams: bool = False
-    more_abilities: tuple[Ability, ...] = ()
 
 
 class ScriptedServer(AsyncServerBase):
@@ -149,20 +136,13 @@ class ScriptedServer(AsyncServerBase):
 
         The other keys are arguments of the constructor.
         """
-        kwargs = dict(spec.engine_kwargs)
-        options = [option.name for option in fields(ScriptedOptions)]
-        refuse_unknown_options(kwargs, known=["script", "scorer", *options])
-        if "script" not in kwargs and "scorer" not in kwargs:
+        kwargs = {"script": (), "name": spec.name, **spec.engine_kwargs}
+        functions = {"script", "scorer"} & spec.engine_kwargs.keys()
+        if not functions:
             raise ConfigError("a scripted server needs rollout.engine_kwargs.script: file.py:function")
-        functions = {
-            name: load_object(str(kwargs.pop(name)), key=f"rollout.engine_kwargs.{name}")
-            for name in ("script", "scorer")
-            if name in kwargs
-        }
-        read = parse_options(ScriptedOptions, kwargs, where="rollout.engine_kwargs")
-        return cls(
-            functions.get("script", ()), name=spec.name, scorer=functions.get("scorer"), **asdict(read)
-        )
+        for name in functions:
+            kwargs[name] = load_object(str(kwargs[name]), key=f"rollout.engine_kwargs.{name}")
+        return cast(ScriptedServer, super().create(replace(spec, engine_kwargs=kwargs)))
 
     @property
     def num_sessions(self) -> int:

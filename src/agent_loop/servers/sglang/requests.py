@@ -44,15 +44,10 @@ def check_params(params: SamplingParams, *, abilities: frozenset[Ability], serve
             "json_schema is set, but SGLang runs without a tokenizer; set "
             "rollout.engine_kwargs.skip_tokenizer_init=false, or leave it out"
         )
-    refuse_params_of_request(params, abilities=abilities, server=server)
+    refuse_params_of_request(params, abilities=abilities, server=server, resumes_schemas=False)
     if params.json_schema and params.ignore_eos:
         raise SamplingParamsError(
             "json_schema and ignore_eos are set, but SGLang's grammars end with the model's end token; leave out one"
-        )
-    if params.json_schema and params.num_sampled:
-        raise SamplingParamsError(
-            f"json_schema is set for a completion of which {params.num_sampled} tokens were sampled before, but "
-            "SGLang's grammars begin with the request; sample the completion again from its start"
         )
     if 0 < params.temperature < LOWEST_TEMPERATURE:
         raise SamplingParamsError(

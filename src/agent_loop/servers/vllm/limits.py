@@ -121,16 +121,11 @@ class VLLMRequestLimits:
                 f"min_p is {params.min_p}; vLLM servers offer only 0 (none), because log-probs would be of the "
                 "candidates that min_p leaves"
             )
-        refuse_params_of_request(params, abilities=self.abilities, server=self.server)
+        refuse_params_of_request(params, abilities=self.abilities, server=self.server, resumes_schemas=False)
         if params.json_schema and not has_stops:
             raise SamplingParamsError(
                 "json_schema is set without a stop token, and vLLM would continue with any text after the JSON; leave "
                 "out ignore_eos, or set stop_token_ids"
-            )
-        if params.json_schema and params.num_sampled:
-            raise SamplingParamsError(
-                f"json_schema is set for a completion of which {params.num_sampled} tokens were sampled before, but "
-                "vLLM's grammars begin with the request; sample the completion again from its start"
             )
         if params.temperature and not LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE:
             raise SamplingParamsError(
