@@ -85,9 +85,7 @@ def test_json_with_unexpected_fields_at_the_start_is_a_bad_reply(body: bytes) ->
     async def main() -> None:
         async with engine(respond_with(body=body)) as client:
             server = OpenAIServer(client.url, name="gpu-1")
-            with pytest.raises(
-                BadServerReply, match="server gpu-1: /v1/models returned JSON with unexpected fields"
-            ):
+            with pytest.raises(BadServerReply, match="server gpu-1: a reply cannot be read"):
                 await server.start()
             await server.close()
 

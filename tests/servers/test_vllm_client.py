@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from agent_loop.config import ModelConfig
-from agent_loop.errors import BadServerReply, ConfigError, ServerDied, ServerError
+from agent_loop.errors import BadServerReply, ConfigError, ServerDied, ServerError, WeightsError
 from agent_loop.servers.base import Ability, ServerSpec
 from agent_loop.servers.vllm import VLLMClient
 from agent_loop.servers.vllm.logprobs import CONSTRAINT_ABILITIES
@@ -184,7 +184,7 @@ def test_weights_are_refused_without_the_worker_extension_and_the_error_names_th
     async def main() -> None:
         async with client_of(FakeVLLM(), model_path) as client:
             await client.start()
-            with pytest.raises(ServerError, match=r"VLLM_SERVER_DEV_MODE=1 .* --worker-extension-cls"):
+            with pytest.raises(WeightsError, match=r"VLLM_SERVER_DEV_MODE=1 .* --worker-extension-cls"):
                 await client.update_weights([], weight_version=1)
 
     asyncio.run(main())

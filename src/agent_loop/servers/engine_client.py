@@ -6,12 +6,12 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self
 
-from agent_loop.errors import ServerDied, ServerError
+from agent_loop.errors import ServerDied, ServerError, WeightsError
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.process import EngineProcess
@@ -58,10 +58,11 @@ class EngineClient(AsyncServerBase, ABC):
     _stop_grace_s = 0.0
     """Seconds for the engine's process to end by itself."""
     _publisher: WeightPublisher | None = None
+    _how_to_update = ""
+    """What a user can do if the server has no publisher."""
 
-    def __init__(self, spec: ServerSpec, http: HttpClient, *, process: EngineProcess | None = None) -> None:
-        self.name = spec.name
-        self._spec = spec
+    def __init__(self, name: str, http: HttpClient, *, process: EngineProcess | None = None) -> None:
+        self.name = name
         self._http = http
         self._process = process
         self._running: dict[str, RunningRequest] = {}
@@ -119,7 +120,8 @@ class EngineClient(AsyncServerBase, ABC):
     ) -> None:
         async with self._control:
             self._refuse_if_unusable(for_update=True)
-            assert self._publisher is not None, "a subclass refuses updates otherwise"
+            if self._publisher is None:
+                raise WeightsError(f"{self._http.url} accepts no weights; {self._how_to_update}")
             async with (
                 self._publisher.offer(weights, weight_version=weight_version) as handle,
                 self._typed_errors(""),
@@ -170,11 +172,10 @@ class EngineClient(AsyncServerBase, ABC):
     async def _release(self) -> None:
         """Make the engine free memory. Called if the server has the ability `SLEEP`."""
 
-    @abstractmethod
     def _paused(self) -> AbstractAsyncContextManager[None]:
         """Pause the engine while the body runs. Requests in flight are kept, and all caches are emptied."""
+        return nullcontext()
 
-    @abstractmethod
     async def _load(self, handle: WeightHandle) -> None:
         """Load weights into the paused engine."""
 
@@ -188,6 +189,7 @@ class EngineClient(AsyncServerBase, ABC):
 
     async def _launch(
         self,
+        spec: ServerSpec,
         module: str,
         options: Mapping[str, Any],
         *,
@@ -208,9 +210,9 @@ class EngineClient(AsyncServerBase, ABC):
 
         file = process.folder / "options.json"
         file.write_text(json.dumps(options), encoding="utf-8")
-        process.start(module, str(file), devices=self._spec.devices, environment=environment)
+        process.start(module, str(file), devices=spec.devices, environment=environment)
         try:
-            await process.ready(wait, timeout_s=self._spec.start_timeout_s)
+            await process.ready(wait, timeout_s=spec.start_timeout_s)
         except BaseException:
             await self.close()
             raise

@@ -12,6 +12,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from agent_loop.errors import BadServerReply, ServerDied, ServerError, ServerTimeout
 from agent_loop.runtime.describe import describe_error, one_line
+from agent_loop.types import ServerStopReason
 
 MAX_LINE_BYTES = 2**26
 """Largest size of one event in a stream. The log-probs of a long completion fit."""
@@ -21,6 +22,24 @@ KEEP_ALIVE_S = 2.0
 
 It is shorter than the servers' own limit (uvicorn: 5 s), so that no request uses a connection that is being closed.
 """
+
+
+FINISH_REASONS: Mapping[str, ServerStopReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+"""Stop reasons by the names that engines give them. All others are failures."""
+
+
+@contextmanager
+def reading(reply: object, *, server: str, request_id: str = "") -> Generator[None]:
+    """Raise `BadServerReply` if the body cannot read the fields of an engine's reply."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise BadServerReply(
+            f"a reply cannot be read ({describe_error(error)}): {one_line(str(reply), max_length=200)}; check that the "
+            "URL is that of the engine in rollout.engine",
+            server=server,
+            request_id=request_id,
+        ) from error
 
 
 class HttpStatusError(ServerError):
@@ -98,18 +117,6 @@ class HttpClient:
                 if value.strip() == "[DONE]":
                     return
                 yield self._parsed(value, path=path, request_id=request_id)
-
-    @contextmanager
-    def validating(self, path: str) -> Generator[None]:
-        """Convert errors from reading the fields of a response in the `with` block."""
-        try:
-            yield
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise BadServerReply(
-                f"{path} returned JSON with unexpected fields ({describe_error(error)}); check that the URL is that of "
-                "the engine in rollout.engine",
-                server=self._server,
-            ) from error
 
     async def close(self) -> None:
         """Close the connections. Pending and later requests fail."""

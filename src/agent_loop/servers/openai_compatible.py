@@ -6,9 +6,9 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -18,36 +18,28 @@ from agent_loop.errors import (
     BadServerReply,
     ConfigError,
     ServerError,
-    WeightsError,
 )
 from agent_loop.runtime.describe import describe_error
 from agent_loop.servers.base import (
     Ability,
-    AsyncServerBase,
-    ServerHealth,
     ServerSpec,
     refuse_params_of_request,
 )
-from agent_loop.servers.http import HttpClient, HttpStatusError
+from agent_loop.servers.engine_client import HEALTH_TIMEOUT_S, EngineClient, EngineLoad, RunningRequest
+from agent_loop.servers.http import FINISH_REASONS, HttpClient, HttpStatusError, reading
 from agent_loop.servers.scores import TokenScores, checked_text, read_prompt_logprobs, scores_of_no_token
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import (
     IntArray,
     SamplingParams,
-    ServerStopReason,
     TokenChunk,
     as_token_ids,
 )
 
-if TYPE_CHECKING:
-    import torch
-
 logger = logging.getLogger(__name__)
 
 COMPLETIONS = "/v1/completions"
-HEALTH_TIMEOUT_S = 5.0
 ABORTED: Mapping[str, Any] = {"choices": [{"token_ids": [], "finish_reason": "abort"}]}
-STOP_REASONS: Mapping[str, ServerStopReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 class OpenAIOptions(BaseModel):
@@ -62,12 +54,15 @@ class OpenAIOptions(BaseModel):
     """Abilities of the server that the API cannot tell. `json_schema` is sent as `response_format`."""
 
 
-class OpenAIServer(AsyncServerBase):
+class OpenAIServer(EngineClient):
     """Client of `/v1/completions` that sends and receives token ids.
 
-    The server is managed elsewhere: weight updates are not supported, and `sleep` and `close` do not affect it.
+    The server is managed elsewhere: weight updates are not supported, `sleep` only refuses requests, and `close` does
+    not affect it.
     `abort` closes the connection, which makes the server stop the completion, and keeps the tokens so far.
     """
+
+    _how_to_update = "set rollout.engine to vllm or sglang if the server is one of these"
 
     def __init__(
         self,
@@ -79,7 +74,6 @@ class OpenAIServer(AsyncServerBase):
     ) -> None:
         """Create a client that is not connected."""
         options = options or OpenAIOptions()
-        self.name = name
         self.abilities = frozenset({Ability.STREAMING, Ability.SEED})
         if options.logprobs == "scaled":
             self.abilities |= {Ability.LOG_PROBS}
@@ -90,14 +84,14 @@ class OpenAIServer(AsyncServerBase):
                 f"rollout.engine_kwargs.api_key_env is {options.api_key_env!r}, but that variable is not set"
             )
         headers = {"Authorization": f"Bearer {key}"} if key else None
-        self._client = HttpClient(url.removesuffix("/v1"), server=name, timeout_s=timeout_s, headers=headers)
+        http = HttpClient(url.removesuffix("/v1"), server=name, timeout_s=timeout_s, headers=headers)
+        super().__init__(name, http)
         self._model = options.served_model_name
-        self._running: dict[str, asyncio.Timeout] = {}
+        self._scopes: dict[str, asyncio.Timeout] = {}
         """Timeout scopes of the running completions. `abort` expires the scope."""
         self._score_max_tokens = 0
         """Value of `max_tokens` with which the server scores prompts: vLLM samples at least one token."""
         self._why_no_scores = ""
-        self._problem = "the server was not started; await start() first"
 
     @classmethod
     def create(cls, spec: ServerSpec) -> OpenAIServer:
@@ -108,14 +102,14 @@ class OpenAIServer(AsyncServerBase):
 
     async def start(self) -> None:
         """Find the model, and check that the server returns token ids."""
-        served = await self._client.get_json("/v1/models")
-        with self._client.validating("/v1/models"):
+        served = await self._http.get_json("/v1/models")
+        with reading(served, server=self.name):
             names = [str(model["id"]) for model in served.get("data", [])]
         if self._model is None and names:
             self._model = names[0]
         if self._model not in names:
             raise ConfigError(
-                f"{self._client.url} serves {', '.join(names) or 'no model'}, not {self._model!r}; set "
+                f"{self._http.url} serves {', '.join(names) or 'no model'}, not {self._model!r}; set "
                 "rollout.engine_kwargs.served_model_name"
             )
         body: dict[str, Any] = {
@@ -125,29 +119,29 @@ class OpenAIServer(AsyncServerBase):
             "return_token_ids": True,
         }
         try:
-            response = await self._client.post_json(COMPLETIONS, body)
+            response = await self._http.post_json(COMPLETIONS, body)
         except HttpStatusError as error:
             raise ConfigError(
-                f"{self._client.url} rejects a prompt of token ids ({error}); use a server that accepts and returns "
+                f"{self._http.url} rejects a prompt of token ids ({error}); use a server that accepts and returns "
                 "token ids"
             ) from error
         if Ability.JSON_SCHEMA in self.abilities:
             try:
-                await self._client.post_json(COMPLETIONS, {**body, "response_format": _response_format("{}")})
+                await self._http.post_json(COMPLETIONS, {**body, "response_format": _response_format("{}")})
             except HttpStatusError as error:
                 raise ConfigError(
-                    f"{self._client.url} rejects response_format ({error}); remove json_schema from "
+                    f"{self._http.url} rejects response_format ({error}); remove json_schema from "
                     "rollout.engine_kwargs.offers"
                 ) from error
-        with self._client.validating(COMPLETIONS):
+        with reading(response, server=self.name):
             returns_ids = response["choices"][0].get("token_ids") is not None
         if not returns_ids:
             raise ConfigError(
-                f"{self._client.url} does not return token_ids, so its text would have to be encoded again; use a "
+                f"{self._http.url} does not return token_ids, so its text would have to be encoded again; use a "
                 "server that accepts and returns token ids"
             )
         await self._find_scores()
-        self._problem = ""
+        self._trouble = ""
 
     async def stream(
         self,
@@ -157,88 +151,59 @@ class OpenAIServer(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
-        self._refuse_if_unable(prompt_ids, request_id, attachments)
-        body = self._body(prompt_ids, sampling_params, request_id)
-        self._running[request_id] = asyncio.timeout(None)
-        try:
-            async with aclosing(self._events(body, request_id)) as events:
+        self._refuse_if_unusable(request_id)
+        body = self._body(prompt_ids, sampling_params, request_id, attachments)
+        with self._running_as(request_id, request_id) as running:
+            # `abort` needs no repetition, because it closes the connection.
+            running.is_sent = running.is_known = True
+            async with self._typed_errors(request_id), aclosing(self._events(body, request_id)) as events:
                 async for event in events:
                     chunk = self._read(event, request_id)
                     if chunk is not None:
                         yield chunk
                         if chunk.stop_reason is not None:
                             return
-        except HttpStatusError as error:
-            if error.status in (400, 413, 422):
-                raise BadPrompt(str(error), server=self.name, request_id=request_id) from error
-            raise
-        finally:
-            del self._running[request_id]
         raise BadServerReply(
             "the stream ended without a stop reason", server=self.name, request_id=request_id
         )
 
     async def score(self, token_ids: IntArray, *, start: int = 1, top_logprobs: int = 0) -> TokenScores:
-        if self._problem or self._why_no_scores:
-            raise ServerError(self._problem or self._why_no_scores, server=self.name)
+        self._refuse_if_unusable()
+        if self._why_no_scores:
+            raise ServerError(self._why_no_scores, server=self.name)
         text = checked_text(token_ids, start=start, top_logprobs=top_logprobs, server=self.name)
         if start == len(text):
             return scores_of_no_token(top_logprobs)
-        try:
-            reply = await self._client.post_json(COMPLETIONS, self._score_body(text.tolist(), top_logprobs))
-        except HttpStatusError as error:
-            if error.status in (400, 413, 422):
-                raise BadPrompt(str(error), server=self.name) from error
-            raise
-        with self._client.validating(COMPLETIONS):
-            entries = reply["choices"][0]["prompt_logprobs"]
-            return read_prompt_logprobs(entries, token_ids=text, start=start, top_logprobs=top_logprobs)
+        async with self._typed_errors(""):
+            reply = await self._http.post_json(COMPLETIONS, self._score_body(text.tolist(), top_logprobs))
+        return self._read_scores(reply, text, start=start, top_logprobs=top_logprobs)
 
-    async def abort(self, request_id: str) -> None:
-        if request_id in self._running:
-            self._running[request_id].reschedule(asyncio.get_running_loop().time())
+    async def _send_abort(self, running: RunningRequest) -> None:
+        self._scopes[running.id].reschedule(asyncio.get_running_loop().time())
 
-    async def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
-    ) -> None:
-        """Raise `WeightsError`: the API has no weight updates."""
-        raise WeightsError(
-            f"server {self.name} cannot update weights over OpenAI's API; set rollout.engine to vllm or sglang if the "
-            "server is one of these"
-        )
+    async def _report_load(self) -> EngineLoad:
+        await self._http.get_json("/v1/models", timeout_s=HEALTH_TIMEOUT_S)
+        return EngineLoad()
 
-    async def health(self) -> ServerHealth:
-        detail = self._problem
-        if not detail:
-            try:
-                await self._client.get_json("/v1/models", timeout_s=HEALTH_TIMEOUT_S)
-            except ServerError as error:
-                detail = str(error)
-        return ServerHealth(not detail, len(self._running), 0, weight_version=0, detail=detail)
-
-    async def close(self) -> None:
-        self._problem = "the server was closed; create a new one"
-        await self._client.close()
+    async def _cause_of(self, error: ServerError, request_id: str) -> Exception:
+        if isinstance(error, HttpStatusError) and error.status in (400, 413, 422):
+            return BadPrompt(str(error), server=self.name, request_id=request_id)
+        return error
 
     async def _find_scores(self) -> None:
         """Ask whether the server returns the log-probs of a prompt. If it does not, `score` says what it answered."""
         refusals: list[str] = []
         for self._score_max_tokens in (0, 1):
             try:
-                reply = await self._client.post_json(COMPLETIONS, self._score_body([1, 1], 0))
-                read_prompt_logprobs(
-                    reply["choices"][0]["prompt_logprobs"],
-                    token_ids=as_token_ids([1, 1]),
-                    start=1,
-                    top_logprobs=0,
-                )
-            except (HttpStatusError, LookupError, TypeError, ValueError, AttributeError) as error:
+                reply = await self._http.post_json(COMPLETIONS, self._score_body([1, 1], 0))
+                self._read_scores(reply, as_token_ids([1, 1]), start=1, top_logprobs=0)
+            except (HttpStatusError, BadServerReply) as error:
                 refusals.append(f"with max_tokens={self._score_max_tokens}: {describe_error(error)}")
             else:
                 self.abilities |= {Ability.SCORE}
                 return
         self._why_no_scores = (
-            f"{self._client.url} does not return prompt_logprobs, so it cannot be a teacher "
+            f"{self._http.url} does not return prompt_logprobs, so it cannot be a teacher "
             f"({'; '.join(refusals)}); use agent-loop serve, or a server that is compatible with vLLM"
         )
         logger.info("server %s: %s", self.name, self._why_no_scores)
@@ -252,11 +217,16 @@ class OpenAIServer(AsyncServerBase):
             "temperature": 1.0,
         }
 
+    def _read_scores(self, reply: Any, text: IntArray, *, start: int, top_logprobs: int) -> TokenScores:
+        with reading(reply, server=self.name):
+            entries = reply["choices"][0]["prompt_logprobs"]
+            return read_prompt_logprobs(entries, token_ids=text, start=start, top_logprobs=top_logprobs)
+
     async def _events(self, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Any]:
         """Yield the events of the server. After an abort, yield an event with the finish reason `abort`."""
-        async with aclosing(self._client.stream_events(COMPLETIONS, body, request_id=request_id)) as events:
+        async with aclosing(self._http.stream_events(COMPLETIONS, body, request_id=request_id)) as events:
             while True:
-                scope = self._running[request_id]
+                scope = self._scopes[request_id] = asyncio.timeout(None)
                 try:
                     async with scope:
                         event = await anext(events, None)
@@ -267,10 +237,22 @@ class OpenAIServer(AsyncServerBase):
                     return
                 if event is None:
                     return
-                self._running[request_id] = asyncio.timeout(None)
                 yield event
 
-    def _body(self, prompt_ids: IntArray, params: SamplingParams, request_id: str) -> dict[str, Any]:
+    def _body(
+        self,
+        prompt_ids: IntArray,
+        params: SamplingParams,
+        request_id: str,
+        attachments: Sequence[Attachment],
+    ) -> dict[str, Any]:
+        problem = ""
+        if attachments:
+            problem = f"the request has {len(attachments)} attachments, but this server accepts text only"
+        elif len(prompt_ids) == 0:
+            problem = "the prompt is empty; give at least one token"
+        if problem:
+            raise BadPrompt(problem, server=self.name, request_id=request_id)
         refuse_params_of_request(params, abilities=self.abilities, server=self.name, resumes_schemas=False)
         wanted: dict[str, Any] = {
             "model": self._model,
@@ -299,7 +281,7 @@ class OpenAIServer(AsyncServerBase):
 
     def _read(self, event: Any, request_id: str) -> TokenChunk | None:
         """Return the chunk of an event, or None for an event without one, such as the final usage."""
-        try:
+        with reading(event, server=self.name, request_id=request_id):
             if "error" in event:
                 raise ServerError(
                     f"the server failed: {event['error']}", server=self.name, request_id=request_id
@@ -315,29 +297,8 @@ class OpenAIServer(AsyncServerBase):
                 if len(logprobs) != len(token_ids):
                     raise ValueError(f"{len(token_ids)} token ids with {len(logprobs)} log-probs")
             reason: str | None = choice.get("finish_reason")
-            stop_reason = None if reason is None else STOP_REASONS[reason]
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise BadServerReply(
-                f"an event of {COMPLETIONS} cannot be read ({error!r}): {str(event)[:200]}",
-                server=self.name,
-                request_id=request_id,
-            ) from error
-        return TokenChunk(token_ids, logprobs, stop_reason=stop_reason)
-
-    def _refuse_if_unable(
-        self, prompt_ids: IntArray, request_id: str, attachments: Sequence[Attachment]
-    ) -> None:
-        problem = self._problem
-        if request_id in self._running:
-            problem = "a request of this session is already running; await it first"
-        elif attachments:
-            problem = f"the request has {len(attachments)} attachments, but this server accepts text only"
-        if problem:
-            raise ServerError(problem, server=self.name, request_id=request_id)
-        if len(prompt_ids) == 0:
-            raise BadPrompt(
-                "the prompt is empty; give at least one token", server=self.name, request_id=request_id
-            )
+            stop_reason = None if reason is None else FINISH_REASONS[reason]
+            return TokenChunk(token_ids, logprobs, stop_reason=stop_reason)
 
 
 def _response_format(json_schema: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from agent_loop.servers.engine_client import (
     EngineLoad,
     RunningRequest,
 )
-from agent_loop.servers.http import HttpClient, HttpStatusError
+from agent_loop.servers.http import HttpClient, HttpStatusError, reading
 from agent_loop.servers.process import EngineProcess
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher, local_folder
@@ -87,7 +87,8 @@ class SGLangEngine(EngineClient):
         publisher: WeightPublisher,
         process: EngineProcess | None = None,
     ) -> None:
-        super().__init__(spec, http, process=process)
+        super().__init__(spec.name, http, process=process)
+        self._spec = spec
         self._publisher = publisher
         self._may_send = asyncio.Event()
         """Cleared during a weight update."""
@@ -210,7 +211,7 @@ class SGLangEngine(EngineClient):
                 "stream": False,
             }
             reply = await self._http.post_json("/generate", body)
-            with self._http.validating("/generate"):
+            with reading(reply, server=self.name):
                 found = [float(entry[0]) for entry in reply["meta_info"]["output_token_ids_logprobs"][0]]
             gaps.append([after - before for before, after in itertools.pairwise(found)])
         return all(abs(hot * 2 - plain) < PROBE_TOLERANCE for plain, hot in zip(*gaps, strict=True))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from agent_loop.errors import BadServerReply, SamplingParamsError, ServerError
-from agent_loop.runtime.describe import one_line
+from agent_loop.errors import SamplingParamsError, ServerError
 from agent_loop.servers.base import Ability, refuse_params_of_request
+from agent_loop.servers.http import FINISH_REASONS, reading
 from agent_loop.servers.scores import TokenScores
 from agent_loop.servers.weight_versions import as_version, token_versions
 from agent_loop.types import (
     IntArray,
     SamplingParams,
-    ServerStopReason,
     TokenArrays,
     TokenChunk,
     top_logprob_arrays,
@@ -124,15 +123,10 @@ def read_reply(
     Args:
         num_seen: Number of tokens in the replies before it.
     """
-
-    def bad(why: str) -> BadServerReply:
-        return BadServerReply(f"{why} in SGLang's reply", server=server, request_id=request_id)
-
-    if isinstance(event, dict) and "error" in event:
-        raise ServerError(f"SGLang failed: {event['error']}", server=server, request_id=request_id)
-    try:
-        fields = cast(Mapping[str, Any], event)
-        meta: Mapping[str, Any] = fields["meta_info"]
+    with reading(event, server=server, request_id=request_id):
+        if "error" in event:
+            raise ServerError(f"SGLang failed: {event['error']}", server=server, request_id=request_id)
+        meta: Mapping[str, Any] = event["meta_info"]
         finish: Mapping[str, Any] | None = meta["finish_reason"]
         if finish and finish["type"] == "abort" and finish.get("status_code"):
             # Its tokens, if it has any, lack log-probs.
@@ -140,40 +134,23 @@ def read_reply(
                 f"SGLang aborted the request: {finish.get('message')}", server=server, request_id=request_id
             )
         num_new = int(meta["completion_tokens"]) - num_seen
-        output_ids = [int(token) for token in fields["output_ids"]]
+        token_ids = [int(token) for token in event["output_ids"]]
         scored = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]
-        extras = _top_logprobs(meta.get("output_top_logprobs"), num_new=num_new)
-        versions = token_versions(meta.get("weight_versions")) or [as_version(meta.get("weight_version"))]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        raise bad(f"{type(error).__name__} {error}") from error
-    if not 0 <= num_new <= min(len(output_ids), len(scored)):
-        raise bad(f"{num_new} new tokens, but {len(output_ids)} ids and {len(scored)} log-probs")
-    token_ids = output_ids[len(output_ids) - num_new :]
-    scored = scored[len(scored) - num_new :]
-    if [token for _, token in scored] != token_ids:
-        raise bad("log-probs of other tokens")
-    is_last = finish is not None
-    chunk = TokenChunk(
-        token_ids=token_ids,
-        logprobs=[logprob for logprob, _ in scored],
-        stop_reason=_stop_reason(finish, bad) if is_last else None,
-        num_preempted=int(meta.get("num_retractions") or 0) if is_last else 0,
-        num_cached_tokens=meta.get("cached_tokens") if is_last else None,
-        extras=extras,
-    )
-    return chunk, versions
-
-
-def _stop_reason(finish: Mapping[str, Any], bad: Any) -> ServerStopReason:
-    match finish.get("type"):
-        case "stop":
-            return "stop"
-        case "length":
-            return "length"
-        case "abort":
-            return "aborted"
-        case other:
-            raise bad(f"finish reason {other!r}")
+        if not 0 <= num_new <= min(len(token_ids), len(scored)):
+            raise ValueError(f"{num_new} new tokens, but {len(token_ids)} ids and {len(scored)} log-probs")
+        token_ids, scored = token_ids[len(token_ids) - num_new :], scored[len(scored) - num_new :]
+        if [token for _, token in scored] != token_ids:
+            raise ValueError("log-probs of other tokens")
+        is_last = finish is not None
+        chunk = TokenChunk(
+            token_ids=token_ids,
+            logprobs=[logprob for logprob, _ in scored],
+            stop_reason=FINISH_REASONS[finish["type"]] if finish is not None else None,
+            num_preempted=int(meta.get("num_retractions") or 0) if is_last else 0,
+            num_cached_tokens=meta.get("cached_tokens") if is_last else None,
+            extras=_top_logprobs(meta.get("output_top_logprobs"), num_new=num_new),
+        )
+        return chunk, token_versions(meta.get("weight_versions")) or [as_version(meta.get("weight_version"))]
 
 
 def _top_logprobs(entries: Any, *, num_new: int) -> TokenArrays:
@@ -206,32 +183,26 @@ def score_body(token_ids: IntArray, *, start: int, num_top: int, rid: str) -> di
 
 def read_scores(reply: Any, *, token_ids: IntArray, start: int, num_top: int, server: str) -> TokenScores:
     """Read the log-probs of a prompt. Entries begin with a log-prob and a token id, and the first has no log-prob."""
-    try:
-        fields = cast(Mapping[str, Any], reply)
-        if "error" in fields:
-            raise ServerError(f"SGLang failed: {fields['error']}", server=server)
-        meta: Mapping[str, Any] = fields["meta_info"]
+    with reading(reply, server=server):
+        if "error" in reply:
+            raise ServerError(f"SGLang failed: {reply['error']}", server=server)
+        meta: Mapping[str, Any] = reply["meta_info"]
         finish: Any = meta["finish_reason"]
         if finish is not None and finish.get("type") == "abort":
             raise ServerError(f"SGLang aborted the request: {finish.get('message')}", server=server)
-        entries = cast(Sequence[Any], meta["input_token_logprobs"])[1:]
+        entries: Sequence[Any] = meta["input_token_logprobs"][1:]
         if not _are_ids([int(entry[1]) for entry in entries], token_ids[start:].tolist()):
             raise ValueError(f"{len(entries)} log-probs of other tokens")
         logprobs = np.array([float(entry[0]) for entry in entries], np.float32)
         if not num_top:
             return TokenScores(logprobs)
-        places = cast(Sequence[Any], meta["input_top_logprobs"])[1:]
+        places: Sequence[Any] = meta["input_top_logprobs"][1:]
         shape = (len(entries), num_top)
         return TokenScores(
             logprobs,
             np.array([[int(each[1]) for each in place] for place in places], np.int32).reshape(shape),
             np.array([[float(each[0]) for each in place] for place in places], np.float32).reshape(shape),
         )
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        shown = one_line(repr(cast(object, reply)), max_length=200)
-        raise BadServerReply(
-            f"SGLang's reply has no log-probs of the prompt ({error!r}): {shown}", server=server
-        ) from error
 
 
 def _are_ids(given: Sequence[int], wanted: Sequence[int]) -> bool:

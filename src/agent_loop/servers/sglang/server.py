@@ -61,6 +61,7 @@ class SGLangServer(SGLangEngine):
 
     async def start(self) -> None:
         await self._launch(
+            self._spec,
             "agent_loop.servers.sglang.options",
             self._options,
             inspect=lambda: self._inspect(has_scaled_logprobs=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -35,7 +35,7 @@ from agent_loop.servers.engine_client import (
     EngineLoad,
     RunningRequest,
 )
-from agent_loop.servers.http import HttpClient, HttpStatusError
+from agent_loop.servers.http import HttpClient, HttpStatusError, reading
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.scores import TokenScores, checked_text, read_prompt_logprobs, scores_of_no_token
 from agent_loop.servers.vllm.limits import ModelInfo, VLLMRequestLimits
@@ -48,14 +48,12 @@ from agent_loop.servers.vllm.logprobs import (
 )
 from agent_loop.servers.vllm.logprobs import num_logprobs as num_logprobs_of
 from agent_loop.servers.vllm.options import SUPPORTED, WORKER_EXTENSION
-from agent_loop.servers.vllm.replies import cached_tokens, read_stream, reading, top_tokens
+from agent_loop.servers.vllm.replies import cached_tokens, read_stream, top_tokens
 from agent_loop.servers.weight_versions import as_version, stamped
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk
 
 if TYPE_CHECKING:
-    import torch
-
     from agent_loop.weights.handle import WeightHandle
 
 KNOWN_OPTIONS = ("served_model_name",)
@@ -66,7 +64,6 @@ ENGINE_PREFIX = "generate-tokens-"
 """Prefix that vLLM adds to the ids of requests of its generate endpoint."""
 GENERATE_TIMEOUT_S = 3600.0
 PROBE_TIMEOUT_S = 60.0
-FOR_WEIGHTS = f"VLLM_SERVER_DEV_MODE=1 in its environment and --worker-extension-cls {WORKER_EXTENSION}"
 GAUGE = re.compile(r"^vllm:(kv_cache_usage_perc|num_requests_waiting)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -100,6 +97,11 @@ class EngineInfo:
 class VLLMEngine(EngineClient):
     """Base of `VLLMClient` and `VLLMServer`."""
 
+    _how_to_update = (
+        f"start it with VLLM_SERVER_DEV_MODE=1 in its environment and --worker-extension-cls "
+        f"{WORKER_EXTENSION}"
+    )
+    _spec: ServerSpec
     _info: EngineInfo
     _limits: VLLMRequestLimits
 
@@ -192,16 +194,6 @@ class VLLMEngine(EngineClient):
                 reply["prompt_logprobs"], token_ids=text, start=start, top_logprobs=num_top
             )
 
-    async def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
-    ) -> None:
-        self._refuse_if_unusable(for_update=True)
-        if self._publisher is None:
-            raise ServerError(
-                f"{self._http.url} accepts no weights; start it with {FOR_WEIGHTS}", server=self.name
-            )
-        await super().update_weights(weights, weight_version=weight_version)
-
     async def _send_abort(self, running: RunningRequest) -> None:
         await self._http.post_json(
             "/inference/v1/abort_requests", {"request_ids": [ENGINE_PREFIX + running.id]}
@@ -262,7 +254,7 @@ class VLLMEngine(EngineClient):
 
     async def _call_workers(self, method: str) -> list[dict[str, Any]]:
         reply = await self._http.post_json("/collective_rpc", {"method": method}, timeout_s=PROBE_TIMEOUT_S)
-        with self._http.validating("/collective_rpc"):
+        with reading(reply, server=self.name):
             return [dict[str, Any](result) for result in reply["results"]]
 
     async def _set_weight_version(self, version: int) -> None:
@@ -292,7 +284,8 @@ class VLLMClient(VLLMEngine):
         refuse_unknown_options(spec.engine_kwargs, known=KNOWN_OPTIONS)
         if spec.url is None:
             raise ConfigError("rollout.server_urls is empty; give the URL of a vLLM server")
-        super().__init__(spec, HttpClient(spec.url, server=spec.name, timeout_s=GENERATE_TIMEOUT_S))
+        self._spec = spec
+        super().__init__(spec.name, HttpClient(spec.url, server=spec.name, timeout_s=GENERATE_TIMEOUT_S))
 
     async def start(self) -> None:
         """Connect, and check that the server fits the configuration."""
@@ -321,13 +314,13 @@ class VLLMClient(VLLMEngine):
         if await self._has_extension():
             workers = await self._prepare_workers()
             info = await self._http.get_json("/weight_info", timeout_s=PROBE_TIMEOUT_S)
-            with self._http.validating("/weight_info"):
+            with reading(info, server=self.name):
                 version = as_version(info.get("weight_version"))
             await self._set_weight_version(version)
         num_logprobs = max(NUM_TOKENS, num_logprobs_of(self._spec.sampling))
         plain = await self._probe(model, num_logprobs=num_logprobs, temperature=1.0, top_k=-1)
         hot_top_1 = await self._probe(model, num_logprobs=num_logprobs, temperature=2.0, top_k=1)
-        with self._http.validating(GENERATE):
+        with reading((plain, hot_top_1), server=self.name):
             found = [
                 dict(top_tokens(reply["choices"][0]["logprobs"]["content"][0]))
                 for reply in (plain, hot_top_1)
@@ -359,7 +352,7 @@ class VLLMClient(VLLMEngine):
     async def _find_model(self) -> tuple[str, int | None]:
         """Return the server's name for the model, and its context length if the server reports it."""
         reply = await self._http.get_json("/v1/models", timeout_s=PROBE_TIMEOUT_S)
-        with self._http.validating("/v1/models"):
+        with reading(reply, server=self.name):
             served = [dict[str, Any](entry) for entry in reply["data"]]
         wanted = self._spec.engine_kwargs.get("served_model_name")
         base = PurePath(self._spec.model.path).name

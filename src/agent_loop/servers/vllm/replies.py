@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from agent_loop.errors import BadServerReply
-from agent_loop.runtime.describe import one_line
-from agent_loop.servers.http import HttpStatusError
+from agent_loop.servers.http import FINISH_REASONS, HttpStatusError, reading
 from agent_loop.servers.weight_versions import token_versions
-from agent_loop.types import SamplingParams, ServerStopReason, TokenChunk, top_logprob_arrays
-
-STOP_REASONS: Mapping[str, ServerStopReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
-"""vLLM's finish reasons. All others are failures."""
-
-
-@contextmanager
-def reading(reply: Any, *, server: str, request_id: str = "") -> Generator[None]:
-    """Raise `BadServerReply` if the body cannot read a reply."""
-    try:
-        yield
-    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise BadServerReply(
-            f"a reply cannot be read ({error!r}): {one_line(str(reply), max_length=200)}",
-            server=server,
-            request_id=request_id,
-        ) from error
+from agent_loop.types import SamplingParams, TokenChunk, top_logprob_arrays
 
 
 async def read_stream(
@@ -81,7 +63,9 @@ def read_chunk(event: Any, *, params: SamplingParams, has_logprobs: bool) -> Tok
     if [int(entry["token_id"]) for entry in entries] != token_ids:
         raise ValueError(f"log-probs of other tokens than the {len(token_ids)} of the completion")
     reason = choice["finish_reason"]
-    chunk = TokenChunk(token_ids, logprobs=None, stop_reason=None if reason is None else STOP_REASONS[reason])
+    chunk = TokenChunk(
+        token_ids, logprobs=None, stop_reason=None if reason is None else FINISH_REASONS[reason]
+    )
     if not has_logprobs:
         return chunk
     # The sampled token comes first, wherever it ranks.

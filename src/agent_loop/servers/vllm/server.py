@@ -44,7 +44,8 @@ class VLLMServer(VLLMEngine):
             timeout_s=GENERATE_TIMEOUT_S,
             socket_path=self._options["uds"],
         )
-        super().__init__(spec, http, process=process)
+        self._spec = spec
+        super().__init__(spec.name, http, process=process)
         self._are_weights_awake = True
 
     async def start(self) -> None:
@@ -68,6 +69,7 @@ class VLLMServer(VLLMEngine):
                 self.abilities |= {Ability.SLEEP}
 
         await self._launch(
+            self._spec,
             "agent_loop.servers.vllm.options",
             options,
             inspect=inspect,
