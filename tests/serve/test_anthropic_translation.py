@@ -10,7 +10,7 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import RequestError
 from agent_loop.serve.chat import conversation_of
 from agent_loop.serve.chat_requests import ChatCompletionRequest
-from agent_loop.serve.messages_requests import CountTokensRequest, MessagesRequest, translate_messages
+from agent_loop.serve.messages_requests import MessagesRequest, translate_messages
 from tests.chat.families import family
 from tests.helpers import hermes_template, user
 
@@ -166,13 +166,6 @@ def test_a_trailing_assistant_message_is_continued() -> None:
     for content in ([*blocks, call], "", [{"type": "thinking", "thinking": "Hm.", "signature": ""}, *blocks]):
         with pytest.raises(RequestError, match="only text can be continued"):
             chat([*user("?"), {"role": "assistant", "content": content}])
-
-
-def test_edits_of_the_context_are_named_unless_they_have_no_effect() -> None:
-    keep_all = {"type": "clear_thinking_20251015", "keep": "all"}
-    clear = {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 100}}
-    body = {"model": "m", "messages": user("?"), "context_management": {"edits": [keep_all, clear]}}
-    assert CountTokensRequest.read(body).unapplied_edits == ["clear_tool_uses_20250919"]
 
 
 @pytest.mark.parametrize(

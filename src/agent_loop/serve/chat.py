@@ -109,35 +109,25 @@ async def chat_completion(
 
 async def count_prompt_tokens(request: ChatCompletionRequest, *, template: ChatTemplate) -> int:
     """Return the number of tokens in the prompt of a request. Same errors as `chat_completion`."""
-    return len((await ChatPrompt.rendered(request, template=template)).token_ids)
+    _, encoded, prefix = await _rendered(request, template=template)
+    return len(encoded.token_ids) + len(prefix.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """Rendered prompt of a chat request."""
-
-    template: ChatTemplate
-    """The model's template with the variables of the request."""
-    encoded: Encoded
-    """Tokens before the turn."""
-    prefix: TurnPrefix
-
-    @classmethod
-    async def rendered(cls, request: ChatCompletionRequest, *, template: ChatTemplate) -> ChatPrompt:
-        """Render the prompt of a request."""
-        check_calls(request, template)
-        template = template_of(request, template)
-        written = settle_system_messages(conversation_of(request.messages), template)
-        messages, prefill = split_prefill(request, written)
-        read = await template.read(messages)
-        encoded = template.open_encoded(messages, tools=request.tools_in_use, read=read)
-        prefix = begin_turn(request, template=template, context=encoded.token_ids, prefill=prefill)
-        return cls(template, encoded, prefix)
-
-    @property
-    def token_ids(self) -> IntArray:
-        """All tokens before the first sampled one."""
-        return np.concatenate([self.encoded.token_ids, as_token_ids(self.prefix.token_ids)])
+async def _rendered(
+    request: ChatCompletionRequest, *, template: ChatTemplate
+) -> tuple[ChatTemplate, Encoded, TurnPrefix]:
+    """Return the template with the variables of a request, the tokens before the turn, and its beginning."""
+    check_calls(request, template)
+    template = template_of(request, template)
+    written = settle_system_messages(conversation_of(request.messages), template)
+    messages, prefill = split_prefill(request, written)
+    read = await template.read(messages)
+    encoded = template.open_encoded(messages, tools=request.tools_in_use, read=read)
+    return (
+        template,
+        encoded,
+        begin_turn(request, template=template, context=encoded.token_ids, prefill=prefill),
+    )
 
 
 async def sample_chat(
@@ -151,25 +141,23 @@ async def sample_chat(
 
     Text is sent immediately, unless it may be the start of a tool call. Tool calls are sent whole, at the end.
     """
-    prompt = await ChatPrompt.rendered(request, template=template)
+    template, encoded, prefix = await _rendered(request, template=template)
+    readers = [
+        turn_reader(request, template=template, context=encoded.token_ids, prefix=prefix, index=index)
+        for index in range(request.num_choices)
+    ]
     if check_prompt is not None:
-        check_prompt(prompt.token_ids)
+        check_prompt(readers[0].head.prompt_ids)
     choices = [
         sample_completion(
-            turn_reader(
-                request,
-                template=prompt.template,
-                context=prompt.encoded.token_ids,
-                prefix=prompt.prefix,
-                index=index,
-            ),
+            reader,
             request.sampling_params(max_tokens=request.max_new_tokens, choice=index),
             sampler=sampler,
             session=None if index else request.session_id,
             is_streamed=request.stream,
-            attachments=prompt.encoded.attachments,
+            attachments=encoded.attachments,
         )
-        for index in range(request.num_choices)
+        for index, reader in enumerate(readers)
     ]
     async with aclosing(merged(choices)) as chunks:
         async for chunk in chunks:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     JsonValue,
-    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -107,22 +105,10 @@ class AllowedToolsChoice(RequestModel):
     allowed_tools: AllowedTools
 
 
-def _kind_of_choice(choice: Any) -> str:
-    if isinstance(choice, Mapping):
-        return str(cast(Mapping[str, Any], choice).get("type"))
-    return str(getattr(choice, "type", "str"))
-
-
-ToolChoice: TypeAlias = Annotated[
-    Annotated[Literal["auto", "none", "required"], Tag("str")]
-    | Annotated[NamedTool, Tag("function")]
-    | Annotated[AllowedToolsChoice, Tag("allowed_tools")],
-    Discriminator(
-        _kind_of_choice,
-        custom_error_type="tool_choice",
-        custom_error_message='give "auto", "none", "required", or an object of type "function" or "allowed_tools"',
-    ),
-]
+ToolChoice: TypeAlias = (
+    Literal["auto", "none", "required"]
+    | Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
+)
 
 
 def _named_tools(choice: ToolChoice | None) -> list[str]:
@@ -275,39 +261,24 @@ class SamplingRequest(RequestModel):
         )
 
 
-class TextPart(RequestModel):
-    """Text of a message. Other fields are ignored."""
+class LenientModel(RequestModel):
+    """Part of a conversation. Unknown fields, which agent frameworks add, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
+
+class TextPart(LenientModel):
     type: Literal["text"]
     text: str
 
-    def as_part(self) -> dict[str, Any]:
-        """Return the part in the form that a `ChatTemplate` takes."""
-        return {"type": "text", "text": self.text}
 
-
-class ImageUrl(RequestModel):
-    """Place of an image. Other fields are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
-
+class ImageUrl(LenientModel):
     url: DataUrl
 
 
-class ImagePart(RequestModel):
-    """Image of a message. Other fields are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
-
+class ImagePart(LenientModel):
     type: Literal["image_url"]
-    image_url: DataUrl | ImageUrl
-
-    def as_part(self) -> dict[str, Any]:
-        """Return the part in the form that a `ChatTemplate` takes."""
-        url = self.image_url if isinstance(self.image_url, str) else self.image_url.url
-        return {"type": "image_url", "image_url": {"url": url}}
+    image_url: Annotated[ImageUrl, BeforeValidator(lambda url: {"url": url} if isinstance(url, str) else url)]
 
 
 ContentPart: TypeAlias = Annotated[TextPart | ImagePart, Field(discriminator="type")]
@@ -329,15 +300,7 @@ class ChatMessage(RequestModel):
 
     def as_message(self) -> dict[str, Any]:
         """Return the message with the fields that a `ChatTemplate` takes."""
-        content = self.content
-        return {
-            "role": self.role,
-            "content": [part.as_part() for part in content] if isinstance(content, list) else content,
-            "name": self.name,
-            "tool_calls": self.tool_calls,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
-        }
+        return {"content": None, **self.model_dump(exclude_none=True, exclude={"audio", "function_call"})}
 
     @model_validator(mode="before")
     @classmethod
@@ -345,11 +308,7 @@ class ChatMessage(RequestModel):
         """Ignore unknown fields of assistant messages, which agent frameworks add."""
         if not isinstance(value, dict) or cast(Any, value).get("role") != "assistant":
             return cast(Any, value)
-        given = cast(dict[str, Any], value)
-        fields = {name: each for name, each in given.items() if name in cls.model_fields}
-        if fields.get("reasoning") and not fields.get("reasoning_content"):
-            fields["reasoning_content"] = fields["reasoning"]
-        return fields
+        return {name: each for name, each in cast(dict[str, Any], value).items() if name in cls.model_fields}
 
 
 class ChatCompletionRequest(SamplingRequest):

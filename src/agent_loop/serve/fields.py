@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -49,7 +50,7 @@ class RequestModel(BaseModel):
         try:
             return cls.model_validate(body)
         except ValidationError as invalid:
-            raise request_error(invalid, body, known=cls) from None
+            raise Fault.of(invalid, body, known=cls).error from None
 
     @classmethod
     @contextmanager
@@ -112,10 +113,29 @@ DataUrl = Annotated[str, AfterValidator(_check_image_url)]
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def request_error(invalid: ValidationError, body: Any, *, known: type[RequestModel]) -> RequestError:
-    """Return the first of pydantic's errors as a `RequestError` that tells the client what to change."""
-    fault = _most_specific(invalid, body)
-    path = fault_path(fault, body)
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The first of pydantic's errors about a request."""
+
+    error: RequestError
+    """Tells the client what to change."""
+    path: Sequence[str | int]
+    """Path of the field in the body."""
+    wish: str
+    """Name under which a part of a parameter, such as one of several tools, may be dropped; "" if it has none."""
+    is_missing: bool
+
+    @classmethod
+    def of(cls, invalid: ValidationError, body: Any, *, known: type[RequestModel]) -> Fault:
+        """Return the fault of a request, which has the fields of `known`."""
+        first, path = _most_specific(invalid, body)
+        wish = str(first.get("ctx", {}).get("wish", ""))
+        return cls(_error_of(first, path, known=known), path, wish, first["type"] == "missing")
+
+
+def _error_of(
+    fault: Mapping[str, Any], path: Sequence[str | int], *, known: type[RequestModel]
+) -> RequestError:
     name = _dotted(path)
     if fault["type"] == "extra_forbidden":
         return UnsupportedParameter(f"unknown parameter {name!r}{_suggestion(path, known=known)}", param=name)
@@ -144,17 +164,20 @@ def parameter_of(error: RequestError) -> str:
     return re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
 
 
-def _most_specific(invalid: ValidationError, body: Any) -> Mapping[str, Any]:
-    """Return the first error. For a value of a union, return the error of the type that fits best."""
-    faults = [
-        (fault, fault_path(fault, body)) for fault in cast(Sequence[Mapping[str, Any]], invalid.errors())
-    ]
+def _most_specific(invalid: ValidationError, body: Any) -> tuple[Mapping[str, Any], list[str | int]]:
+    """Return the first error and its path. For a value of a union, return those of the type that fits best."""
+    faults = [(fault, _path_of(fault, body)) for fault in cast(Sequence[Mapping[str, Any]], invalid.errors())]
     first_path = faults[0][1]
     same_value = [(fault, path) for fault, path in faults if path[: len(first_path)] == first_path]
-    return max(same_value, key=lambda each: (len(each[1]), not str(each[0]["type"]).endswith("_type")))[0]
+
+    def fit(each: tuple[Mapping[str, Any], list[str | int]]) -> tuple[int, bool, bool]:
+        kind = str(each[0]["type"])
+        return len(each[1]), not kind.endswith("_type"), kind.startswith("union_tag")
+
+    return max(same_value, key=fit)
 
 
-def fault_path(fault: Mapping[str, Any], body: Any) -> list[str | int]:
+def _path_of(fault: Mapping[str, Any], body: Any) -> list[str | int]:
     """Return the path of the field with the error in the body, without the names of a union's types."""
     path: list[str | int] = []
     *above, last = fault["loc"] or ("",)

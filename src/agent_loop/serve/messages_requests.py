@@ -296,16 +296,20 @@ class ContextEdit(RequestModel):
     type: Annotated[str, Field(max_length=128)]
     keep: Any = None
 
-    @property
-    def has_effect(self) -> bool:
-        """Whether the edit could change the prompt."""
-        return not (self.type.startswith("clear_thinking") and self.keep == "all")
-
 
 class ContextManagement(RequestModel):
     """Edits of the conversation. None is applied: the model sees the conversation as the client sent it."""
 
-    edits: list[ContextEdit] | None = None
+    edits: list[ContextEdit] = Field(default_factory=list[ContextEdit])
+
+    @property
+    def unapplied(self) -> list[str]:
+        """Types of the edits that could change the prompt."""
+        return [
+            edit.type
+            for edit in self.edits
+            if not (edit.type.startswith("clear_thinking") and edit.keep == "all")
+        ]
 
 
 class PromptRequest(RequestModel):
@@ -334,12 +338,6 @@ class PromptRequest(RequestModel):
     def shows_thoughts(self) -> bool:
         """Whether thinking blocks have text."""
         return self.thinking is not None and self.thinking.display != "omitted"
-
-    @property
-    def unapplied_edits(self) -> list[str]:
-        """Types of the edits that could change the prompt, which are not applied."""
-        edits = [] if self.context_management is None else self.context_management.edits or []
-        return [edit.type for edit in edits if edit.has_effect]
 
 
 class CountTokensRequest(PromptRequest):

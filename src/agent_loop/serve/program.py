@@ -162,17 +162,13 @@ async def _run_program(
     cancelled = cancellation or asyncio.Event()
     try:
         async with reachable(session) as endpoint, session.deadline:
-            result = await run_while(_call_program(lambda: run(endpoint)), condition=_wait_for(cancelled))
+            result = await run_while(_call_program(lambda: run(endpoint)), condition=cancelled.wait())
     except TimeoutError:
         if not session.deadline.expired():
             raise
     if session.deadline.expired():
         return _ProgramResult(reason=StopReason.DEADLINE)
     return result or _ProgramResult(reason=StopReason.CANCELLED)
-
-
-async def _wait_for(event: asyncio.Event) -> None:
-    await event.wait()
 
 
 async def _call_program(call: Callable[[], Any]) -> _ProgramResult:

@@ -9,16 +9,17 @@ import base64
 import binascii
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from agent_loop.chat.parsers.json_calls import JsonFault, decode_json
 from agent_loop.serve.chat_requests import (
     ChatCompletionRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
+    LenientModel,
     TextFormat,
 )
 from agent_loop.serve.fields import DataUrl, FiniteFloat, RequestModel, ToolName, only
@@ -47,12 +48,6 @@ CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 # -- items -------------------------------------------------------------------------------------------------------------
-
-
-class LenientModel(RequestModel):
-    """Part of what the model produced. Unknown fields, which agent frameworks add, are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 class TextPart(LenientModel):
@@ -445,63 +440,52 @@ def translate_response(request: ResponsesRequest, *, calls: CallRecord) -> Trans
 def _messages_of(
     items: Sequence[MessageItem | CallOutput | _ModelItem], *, calls: CallRecord
 ) -> list[dict[str, Any]]:
-    messages: list[MessageItem | CallOutput | _Turn] = []
-    turn: _Turn | None = None
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None
     is_open = False
     for position, item in enumerate(items):
-        if isinstance(item, MODEL_ITEMS):
-            if turn is not None and turn.has_later_call(item, is_open=is_open, calls=calls):
-                pass  # the client wrote the result of each call right after the call
-            elif turn is None or not is_open or turn.ends_before(item, items[position + 1 :]):
-                turn, is_open = _Turn(), True
-                messages.append(turn)
-            turn.add(item, calls=calls)
-        else:
+        if not isinstance(item, MODEL_ITEMS):
             is_open = False
             if not isinstance(item, CallOutput):
                 turn = None
-            messages.append(item)
-    return [message.message() for message in messages]
+            messages.append(item.message())
+            continue
+        # A client may have written the result of each call right after the call.
+        is_late = turn is not None and not is_open and _is_call_of(turn, item, calls=calls)
+        if turn is None or not (is_open or is_late) or (is_open and _ends(turn, items[position:])):
+            turn, is_open = {"role": "assistant"}, True
+            messages.append(turn)
+        _add(turn, item, calls=calls)
+    return [message if "content" in message else {**message, "content": ""} for message in messages]
 
 
-@dataclass(slots=True)
-class _Turn:
-    """Turn of the model while its items are read."""
+def _ends(turn: Mapping[str, Any], items: Sequence[RequestModel]) -> bool:
+    """Return whether the first of the items belongs to the next turn, because this turn has a message already."""
+    if isinstance(items[0], AssistantItem):
+        return "content" in turn
+    if not isinstance(items[0], ReasoningItem) or not ("content" in turn or "tool_calls" in turn):
+        return False
+    return isinstance(
+        next((each for each in items if not isinstance(each, ReasoningItem)), None), AssistantItem
+    )
 
-    texts: list[str] = field(default_factory=list[str])
-    reasoning: list[str] = field(default_factory=list[str])
-    calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
-    def ends_before(self, item: _ModelItem, following: Sequence[RequestModel]) -> bool:
-        """Return whether an item belongs to the next turn, because this turn has a message already."""
-        if isinstance(item, AssistantItem):
-            return bool(self.texts)
-        if not isinstance(item, ReasoningItem) or not (self.texts or self.calls):
-            return False
-        after = next((each for each in following if not isinstance(each, ReasoningItem)), None)
-        return isinstance(after, AssistantItem)
+def _is_call_of(turn: Mapping[str, Any], item: _ModelItem, *, calls: CallRecord) -> bool:
+    """Return whether an item that follows results of a turn's calls is another call of the turn."""
+    ids = [str(call["id"]) for call in turn.get("tool_calls", ())]
+    if not ids or not isinstance(item, CallItem) or item.call_id in ids:
+        return False
+    return calls.are_of_one_turn([*ids, item.call_id])
 
-    def has_later_call(self, item: _ModelItem, *, is_open: bool, calls: CallRecord) -> bool:
-        """Return whether an item that follows results of this turn's calls is another call of this turn."""
-        if is_open or not isinstance(item, CallItem) or not self.calls:
-            return False
-        ids = [str(call["id"]) for call in self.calls]
-        return item.call_id not in ids and calls.are_of_one_turn([*ids, item.call_id])
 
-    def add(self, item: _ModelItem, *, calls: CallRecord) -> None:
-        if isinstance(item, AssistantItem):
-            self.texts.append(item.text)
-        elif isinstance(item, ReasoningItem):
-            self.reasoning.append(item.text)
-        else:
-            name, arguments = chat_name(item.name, item.namespace), item.sampled_arguments(calls)
-            function = {"name": name, "arguments": arguments}
-            self.calls.append({"type": "function", "id": item.call_id, "function": function})
-
-    def message(self) -> dict[str, Any]:
-        return {
-            "role": "assistant",
-            "content": "".join(self.texts),
-            **({"reasoning_content": "".join(self.reasoning)} if self.reasoning else {}),
-            **({"tool_calls": self.calls} if self.calls else {}),
-        }
+def _add(turn: dict[str, Any], item: _ModelItem, *, calls: CallRecord) -> None:
+    if isinstance(item, AssistantItem):
+        turn["content"] = item.text
+    elif isinstance(item, ReasoningItem):
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + item.text
+    else:
+        name, arguments = chat_name(item.name, item.namespace), item.sampled_arguments(calls)
+        function = {"name": name, "arguments": arguments}
+        turn.setdefault("tool_calls", []).append(
+            {"type": "function", "id": item.call_id, "function": function}
+        )

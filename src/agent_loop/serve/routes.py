@@ -147,7 +147,7 @@ class _ModelApis:
     async def messages(self, request: Request) -> Response:
         completer = self.open(request)
         body = await _read(MessagesRequest, request, completer)
-        for edit in body.unapplied_edits:
+        for edit in body.context_management.unapplied if body.context_management else ():
             detail = f"context_management: the edit {edit!r} is not applied"
             completer.incidents.append(Incident(IncidentKind.DROPPED_PARAMETER, detail))
         with MessagesRequest.naming_errors():

@@ -56,11 +56,13 @@ class StreamParser:
     ) -> None:
         self._parser = parser
         self._tools = tools
-        self._format = stream_markers(parser)
-        markers = self._format or StreamMarkers((), ())
-        self._openings = markers.openings if tools else ()
-        self._markers = (*self._openings, *markers.reasoning_openings, *markers.reasoning_closings)
-        self._open_reasoning = _opened_by(prompt_end, markers)
+        openings, marks = call_openings(parser), parser.reasoning_marks or (THINK,)
+        self._reads_at_end = openings is None
+        """Whether the parser can only read whole completions."""
+        self._openings = (openings or ()) if tools else ()
+        self._reasoning_openings = {each.opening: each for each in marks}
+        self._markers = (*self._openings, *self._reasoning_openings, *{each.closing for each in marks})
+        self._open_reasoning = None if self._reads_at_end else _opened_by(prompt_end, marks)
         """Marks of the open reasoning block; None outside of reasoning."""
         self._is_label_due = False
         """Whether a label may follow, because a reasoning block has just been opened."""
@@ -75,7 +77,7 @@ class StreamParser:
 
     def feed(self, text: str) -> ParsedDelta:
         """Parse the next piece of text."""
-        if self._held or self._format is None:
+        if self._held or self._reads_at_end:
             self._held.append(text)
             return ParsedDelta()
         self._pending += text
@@ -83,7 +85,7 @@ class StreamParser:
         reasoning: list[str] = []
         while not self._held:
             if self._open_reasoning is None:
-                has_more = self._parse_content(self._format, content)
+                has_more = self._parse_content(content)
             else:
                 has_more = self._parse_reasoning(self._open_reasoning, reasoning)
             if not has_more:
@@ -92,7 +94,7 @@ class StreamParser:
 
     def finish(self) -> ParsedDelta:
         """Parse the text that was held back."""
-        if self._format is None:
+        if self._reads_at_end:
             return self._parse_whole("".join(self._held))
         if self._open_reasoning is not None:
             return ParsedDelta(reasoning=self._add_reasoning(self._open_reasoning, self._pending))
@@ -116,7 +118,7 @@ class StreamParser:
         rest += "".join(f"\n{call.text}" for call in parsed.malformed_calls)
         return ParsedDelta(rest if returned else rest.lstrip(), reasoning, tuple(parsed.tool_calls))
 
-    def _parse_content(self, markers: StreamMarkers, content: list[str]) -> bool:
+    def _parse_content(self, content: list[str]) -> bool:
         """Parse content up to the next marker. Return whether there was a marker after which parsing continues."""
         start, marker = find_first(self._pending, 0, self._markers)
         if not marker:
@@ -127,8 +129,8 @@ class StreamParser:
             self._pending = ""
             return False
         self._pending = self._pending[start + len(marker) :]
-        if marker in markers.reasoning_openings:
-            self._open_reasoning = markers.reasoning_openings[marker]
+        if marker in self._reasoning_openings:
+            self._open_reasoning = self._reasoning_openings[marker]
             self._is_label_due = True
             self._reasoning.begin_block()
         return bool(marker)
@@ -204,10 +206,10 @@ class _Trimmed:
         return before + kept
 
 
-def _opened_by(prompt_end: str, markers: StreamMarkers) -> ReasoningMarks | None:
+def _opened_by(prompt_end: str, reasoning_marks: Sequence[ReasoningMarks]) -> ReasoningMarks | None:
     """Return the marks of the reasoning block that the prompt opens; None if there is none."""
     end = prompt_end.rstrip()
-    for marks in markers.reasoning_marks:
+    for marks in reasoning_marks:
         if end.endswith((marks.opening, marks.opening + marks.label)):
             return marks
     return None
@@ -261,30 +263,10 @@ class _GivenText:
         return added[num_given:]
 
 
-@dataclass(frozen=True, slots=True)
-class StreamMarkers:
-    """Markers of the format of one model family."""
-
-    openings: tuple[str, ...]
-    """Texts that may start a tool call."""
-    reasoning_marks: tuple[ReasoningMarks, ...] = (THINK,)
-    """Marks around reasoning."""
-
-    @property
-    def reasoning_openings(self) -> Mapping[str, ReasoningMarks]:
-        return {marks.opening: marks for marks in self.reasoning_marks}
-
-    @property
-    def reasoning_closings(self) -> frozenset[str]:
-        return frozenset(marks.closing for marks in self.reasoning_marks)
-
-
-def stream_markers(parser: ToolParser) -> StreamMarkers | None:
-    """Return the markers of a parser's format, or None if the parser can only read whole completions."""
+def call_openings(parser: ToolParser) -> tuple[str, ...] | None:
+    """Return the texts that may start a tool call, or None if the parser can only read whole completions."""
     openings = parser.stream_stops or ((parser.call_start,) if parser.call_start else ())
-    if not openings or parser.reads_end_tokens:
-        return None
-    return StreamMarkers(openings, parser.reasoning_marks or (THINK,))
+    return None if parser.reads_end_tokens else openings or None
 
 
 class FirstCallEnd:

@@ -47,14 +47,11 @@ class ClientConnection:
         raise ClientDisconnected
 
     async def _ended(self) -> None:
-        async def stopped() -> None:
-            await self.stopping.wait()
-
         async def disconnected() -> None:
             while (await self.receive())["type"] != "http.disconnect":
                 pass
 
-        await run_while(disconnected(), condition=stopped())
+        await run_while(disconnected(), condition=self.stopping.wait())
 
 
 async def reply(

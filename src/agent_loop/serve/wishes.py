@@ -14,7 +14,7 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ConfigError, RequestError, UnsupportedParameter
 from agent_loop.serve.chat import check_calls
 from agent_loop.serve.chat_requests import ChatCompletionRequest
-from agent_loop.serve.fields import RequestModel, fault_path, parameter_of, request_error
+from agent_loop.serve.fields import Fault, RequestModel, parameter_of
 from agent_loop.servers.base import Ability, unsupported_params
 from agent_loop.servers.pool import ServerPool
 from agent_loop.trajectory import Incident, IncidentKind
@@ -47,15 +47,18 @@ class Wishes:
         while True:
             try:
                 return model.model_validate(body), incidents
-            except ValidationError as error:
-                faults = cast(Sequence[Mapping[str, Any]], error.errors())
-                refused = request_error(error, body, known=model)
-                wished = [(fault, path) for fault in faults if (path := self._wish_at(fault, body))]
-                if not wished:
-                    raise self.hinted(refused, name=_own_name(faults[0])) from None
-                fault, path = wished[0]
-                incidents.append(dropped(_own_name(fault) or _dotted(path), reason=str(refused)))
-                body = _without(body, path)
+            except ValidationError as invalid:
+                fault = Fault.of(invalid, body, known=model)
+            # The path of the fault is a wish, or the beginning of the path.
+            lengths = range(1, len(fault.path) + (not fault.is_missing))
+            parts = [fault.path[:length] for length in lengths]
+            wish = next((part for part in parts if _dotted(part) in self.names), None)
+            if fault.wish in self.names:
+                wish = fault.path
+            if wish is None:
+                raise self.hinted(fault.error, name=fault.wish)
+            incidents.append(dropped(fault.wish or _dotted(wish), reason=str(fault.error)))
+            body = _without(body, wish)
 
     def granted(
         self, request: ChatCompletionRequest, *, template: ChatTemplate, pool: ServerPool
@@ -86,14 +89,6 @@ class Wishes:
         hint = " To ignore it, add" if str(error).endswith("?") else "; to ignore it, add"
         message = f"{error}{hint} {name} to accept_as_wish of the loop's entry"
         return UnsupportedParameter(message, param=error.param, code=error.code)
-
-    def _wish_at(self, fault: Mapping[str, Any], body: Any) -> Sequence[str | int] | None:
-        """Return the path of the wish that a fault belongs to; None if it belongs to none."""
-        path = fault_path(fault, body)
-        if _own_name(fault) in self.names:
-            return path
-        parts = range(1, len(path) + (fault["type"] != "missing"))
-        return next((path[:length] for length in parts if _dotted(path[:length]) in self.names), None)
 
 
 NO_WISHES = Wishes()
@@ -126,11 +121,6 @@ def _unknown_to_template(request: ChatCompletionRequest, template: ChatTemplate)
         yield dropped("reasoning_effort", reason="the chat template does not know reasoning_effort")
     if request.verbosity not in (None, "medium"):
         yield dropped("verbosity", reason="no chat template knows it")
-
-
-def _own_name(fault: Mapping[str, Any]) -> str:
-    """Return the name under which a part of a parameter, such as one of several tools, is a wish; "" if it has none."""
-    return str(fault.get("ctx", {}).get("wish", ""))
 
 
 def dropped(name: str, *, reason: str) -> Incident:

@@ -14,7 +14,7 @@ from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ConfigError
 from agent_loop.integrations import verl
-from agent_loop.serve.stream_parser import stream_markers
+from agent_loop.serve.stream_parser import call_openings
 from agent_loop.types import MalformedCall, ToolCall
 from tests.helpers import HERMES_TEMPLATE
 
@@ -72,9 +72,7 @@ def test_a_call_that_a_users_parser_cannot_parse_is_malformed(parser: ToolParser
 
 
 def test_a_users_parser_is_streamed_up_to_its_first_call(parser: ToolParser) -> None:
-    markers = stream_markers(parser)
-    assert markers is not None
-    assert markers.openings == ("[call]",)
+    assert call_openings(parser) == ("[call]",)
 
 
 def test_a_chat_template_accepts_the_parser_of_a_file(tmp_path: Path) -> None:
