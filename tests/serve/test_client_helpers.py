@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import anthropic
-import openai
 import pytest
 from anthropic import beta_async_tool
 from pydantic import BaseModel
@@ -13,7 +12,7 @@ from pydantic import BaseModel
 from agent_loop.servers.base import Ability
 from agent_loop.servers.scripted import Script, ScriptedServer
 from tests.helpers import text_reply, tool_call_reply, user
-from tests.serve.harness import MODEL, ProgramHarness, in_order, origins
+from tests.serve.harness import ProgramHarness, in_order, origins
 
 
 class Sum(BaseModel):
@@ -32,35 +31,10 @@ def json_server(script: Script) -> ScriptedServer:
     return ScriptedServer(script, streams=True, more_abilities=[Ability.JSON_SCHEMA])
 
 
-def openai_client(base_url: str, api_key: str, http_client: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
-
-
 def anthropic_client(anthropic_base_url: str, api_key: str, http_client: Any) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(
         base_url=anthropic_base_url, api_key=api_key, http_client=http_client, max_retries=0
     )
-
-
-@pytest.mark.filterwarnings(
-    "ignore:Pydantic serializer warnings"
-)  # the client's, for its own parsed messages
-def test_a_chat_completion_is_parsed_as_a_model_and_continued() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        completions = openai_client(base_url, api_key, http_client).chat.completions
-        first = await completions.parse(model=MODEL, messages=user("1 + 2?"), response_format=Sum)
-        message = first.choices[0].message
-        assert message.parsed == EXPECTED
-        second = await completions.parse(
-            model=MODEL, messages=[*user("1 + 2?"), message, *user("Again.")], response_format=Sum
-        )
-        assert second.choices[0].message.parsed == EXPECTED
-
-    harness = ProgramHarness([json_server(in_order(text_reply(SUM)))])
-    [trajectory] = harness.run_virtual(program)
-    assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
-    schemas = [request.sampling_params.json_schema for request in harness.server.requests]
-    assert all('"additionalProperties": false' in schema for schema in schemas)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,22 +8,19 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agent_loop.chat.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import unpack
 from agent_loop.rollout.journal import HEADER, framed, read_records
-from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.trajectory import IncidentKind
 from tests.chat.test_hostile_text import OPENS_REASONING
-from tests.harness import examples
 from tests.helpers import call_text, encoded, hermes_template, text_reply, user
 from tests.rollout.harness import WorkerHarness
 from tests.rollout.journaled import RandomScript, facts, run_journaled
-from tests.serve.harness import ADD, MODEL, ProgramHarness, calls_of, client_of, in_order, origins, tokens
+from tests.serve.harness import ADD, MODEL, ProgramHarness, calls_of, in_order, origins, tokens
 
 REST = {"continue_final_message": True, "return_token_ids": True}
 
@@ -148,114 +145,6 @@ def test_a_text_cannot_begin_a_turn_that_the_template_opens_with_reasoning() -> 
     harness = ProgramHarness(in_order(text_reply("x")), template=template)
     [trajectory] = harness.run_virtual(program)
     assert [i.kind for i in trajectory.output.incidents] == [IncidentKind.FAILED_REQUEST]
-
-
-TEXTS = [
-    "yes ",
-    "no",
-    "a b",
-    f"sum {call_text('add', a=1)}",
-    call_text("add", a=1)[:25],
-    "<think>\nso\n</think>\n\nhm",
-]
-STEP = st.tuples(
-    st.sampled_from(["begin", "go_on", "go_on", "continue", "continue", "prefill", "force", "retry"]),
-    st.integers(0, 9),
-    st.integers(0, 5),
-)
-
-
-class Client:
-    """Client that continues, prefills and forces turns, and checks where each completion continues."""
-
-    def __init__(self, create: Any) -> None:
-        self._create = create
-        self.known: list[tuple[list[dict[str, Any]], list[int], bool]] = []
-        """Messages of each conversation, its tokens, and whether its last turn was cut."""
-        self.asked: list[tuple[list[int], list[int]]] = []
-        self._last: Any = None
-
-    async def do(self, action: str, which: int, what: int) -> None:
-        messages, _, is_cut = self.known[which % len(self.known)] if self.known else ([], [], False)
-        calls = messages[-1].get("tool_calls") if messages else None
-        answers = [{"role": "tool", "tool_call_id": c["id"], "content": "3"} for c in calls or ()]
-        if action == "retry" and self._last is not None:
-            fields, reply = self._last
-            again = await self._create(**fields, extra_headers={"x-stainless-retry-count": "1"})
-            assert again.choices[0].token_ids == reply.choices[0].token_ids
-        elif not messages or action == "begin":
-            await self._ask(user(f"question {what}"), {})
-        elif action == "continue" and is_cut and not calls and messages[-1]["content"]:
-            prompt = await self._ask(messages[:-1], REST, begun=messages[-1])
-            assert any(prompt == start for m, start, cut in self.known if cut and m == messages)
-        elif action == "prefill":
-            prompt = await self._ask(
-                [*messages, *(answers or user("and?"))], REST, begun=assistant(TEXTS[what])
-            )
-            assert self._continues(prompt, messages)
-        else:
-            forced = {"tool_choice": "required"} if action == "force" else {}
-            prompt = await self._ask([*messages, *(answers or user(f"go on {what}"))], forced)
-            assert self._continues(prompt, messages)
-
-    def _continues(self, prompt: list[int], messages: list[dict[str, Any]]) -> bool:
-        return any(prompt[: len(start)] == start for known, start, _ in self.known if known == messages)
-
-    async def _ask(
-        self, messages: list[Any], fields: dict[str, Any], *, begun: dict[str, Any] | None = None
-    ) -> list[int]:
-        sent = [*messages, begun] if begun else messages
-        body = {"return_token_ids": True, **fields}
-        request = {"model": MODEL, "messages": sent, "tools": [ADD], "extra_body": body}
-        reply = await self._create(**request)
-        self._last = (request, reply)
-        choice, prompt = reply.choices[0], reply.prompt_token_ids
-        self.asked.append((prompt, choice.token_ids))
-        got = choice.message.model_dump(exclude_none=True, exclude={"token_ids"})
-        if begun is not None:
-            for name in ("content", "reasoning_content"):
-                if joined := (begun.get(name) or "") + (got.get(name) or ""):
-                    got[name] = joined
-        is_cut = choice.finish_reason == "length"
-        self.known.append(([*messages, got], [*prompt, *choice.token_ids], is_cut))
-        return prompt
-
-
-@examples(60)
-@given(
-    steps=st.lists(STEP, min_size=1, max_size=8),
-    sayings=st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=6),
-)
-def test_tokens_on_record_are_those_of_the_server_for_any_continuations(
-    steps: list[tuple[str, int, int]], sayings: list[tuple[int, bool]]
-) -> None:
-    asked: list[tuple[list[int], list[int]]] = []
-    num_sent = 0
-
-    def script(_: ScriptedRequest) -> ScriptedReply:
-        nonlocal num_sent
-        what, ends = sayings[num_sent % len(sayings)]
-        num_sent += 1
-        return text_reply(TEXTS[what], ends=ends)
-
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        client = Client(client_of(base_url, api_key, http_client).chat.completions.create)
-        for step in steps:
-            await client.do(*step)
-        asked.extend(client.asked)
-
-    harness = ProgramHarness(script)
-    trajectories = harness.run_virtual(program)
-    assert [t.output.failure for t in trajectories] == [None] * len(trajectories)
-    assert sorted(prompt for prompt, _ in asked) == sorted(
-        request.prompt_ids.tolist() for request in harness.server.requests
-    )
-    records = [tokens(t.output) for t in trajectories]
-    for prompt, completion in asked:
-        whole = [*prompt, *completion]
-        assert any(record[: len(whole)] == whole for record in records)
-    sampled = {id(s): s for t in trajectories for s in t.output.segments if s.weight_version is not None}
-    assert sum(map(len, sampled.values())) == sum(len(completion) for _, completion in asked)
 
 
 ROWS: Sequence[dict[str, Any]] = [

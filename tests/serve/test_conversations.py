@@ -159,23 +159,6 @@ def test_the_same_request_again_is_another_sample_and_shares_its_prompt() -> Non
     assert len({id(output.segments[0]) for output in outputs}) == 1
 
 
-def test_a_sub_agent_has_its_own_trajectory() -> None:
-    async def program(create: Any) -> float:
-        main: list[Any] = [{"role": "system", "content": "You lead."}, *user("Build it.")]
-        plan = await create(model=MODEL, messages=main)
-        helper = [{"role": "system", "content": "You help."}, *user("Do your part.")]
-        part = await create(model=MODEL, messages=helper)
-        done = [*main, plan.choices[0].message, *user(part.choices[0].message.content)]
-        await create(model=MODEL, messages=done)
-        return 0.5
-
-    harness = ProgramHarness(in_order(text_reply("plan"), text_reply("part"), text_reply("done")))
-    leader, helper = harness.run_virtual(program)
-    assert [t.reward for t in (leader, helper)] == [0.5, 0.5]
-    assert origins(leader.output) == ["prompt", "model", "interaction", "model"]
-    assert helper.output.answer == "part"
-
-
 def test_parallel_calls_are_answered_together_in_any_order() -> None:
     async def program(create: Any) -> None:
         first = (await create(model=MODEL, messages=user("?"), tools=[ADD])).choices[0].message

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from examples.langgraph_math.agent import solve
-from tests.helpers import text_reply, tool_call_reply, user
-from tests.serve.harness import ProgramHarness, in_order, origins
+from tests.helpers import text_reply, tool_call_reply
+from tests.serve.harness import ProgramHarness, origins
 
 
 def test_a_graph_with_tools_is_one_trajectory_per_row() -> None:
@@ -22,11 +21,3 @@ def test_a_graph_with_tools_is_one_trajectory_per_row() -> None:
     for output in outputs:
         assert origins(output) == ["prompt", "model", "tool", "model", "tool", "model"]
         assert [m["content"] for m in output.messages if m["role"] == "tool"] == ["-1", "2"]
-
-
-def test_a_graph_over_a_real_port_uses_its_own_client() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str) -> None:
-        await solve({"raw_prompt": user("?")}, base_url=base_url, api_key=api_key, http_client=None)
-
-    [trajectory] = asyncio.run(ProgramHarness(in_order(text_reply("x"))).run(program))
-    assert trajectory.output.failure is None

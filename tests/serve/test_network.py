@@ -151,18 +151,6 @@ def test_a_client_that_disconnects_in_a_stream_aborts_the_completion() -> None:
     assert sampled == encoded(text)[: len(sampled)]
 
 
-def test_many_sessions_at_once() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> float:
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client) as client:
-            await client.chat.completions.create(model=MODEL, messages=user("?"))
-        return 1.0
-
-    harness = ProgramHarness(in_order(text_reply("x", latency_s=0.1)))
-    trajectories = asyncio.run(harness.run(*[program] * 256))
-    assert len(trajectories) == 256
-    assert all(t.output.stop_reason is StopReason.ANSWERED for t in trajectories)
-
-
 def context() -> LoopContext:
     server = ScriptedServer(in_order(text_reply("x")))
     return LoopContext(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
+import numpy as np
 import openai
 import pytest
 
+from agent_loop.servers.base import Ability
+from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.types import SamplingParams, as_token_ids
-from tests.helpers import call_text, encoded, hermes_template, text_reply, tool_call_reply, user
+from tests.helpers import call_text, encoded, text_reply, user
 from tests.serve.applications import MODEL, ServedApp, SpellingServer, embedded, serve_app
 
 ADD = {
@@ -30,47 +32,6 @@ def real() -> Iterator[ServedApp]:
 
 def client_of(served: ServedApp, **options) -> openai.OpenAI:
     return openai.OpenAI(**{"base_url": served.url, "api_key": "-", "max_retries": 0, **options})
-
-
-def test_a_conversation_with_tools_round_trips() -> None:
-    server = SpellingServer(tool_call_reply("add", a=1, b=2), text_reply("It is 3."))
-    with serve_app([server]) as served, client_of(served) as client:
-        messages = [{"role": "developer", "content": "Be brief."}, *user("1 + 2?")]
-        first = client.chat.completions.create(
-            model=MODEL, messages=messages, tools=[ADD], tool_choice="auto"
-        )
-        choice = first.choices[0]
-        assert choice.finish_reason == "tool_calls"
-        assert choice.message.content is None
-        call = choice.message.tool_calls[0]
-        assert (call.type, call.function.name) == ("function", "add")
-        assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
-        echoed = {"reasoning": "Hm.", "parsed": None, "provider_specific_fields": None}  # as clients add them
-        answer = {**choice.message.model_dump(exclude_none=True), **echoed}
-        messages += [answer, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
-        second = client.chat.completions.create(model=MODEL, messages=messages, tools=[ADD])
-        assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("It is 3.", "stop")
-        assert second.usage.total_tokens == second.usage.prompt_tokens + len(encoded("It is 3.<|im_end|>"))
-    rendered = hermes_template().open(
-        [
-            {"role": "system", "content": "Be brief."},
-            *user("1 + 2?"),
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [
-                    {
-                        "type": "function",
-                        "id": call.id,
-                        "function": {"name": "add", "arguments": {"a": 1, "b": 2}},
-                    }
-                ],
-            },
-            {"role": "tool", "tool_call_id": call.id, "content": "3"},
-        ],
-        tools=[ADD],
-    )
-    assert server.requests[1].prompt_ids.tolist() == rendered.tolist()
 
 
 def test_a_stream_with_tools_sends_text_immediately_and_calls_whole() -> None:
@@ -229,3 +190,24 @@ def test_parameters_without_effect_are_accepted(real: ServedApp) -> None:
             top_logprobs=0,
         )
     assert reply.usage.completion_tokens <= 2
+
+
+def test_candidates_are_returned_and_the_bytes_of_tokens_are_those_of_the_text() -> None:
+    text = "a \N{GRINNING FACE} é"
+    ids = encoded(f"{text}<|im_end|>")
+    assert len(ids) > len(text)  # characters have several tokens
+    tops = {
+        "top_token_ids": np.array([[token, 20] for token in ids], np.int32),
+        "top_logprobs": np.array([[-0.5, -2.0] for _ in ids], np.float32),
+    }
+    server = ScriptedServer(
+        lambda _: ScriptedReply(ids, extras=tops), streams=True, more_abilities=[Ability.TOP_LOGPROBS]
+    )
+    with serve_app([server]) as served, client_of(served) as client:
+        chat = client.chat.completions.create(model=MODEL, messages=user("?"), logprobs=True)
+        completion = client.completions.create(model=MODEL, prompt="?", logprobs=2, max_tokens=64)
+    parts = [bytes(token.bytes) for token in chat.choices[0].logprobs.content]
+    assert b"".join(parts).decode().removesuffix("<|im_end|>") == text
+    candidates = completion.choices[0].logprobs.top_logprobs
+    assert [set(top.values()) for top in candidates] == [{-0.5, -2.0}] * len(ids)
+    assert [r.sampling_params.top_logprobs for r in server.requests] == [0, 2]
