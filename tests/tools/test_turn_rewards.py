@@ -1,16 +1,10 @@
-"""Rewards of turns: their position at the turn's last token, and their effect on advantages."""
+"""Rewards of turns: their position at the turn's last token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import pytest
-import torch
-from msgspec import structs
-
-from agent_loop.config import AlgorithmConfig
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
@@ -19,9 +13,6 @@ from agent_loop.recording.values import pack, unpack
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble
 from agent_loop.tools.base import BaseTool, ToolResponse
-from agent_loop.training.advantages.estimate import estimate_advantages, load_estimator
-from agent_loop.training.advantages.groups import turn_advantages
-from agent_loop.training.advantages.rewards import collect_rewards
 from agent_loop.training.step_metrics import feedback_metrics
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import Message, Origin, ToolCall
@@ -180,57 +171,3 @@ def test_a_call_before_the_first_sampled_token_belongs_to_no_turn() -> None:
     trajectory = WorkerHarness([text_reply("hello")], tools=[Payer("gold")], agent="calls_first").run_one()
     assert [(f.place, f.reward) for f in trajectory.output.feedback] == [(None, 1.0)]
     assert not assemble([trajectory], pad_token_id=0)["has_turn_reward"].any()
-
-
-# -- advantages --------------------------------------------------------------------------------------------------------
-
-
-def test_a_token_gets_the_advantages_of_its_turn_and_later_turns() -> None:
-    rewards_BR = torch.tensor([[0.0, 1.0, 0.0, 3.0], [0.0, 0.0, 2.0, 0.0]])
-    is_rewarded_BR = torch.tensor([[False, True, False, True], [False, False, True, False]])
-    groups_B = torch.tensor([0, 0])
-    found = turn_advantages(rewards_BR, is_rewarded_BR=is_rewarded_BR, groups_B=groups_B, norm_by_std=False)
-    assert found.tolist() == [[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
-    normed = turn_advantages(rewards_BR, is_rewarded_BR=is_rewarded_BR, groups_B=groups_B)
-    np.testing.assert_allclose(normed[0], [0.0, 0.0, 1.0, 1.0], atol=1e-5)  # the standard deviation is 1
-
-
-def test_a_reward_of_zero_counts_and_a_missing_one_does_not() -> None:
-    rewards_BR = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
-    groups_B = torch.tensor([0, 0])
-    with_zero = turn_advantages(
-        rewards_BR,
-        is_rewarded_BR=torch.tensor([[True, True], [False, False]]),
-        groups_B=groups_B,
-        norm_by_std=False,
-    )
-    assert with_zero.tolist() == [[0.0, 0.5], [0.0, 0.0]]
-    alone = turn_advantages(
-        rewards_BR, is_rewarded_BR=torch.tensor([[False, True], [False, False]]), groups_B=groups_B
-    )
-    assert not alone.any(), "one reward is no better than itself"
-
-
-def advantages_of_turns(trajectories: Sequence[Trajectory], *, weight: float) -> torch.Tensor:
-    """Return the turn advantages of trajectories with equal rewards, whose own advantages are zero."""
-    config = AlgorithmConfig(turn_reward_weight=weight, norm_adv_by_std_in_grpo=False)
-    rewards = collect_rewards(assemble(trajectories, pad_token_id=0), config=config, response_length=1000)
-    return estimate_advantages(rewards, estimator=load_estimator(config)).advantages_BR
-
-
-def test_turn_advantages_are_weighted_by_the_config() -> None:
-    trajectories = run_forks()
-    assert not advantages_of_turns(trajectories, weight=0.0).any()
-    found = advantages_of_turns(trajectories, weight=0.5)
-    own = ends_of_turns(trajectories[1])[1]
-    # rewards that count: 0.5 and 2.0 in the first branch, 0.125 in the second; their mean is 0.875
-    assert float(found[1, own]) == pytest.approx(0.5 * (0.125 - 0.875))
-    assert float(found[0, 0]) == pytest.approx(0.5 * ((0.5 - 0.875) + (2.0 - 0.875)))
-
-
-def test_failed_trajectories_are_excluded_from_statistics() -> None:
-    trajectories = [structs.replace(t, reward=None if t.branch == 0 else t.reward) for t in run_forks()]
-    found = advantages_of_turns(trajectories, weight=1.0)
-    assert not found[0].any()
-    assert float(found[1, 0]) == pytest.approx(0.0)
-    assert float(found[1, ends_of_turns(trajectories[1])[1]]) == pytest.approx(0.125 - 0.3125)
