@@ -37,12 +37,6 @@ class JsonBody(Struct, frozen=True):
     end: int
     """Position after the closing, or the end of a body without a closing."""
     is_closed: bool
-    value: Any = None
-    """Decoded value of the text, or None if the text was not decoded yet."""
-
-    def decode(self) -> Any:
-        """Return the JSON value of the text."""
-        return decode_json(self.text) if self.value is None else self.value
 
 
 def decode_json(text: str) -> Any:
@@ -82,7 +76,7 @@ def parse_json_call(text: str) -> ToolCall | MalformedCall:
 def read_call(body: JsonBody) -> ToolCall | MalformedCall:
     """Return the call of a JSON object such as `{"name": ..., "arguments": {...}}`."""
     try:
-        value = body.decode()
+        value = decode_json(body.text)
     except JsonFault as fault:
         return malformed(body.text, f"the call is not valid JSON: {fault}")
     return as_call(value, text=body.text)
@@ -122,7 +116,7 @@ def read_arguments(body: JsonBody, *, name: str, call_id: str = "") -> ToolCall 
     if not name:
         return malformed(body.text, "the call does not name a tool")
     try:
-        value = None if body.is_closed and not body.text.strip() else body.decode()
+        value = None if body.is_closed and not body.text.strip() else decode_json(body.text)
     except JsonFault as fault:
         return malformed(body.text, f"the arguments of {quoted(name)} are not valid JSON: {fault}")
     return _as_call(value, text=body.text, name=name, call_id=call_id, what="the arguments")
@@ -134,18 +128,14 @@ def read_body(text: str, start: int, *, closings: tuple[str, ...], stops: tuple[
     The strings of a JSON value at `start` may contain a closing. Other text ends at the first closing. Text without a
     closing ends before the first of `stops`.
     """
-    end, marker = find_first(text, start, closings + stops)
-    is_closed = marker in closings
-    body = text[start:end]
-    value = _decoded(body) if is_closed else None
-    if value is not None:
-        return JsonBody(body, end + len(marker), is_closed, value)
-    scanned = scan_json(text, start)  # (the closing may stand in a string)
+    scanned = scan_json(text, start)
     after = skip_space(text, scanned.end)
     for closing in closings if scanned.is_closed else ():
         if text.startswith(closing, after):
             return JsonBody(scanned.text, after + len(closing), is_closed=True)
-    return JsonBody(body, end + len(marker) if is_closed else end, is_closed)
+    end, marker = find_first(text, start, closings + stops)
+    is_closed = marker in closings
+    return JsonBody(text[start:end], end + len(marker) * is_closed, is_closed)
 
 
 def scan_json(text: str, start: int) -> JsonBody:
@@ -174,14 +164,6 @@ _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|[\s,:+\-.0-9Eaeflnrstu]++', 
 _SPACE = " \t\n\r"
 """White space of JSON."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
-
-def _decoded(text: str) -> Any:
-    """Return the JSON value of a text, or None if the text is not valid JSON."""
-    try:
-        return decode_json(text)
-    except JsonFault:
-        return None
 
 
 def _as_call(arguments: Any, *, text: str, name: str, call_id: str, what: str) -> ToolCall | MalformedCall:

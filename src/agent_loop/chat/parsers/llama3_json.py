@@ -20,6 +20,7 @@ from agent_loop.chat.parsers.json_calls import (
     as_call,
     as_fields,
     as_json,
+    decode_json,
     read_call,
     scan_json,
 )
@@ -54,7 +55,7 @@ def _read_object(text: str, start: int, tools: Tools) -> CallBlock:
     if not body.is_closed:
         return _read_broken(text, begin, reached=body.end)
     try:
-        value = body.decode()
+        value = decode_json(body.text)
     except JsonFault:
         is_meant = _BEGINNING.match(body.text) and _PARAMETERS.search(body.text)
         return _call_block(body, text=text) if is_meant else CallBlock((), body.end, text=body.text)

@@ -26,6 +26,7 @@ from agent_loop.chat.parsers.json_calls import (
     JsonFault,
     as_call,
     as_json,
+    decode_json,
     read_arguments,
     scan_json,
 )
@@ -69,7 +70,7 @@ def _read_list(text: str, start: int, tools: Tools) -> CallBlock:
     """Return the block of a JSON list of calls."""
     body = _take_json(text, start, opening="[")
     try:
-        values = body.decode()
+        values = decode_json(body.text)
     except JsonFault as fault:
         return CallBlock((malformed(body.text, f"the list of calls is not valid JSON: {fault}"),), body.end)
     if not isinstance(values, list) or not values:
