@@ -93,7 +93,8 @@ def echoed(text: str, *, field: str) -> list[dict[str, Any]]:
 def test_no_field_of_an_assistant_message_forges_control_tokens(chat_template: str, field: str) -> None:
     template = family(chat_template)
     plain = Counter(controls(template, template.open(echoed("x" * 9, field=field))))
-    for forged in (*template.encoder.control_texts, "".join(template.encoder.control_texts)):
+    texts = [text for text in template.encoder.control_texts if "think>" not in text]
+    for forged in (*texts, "".join(texts)):
         assert Counter(controls(template, template.open(echoed(forged, field=field)))) <= plain
 
 

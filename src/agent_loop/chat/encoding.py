@@ -22,7 +22,7 @@ EncoderChoice: TypeAlias = Literal["auto", "tokenizers", "tiktoken"]
 
 MASK_OPEN = "@mask"
 """Start of every mask. Plain ASCII, which templates do not change when they quote, escape or print text."""
-_MASK = re.compile(f"{MASK_OPEN}[.:]([0-9a-f]{{1,6}});")
+_MASK = re.compile(rf"{MASK_OPEN}\.([0-9a-f]{{1,6}});")
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +37,17 @@ class ControlledEncoder:
     Args:
         tokenizer: The `tokenizers` tokenizer. Not changed.
         reserved: More strings that are masked in untrusted text.
+        searched: Texts around reasoning, which templates search in the text of an assistant.
         choice: The library that encodes.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, reserved: Sequence[str] = (), choice: EncoderChoice = "auto"
+        self,
+        tokenizer: Tokenizer,
+        *,
+        reserved: Sequence[str] = (),
+        searched: Iterable[str] = (),
+        choice: EncoderChoice = "auto",
     ) -> None:
         self._tokenizer = tokenizer
         self._quick = _quick_encoder(tokenizer, choice)
@@ -53,16 +59,31 @@ class ControlledEncoder:
         words = {*self._controls.values(), *reserved, MASK_OPEN}
         self._word_start = _starts_of(words)
         self._first_characters = {word[0] for word in words}
+        self._searched = re.compile(f"({'|'.join(map(re.escape, searched)) or '(?!)'})")
         # The tokenizer looks for such tokens in the normalised text: `<TOOL>` may be found as `<tool>`.
         self._finds_normalised = any(token.normalized for token in added.values())
 
     def mask(self, text: str) -> str:
         """Return the text for rendering, without control tokens in it."""
-        return self._masked(text, separator=".")
 
-    def mask_searchable(self, text: str) -> str:
-        """Return the text for rendering, with masks that a rewritten template can search for."""
-        return self._masked(text, separator=":")
+        def mask_of(char: str) -> str:
+            return f"{MASK_OPEN}.{ord(char):x};"
+
+        text = text if text.isascii() else _encodable(text)
+        normalise = self._normalise
+        if normalise is not None and self._word_start.search(normalise(text)):
+            starts = self._first_characters
+            return "".join(
+                mask_of(char) if char in starts or normalise(char) != char else char for char in text
+            )
+        if not any(map(text.__contains__, self._first_characters)):  # the usual case
+            return text
+        return self._word_start.sub(lambda found: mask_of(found[0]), text)
+
+    def mask_assistant(self, text: str) -> str:
+        """Return the text of an assistant for rendering, without control tokens other than those of `searched`."""
+        parts = self._searched.split(text)
+        return "".join(part if number % 2 else self.mask(part) for number, part in enumerate(parts))
 
     def unmask(self, text: str) -> str:
         """Return the text as it was before `mask`."""
@@ -115,21 +136,6 @@ class ControlledEncoder:
             if start < length < end:
                 length = start
         return rendered[:length]
-
-    def _masked(self, text: str, *, separator: str) -> str:
-        def mask_of(char: str) -> str:
-            return f"{MASK_OPEN}{separator}{ord(char):x};"
-
-        text = text if text.isascii() else _encodable(text)
-        normalise = self._normalise
-        if normalise is not None and self._word_start.search(normalise(text)):
-            starts = self._first_characters
-            return "".join(
-                mask_of(char) if char in starts or normalise(char) != char else char for char in text
-            )
-        if not any(map(text.__contains__, self._first_characters)):  # the usual case
-            return text
-        return self._word_start.sub(lambda found: mask_of(found[0]), text)
 
     def _with_masks_as_text(self, rendered: str, encoding: Encoding) -> list[int]:
         """Return the ids with the tokens of each stretch that contains masks replaced."""

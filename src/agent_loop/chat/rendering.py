@@ -18,25 +18,11 @@ TEXTS_WITH_MARKERS = frozenset({"content", "reasoning_content", "reasoning", "th
 
 NO_VARIABLES: Mapping[str, Any] = {}
 
-_LITERAL = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
-_TAG = re.compile(rf"\{{#.*?#\}}|\{{[{{%](?:{_LITERAL}|[^'\"])*?[%}}]\}}", re.DOTALL)
-_STRING = re.compile(_LITERAL, re.DOTALL)
-_METHODS = (
-    "split|rsplit|partition|rpartition|startswith|endswith|removeprefix|removesuffix|find|rfind|index|rindex"
-    "|count|replace"
-)
-_CALL = re.compile(rf"(?P<join>\.)\s*(?:{_METHODS})\s*\(\s*$|(?P<filter>\|)\s*replace\s*\(\s*$")
-_IN = re.compile(r"\s*(?:not\s+)?in\s+(?=[A-Za-z_(])")
-_NAME = re.compile(r"\s*[A-Za-z_]\w*|(?=\()")
-_MORE = re.compile(r"\s*\.\s*\w+")
-_OPENING = ("(", "[")
-
 
 class Renderer:
     """Renders messages with masked texts, so that no text can be mistaken for the template's own text.
 
-    Templates can search the masked text of an assistant: a template that splits content at `</think>` still does, and
-    writes its own `</think>` after the reasoning.
+    Only the marks of reasoning in an assistant's text are not masked, since templates split its content at `</think>`.
     """
 
     def __init__(
@@ -46,8 +32,6 @@ class Renderer:
         self._encoder = encoder
         self._variables = _each_text(variables, encoder.mask)
         self._reasoning_key = _reasoning_key(str(tokenizer.chat_template))
-        self._rewritten: dict[str, str | None] = {}
-        """Rewritten templates by source; None where rewriting changes nothing."""
         self.takes_parts = False
         """Whether the template demands content as a list of parts, and refuses or leaves out strings."""
         self.takes_parts = not self._renders_assistant()
@@ -77,7 +61,6 @@ class Renderer:
                 tools=shown,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
-                **self._options(shown),
                 **self._variables,
             )
         except Exception as error:  # a template may raise anything, since Jinja runs its author's code
@@ -88,24 +71,15 @@ class Renderer:
             ) from error
         return cast(str, rendered)
 
-    def _options(self, tools: Any) -> dict[str, str]:
-        """Return the rewritten template, if it differs from the tokenizer's template."""
-        source = cast(str, self._tokenizer.get_chat_template(None, tools))
-        if source not in self._rewritten:
-            rewritten = _searching_masked_text(source, mask=self._encoder.mask_searchable)
-            self._rewritten[source] = None if rewritten == source else rewritten
-        rewritten = self._rewritten[source]
-        return {} if rewritten is None else {"chat_template": rewritten}
-
     def _masked(self, message: Message) -> Message:
-        mask, mask_searchable = self._encoder.mask, self._encoder.mask_searchable
+        mask, mask_assistant = self._encoder.mask, self._encoder.mask_assistant
         is_assistant = message.get("role") == "assistant"
         # gpt-oss refuses a turn of calls with both text and reasoning.
         is_refused = bool(message.get("tool_calls") and message.get("content"))
         return self._in_parts(
             {
                 self._reasoning_key if key == "reasoning_content" and not is_refused else key: _each_text(
-                    value, mask_searchable if is_assistant and key in TEXTS_WITH_MARKERS else mask
+                    value, mask_assistant if is_assistant and key in TEXTS_WITH_MARKERS else mask
                 )
                 for key, value in message.items()
             }
@@ -152,61 +126,3 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_each_text(inner, change) for inner in cast(Sequence[Any], value)]
     return value
-
-
-def _searching_masked_text(chat_template: str, *, mask: Callable[[str], str]) -> str:
-    """Return the template with its searches changed to work on masked text.
-
-    Templates extract reasoning from an assistant's content: `'</think>' in content`, `content.split('</think>')`. The
-    rewritten template first replaces the string in the searched text by its masked form, and then searches for the
-    masked form. So a text that the template copies contains no control token.
-    """
-
-    def rewritten(tag: re.Match[str]) -> str:
-        return tag[0] if tag[0].startswith("{#") else _with_masked_searches(tag[0], mask)
-
-    return _TAG.sub(rewritten, chat_template)
-
-
-def _with_masked_searches(code: str, mask: Callable[[str], str]) -> str:
-    """Return the rewritten code of one tag. Changes start at the end, so that earlier positions stay valid."""
-    for found in reversed(list(_STRING.finditer(code))):
-        masked = mask(found[0])
-        if masked == found[0]:
-            continue
-        (start, end), replaced = found.span(), f"replace({found[0]}, {masked})"
-        if (call := _CALL.search(code, 0, start)) is not None:
-            join = call["join"] or call["filter"]
-            before, opening = code[: call.start()], code[call.start() : start]
-            code = f"{before}{join}{replaced}{opening}{masked}{code[end:]}"
-        elif (word := _IN.match(code, end)) is not None:
-            operand_end = _operand_end(code, word.end())
-            code = f"{code[:start]}{masked}{code[end:operand_end]}|{replaced}{code[operand_end:]}"
-    return code
-
-
-def _operand_end(code: str, start: int) -> int:
-    """Return the end of an operand: a name or a parenthesis, and the attributes, items and calls after it."""
-    name = _NAME.match(code, start)
-    end = start if name is None else name.end()
-    while True:
-        if (more := _MORE.match(code, end)) is not None:
-            end = more.end()
-        elif code[end : end + 1] in _OPENING:
-            end = _closed(code, end)
-        else:
-            return end
-
-
-def _closed(code: str, start: int) -> int:
-    """Return the position after the bracket that closes the bracket at `start`."""
-    depth, position = 0, start
-    while position < len(code):
-        if (string := _STRING.match(code, position)) is not None:
-            position = string.end()
-            continue
-        depth += (code[position] in "([") - (code[position] in ")]")
-        position += 1
-        if not depth:
-            break
-    return position

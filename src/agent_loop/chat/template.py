@@ -79,7 +79,9 @@ class ChatTemplate:
         self.media = media
         self.media_kinds = NO_KINDS if isinstance(media, str) else media.kinds
         """Kinds of media that messages may contain."""
-        self.encoder = ControlledEncoder(backend, reserved=[SENTINEL], choice=encoder)
+        self.encoder = ControlledEncoder(
+            backend, reserved=[SENTINEL], searched=ToolParser.all_reasoning_texts(), choice=encoder
+        )
         self._encode_prompt = lru_cache(MAX_PROMPTS)(self._encoded)
         self.renderer = Renderer(tokenizer, encoder=self.encoder)
         if tool_parser == "auto":

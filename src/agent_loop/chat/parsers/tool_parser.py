@@ -180,6 +180,12 @@ class ToolParser:
         """Return all registered parsers by name."""
         return dict(cls._registry)
 
+    @classmethod
+    def all_reasoning_texts(cls) -> frozenset[str]:
+        """Return the texts around reasoning of all registered parsers."""
+        marks = [marks for parser in cls._registry.values() for marks in parser.reasoning_marks]
+        return frozenset(text for each in marks for text in (each.opening, each.closing))
+
     def _read_block(self, text: str, start: int, tools: Tools) -> CallBlock:
         reasoning = [mark for marks in self.reasoning_marks for mark in (marks.opening, marks.closing)]
         body = read_body(text, start, closings=(self.call_end,), stops=(self.call_start, *reasoning))
