@@ -6,29 +6,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from agent_loop.chat.encoding import MASK_OPEN, ControlledEncoder
+from tests.chat.byte_level import like
 
 CONTROLS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "<tool_call>", "</tool_call>"]
-TEXTS = [
-    "the quick brown fox says hello to the model",
-    "<|im|> [IN] </ s > a tool call is a call of a tool",
-] * 5
-
-
-def byte_level(*, ignore_merges: bool = False, **model: Any) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges, **model))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not ignore_merges)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=CONTROLS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return tokenizer
 
 
 def metaspace_bpe() -> Tokenizer:
@@ -67,7 +50,7 @@ def unigram() -> Tokenizer:
 
 def lower_case() -> Tokenizer:
     """Return a tokenizer that searches for control tokens in the normalised text."""
-    tokenizer = byte_level()
+    tokenizer: Any = Tokenizer.from_str(like("gpt2").to_str())
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.add_tokens([AddedToken("<answer>", normalized=True)])
     return tokenizer
@@ -76,8 +59,8 @@ def lower_case() -> Tokenizer:
 @cache
 def encoder_of(kind: str) -> ControlledEncoder:
     makers = {
-        "byte-level": byte_level,
-        "byte-level, whole words first": lambda: byte_level(ignore_merges=True),
+        "byte-level": lambda: like("gpt2"),
+        "byte-level, whole words first": lambda: like("llama3"),
         "metaspace": metaspace_bpe,
         "unigram": unigram,
         "lower case": lower_case,

@@ -156,20 +156,6 @@ def test_a_row_with_unknown_tools_kwargs_is_refused(tools_kwargs: dict[str, Any]
         session_of(Notebook(), **tools_kwargs)
 
 
-def test_an_unknown_tool_is_answered_with_the_list_of_tools() -> None:
-    result = execute_once(Notebook(), call("weather"))
-    assert kind_of(result) is IncidentKind.UNKNOWN_TOOL
-    assert result.response.text == "there is no tool 'weather'; there are: notebook"
-
-
-def test_invalid_arguments_are_reported_and_nothing_is_created() -> None:
-    tool = Notebook()
-    result = execute_once(tool, call(text=3))
-    assert kind_of(result) is IncidentKind.INVALID_ARGUMENTS
-    assert result.response.text == "notebook: argument 'text' is 3, an integer; expected a string"
-    assert tool.log == []
-
-
 @pytest.mark.parametrize("stage", ["create", "execute"])
 def test_the_model_reads_the_message_of_a_tool_error(stage: str) -> None:
     tool = Notebook(**{stage: raising(ToolError("no page 7\nof 5"))})
