@@ -11,6 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from agent_loop.servers.base import Ability
 from agent_loop.servers.scripted import ScriptedServer
+from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason
 from tests.helpers import call_text, encoded, text_reply, user
 from tests.serve.harness import MODEL, ProgramHarness, client_of, in_order, origins
@@ -259,6 +260,7 @@ def test_limits_and_errors_reach_the_client_by_name() -> None:
     [trajectory] = ProgramHarness(in_order(text_reply("x")), max_assistant_turns=3).run_virtual(program)
     assert trajectory.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
     assert trajectory.output.failure is None
+    assert [i.kind for i in trajectory.output.incidents] == [IncidentKind.FAILED_REQUEST]
 
 
 def test_a_stream_that_fails_ends_with_a_failed_response() -> None:

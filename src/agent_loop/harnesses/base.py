@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -22,7 +23,7 @@ from agent_loop.runtime.describe import describe_value, one_line
 from agent_loop.runtime.incidents import IncidentCollector
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.serve.gateway import Endpoint
-from agent_loop.serve.program import Program, ProgramFailed, ProgramLoop, WorkspaceProgram, checked_env
+from agent_loop.serve.program import Program, ProgramFailed, ProgramLoop, checked_env
 from agent_loop.serve.session import MAX_BRANCHES
 from agent_loop.tools.registry import expand_variables
 from agent_loop.types import Message, Row
@@ -228,13 +229,9 @@ class HarnessLoop(ProgramLoop):
         settings = read_workspace(given)
         task = task_of(row)
         async with open_workspace(settings, key=_key_of(row)) as workspace:
+            yield Program(partial(self._run_agent, task, workspace), workspace, settings.check)
 
-            async def run(_: Row, endpoint: Endpoint, __: Workspace | None) -> Mapping[str, Any]:
-                return await self._run_agent(task, endpoint, workspace)
-
-            yield WorkspaceProgram(run, row, workspace, settings.check)
-
-    async def _run_agent(self, task: str, endpoint: Endpoint, workspace: Workspace) -> Mapping[str, Any]:
+    async def _run_agent(self, task: str, workspace: Workspace, endpoint: Endpoint) -> Mapping[str, Any]:
         limits = self.context.limits
         run = AgentRun(
             task=task,

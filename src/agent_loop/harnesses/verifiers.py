@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from agent_loop.environments.verifiers import (
@@ -17,7 +17,6 @@ from agent_loop.environments.verifiers import (
 from agent_loop.errors import DataError
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import register
-from agent_loop.rewards.function import Score
 from agent_loop.runtime.describe import describe_value
 from agent_loop.serve.gateway import Endpoint
 from agent_loop.serve.program import Program, ProgramFailed, ProgramLoop, checked_env
@@ -67,30 +66,21 @@ class VerifiersLoop(ProgramLoop):
             task["env"], json.dumps(task["settings"], sort_keys=True), task["python"] or self._python
         )
         async with environment_process(spec, env=self._env) as process:
-            yield _Rollout(process, task)
+            yield Program(partial(_run, process, task))
 
 
-@dataclass(frozen=True, slots=True)
-class _Rollout:
-    """One rollout of a task."""
-
-    process: EnvironmentProcess
-    task: Mapping[str, Any]
-
-    async def run(self, endpoint: Endpoint) -> dict[str, Any]:
-        request = {
-            "index": self.task["index"],
-            "key": self.task["key"],
-            "base_url": endpoint.base_url,
-            "api_key": endpoint.api_key,
-        }
-        answer = await self.process.run(request)
-        if "error" in answer:
-            raise ProgramFailed(f"verifiers: {answer['error']}", traceback=answer["traceback"])
-        return answer["result"]
-
-    async def score(self) -> Score | None:
-        return None
+async def _run(process: EnvironmentProcess, task: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
+    """Run one rollout of a task."""
+    request = {
+        "index": task["index"],
+        "key": task["key"],
+        "base_url": endpoint.base_url,
+        "api_key": endpoint.api_key,
+    }
+    answer = await process.run(request)
+    if "error" in answer:
+        raise ProgramFailed(f"verifiers: {answer['error']}", traceback=answer["traceback"])
+    return answer["result"]
 
 
 def _read_task(row: Row, *, where: str) -> Mapping[str, Any]:

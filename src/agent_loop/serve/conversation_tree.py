@@ -88,7 +88,7 @@ class ConversationTree:
 
     def __init__(self) -> None:
         self._by_history: dict[str, list[TurnNode]] = {}
-        self._by_call_ids: dict[str, list[TurnNode]] = {}
+        """Completed turns by the key of the conversation with the completion, and by the ids of its calls instead."""
         self._by_request: dict[str, list[TurnNode]] = {}
         self._model_ids: dict[str, str] = {}
         """Ids of sampled calls, by the ids that a client writes for them if it allows letters, digits, - and _ only."""
@@ -122,11 +122,13 @@ class ConversationTree:
             key, exact_key = message_key.key, message_key.exact_key
             if message_key.role == "assistant":
                 parent = self._turn_with_reply(chained(history, key), message_key, exact=exact)
-                is_rewritten = parent is None and trusts_call_ids
+                is_rewritten = parent is None and trusts_call_ids and bool(message_key.key_by_ids)
                 if is_rewritten:
-                    parent = self._turn_with_calls(history, message_key)
+                    by_ids = chained(history, message_key.key_by_ids)
+                    parent = self._turn_with_reply(by_ids, message_key, exact=exact)
                 start, call_ids = position, message_key.call_ids
-                key = exact_key = message_key.exact_key if parent is None else _key_of_reply(parent)
+                reply = None if parent is None else parent.reply
+                key = exact_key = message_key.exact_key if reply is None else reply.key
             history, exact = chained(history, key), chained(exact, exact_key)
         if parent is None or start == len(messages):
             parent, start, is_rewritten = None, 0, False
@@ -159,7 +161,7 @@ class ConversationTree:
         self._by_history.setdefault(chained(turn.position.history, reply.key), []).append(turn)
         if reply.key_by_ids:
             by_ids = chained(turn.position.history, reply.key_by_ids)
-            self._by_call_ids.setdefault(by_ids, []).append(turn)
+            self._by_history.setdefault(by_ids, []).append(turn)
         self._model_ids |= {_OTHER.sub("_", call.id): call.id for call in turn.calls.values() if call.id}
 
     def with_model_ids(self, messages: Sequence[Message]) -> list[Message]:
@@ -179,18 +181,6 @@ class ConversationTree:
             }
         return message
 
-    def _turn_with_calls(self, history: str, message_key: MessageKey) -> TurnNode | None:
-        """Return the latest turn after this history whose calls have the names and ids of the message's calls."""
-        turns = (
-            self._by_call_ids.get(chained(history, message_key.key_by_ids), ())
-            if message_key.key_by_ids
-            else ()
-        )
-        for turn in reversed(turns):
-            if turn.reply is not None and message_key.reasoning in ("", turn.reply.reasoning):
-                return turn
-        return None
-
     def _turn_with_reply(
         self, history: str, message_key: MessageKey, *, exact: str, is_open: bool = False
     ) -> TurnNode | None:
@@ -201,17 +191,16 @@ class ConversationTree:
         found: TurnNode | None = None
         best_match = (False, False)
         for turn in self._by_history.get(history, ()):
-            assert turn.reply is not None
-            if message_key.reasoning in ("", turn.reply.reasoning) and (turn.is_open or not is_open):
-                match = (turn.reply.call_ids == message_key.call_ids, turn.position.exact_history == exact)
+            reply = turn.reply
+            if (
+                reply is not None
+                and message_key.reasoning in ("", reply.reasoning)
+                and turn.is_open >= is_open
+            ):
+                match = (reply.call_ids == message_key.call_ids, turn.position.exact_history == exact)
                 if found is None or match >= best_match:
                     found, best_match = turn, match
         return found
-
-
-def _key_of_reply(turn: TurnNode) -> str:
-    assert turn.reply is not None, "turns are found by their replies"
-    return turn.reply.key
 
 
 _OTHER = re.compile(r"[^A-Za-z0-9_-]")

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from agent_loop.errors import ConfigError, DataError, EpisodeError
 from agent_loop.loading import load_object
@@ -46,26 +46,19 @@ class ProgramFailed(EpisodeError):
         self.failure = Failure(error=error, traceback=traceback)
 
 
-class Program(Protocol):
+@dataclass(frozen=True, slots=True)
+class Program:
     """A program that is ready to run."""
 
-    def run(self, endpoint: Endpoint) -> Any:
-        """Run the program, or return an awaitable that does.
+    run: Callable[[Endpoint], Any]
+    """Runs the program, or returns an awaitable that does.
 
-        Returns:
-            None, a reward, or a mapping that may hold a reward. Other values of the mapping become extra fields.
-
-        Raises:
-            ProgramFailed: The program reported a failure.
-        """
-        ...
-
-    async def score(self) -> Score | None:
-        """Return the reward of what the program left behind. Called after the program has ended.
-
-        None leaves the reward to what the program returned, and then to the reward function.
-        """
-        ...
+    The result is None, a reward, or a mapping that may hold a reward; its other values become extra fields. Raises
+    `ProgramFailed` if the program reported a failure.
+    """
+    workspace: Workspace | None = None
+    check: CheckSettings | None = None
+    """Gives the reward of what the program left in the workspace. It replaces a reward that the program returned."""
 
 
 class ProgramLoop(AgentLoopBase):
@@ -111,9 +104,10 @@ class ProgramLoop(AgentLoopBase):
                 result = await _run_program(program.run, session, cancellation=self.context.cancellation)
                 await session.close(result.reason)
             # A program that was cancelled, or failed by itself, gets no reward.
-            has_ended = result.failure is None or session.was_refused
-            if result.reason is not StopReason.CANCELLED and has_ended:
-                result = result.scored(await program.score())
+            is_scored = result.failure is None or session.was_refused
+            is_scored = is_scored and result.reason is not StopReason.CANCELLED
+            if is_scored and program.workspace is not None and program.check is not None:
+                result = result.scored(await check_reward(program.workspace, program.check))
         if session.fault is not None:
             raise session.fault
         return _output(session, result)
@@ -144,10 +138,8 @@ class _ProgramResult:
         score = read_score(returned, source="the program")
         return cls(score.reward, score.extra)
 
-    def scored(self, score: Score | None) -> _ProgramResult:
+    def scored(self, score: Score) -> _ProgramResult:
         """Return the result with a score."""
-        if score is None:
-            return self
         return replace(self, reward=score.reward, extra_fields={**self.extra_fields, **score.extra})
 
 
@@ -243,14 +235,14 @@ class AgentProgramLoop(ProgramLoop):
         call = self._call_for(row)
         given: Any = row.get("workspace") or self._workspace
         if not given:
-            yield WorkspaceProgram(call, row)
+            yield Program(partial(call, row))
             return
         settings = read_workspace(given)
         async with open_workspace(settings) as workspace:
-            yield WorkspaceProgram(call, row, workspace, settings.check)
+            yield Program(partial(call, row, workspace=workspace), workspace, settings.check)
 
-    def _call_for(self, row: Row) -> Callable[[Row, Endpoint, Workspace | None], Any]:
-        """Return the function that runs the program of a row."""
+    def _call_for(self, row: Row) -> Callable[..., Any]:
+        """Return the function that runs the program of a row: `call_program` or `call_command`."""
         program, command = self._program, self._command
         if program is None and command is None:
             program, command = row.get("program"), row.get("command")
@@ -263,24 +255,6 @@ class AgentProgramLoop(ProgramLoop):
             return partial(call_command, checked_command(command), self._env)
         function: Any = load_object(program, key="program") if isinstance(program, str) else program
         return partial(call_program, function)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkspaceProgram:
-    """Program that works in a workspace, which may have a check."""
-
-    call: Callable[[Row, Endpoint, Workspace | None], Any]
-    row: Row
-    workspace: Workspace | None = None
-    check: CheckSettings | None = None
-
-    def run(self, endpoint: Endpoint) -> Any:
-        return self.call(self.row, endpoint, self.workspace)
-
-    async def score(self) -> Score | None:
-        if self.workspace is None or self.check is None:
-            return None
-        return await check_reward(self.workspace, self.check)
 
 
 class CommandFailed(ProgramFailed):
