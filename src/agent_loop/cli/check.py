@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from agent_loop.checks import CheckReport, CheckResult
     from agent_loop.checks.tasks import TaskReport
     from agent_loop.interactions.base import BaseInteraction
-    from agent_loop.testing.conformance import CheckVerdict
     from agent_loop.tools.base import BaseTool
     from agent_loop.types import Row
 
@@ -54,30 +52,33 @@ class Printer:
     def __init__(self, *, as_json: bool) -> None:
         self.console = Console(stderr=as_json)
         self._as_json = as_json
-        self._results: dict[str, list[CheckResult]] = {}
+        self._reports: list[CheckReport] = []
 
     def result(self, result: CheckResult) -> None:
         """Print a result on a line."""
-        self.line(result.verdict, f"{result.name} ({result.detail})" if result.detail else result.name)
+        shown = f"{result.name} ({result.detail})" if result.detail else result.name
+        self.console.print(
+            Text(f"{result.verdict:8}", style=STYLES[result.verdict]), Text(shown), soft_wrap=True
+        )
 
-    def line(self, verdict: CheckVerdict, text: str) -> None:
-        """Print a verdict and what it is about."""
-        self.console.print(Text(f"{verdict:8}", style=STYLES[verdict]), Text(text), soft_wrap=True)
-
-    def report(self, report: CheckReport) -> None:
-        """Print how many checks passed, failed and were skipped."""
+    async def report(self, checks: Awaitable[CheckReport]) -> None:
+        """Run checks, and print how many passed, failed and were skipped."""
+        report = await checks
         counts = [f"{len(report.named(verdict))} {verdict}" for verdict in ("passed", "failed", "skipped")]
         self.console.print(f"{report.subject}: {', '.join(counts)}")
-        self._results[report.subject] = list(report.results)
+        self._reports.append(report)
 
-    def end(self, *, is_passed: bool | None = None) -> None:
-        """Print the JSON, and exit with code 1 if a check failed, or if `is_passed` is False."""
+    def run(self, checks: Awaitable[CheckReport]) -> None:
+        """Run checks of one object, and end the command."""
+        run_to_end(self.report(checks))
+        self.end()
+
+    def end(self) -> None:
+        """Print the JSON, and exit with code 1 if a check failed."""
         if self._as_json:
-            results = {name: list(map(asdict, results)) for name, results in self._results.items()}
+            results = {each.subject: list(map(asdict, each.results)) for each in self._reports}
             typer.echo(json.dumps(results, indent=2))
-        if is_passed is None:
-            is_passed = all(each.verdict != "failed" for found in self._results.values() for each in found)
-        if not is_passed:
+        if any(report.failures for report in self._reports):
             raise typer.Exit(EXIT_FAILED)
 
 
@@ -146,8 +147,7 @@ def check_server_command(
         finally:
             await run_shielded(server.close, timeout_s=CLOSE_TIMEOUT_S)
 
-    printer.report(run_to_end(check()))
-    printer.end()
+    printer.run(check())
 
 
 @check_app.command("model")
@@ -185,8 +185,7 @@ def check_model_command(
     loader = auto_model_class(path, trust_remote_code=trust_remote_code)
     model = loader.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
     checks = check_model(model, max_model_len=max_model_len, timeout_s=timeout_s, on_result=printer.result)
-    printer.report(run_to_end(checks))
-    printer.end()
+    printer.run(checks)
 
 
 @check_app.command("sandbox")
@@ -212,8 +211,7 @@ def check_sandbox_command(
 
     given = parse_section(SandboxSettings, merge_overrides({}, settings or ()), where="the settings given")
     printer = Printer(as_json=as_json)
-    printer.report(run_to_end(check_sandbox(given, timeout_s=timeout_s, on_result=printer.result)))
-    printer.end()
+    printer.run(check_sandbox(given, timeout_s=timeout_s, on_result=printer.result))
 
 
 @check_app.command("tool")
@@ -268,8 +266,7 @@ def check_tool_command(
         timeout_s=timeout_s,
         on_result=printer.result,
     )
-    printer.report(run_to_end(checks))
-    printer.end()
+    printer.run(checks)
 
 
 def _load_tool(reference: str, *, config: Path | None, name: str | None) -> BaseTool:
@@ -337,15 +334,16 @@ def check_interaction_command(
 
         rows = _first_rows(settings)
         for interaction in _select_interactions(settings, name=name):
-            row = rows.get(interaction.name)
+            row, options = rows.get(interaction.name), dict[str, Any]()
             printer.console.print(
                 f"[bold]{interaction.name}[/]" + ("" if row else " (no row of the data names it)")
             )
-            options: dict[str, Any] = {"answers": answers} if answers else {}
+            if answers:
+                options["answers"] = answers
             if row is not None:
                 options |= {"interaction_kwargs": row["interaction_kwargs"], "prompt": row["raw_prompt"]}
-            printer.report(
-                await check_interaction(interaction, **options, timeout_s=timeout_s, on_result=printer.result)
+            await printer.report(
+                check_interaction(interaction, **options, timeout_s=timeout_s, on_result=printer.result)
             )
 
     run_to_end(check())
@@ -369,13 +367,13 @@ def _first_rows(config: Config) -> Mapping[str, Row]:
     """Return the first row that names each interaction. Empty if the configuration has no data."""
     from agent_loop.rollout.rows import load_rows
 
-    data, first = config.data, dict[str, Any]()
+    data = config.data
     sources = [*data.train_files, *data.val_files]
     rows = load_rows(sources, prompt_key=data.prompt_key, workspace=data.workspace) if sources else []
+    first: dict[str, Row] = {}
     for row in rows:
-        kwargs: Mapping[str, Any] | None = row.get("interaction_kwargs")
-        if kwargs and kwargs.get("name"):
-            first.setdefault(str(kwargs["name"]), row)
+        kwargs: Mapping[str, Any] = row.get("interaction_kwargs") or {}
+        first.setdefault(str(kwargs.get("name")), row)
     return first
 
 
@@ -424,45 +422,37 @@ def check_tasks_command(
         agent-loop check tasks 'reasoning_gym:basic_arithmetic?size=100' --limit 20
     """
     # late: keeps `--help` quick
-    from agent_loop.checks.tasks import check_tasks
+    from agent_loop.checks import CheckResult, check_tasks
     from agent_loop.environments.tasks import is_task_name
 
     printer = Printer(as_json=as_json)
+
+    def show(report: TaskReport) -> None:
+        rewards = ("-" if reward is None else f"{reward:g}" for reward in (report.nothing, report.solution))
+        scores = "doing nothing scores {}, the solution {}".format(*rewards)
+        verdict = "passed" if report.is_passed else "failed"
+        printer.result(CheckResult(report.name, verdict, f"{scores}; {report.seconds:.1f} s"))
+        for problem in report.problems:
+            print_line(printer.console, f"{report.name}: {problem}", style="red")
+        for ignored in report.ignored:
+            print_line(printer.console, f"{report.name}: no effect: {ignored}")
+
     if is_task_name(source):
         from agent_loop.checks.solutions import check_named_tasks  # late: loads transformers
 
         if settings or config is not None:
             raise ConfigError(f"{source!r} has no workspace; leave out --config and KEY=VALUE")
-        checks = check_named_tasks(
-            source, limit=limit, concurrency=concurrency, on_report=partial(_print_task, printer)
-        )
+        checks = check_named_tasks(source, limit=limit, concurrency=concurrency, on_report=show)
     elif limit is not None:
         raise ConfigError("--limit is for rows of a name, such as suite:task; leave it out")
     else:
         given: dict[str, Any] = {} if config is None else dict(load_config(config).data.workspace)
-        checks = check_tasks(
-            Path(source),
-            settings=merge_overrides(given, settings or ()),
-            concurrency=concurrency,
-            on_report=partial(_print_task, printer),
-        )
+        given = merge_overrides(given, settings or ())
+        checks = check_tasks(Path(source), settings=given, concurrency=concurrency, on_report=show)
     reports = run_to_end(checks)
-    num_failed = sum(not report.is_passed for report in reports)
-    printer.console.print(f"{len(reports) - num_failed} of {len(reports)} tasks passed")
+    num_passed = sum(report.is_passed for report in reports)
+    printer.console.print(f"{num_passed} of {len(reports)} tasks passed")
     if as_json:
-        shown = [{**asdict(report), "folder": report.folder and str(report.folder)} for report in reports]
-        typer.echo(json.dumps(shown, indent=2))
-    if num_failed:
+        typer.echo(json.dumps(list(map(asdict, reports)), indent=2, default=str))
+    if num_passed < len(reports):
         raise typer.Exit(EXIT_FAILED)
-
-
-def _print_task(printer: Printer, report: TaskReport) -> None:
-    rewards = ("-" if reward is None else f"{reward:g}" for reward in (report.nothing, report.solution))
-    scores = "doing nothing scores {}, the solution {}".format(*rewards)
-    printer.line(
-        "passed" if report.is_passed else "failed", f"{report.name} ({scores}; {report.seconds:.1f} s)"
-    )
-    for problem in report.problems:
-        print_line(printer.console, f"{report.name}: {problem}", style="red")
-    for ignored in report.ignored:
-        print_line(printer.console, f"{report.name}: no effect: {ignored}")
