@@ -45,7 +45,6 @@ def test_the_client_of_agent_loop_serve_passes_the_server_checks() -> None:
                 "the likeliest tokens and their log-probs are those of the model",
                 "a completion under a schema ends where the text is complete",
                 "a resumed completion with a seed samples the same tokens",
-                "the next turn of a session reuses the cached prefix",
                 "completions after a weight update come from the new weights",
                 "invalid weights are refused and change nothing",
                 "requests in flight continue across a weight update",

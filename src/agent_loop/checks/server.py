@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from random import Random
 from typing import Any
 from uuid import uuid4
@@ -78,7 +77,7 @@ async def check_server(
     return await SERVER_CHECKS.run(subject, name=name, timeout_s=timeout_s, on_result=on_result)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class CheckedServer:
     """Server under check, and the limits of the requests that it accepts."""
 
@@ -101,10 +100,6 @@ class CheckedServer:
         """Number of tokens of a completion that is long enough to be interrupted."""
         return self.max_model_len - 24
 
-    @cached_property
-    def _reply_check(self) -> ReplyCheck:
-        return ReplyCheck(self.vocab_size)
-
     def prompt(self, num_tokens: int, *, seed: int = 0) -> list[int]:
         """Return random tokens, the same for the same arguments."""
         return Random(f"{seed} {num_tokens}").choices(range(self.vocab_size), k=num_tokens)
@@ -122,13 +117,11 @@ class CheckedServer:
         return self.valid(output.chunks)
 
     def valid(self, chunks: Sequence[TokenChunk]) -> TokenOutput:
-        """Return the completion of chunks. Fail the check if a rollout would reject it, or if log-probs are missing."""
+        """Return the completion of chunks. Fail the check if a rollout would reject one of them."""
+        reply_check = ReplyCheck(self.vocab_size)
         for chunk in chunks:
-            self._reply_check.chunk(chunk, server=self.server.name, request_id="")
-        output = TokenOutput.from_chunks(chunks)
-        has_logprobs = output.log_probs is not None or Ability.LOG_PROBS not in self.server.abilities
-        require(has_logprobs, "no log-probs were returned, although the server claims them")
-        return output
+            reply_check.chunk(chunk, server=self.server.name, request_id="")
+        return TokenOutput.from_chunks(chunks)
 
     async def greedy(
         self, prompt: Sequence[int], num_tokens: int, *, session: str | None = None
@@ -199,20 +192,26 @@ class CheckedServer:
         else:
             raise CheckFailed(f"{what} was not refused")
 
-    async def require_model(self, model: Reference, *, prompt: Sequence[int], version: int) -> float:
+    def require_model(
+        self, model: Reference, prompt: Sequence[int], output: TokenOutput, *, temperature: float = 0.0
+    ) -> float:
+        """Fail the check unless a completion is the model's. Return the largest difference of their log-probs."""
+        reason = "" if temperature else model.disagreement(prompt, output.token_ids)
+        require(not reason, f"version {output.weight_version}, after {len(prompt)} tokens: {reason}")
+        if output.log_probs is None:
+            return 0.0
+        wanted = model.logprobs(prompt, output.token_ids, temperature=temperature)
+        return self.require_close(output.log_probs, wanted, f"log-probs at temperature {temperature}")
+
+    async def require_version(self, model: Reference, prompt: Sequence[int], version: int) -> float:
         """Fail the check unless completions come from `model` and carry `version`. Return the largest difference."""
         output = await self.greedy(prompt, 12)
-        reason = model.disagreement(prompt, output.token_ids)
-        require(not reason, f"version {version}: {reason}")
         reported = (await self.server.health()).weight_version
         require(
             output.weight_version == reported == version,
             f"the weights have version {version}, a completion {output.weight_version}, and health() {reported}",
         )
-        if output.log_probs is None:
-            return 0.0
-        wanted = model.logprobs(prompt, output.token_ids)
-        return self.require_close(output.log_probs, wanted, f"log-probs of version {version}")
+        return self.require_model(model, prompt, output)
 
 
 SERVER_CHECKS = CheckSuite[CheckedServer]()
@@ -276,35 +275,29 @@ async def _stop_token(subject: CheckedServer) -> None:
         subject.require_same(got, tokens[: position + 1], prompt=prompt, what=f"ignore_eos={ignore_eos}")
 
 
-@_check("greedy completions match the reference model")
-async def _greedy(subject: CheckedServer) -> None:
-    for seed, num_tokens in ((0, 1), (1, 17), (2, 64)):
-        prompt = subject.prompt(num_tokens, seed=seed)
-        tokens = (await subject.greedy(prompt, 16)).token_ids
-        reason = subject.reference.disagreement(prompt, tokens)
-        require(not reason, f"prompt of {num_tokens} tokens: {reason}")
-
-
-@_check("log-probs match the reference model", ability=Ability.LOG_PROBS)
-async def _logprobs(subject: CheckedServer) -> str:
-    variants: list[dict[str, Any]] = [
-        {"temperature": 1.0},
-        {"temperature": 0.7},
-        {"temperature": 0.0},
-        {"temperature": 1.0, "top_p": 0.9},
-        {"temperature": 0.7, "top_k": 5},
-    ]
-    worst, num_without = 0.0, 0
-    for seed, variant in enumerate(variants):
-        prompt, temperature = subject.prompt(31, seed=seed), variant["temperature"]
-        output = await subject.generate(prompt, max_tokens=16, ignore_eos=True, **variant)
-        if output.log_probs is None:
-            require(len(variant) > 1, f"no log-probs were returned with {variant}")
+@_check("completions and their log-probs are those of the reference model")
+async def _reference(subject: CheckedServer) -> str:
+    greedy, worst, num_without = {"temperature": 0.0}, 0.0, 0
+    for num_tokens, params in (
+        (1, greedy),
+        (17, greedy),
+        (64, greedy),
+        (31, {"temperature": 1.0}),
+        (31, {"temperature": 0.7}),
+        (31, {"temperature": 1.0, "top_p": 0.9}),
+        (31, {"temperature": 0.7, "top_k": 5}),
+    ):
+        prompt, given = subject.prompt(min(num_tokens, subject.long_tokens)), dict[str, Any](params)
+        output = await subject.generate(prompt, max_tokens=16, ignore_eos=True, **given)
+        difference = subject.require_model(
+            subject.reference, prompt, output, temperature=params["temperature"]
+        )
+        worst = max(worst, difference)
+        if output.log_probs is None and Ability.LOG_PROBS in subject.server.abilities:
+            require(
+                len(params) > 1, f"no log-probs were returned with {params}, although the server claims them"
+            )
             num_without += 1
-            continue
-        wanted = subject.reference.logprobs(prompt, output.token_ids, temperature=temperature)
-        what = f"log-probs with {variant} and the reference"
-        worst = max(worst, subject.require_close(output.log_probs, wanted, what))
     suffix = "; no log-probs with top-k or top-p" if num_without else ""
     return f"largest difference {worst:.1g} nats{suffix}"
 
@@ -378,35 +371,30 @@ async def _concurrency(subject: CheckedServer) -> None:
         subject.require_same(output.token_ids, alone.token_ids, prompt=prompt, what=what)
 
 
-@_check("the next turn of a session sees all earlier tokens")
-async def _session(subject: CheckedServer) -> None:
-    for seed in range(3):
-        session, prompt = uuid4().hex, subject.prompt(24, seed=seed)
+@_check("the next turn of a session sees all earlier tokens, and reuses their cache")
+async def _session(subject: CheckedServer) -> str:
+    half, cached = subject.max_model_len // 2, 0
+    for seed, num_tokens in (
+        (0, 24),
+        (8, half),
+        (80, half),
+    ):  # a cache may evict one prefix, but not two in a row
+        session, prompt = uuid4().hex, subject.prompt(num_tokens, seed=seed)
         whole = (await subject.greedy(prompt, 12)).token_ids
         await subject.greedy(prompt, 5, session=session)
         context = [*prompt, *whole[:5]]
         rest = (await subject.greedy(context, 7, session=session)).token_ids
         subject.require_same(rest, whole[5:], prompt=context, what="after 5 sampled tokens in the prompt")
         context = [*context, *rest, *subject.prompt(7, seed=7)]
-        later = (await subject.greedy(context, 8, session=session)).token_ids
+        later = await subject.greedy(context, 8, session=session)
         subject.server.end_session(session)
         alone = (await subject.greedy(context, 8)).token_ids
-        subject.require_same(later, alone, prompt=context, what="the turn after other tokens")
-
-
-@_check("the next turn of a session reuses the cached prefix", ability=Ability.PREFIX_REUSE)
-async def _prefix_reuse(subject: CheckedServer) -> str:
-    cached, num_prompt = 0, subject.max_model_len // 2
-    for seed in (8, 80):  # a working cache may evict one prefix, but not two in a row
-        session, prompt = uuid4().hex, subject.prompt(num_prompt, seed=seed)
-        first = (await subject.greedy(prompt, 8, session=session)).token_ids
-        context = [*prompt, *first, *subject.prompt(5, seed=9)]
-        output = await subject.greedy(context, 2, session=session)
-        subject.server.end_session(session)
-        require(output.num_cached_tokens is not None, "num_cached_tokens is None; return their number")
-        cached = max(cached, output.num_cached_tokens or 0)
-    shown = f"{cached} of the {num_prompt} prompt tokens of the first turn were cached"
-    require(cached >= num_prompt // 2, f"only {shown}")
+        subject.require_same(later.token_ids, alone, prompt=context, what="the turn after other tokens")
+        cached = max(cached, later.num_cached_tokens or 0)
+    if Ability.PREFIX_REUSE not in subject.server.abilities:
+        return "the server does not claim prefix_reuse"
+    shown = f"{cached} of {half} tokens of the first prompt were cached (num_cached_tokens)"
+    require(cached >= half // 2, f"only {shown}")
     return shown
 
 
@@ -560,7 +548,7 @@ async def _update(subject: CheckedServer) -> str:
     models = (reference.shifted(seed=1), reference.shifted(seed=2), reference)
     for new_version, model in enumerate(models, start=version + 1):
         await subject.server.update_weights(model.weights(), weight_version=new_version)
-        worst = max(worst, await subject.require_model(model, prompt=prompt, version=new_version))
+        worst = max(worst, await subject.require_version(model, prompt, new_version))
     return f"largest difference {worst:.1g} nats"
 
 
@@ -581,7 +569,7 @@ async def _bad_weights(subject: CheckedServer) -> None:
             pass
         else:
             raise CheckFailed(f"{what} was accepted")
-        await subject.require_model(subject.reference, prompt=subject.prompt(20, seed=28), version=version)
+        await subject.require_version(subject.reference, subject.prompt(20, seed=28), version)
 
 
 @_check("requests in flight continue across a weight update", ability=Ability.UPDATE_IN_FLIGHT)
