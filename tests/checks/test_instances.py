@@ -225,7 +225,7 @@ def checked(tool: BaseTool, **options: Any) -> CheckReport:
 def test_a_tool_without_fault_passes() -> None:
     report = checked(Notes())
     report.raise_if_failed()
-    assert report.named("passed") == TOOL_CHECKS.names
+    assert report.named("passed") == list(TOOL_CHECKS.checks)
 
 
 REPLIES = "every turn gets a valid reply"
@@ -373,7 +373,7 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_the_command_checks_a_tool_by_its_name() -> None:
     code, output = run("calculator", "--call", '{"expression": "1+1"}')
     assert code == 0, output
-    assert f"tool 'calculator': {len(TOOL_CHECKS.names)} passed, 0 failed, 0 skipped" in output
+    assert f"tool 'calculator': {len(list(TOOL_CHECKS.checks))} passed, 0 failed, 0 skipped" in output
 
 
 def test_the_command_reads_a_config_and_sets_the_exit_code(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from agent_loop.servers.embedded.model_types import (
     short_window,
 )
 from agent_loop.testing.conformance import (
-    Check,
     CheckReport,
     CheckSkipped,
     CheckSuite,
@@ -136,7 +135,7 @@ async def check_model(
         ("share_prefixes is exact", partial(_train, layout="tree"), can_share_prefixes(model)),
     ]
     suite = CheckSuite(
-        [Check(name, partial(CheckedModel.compare, way=way, is_used=is_used)) for name, way, is_used in ways]
+        {name: partial(CheckedModel.compare, way=way, is_used=is_used) for name, way, is_used in ways}
     )
     subject = CheckedModel(model, max_model_len)
     return await suite.run(

@@ -43,13 +43,6 @@ class Reference:
         logprobs_TV = torch.log_softmax(logits_TV / (temperature or 1.0), dim=-1)
         return logprobs_TV.gather(-1, torch.tensor(completion)[:, None])[:, 0].numpy()
 
-    def greedy(self, prompt_ids: Sequence[int], *, num_tokens: int) -> list[int]:
-        """Return the greedy continuation. End tokens do not stop it."""
-        context = list(prompt_ids)
-        for _ in range(num_tokens):
-            context.append(int(self._logits(context)[-1].argmax()))
-        return context[len(prompt_ids) :]
-
     def disagreement(self, prompt_ids: Sequence[int], completion: Sequence[int]) -> str:
         """Return why a completion is not greedy, or an empty string. Near ties are allowed."""
         logits_TV = self._logits([*prompt_ids, *completion])[len(prompt_ids) - 1 : -1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agent_loop.errors import AgentLoopError
-from agent_loop.testing.conformance import Check, CheckFailed, CheckReport, CheckSuite, OnResult
+from agent_loop.testing.conformance import CheckFailed, CheckReport, CheckSuite, OnResult
 from agent_loop.tools.sandbox.probe import find_escapes
 from agent_loop.tools.sandbox.settings import SandboxSettings
 
@@ -17,7 +17,7 @@ async def check_sandbox(
         timeout_s: Time limit of the check.
         on_result: Called with the result as soon as it is known.
     """
-    suite = CheckSuite([Check("code in the sandbox cannot escape", _isolates)])
+    suite = CheckSuite({"code in the sandbox cannot escape": _isolates})
     return await suite.run(settings, name="sandbox", timeout_s=timeout_s, on_result=on_result)
 
 

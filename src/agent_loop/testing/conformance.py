@@ -9,12 +9,12 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 from agent_loop.errors import ContractError
 from agent_loop.runtime.describe import describe_error
@@ -22,7 +22,6 @@ from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
 
 SubjectT = TypeVar("SubjectT")
-CheckedT = TypeVar("CheckedT", contravariant=True)
 CheckVerdict: TypeAlias = Literal["passed", "failed", "skipped"]
 TICK_S = 0.005
 MAX_BLOCK_S = 0.1
@@ -71,16 +70,12 @@ class CheckReport:
         """Return the names of the checks with this verdict."""
         return [result.name for result in self.results if result.verdict == verdict]
 
-    @property
-    def summary(self) -> str:
-        """Number of failed checks, followed by each of them on a line with its reason."""
-        lines = [f"{result.name}: {result.detail}" for result in self.failures]
-        return "\n  ".join([f"{len(lines)} of {len(self.results)} checks failed", *lines])
-
     def raise_if_failed(self) -> None:
         """Raise a ContractError that names every failed check with its reason."""
         if self.failures:
-            raise ContractError(f"{self.subject}: {self.summary}")
+            lines = [f"{self.subject}: {len(self.failures)} of {len(self.results)} checks failed"]
+            lines += [f"{result.name}: {result.detail}" for result in self.failures]
+            raise ContractError("\n  ".join(lines))
 
 
 CheckFunction: TypeAlias = Callable[[SubjectT], Awaitable[str | None]]
@@ -88,68 +83,53 @@ CheckFunction: TypeAlias = Callable[[SubjectT], Awaitable[str | None]]
 OnResult: TypeAlias = Callable[[CheckResult], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Check(Generic[CheckedT]):
-    """One rule of a contract, and the function that tests it."""
-
-    name: str
-    function: CheckFunction[CheckedT]
-
-    async def run(self, subject: CheckedT, *, timeout_s: float) -> CheckResult:
-        """Run the check. An exception of any kind, or a run longer than `timeout_s`, is a failure."""
-        clock = asyncio.get_running_loop().time
-        started = clock()
-
-        def result(verdict: CheckVerdict, detail: str) -> CheckResult:
-            return CheckResult(self.name, verdict, detail, clock() - started)
-
-        try:
-            detail = await run_bounded(partial(self.function, subject), timeout_s=timeout_s)
-        except DeadlineExpired as error:
-            return result("failed", f"it {error}")
-        except CheckSkipped as reason:
-            return result("skipped", str(reason))
-        except Exception as error:  # noqa: BLE001  (user code may raise anything; that is the finding)
-            return result("failed", _describe_cause(error))
-        return result("passed", detail or "")
-
-
 class CheckSuite(Generic[SubjectT]):
-    """Checks of one contract, in the order in which they run."""
+    """Checks of one contract by their names, in the order in which they run. A name is a rule, as a sentence."""
 
-    def __init__(self, checks: Iterable[Check[SubjectT]] = ()) -> None:
-        self.checks = list(checks)
-
-    @property
-    def names(self) -> list[str]:
-        return [check.name for check in self.checks]
+    def __init__(self, checks: Mapping[str, CheckFunction[SubjectT]] | None = None) -> None:
+        self.checks = dict(checks or {})
 
     def check(self, name: str) -> Callable[[CheckFunction[SubjectT]], CheckFunction[SubjectT]]:
-        """Return a decorator that adds a function to the suite. `name` is the rule of the contract, as a sentence."""
+        """Return a decorator that adds a function to the suite."""
 
         def add(function: CheckFunction[SubjectT]) -> CheckFunction[SubjectT]:
-            self.checks.append(Check(name, function))
+            self.checks[name] = function
             return function
 
         return add
 
-    def only(self, name: str) -> Self:
+    def only(self, name: str) -> CheckSuite[SubjectT]:
         """Return a suite of the one check with this name."""
-        return type(self)(check for check in self.checks if check.name == name)
+        return CheckSuite({name: self.checks[name]})
 
     async def run(
         self, subject: SubjectT, *, name: str, timeout_s: float, on_result: OnResult | None = None
     ) -> CheckReport:
         """Run the checks one after the other, each for at most `timeout_s`.
 
-        `name` is that of the subject in the report, as in `interaction 'gsm8k'`.
+        An exception of any kind is a failure. `name` is that of the subject in the report, as in `interaction 'gsm8k'`.
         """
-        results: list[CheckResult] = []
-        for check in self.checks:
-            results.append(await check.run(subject, timeout_s=timeout_s))
+        clock, results = asyncio.get_running_loop().time, list[CheckResult]()
+        for rule, function in self.checks.items():
+            started = clock()
+            verdict, detail = await _verdict(partial(function, subject), timeout_s=timeout_s)
+            results.append(CheckResult(rule, verdict, detail, clock() - started))
             if on_result is not None:
                 on_result(results[-1])
         return CheckReport(name, results)
+
+
+async def _verdict(
+    check: Callable[[], Awaitable[str | None]], *, timeout_s: float
+) -> tuple[CheckVerdict, str]:
+    try:
+        return "passed", await run_bounded(check, timeout_s=timeout_s) or ""
+    except DeadlineExpired as error:
+        return "failed", f"it {error}"
+    except CheckSkipped as reason:
+        return "skipped", str(reason)
+    except Exception as error:  # noqa: BLE001  (user code may raise anything; that is the finding)
+        return "failed", _describe_cause(error)
 
 
 def require(condition: bool, message: str) -> None:
