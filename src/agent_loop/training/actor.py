@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from agent_loop.config import ActorConfig
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
-from agent_loop.training.actor_loss import ActorLoss, PastLogProbs, Targets, importance, observations
+from agent_loop.training.actor_loss import ActorLoss, PastLogProbs, Targets, importance, observation_mask
 from agent_loop.training.adapters import without_adapters
 from agent_loop.training.distillation.targets import TeacherTargets
 from agent_loop.training.forward import prepare_layout, response_logprobs
@@ -111,6 +111,7 @@ class Actor(TrainedModel):
             weights_BR=weights_BR,
             past=past,
             teachers=teachers,
+            observed_BR=observation_mask(batch) if self._config.observation_coeff else None,
         )
         mini_batches: list[Tensor] = []
         steps: list[Mapping[str, float]] = []
@@ -164,29 +165,18 @@ class Actor(TrainedModel):
         self, batch: RolloutBatch, rows: Tensor, targets: Targets, *, first_BR: Tensor | None
     ) -> dict[str, float]:
         """Run one optimiser step. The first step writes the log-probs that it computes to `first_BR`."""
-        config, teachers = self._config, targets.teachers
+        observed_BR, teachers = targets.observed_BR, targets.teachers
         loss = ActorLoss(
-            config=config,
+            model=self.model,
+            temperature=self._temperature,
+            config=self._config,
             policy_loss=self._policy_loss,
             targets=targets,
             reduce=self.aggregation(batch, rows),
-            observations=observations(batch, rows=rows) if config.observation_coeff else None,
+            num_observed=1.0 if observed_BR is None else max(1.0, float(observed_BR[rows].sum())),
+            first_BR=first_BR,
         )
-
-        def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            found = response_logprobs(
-                self.model,
-                micro_batch if loss.observations is None else loss.observations.widened(micro_batch),
-                temperature=self._temperature,
-                entropy_has_gradient=config.entropy_coeff > 0,
-                candidate_ids_BRK=teachers and teachers.candidate_ids(micro_batch),
-            )
-            if first_BR is not None:
-                is_trained_BR = micro_batch.mask_BR.bool()
-                micro_batch.put(torch.where(is_trained_BR, found.sampled_BR.detach(), 0.0), into=first_BR)
-            return loss(found, micro_batch)
-
-        sums = self.step(batch, rows, loss_of)
+        sums = self.step(batch, rows, loss)
         sums[names.RATIO_ESS] = effective_share({name: sums.pop(name) for name in WEIGHT_SUMS})
         return sums if teachers is None else sums | teachers.pop_means(sums)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from agent_loop.config import ActorConfig, CorrectionConfig
 from agent_loop.errors import DataError
@@ -17,7 +18,7 @@ from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.advantages.groups import rollouts_of_rows
 from agent_loop.training.distillation.targets import TeacherTargets
-from agent_loop.training.forward import ResponseLogProbs
+from agent_loop.training.forward import response_logprobs
 from agent_loop.training.losses.policy import token_loss
 from agent_loop.training.losses.terms import (
     Aggregation,
@@ -50,8 +51,10 @@ class Targets:
     weights_BR: Tensor | None
     """Weight of each token's loss; None is 1."""
     past: PastLogProbs
-    teachers: TeacherTargets | None = None
+    teachers: TeacherTargets | None
     """Scores of teachers, as a term of the loss; None without such a term."""
+    observed_BR: Tensor | None
+    """int64: 1 at observations, whose mean cross-entropy is a term of the loss; None without such a term."""
 
 
 def importance(
@@ -82,34 +85,15 @@ def importance(
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Observations:
-    """Observations of a mini-batch, whose mean cross-entropy is a term of the loss (ECHO, arXiv 2605.24517).
+def observation_mask(batch: RolloutBatch) -> Tensor:
+    """Return 1 at the observations of a batch, int64 [B, R] (ECHO, arXiv 2605.24517).
 
     They are the response tokens that no model sampled: the replies of tools and interactions, with what the chat
     template writes around them. Their log-probs are of the same forward pass as those of the policy loss, and at the
     temperature of the rollout.
     """
-
-    mask_BR: Tensor
-    """int64: 1 at observations, for the whole batch."""
-    count: float
-    """Number of observations in the mini-batch, at least 1."""
-
-    def widened(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch whose mask holds the observations too, so that their log-probs are computed."""
-        return replace(micro_batch, mask_BR=micro_batch.mask_BR | self.of(micro_batch))
-
-    def of(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the observations of a micro-batch. A spare micro-batch has none, because its rows count elsewhere."""
-        return micro_batch.cut(self.mask_BR) * (not micro_batch.is_spare)
-
-
-def observations(batch: RolloutBatch, *, rows: Tensor) -> Observations:
-    """Return the observations of a mini-batch."""
     is_response_BR = batch["attention_mask"][:, batch["prompts"].shape[1] :].bool()
-    mask_BR = (is_response_BR & (batch["weight_versions"] < 0)).long()
-    return Observations(mask_BR, max(1.0, float(mask_BR[rows].sum())))
+    return (is_response_BR & (batch["weight_versions"] < 0)).long()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,18 +104,36 @@ class ActorLoss:
     cross-entropy of observations, as far as each has a weight.
     """
 
+    model: PreTrainedModel
+    temperature: float
     config: ActorConfig
     policy_loss: RegisteredFunction
     targets: Targets
     reduce: Aggregation
     """Aggregation of the mini-batch."""
-    observations: Observations | None
+    num_observed: float
+    """Number of observations in the mini-batch, at least 1."""
+    first_BR: Tensor | None
+    """Tensor that gets the log-probs of the sampled tokens."""
 
-    def __call__(self, found: ResponseLogProbs, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a micro-batch, and its parts of the metrics of the mini-batch."""
         mask_BR, targets, config = micro_batch.mask_BR, self.targets, self.config
-        reduce = self.reduce.cut(micro_batch.rows_B)
+        computed, observed_BR, teachers = micro_batch, None, targets.teachers
+        if targets.observed_BR is not None:  # a spare micro-batch has none, because its rows count elsewhere
+            observed_BR = micro_batch.cut(targets.observed_BR) * (not micro_batch.is_spare)
+            computed = replace(micro_batch, mask_BR=mask_BR | observed_BR)
+        found = response_logprobs(
+            self.model,
+            computed,
+            temperature=self.temperature,
+            entropy_has_gradient=config.entropy_coeff > 0,
+            candidate_ids_BRK=teachers and teachers.candidate_ids(micro_batch),
+        )
         logprobs_BR = torch.where(mask_BR.bool(), found.sampled_BR, 0.0)
+        if self.first_BR is not None:
+            micro_batch.put(logprobs_BR.detach(), into=self.first_BR)
+        reduce = self.reduce.cut(micro_batch.rows_B)
         old_BR = micro_batch.cut(targets.past.old_BR)
         policy = token_loss(
             self.policy_loss,
@@ -163,16 +165,13 @@ class ActorLoss:
                 estimator=config.kl_loss_type,
             )
             terms.append((names.KL_LOSS, reduce(kl_BR, mask_BT=mask_BR), config.kl_loss_coef))
-        if targets.teachers is not None:
-            kl_BR = targets.teachers.losses(found, micro_batch)
+        if teachers is not None:
+            kl_BR = teachers.losses(found, micro_batch)
             divergence = reduce(kl_BR, mask_BT=mask_BR)
-            terms.append((names.DISTILLATION_LOSS, divergence, targets.teachers.config.coef))
-            metrics |= targets.teachers.sums(kl_BR.detach(), micro_batch)
-        if self.observations is not None:
-            is_observed_BR = self.observations.of(micro_batch).bool()
-            cross_entropy = (
-                torch.where(is_observed_BR, -found.sampled_BR, 0.0).sum() / self.observations.count
-            )
+            terms.append((names.DISTILLATION_LOSS, divergence, teachers.config.coef))
+            metrics |= teachers.sums(kl_BR.detach(), micro_batch)
+        if observed_BR is not None:
+            cross_entropy = torch.where(observed_BR.bool(), -found.sampled_BR, 0.0).sum() / self.num_observed
             terms.append((names.OBSERVATION_LOSS, cross_entropy, config.observation_coeff))
         loss = reduce(loss_BR, mask_BT=mask_BR)
         for name, mean, coefficient in terms:

@@ -268,9 +268,9 @@ class TrainingLoop:
         metrics[names.TOKENS_PER_SECOND] = num_tokens / max(rollout.seconds, 1e-9)
         metrics[names.UNSTORED_FILES] = float(self.keeper.num_failed)
         metrics |= run.clock.metrics()
-        time = time_shares(trajectories, phases=run.clock.seconds(), label=f"step={step}")
-        run.writer.write(step, metrics | time.metrics())
-        run.progress.end_step(step, metrics, time_spent=str(time))
+        shares, time_spent = time_shares(trajectories, phases=run.clock.seconds(), label=f"step={step}")
+        run.writer.write(step, metrics | shares)
+        run.progress.end_step(step, metrics, time_spent=time_spent)
         error = self._monitor.error(step=step)
         if error is not None or run.is_due(config.trainer.save_every):
             await run.save()

@@ -11,7 +11,6 @@ from agent_loop.runtime.numeric import as_finite_number
 from agent_loop.training import metrics as names
 from agent_loop.training.advantages.estimate import SOURCE
 from agent_loop.trajectory import (
-    AgentLoopOutput,
     Feedback,
     IncidentKind,
     Trajectory,
@@ -70,7 +69,16 @@ def rollout_metrics(
         ),
         names.STALENESS_MEAN: lag / max(num_sampled, 1),
     }
-    metrics |= _call_metrics(outputs, weights=weights)
+
+    def incidents(kind: IncidentKind) -> float:
+        return mean([sum(each.kind is kind for each in o.incidents) for o in outputs])
+
+    malformed, invalid = incidents(IncidentKind.MALFORMED_CALL), incidents(IncidentKind.INVALID_TURN)
+    num_turns = mean([o.num_assistant_turns for o in outputs])
+    metrics |= {
+        names.MALFORMED_CALL_SHARE: malformed and malformed / (malformed + metrics[names.TOOL_CALLS_MEAN]),
+        names.INVALID_TURN_SHARE: invalid and invalid / num_turns,
+    }
     if rewards:
         metrics |= {
             names.REWARD_MEAN: float(np.mean(means)),
@@ -202,18 +210,3 @@ def _counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         if output.failure is not None:
             numbers[f"{names.FAILURES}{output.failure.kind.value}"] += weight
     return {**shares, **{name: number for name, number in numbers.items() if number}}
-
-
-def _call_metrics(outputs: Sequence[AgentLoopOutput], *, weights: Sequence[float]) -> dict[str, float]:
-    kinds: defaultdict[IncidentKind, float] = defaultdict(float)
-    num_calls = num_turns = 0.0
-    for output, weight in zip(outputs, weights, strict=True):
-        for incident in output.incidents:
-            kinds[incident.kind] += weight
-        num_calls += weight * output.metrics.num_tool_calls
-        num_turns += weight * output.num_assistant_turns
-    malformed, invalid = kinds[IncidentKind.MALFORMED_CALL], kinds[IncidentKind.INVALID_TURN]
-    return {
-        names.MALFORMED_CALL_SHARE: malformed / (malformed + num_calls) if malformed else 0.0,
-        names.INVALID_TURN_SHARE: invalid / num_turns if invalid else 0.0,
-    }

@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from agent_loop.storage.times import times_of
 from agent_loop.training import metrics as names
@@ -69,36 +68,14 @@ class StepClock:
         return {f"{names.SECONDS}{phase}": seconds for phase, seconds in self.seconds().items()}
 
 
-@dataclass(frozen=True, slots=True)
-class TimeShares:
-    """Shares of the time of a step."""
+def time_shares(
+    trajectories: Sequence[Trajectory], *, phases: Mapping[str, float], label: str
+) -> tuple[dict[str, float], str]:
+    """Return metrics of the time of a step, and a line of text with the largest shares first.
 
-    shares: Mapping[str, float]
-    """Shares by metric, which sum to 1."""
-    slowest_s: float | None = None
-    """Seconds of the trajectory that took longest; None if no trajectory was traced."""
-    slowest: str = ""
-    """Name of that trajectory, with the part that took most of the time."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return all values by metric name."""
-        slowest = {} if self.slowest_s is None else {names.SLOWEST_SECONDS: self.slowest_s}
-        return {**self.shares, **slowest}
-
-    def __str__(self) -> str:
-        """Return one line, largest share first."""
-        largest_first = sorted(self.shares.items(), key=lambda item: -item[1])
-        parts = [
-            f"{name.removeprefix(names.TIME)} {share:.0%}"
-            for name, share in largest_first
-            if share >= LEAST_SHOWN
-        ]
-        slowest = [f"slowest {self.slowest}"] if self.slowest else []
-        return "time: " + "  ".join([*parts, *slowest])
-
-
-def time_shares(trajectories: Sequence[Trajectory], *, phases: Mapping[str, float], label: str) -> TimeShares:
-    """Return the shares of the time of a step. `label` is the prefix of the name of the slowest trajectory."""
+    The metrics are shares that sum to 1, and the seconds of the slowest trajectory if one was traced. `label` is the
+    prefix of the name of that trajectory.
+    """
     step_s = max(phases["step"], sum(value for name, value in phases.items() if name != "step"), 1e-9)
     shares = dict.fromkeys([*PARTS.values(), names.TIME_PREFILL, *PHASES.values(), names.TIME_IDLE], 0.0)
     for phase, name in PHASES.items():
@@ -108,12 +85,19 @@ def time_shares(trajectories: Sequence[Trajectory], *, phases: Mapping[str, floa
     for name, part in _rollout_shares(list(traces.values())).items():
         shares[name] += part * phases.get("rollout", 0.0) / step_s
     shares[names.TIME_IDLE] += max(0.0, 1.0 - sum(shares.values()))
-    if not traces:
-        return TimeShares(shares)
-    slowest, trace = max(traces.items(), key=lambda item: item[1].seconds)
-    part, part_s = max(times_of(trace).whole().items(), key=lambda item: item[1])
-    text = f"{label}/{slowest} {trace.seconds:.1f} s ({part.removesuffix('_s')} {part_s:.1f} s)"
-    return TimeShares(shares, trace.seconds, text)
+    parts = [
+        f"{name.removeprefix(names.TIME)} {share:.0%}"
+        for name, share in sorted(shares.items(), key=lambda item: -item[1])
+        if share >= LEAST_SHOWN
+    ]
+    if traces:
+        slowest, trace = max(traces.items(), key=lambda item: item[1].seconds)
+        part, part_s = max(times_of(trace).whole().items(), key=lambda item: item[1])
+        shares[names.SLOWEST_SECONDS] = trace.seconds
+        parts.append(
+            f"slowest {label}/{slowest} {trace.seconds:.1f} s ({part.removesuffix('_s')} {part_s:.1f} s)"
+        )
+    return shares, "time: " + "  ".join(parts)
 
 
 def _rollout_shares(traces: Sequence[Trace]) -> dict[str, float]:

@@ -180,9 +180,8 @@ def estimate_advantages(
         )
     advantages_BR = torch.where(is_trained_BR | advantages_BR.isfinite(), advantages_BR, 0.0)
     if result.whiten:
-        prompts_B = rewards.groups_B if rewards.prompts_B is None else rewards.prompts_B
         is_trained_B = is_trained_BR.any(dim=1)
-        weights_B = share_weights(is_trained_B, groups_B=prompts_B, rollouts_B=rewards.rollouts_B)
+        weights_B = share_weights(is_trained_B, groups_B=rewards.prompts_B, rollouts_B=rewards.rollouts_B)
         advantages_BR = whiten(advantages_BR, mask_BR=is_trained_BR, weights_B=weights_B)
     return BatchAdvantages(
         advantages_BR=advantages_BR.float(),

@@ -113,8 +113,7 @@ def gdpo(rewards: Rewards, *, config: AlgorithmConfig) -> Advantages:
         if weight:
             signal_B |= has_signal(part_B, groups_B=groups_B, rollouts_B=rollouts_B)
     counts_B = rewards.is_scored_B & (signal_B | (not config.drop_zero_variance_groups))
-    prompts_B = groups_B if rewards.prompts_B is None else rewards.prompts_B
-    weights_B = share_weights(counts_B, groups_B=prompts_B, rollouts_B=rollouts_B)
+    weights_B = share_weights(counts_B, groups_B=rewards.prompts_B, rollouts_B=rollouts_B)
     advantages_B1 = whiten(sum_B[:, None], mask_BR=counts_B[:, None], weights_B=weights_B)
     return Advantages(advantages_B1[:, 0], signal_B)
 
@@ -222,8 +221,7 @@ def fork(rewards: Rewards, *, config: AlgorithmConfig, turns: Turns) -> Advantag
 
 def _mains(rewards: Rewards, turns: Turns) -> dict[int, int]:
     """Return the row of the trajectory that a continuation forks, by the row of the continuation."""
-    rollouts_B = torch.arange(len(rewards.groups_B)) if rewards.rollouts_B is None else rewards.rollouts_B
-    numbers = [cast(Any, each_B).tolist() for each_B in (rollouts_B, turns.forked_B)]
+    numbers = [cast(Any, each_B).tolist() for each_B in (rewards.rollouts_B, turns.forked_B)]
     pairs: list[tuple[int, int]] = list(zip(*numbers, strict=True))
     mains = {rollout: row for row, (rollout, forked) in enumerate(pairs) if forked < 0}
     return {
@@ -246,7 +244,6 @@ def _totals(rewards: Rewards, turns: Turns, main_of: Mapping[int, int]) -> Tenso
 def _values_of_prompts(of_mains_B: Tensor, rewards: Rewards) -> Tensor:
     """Return the mean reward of the other rollouts of each row's group, [B]; NaN if there is no other, or no reward."""
     groups_B, rollouts_B = rewards.groups_B, rewards.rollouts_B
-    rollouts_B = torch.arange(len(groups_B)) if rollouts_B is None else rollouts_B
     weights_B = share_weights(~of_mains_B.isnan(), groups_B=groups_B, rollouts_B=rollouts_B)
     shares_B = weights_B * of_mains_B.nan_to_num()
     own_B = per_rollout(shares_B, rollouts_B=pair_numbers(groups_B, rollouts_B))

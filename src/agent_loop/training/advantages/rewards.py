@@ -122,12 +122,12 @@ class Rewards:
     """Number of the group of each row. In games, the seats of a group are groups of their own."""
     turn_weight: float
     """Weight of the rewards of turns."""
-    rollouts_B: Tensor | None = None
-    """Number of the rollout of each row; None: each row is a rollout."""
-    prompts_B: Tensor | None = None
-    """Number of the prompt of each row, which the seats of a game share; None is `groups_B`."""
-    shared_turns_B: Tensor | None = None
-    """Sum of the rewards of turns that are trained in another branch of the rollout; None is 0."""
+    rollouts_B: Tensor
+    """Number of the rollout of each row."""
+    prompts_B: Tensor
+    """Number of the prompt of each row, which the seats of a game share."""
+    shared_turns_B: Tensor
+    """Sum of the rewards of turns that are trained in another branch of the rollout."""
     parts: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Parts of the reward that `algorithm.reward_parts` names, float64 [B] each; NaN if a row was not scored or has no
     number. The name `reward`, which stands for `per_row()`, is not among them."""
@@ -144,8 +144,7 @@ class Rewards:
         """
         has_token_B = self.mask_BR.bool().any(dim=1)
         earned_B = self.per_token().sum(dim=1) + torch.where(has_token_B, 0.0, self.outcome_B.double())
-        if self.shared_turns_B is not None:
-            earned_B = earned_B + self.turn_weight * self.shared_turns_B
+        earned_B = earned_B + self.turn_weight * self.shared_turns_B
         return torch.where(self.is_scored_B, earned_B, torch.nan)
 
     def per_token(self) -> Tensor:
