@@ -140,19 +140,29 @@ def batch_of(samples: Sequence[Sample]) -> RolloutBatch:
     return assemble([sample.trajectory for sample in samples], pad_token_id=PAD)
 
 
-def compared(values: Sequence[float], *, keys: Sequence[Hashable], weights: Sequence[float]) -> list[float]:
-    """Return each value minus the weighted mean of its key, divided by the standard deviation."""
+def compared(
+    values: Sequence[float],
+    *,
+    keys: Sequence[Hashable],
+    weights: Sequence[float],
+    norm_by_std: bool = True,
+    needs_others: bool = True,
+) -> list[float]:
+    """Return each value minus the weighted mean of its key, divided by the standard deviation.
+
+    With `needs_others`, the result is 0 for a key whose weights sum to 1.
+    """
     found: list[float] = []
     for value, key in zip(values, keys, strict=True):
         rows = [n for n, other in enumerate(keys) if other == key]
         chosen, shares = (np.array([each[n] for n in rows], np.float64) for each in (values, weights))
         total = shares.sum()
-        if total < 1 + EPS or chosen.min() == chosen.max():
+        if (needs_others and total < 1 + EPS) or chosen.min() == chosen.max():
             found.append(0.0)
             continue
         mean = (shares * chosen).sum() / total
         deviation = np.sqrt((shares * (chosen - mean) ** 2).sum() / max(total - 1, 1))
-        found.append(float((value - mean) / (deviation + EPS)))
+        found.append(float((value - mean) / (deviation + EPS if norm_by_std else 1.0)))
     return found
 
 

@@ -21,8 +21,9 @@ from agent_loop.training.step_metrics import rollout_metrics
 from agent_loop.trajectory import Failure, FailureKind, Trajectory
 from tests.harness import examples
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
-from tests.training.test_branches import ESTIMATORS, WEIGHT, Group, groups, trajectories_of
+from tests.training.samples import Rollout, groups, samples_of
 
+ESTIMATORS = ["grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
 INFRASTRUCTURE = [kind for kind in FailureKind if kind is not FailureKind.CODE]
 COUNTED = (names.STOP_REASON, names.INCIDENT, names.FAILURES, names.RETRIES)
 """Prefixes of the metrics that count lost trajectories."""
@@ -37,8 +38,8 @@ def failed(trajectory: Trajectory, kind: FailureKind) -> Trajectory:
 @st.composite
 def losses(draw: st.DrawFn) -> tuple[list[Trajectory], list[Trajectory]]:
     """Return trajectories of which some are lost, and the others of them alone."""
-    found: Sequence[Group] = draw(groups)
-    trajectories = trajectories_of(found)
+    found: Sequence[Sequence[Rollout]] = draw(groups)
+    trajectories = [sample.trajectory for sample in samples_of(found)]
     kinds = draw(
         st.lists(
             st.none() | st.sampled_from(INFRASTRUCTURE),
@@ -58,9 +59,7 @@ def name_of(trajectory: Trajectory) -> Name:
 def trained(trajectories: Sequence[Trajectory], estimator: Any) -> dict[Name, list[float]]:
     """Return the advantages of the tokens of the trajectories that are trained."""
     batch = assemble(trajectories, pad_token_id=PAD)
-    config = AlgorithmConfig(
-        adv_estimator=estimator, turn_reward_weight=WEIGHT, drop_zero_variance_groups=False
-    )
+    config = AlgorithmConfig(adv_estimator=estimator, turn_reward_weight=0.5, drop_zero_variance_groups=False)
     found = estimate_advantages(
         collect_rewards(batch, config=config, response_length=99),
         estimator=load_estimator(config),
