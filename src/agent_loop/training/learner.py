@@ -15,22 +15,19 @@ from transformers import PreTrainedModel
 from agent_loop.config import Config, OptimConfig
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.batch import TENSOR_COLUMNS, RolloutBatch
-from agent_loop.rollout.forks import FORKED_TURN
 from agent_loop.servers.embedded.runner import use_deterministic_kernels
 from agent_loop.storage.columns import Learned
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import TRAIN_LOG_PROBS, Actor
 from agent_loop.training.actor_loss import PastLogProbs
 from agent_loop.training.advantages.estimate import (
-    SOURCE,
     BatchAdvantages,
     estimate_batch,
     estimator_needs,
     load_estimators,
 )
 from agent_loop.training.advantages.groups import branch_weights, rollouts_of_rows
-from agent_loop.training.advantages.rewards import COLUMNS as SEAT_COLUMNS
-from agent_loop.training.advantages.rewards import has_seats, part_columns
+from agent_loop.training.advantages.rewards import has_seats
 from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint, load_state, save_state
 from agent_loop.training.critic import Critic, load_critic
 from agent_loop.training.distillation.targets import COLUMNS as TEACHER_COLUMNS
@@ -47,15 +44,6 @@ IS_TRAINED = "is_trained"
 """Column that the learner adds to its batch, bool [B]: rows that were trained."""
 CRITIC_FOLDER = "critic"
 """Subfolder of a checkpoint with the critic, in the format of `transformers`."""
-LEARNED_COLUMNS = (
-    *TENSOR_COLUMNS,
-    "stop_reason",
-    "trajectory_id",
-    SOURCE,
-    *SEAT_COLUMNS,
-    *TEACHER_COLUMNS,
-)
-"""Columns of a batch that the other ranks need, besides those that settings name."""
 OptimConfigT = TypeVar("OptimConfigT", bound=OptimConfig)
 
 
@@ -99,22 +87,21 @@ class Learner:
             raise ConfigError(
                 "the batch has images or videos, which one process alone can train on; set trainer.num_processes=1"
             )
-        needed = batch.select(*LEARNED_COLUMNS, *self._named_columns(batch), strict=False)
-        with self._process_group.on_all_ranks("learn", batch=needed, baseline_rewards=baseline_rewards):
+        with self._process_group.on_all_ranks(
+            "learn", batch=_for_other_ranks(batch), baseline_rewards=baseline_rewards
+        ):
             return self._learn(batch, baseline_rewards)
 
     def supervise(self, batch: RolloutBatch, *, advances_schedule: bool = True) -> dict[str, float]:
         """Take one optimiser step on the cross-entropy of the sampled tokens; see `Actor.supervise`."""
-        needed = batch.select(*LEARNED_COLUMNS, strict=False)
         options = {"advances_schedule": advances_schedule}
-        with self._process_group.on_all_ranks("supervise", batch=needed, **options):
+        with self._process_group.on_all_ranks("supervise", batch=_for_other_ranks(batch), **options):
             self._set_threads()
             return self._actor.supervise(batch, **options)
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
         """Return the log-probs of the sampled tokens under the current weights; see `Actor.logprobs`."""
-        needed = batch.select(*LEARNED_COLUMNS, strict=False)
-        with self._process_group.on_all_ranks("logprobs", batch=needed):
+        with self._process_group.on_all_ranks("logprobs", batch=_for_other_ranks(batch)):
             self._set_threads()
             return self._actor.logprobs(batch)
 
@@ -238,14 +225,6 @@ class Learner:
         state = {"actor": self._actor.optimizer.state_dict()}
         return state if self._critic is None else state | {"critic": self._critic.optimizer.state_dict()}
 
-    def _named_columns(self, batch: RolloutBatch) -> list[str]:
-        """Return the columns that settings of the estimators name, or that the estimator needs."""
-        settings = [estimator.config for estimator in self._estimators.values()]
-        columns = [column for each in settings for column in part_columns(batch, each.reward_parts).values()]
-        if self._estimator.needs.forks:
-            columns.append(FORKED_TURN)
-        return [*columns, "feedback"] if any(each.anchor_state for each in settings) else columns
-
     def _kl_penalty(
         self, batch: RolloutBatch, *, is_trained_B: Tensor
     ) -> tuple[Tensor | None, PastLogProbs | None, dict[str, float]]:
@@ -279,6 +258,12 @@ class Learner:
             )
         groups: list[int] = batch["group"].tolist()
         return torch.tensor([baseline_rewards.get(group, torch.nan) for group in groups])
+
+
+def _for_other_ranks(batch: RolloutBatch) -> RolloutBatch:
+    """Return a batch without the arrays that servers attached to tokens, which may be large."""
+    known, columns = {*TENSOR_COLUMNS, *TEACHER_COLUMNS}, dict[str, Any](cast(Any, batch).items())
+    return batch.select(*(name for name in columns if name in known or not isinstance(columns[name], Tensor)))
 
 
 def load_learner(

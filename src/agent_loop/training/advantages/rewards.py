@@ -18,9 +18,6 @@ from agent_loop.runtime.numeric import as_reward
 from agent_loop.training.advantages.groups import compared_turns, grpo_advantages, rollouts_of_rows
 from agent_loop.trajectory.branches import SEAT
 
-COLUMNS = (f"extra_fields.{SEAT}", SEAT)
-"""Names that the column of seats can have in a batch."""
-
 
 def has_seats(batch: RolloutBatch) -> bool:
     """Return whether a batch has rows of games."""
@@ -45,8 +42,8 @@ def compared_groups(batch: RolloutBatch) -> Tensor:
 
 def _seats(batch: RolloutBatch) -> list[Any]:
     names: set[str] = set(cast(Any, batch).keys())
-    found: list[list[Any]] = [list(batch[name]) for name in COLUMNS if name in names]
-    return found[0] if found else []
+    name = next((name for name in (f"extra_fields.{SEAT}", SEAT) if name in names), None)
+    return [] if name is None else list(batch[name])
 
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent_loop.errors import DataError
 from agent_loop.storage.exclusive import whole_file
-from agent_loop.storage.schema import METADATA, pa, parquet
+from agent_loop.storage.run import StoredRun
 from agent_loop.training.evaluation.scores import (
     Evaluation,
     EvaluationDifference,
@@ -158,8 +158,9 @@ def evaluate_stored(paths: Sequence[Path]) -> StoredEvaluation:
     rows: dict[int, Row] = {}
     threshold = 1.0
     for path in paths:
-        stored_rows, threshold = _read(path)
-        for stored in stored_rows:
+        run = StoredRun(path)
+        threshold = run.files()[-1].success_threshold
+        for stored in run.scalars(columns=COLUMNS).to_pylist():
             group, is_failed = stored["group"], stored.get("failure") is not None
             if group not in rows and stored.get("row"):
                 rows[group] = json.loads(stored["row"])
@@ -179,16 +180,3 @@ def evaluate_stored(paths: Sequence[Path]) -> StoredEvaluation:
         evaluate(samples, success_threshold=threshold),
         tuple(rows.get(group, {}) for group in range(most + 1)),
     )
-
-
-def _read(path: Path) -> tuple[list[Mapping[str, Any]], float]:
-    """Return the rows of a file with the `COLUMNS` that it has, and the least reward that counts as a success."""
-    try:
-        with parquet.ParquetFile(path) as stored:
-            table = stored.read([name for name in COLUMNS if name in stored.schema_arrow.names])
-            metadata: Mapping[bytes, bytes] = stored.metadata.metadata or {}
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{str(path)!r} cannot be read ({str(error).splitlines()[0]}); copy the file again"
-        ) from error
-    return table.to_pylist(), float(metadata.get(METADATA.success_threshold.encode(), b"1.0"))
