@@ -59,11 +59,6 @@ def change_a_byte(folder: Path) -> None:
     path.write_text(path.read_text().replace("b 3", "b 4"))
 
 
-def cut(folder: Path) -> None:
-    path = folder / "b.jsonl"
-    path.write_text(path.read_text().partition("\n")[0])
-
-
 def swap(folder: Path) -> None:
     (folder / "a.jsonl").rename(folder / "c.jsonl")
 
@@ -75,7 +70,6 @@ def swap(folder: Path) -> None:
         (add_many, "added: shards/g.jsonl; and 2 more"),
         (remove, "removed: shards/b.jsonl"),
         (change_a_byte, "changed: shards/b.jsonl"),
-        (cut, "changed: shards/b.jsonl"),
         (swap, "removed: shards/a.jsonl"),
     ],
 )
