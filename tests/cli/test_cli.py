@@ -60,30 +60,21 @@ def test_eval_prints_pass_at_k_and_a_line_per_row(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("override", "complaint"),
     [
-        (["config.yaml", "rollout.engine_kwargs.max_slot=3"], "max_slot"),
-        (
-            ["config.yaml", "rollout.engine_kwargs.max_slots=x"],
-            "max_slots is 'x': input should be a valid integer",
-        ),
-        (
-            ["config.yaml", "rollout.prompt_length=40000"],
-            "the model has 32768 positions; give at most 32768",
-        ),
-        (["config.yaml", "data.train_files=[task.py:crawls]"], "task.py:crawls raised TypeError"),
-        (["config.yaml", "rollout.multi_turn.format=hermis"], "did you mean 'hermes'"),
-        (["config.yaml", "rollout.agent.default_agent_loop=tool_agnet"], "did you mean 'tool_agent'"),
-        (["config.yaml", "reward.function=task.py:breaks"], "ZeroDivisionError"),
+        ("rollout.engine_kwargs.max_slot=3", "did you mean 'max_slots'"),
+        ("data.train_files=[task.py:crawls]", "task.py:crawls raised TypeError"),
+        ("rollout.multi_turn.format=hermis", "did you mean 'hermes'"),
+        ("rollout.agent.default_agent_loop=tool_agnet", "did you mean 'tool_agent'"),
+        ("rollout.prompt_length=40000", "the model has 32768 positions; give at most 32768"),
     ],
 )
-def test_an_error_fits_on_one_screen(command: Command, arguments: list[str], complaint: str) -> None:
-    result = command("train", *arguments)
+def test_settings_that_are_checked_against_the_model_and_the_code_are_explained(
+    command: Command, override: str, complaint: str
+) -> None:
+    result = command("train", "config.yaml", override)
     assert result.exit_code == 2
     assert complaint in result.err
-    assert result.err.count("\n") <= 40
-    if "breaks" not in arguments[-1]:
-        assert "Traceback" not in result.err
 
 
 def test_train_stops_if_every_prompt_is_too_long_and_starts_once_that_is_fixed(command: Command) -> None:

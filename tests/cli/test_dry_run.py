@@ -109,11 +109,6 @@ def test_supervised_training_is_checked_before_anything_is_loaded(command: Comma
     ("override", "complaint"),
     [
         ("sft.files=[]", "sft.files is empty"),
-        ("sft.files=[chat.jsonl]", "'chat.jsonl' does not exist"),
-        (
-            "sft.val_files=[rows.jsonl]",
-            "has no 'messages' (columns: prompt); set data.prompt_key, or sft.messages_key",
-        ),
         ("sft.where=rewrd>=1", "did you mean 'reward'"),
         ("model.path=absent", "model.path is 'absent'"),
     ],

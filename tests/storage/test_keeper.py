@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +10,9 @@ from typing import ClassVar
 import pytest
 
 from agent_loop.storage import StoredRun
-from agent_loop.storage import writer as writer_module
 from agent_loop.storage.writer import TrajectoryKeeper, write_trajectories
 from tests.helpers import small_tokenizer
 from tests.storage.samples import solved
-
-ROOT = Path(__file__).parents[2]
 
 
 def kept(
@@ -70,22 +64,6 @@ def test_a_file_in_the_place_of_the_folder_is_counted_and_reported_once(tmp_path
     assert "FileExistsError" in reports[0]
 
 
-def test_trajectories_beyond_the_queue_limit_are_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer_module, "MAX_WAITING", 1)
-    reports: list[str] = []
-    with TrajectoryKeeper(tmp_path, report=reports.append) as keeper:
-        is_released = threading.Event()
-        keeper.keep_vocabulary(_SlowTokenizer(is_released))  # This keeps the writer busy.
-        keeper.keep([solved()], step=1, split="train", weight_version=0)
-        keeper.keep([solved()], step=2, split="train", weight_version=1)
-        is_released.set()
-    assert names(tmp_path) == ["train-000001.parquet"]
-    assert keeper.num_failed == 1
-    assert "items are queued already" in reports[0]
-
-
 class _SlowTokenizer:
     """Tokenizer that returns its vocabulary after an event is set."""
 
@@ -97,17 +75,6 @@ class _SlowTokenizer:
     def get_vocab(self) -> dict[str, int]:
         assert self._is_released.wait(30)
         return {}
-
-
-def test_on_a_full_disk_a_run_continues_and_earlier_files_stay(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.storage.full_disk", str(tmp_path)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
-    num_failed, reports = json.loads(ran.stdout)
-    assert num_failed == 2
-    assert "OSError" in reports[0]
-    assert len(reports) == 2
-    assert names(tmp_path) == ["train-000001.parquet"]
-    assert [file.num_trajectories for file in StoredRun(tmp_path).files()] == [1]
 
 
 def test_a_keyboard_interrupt_does_not_wait_for_pending_writes(tmp_path: Path) -> None:

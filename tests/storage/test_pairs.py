@@ -56,7 +56,8 @@ def test_the_best_and_the_worst_of_each_group_are_a_pair(tmp_path: Path) -> None
     assert pairs[0]["tools"] == [{"type": "function", "function": {"name": "add"}}]
 
 
-def test_groups_without_a_preference_have_no_pair(tmp_path: Path) -> None:
+def test_groups_without_a_preference_or_with_different_prompts_have_no_pair(tmp_path: Path) -> None:
+    other: list[Message] = [{"role": "user", "content": "3 + 3?"}]
     run = stored(
         tmp_path,
         answered("a", 1.0, rollout=0),
@@ -64,14 +65,9 @@ def test_groups_without_a_preference_have_no_pair(tmp_path: Path) -> None:
         answered("c", 1.0, group=1, rollout=0),
         answered("d", None, group=1, rollout=1),
         failed(group=1, rollout=2),
+        answered("e", 1.0, group=2, rollout=0),
+        answered("f", 0.0, group=2, rollout=1, prompt=other),
     )
-
-    assert list(preference_pairs(run)) == []
-
-
-def test_trajectories_with_different_prompts_are_no_pair(tmp_path: Path) -> None:
-    other = [{"role": "user", "content": "3 + 3?"}]
-    run = stored(tmp_path, answered("a", 1.0, rollout=0), answered("b", 0.0, rollout=1, prompt=other))
 
     assert list(preference_pairs(run)) == []
 

@@ -16,7 +16,6 @@ from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime import background_writer as writer_module
 from agent_loop.runtime.background_writer import BackgroundWriter
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.tracing import tracer as tracer_module
 from agent_loop.tracing.trace_files import read_traces
 from tests.helpers import hermes_template, text_reply, user
 from tests.tracing.harness import run, settings
@@ -116,37 +115,6 @@ def test_a_hung_writer_drops_items_beyond_the_queue_and_delays_the_end_for_a_bou
 
 def assert_waits(event: threading.Event) -> None:
     assert event.wait(timeout=60)
-
-
-@pytest.fixture
-def writer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Notebook], None]:
-    """Return a function that replaces the backend's writer by a notebook."""
-
-    def put(notebook: Notebook) -> None:
-        monkeypatch.setattr(tracer_module, "make_writer", lambda backend, config: notebook)
-
-    return put
-
-
-def test_a_hung_writer_does_not_affect_the_rollout(writer: Callable[[Notebook], None]) -> None:
-    release = threading.Event()
-    writer(Notebook(lambda number: assert_waits(release)))
-    seconds: list[float] = []
-
-    async def main() -> None:
-        config = settings(TraceConfig(backend="file", max_queued=2, flush_timeout_s=0.2))
-        server = ScriptedServer([text_reply("hi")])
-        async with AgentLoopManager(config, servers=[server], template=hermes_template()) as manager:
-            started = time.monotonic()
-            trajectories = await manager.run([{"raw_prompt": user("hello")}], n=20)
-            seconds.append(time.monotonic() - started)
-            assert len(trajectories) == 20
-            [background_writer] = manager.tracing.background_writers
-        assert background_writer.num_dropped == 20
-
-    asyncio.run(main())
-    release.set()
-    assert seconds[0] < 5
 
 
 def test_a_full_disk_is_logged_once_and_loses_only_traces(caplog: pytest.LogCaptureFixture) -> None:

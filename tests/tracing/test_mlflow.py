@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from agent_loop.config import TraceConfig
-from agent_loop.servers.scripted import ScriptedReply
-from tests.helpers import encoded
 from tests.tracing.harness import run
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -93,10 +91,3 @@ def test_token_ids_and_usage_are_kept_without_texts(uri: str) -> None:
     mask = trajectory.output.response_mask.astype(bool)
     assert ids == trajectory.output.response_ids[mask].tolist()
     assert trace.info.token_usage["output_tokens"] == int(mask.sum())
-
-
-def test_a_failure_is_an_error_of_the_trace(uri: str) -> None:
-    run(trace_to(uri), script=[ScriptedReply(encoded("no"), error="on fire")], max_failed_share=1.0)
-    [trace] = traces_in(uri)
-    assert trace.info.state == "ERROR"
-    assert "on fire" in trace.data.spans[0].status.description
